@@ -19,10 +19,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,8 @@ import torch
 import torch.distributed as dist
 from timelines import STEP, by_kind
 from torch import Tensor
+from worlds import Ended, largest, ranks_here, rows_of, told, written
 
-from rooftop.hardware import devices
 from rooftop.models import gpt_config
 from rooftop.parallel import TRANSPORTS, Context, ContextAttention, Documents, Layout, Packing, join, launched
 
@@ -78,24 +77,13 @@ def main() -> int:
     options = parser.parse_args()
     if options.worker:
         return worker(options)
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for ranks in sorted({1, options.ranks}):
-            found = Path(folder, f"{ranks}.json")
-            start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-            passed = [each for each in sys.argv[1:] if each not in ("--out", str(options.out))]
-            status = subprocess.run([*start, __file__, *passed, "--worker", str(found)]).returncode
-            if status:
-                return status
-            rows += json.loads(found.read_text())
+    passed = [each for each in sys.argv[1:] if each not in ("--out", str(options.out))]
+    try:
+        rows = [row for ranks in sorted({1, options.ranks}) for row in rows_of(__file__, ranks, passed)]
+    except Ended as ended:
+        return ended.status
     with_efficiency(rows)
-    device = next(d.to_dict() for d in devices() if d.kind == ("cpu" if options.quick else "cuda"))
-    result = {"device": device, "torch": torch.__version__, "rows": rows}
-    for row in rows:
-        print(json.dumps(row))
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    written(rows, options.out, quick=options.quick)
     wrong = [row for row in rows if row["variant"].startswith("rooftop") and row.get("largest_error", 0) > WRONG]
     for row in wrong:
         print("WRONG", row)
@@ -122,13 +110,6 @@ def worker(options: argparse.Namespace) -> int:
         if world.rank == 0:
             options.worker.write_text(json.dumps(rows))
     return 0
-
-
-def told(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    for row in rows:
-        if ranks_here()[1] == 0:
-            print(json.dumps(row), flush=True)
-        yield row
 
 
 def smaller(case: Case) -> Case:
@@ -165,7 +146,7 @@ def attention_rows(case: Case, device: torch.device) -> Iterator[dict[str, Any]]
                 if not times[name] and rank == 0:
                     print(f"{case.name}, {ranks} ranks: {name}", file=sys.stderr, flush=True)
                 try:
-                    times[name].append(slowest(ms_of(run, device)))
+                    times[name].append(largest(ms_of(run, device)))
                 except Exception as error:  # a peer that cannot do it is a row that says so
                     if name.startswith("rooftop"):
                         raise
@@ -182,7 +163,7 @@ def attention_rows(case: Case, device: torch.device) -> Iterator[dict[str, Any]]
         ]
         spread = (max(times[name]) - min(times[name])) / ms
         tflops = flops / ranks / ms / 1e9
-        row |= {"ms": ms, "spread": spread, "tflops": tflops, "largest_error": slowest(max(errors))}
+        row |= {"ms": ms, "spread": spread, "tflops": tflops, "largest_error": largest(max(errors))}
         yield {**row, "kernels_ms": kernels_ms(run) if device.type == "cuda" else {}}
 
 
@@ -329,7 +310,7 @@ def model_rows(device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
         trainer = GptTrainer(training, tokens, layout, layout.process_groups(), device, fully_shard=ranks > 1)
         name = f"rooftop, {transport}" if ranks > 1 else "rooftop"
         losses[name] = float(trainer.advance()[0])
-        times[name] = [slowest(ms_of(trainer.advance, device, 1 - turn, 1)) for turn in (0, 1, 1)]
+        times[name] = [largest(ms_of(trainer.advance, device, 1 - turn, 1)) for turn in (0, 1, 1)]
         del trainer
     for name, found in times.items():
         ms = statistics.median(found)
@@ -339,11 +320,6 @@ def model_rows(device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
 
 
 # ---- timing ------------------------------------------------------------------------------------------------------
-
-
-def ranks_here() -> tuple[int, int]:
-    """(ranks, this one)."""
-    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 
 def ms_of(run: Callable[[], object], device: torch.device, warm_up: int = WARM_UP, steps: int = STEPS) -> float:
@@ -373,15 +349,6 @@ def kernels_ms(run: Callable[[], object]) -> dict[str, float]:
             torch.cuda.synchronize()
         profile.export_chrome_trace(trace.name)
         return by_kind(Path(trace.name))
-
-
-def slowest(value: float) -> float:
-    """Of all ranks."""
-    if not dist.is_initialized():
-        return value
-    found = torch.tensor(value, dtype=torch.float64, device="cuda" if "nccl" in dist.get_backend() else "cpu")
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
 
 
 if __name__ == "__main__":

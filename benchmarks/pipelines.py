@@ -1,12 +1,16 @@
-"""Pipeline schedules of our own, beside PyTorch's with the same stages, FSDP2, and a pipeline without bubbles.
+"""Pipeline schedules of our own, beside PyTorch's with compiled blocks, FSDP2, and a pipeline without bubbles.
 
     python benchmarks/pipelines.py [--out benchmarks/results/h100/pipelines.json]
 
-llama-1b with 24 layers, sequences of 4,096 tokens, eight micro-batches of one, bfloat16 with float32 weights and AdamW.
-A step of one GPU, divided by the ranks, is what a pipeline without bubbles and transfers would take:
-`beside_bubble_free` is a step by that. PyTorch's schedules (`torch.distributed.pipelining`) run the modules of our
-stages, so that only the schedules and transfers differ; their rows are forward and backward alone, and so are ours
-beside them ("gradients"). Of each variant, steps are timed one by one after two others; the median of the slowest rank.
+llama-1b with 24 layers, sequences of 4,096 tokens, eight micro-batches of one, bfloat16. Two things are timed:
+
+    step        of `GptTrainer`: float32 weights beside the narrow ones, clipping, AdamW
+    gradients   forward and backward alone, of weights in bfloat16; so is PyTorch's, of the same Llama in plain torch.nn
+                with each block compiled (`parallel_native.py`). Its zero-bubble schedule refuses compiled blocks
+
+Ours are launched by the host, and replayed from a CUDA graph. The faster of both on one GPU, divided by the ranks, is
+what a pipeline without bubbles and transfers would take: `beside_bubble_free` is a step by that. Steps are timed one by
+one after some others; the median of the slowest rank.
 """
 
 from __future__ import annotations
@@ -14,25 +18,26 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from parallel_native import Llama, cross_entropy_of, fill, share
 from torch import Tensor, nn
+from worlds import Ended, Row, largest, rows_of, told, written
 
-from rooftop.hardware import devices
 from rooftop.models import gpt_config
-from rooftop.models.gpt_stages import GptStages, parallel_gpt_stages
+from rooftop.models.gpt_blocks import rotation_of
+from rooftop.models.gpt_stages import GptStages, layers_of_stages, parallel_gpt_stages
 from rooftop.parallel import Layout, Pipeline, defer_weight_gradients, join, launched, schedule_of, simulate
-from rooftop.train import GptTrainer, GptTraining, Tokens
+from rooftop.train import GptTrainer, GptTraining, Replayed, Tokens
 
-MICRO_BATCHES, STEPS = 8, 5
+MICRO_BATCHES, STEPS, WARM_UP = 8, 5, 5
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 PEERS = {"1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B", "zbv": "ScheduleZBVZeroBubble"}
 
@@ -40,45 +45,43 @@ PEERS = {"1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B", "zbv"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="+", choices=("step", "gradients"), default=("step", "gradients"))
     parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()))
     parser.add_argument("--quick", action="store_true", help="show on a CPU that the script runs, by gloo")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         return worker(options)
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for ranks in sorted({1, options.ranks}):
-            found = Path(folder, f"{ranks}.json")
-            start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-            passed = ["--quick"] if options.quick else []
-            status = subprocess.run([*start, __file__, *passed, "--worker", str(found)]).returncode
-            if status:
-                return status
-            rows += json.loads(found.read_text())
-    alone = {row["what"]: row["ms"] for row in rows if row["ranks"] == 1}
-    for row in rows:
-        if row["ranks"] > 1 and "ms" in row:
-            row["beside_bubble_free"] = row["ms"] / (alone[row["what"]] / row["ranks"])
-    device = next(d.to_dict() for d in devices() if d.kind == ("cpu" if options.quick else "cuda"))
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"device": device, "torch": torch.__version__, "rows": rows}, indent=1)
-        options.out.write_text(text + "\n")
-    for row in rows:
-        print(json.dumps(row))
+    passed = [*(["--quick"] if options.quick else []), "--only", *options.only]
+    try:
+        rows = [row for ranks in sorted({1, options.ranks}) for row in rows_of(__file__, ranks, passed)]
+    except Ended as ended:
+        return ended.status
+    with_ideal(rows)
+    written(rows, options.out, quick=options.quick)
     return 0
 
 
+def with_ideal(rows: list[Row]) -> None:
+    """Of each row of several ranks, its time by that of the fastest of one GPU divided by the ranks."""
+    alone: dict[str, float] = {}
+    for row in rows:
+        if row["ranks"] == 1 and row["variant"].startswith("rooftop"):
+            alone[row["what"]] = min(row["ms"], alone.get(row["what"], row["ms"]))
+    for row in rows:
+        if row["ranks"] > 1 and "ms" in row:
+            row["beside_bubble_free"] = row["ms"] / (alone[row["what"]] / row["ranks"])
+
+
 def worker(options: argparse.Namespace) -> int:
-    rows: list[dict[str, Any]] = []
+
+    rows: list[Row] = []
     kind = "cpu" if options.quick else "cuda"
     with join(Layout(pp=launched().size), device=kind, timeout_s=100.0) as world:
-        for make in (trained, gradients_only):
-            for row in make(world.device, options.quick):
-                rows.append({"ranks": world.size, **row})
-                if world.rank == 0:
-                    print(json.dumps(rows[-1]), flush=True)
+        for what, make in (("step", steps), ("gradients", gradients)):
+            if what in options.only:
+                found = make(world.device, options.quick)
+                rows += told({"ranks": world.size, "what": what, **row} for row in found)
         if world.rank == 0:
             options.worker.write_text(json.dumps(rows))
     return 0
@@ -93,86 +96,115 @@ def training_of(quick: bool, **changes: Any) -> GptTraining:
     return GptTraining(config=config, length=length, global_batch=MICRO_BATCHES, micro_batch=1, dtype=dtype, **changes)
 
 
-def trained(device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
-    """Whole steps of `GptTrainer`."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    variants: dict[str, tuple[Layout, dict[str, Any], bool]] = {"one GPU": (Layout(), {}, False)}
-    if ranks > 1:
-        variants = {
-            name: (Layout(pp=ranks), {"pipeline_schedule": name} | layers_of(name, ranks, quick), False)
-            for name in SCHEDULES
-        }
-        variants["FSDP2"] = (Layout(ranks), {}, True)
-    for name, (layout, changes, shared) in variants.items():
-        training = training_of(quick, **changes)
-        numbers = torch.randint(
-            training.config.vocabulary, (training.length * 64 + 1,), generator=torch.Generator().manual_seed(0)
-        )
-        trainer = GptTrainer(
-            training, Tokens([numbers.numpy()], "random"), layout, layout.process_groups(), device, fully_shard=shared
-        )
-        loss = float(trainer.advance()[0])
-        found = times(trainer.advance, device)
-        row = {"what": "step", "variant": name, "first_loss": loss, **summary(found)}
-        if trainer.schedule is not None:
-            row["bubble"] = simulate(trainer.schedule).bubble
-        if device.type == "cuda":
-            row["peak_gib"] = largest(torch.cuda.max_memory_allocated() / 2**30)
-        del trainer
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        yield row
-
-
 def layers_of(name: str, ranks: int, quick: bool) -> dict[str, int]:
     layers = training_of(quick).config.layers
     return {"layers_per_virtual_stage": layers // (2 * ranks)} if name == "interleaved" else {}
 
 
+def ways(device: torch.device) -> dict[str, bool]:
+    """How ours are run, and whether from a CUDA graph."""
+    return {"": False, ", replayed": True} if device.type == "cuda" else {"": False}
+
+
+# ---- steps -------------------------------------------------------------------------------------------------------
+
+
+def steps(device: torch.device, quick: bool) -> Iterator[Row]:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    variants: dict[str, tuple[Layout, dict[str, Any], bool]] = {}
+    for way, replayed in ways(device).items():
+        if ranks == 1:
+            variants[f"rooftop{way}"] = Layout(), {"cuda_graph": replayed}, False
+            continue
+        for name in SCHEDULES:
+            changes = {"pipeline_schedule": name, "cuda_graph": replayed} | layers_of(name, ranks, quick)
+            variants[f"rooftop, {name}{way}"] = Layout(pp=ranks), changes, False
+    if ranks > 1:
+        variants["rooftop, FSDP2"] = Layout(ranks), {}, True
+        variants["rooftop, FSDP2 gathered and summed once"] = Layout(ranks), {"sum_once": True}, True
+    for name, (layout, changes, shared) in variants.items():
+        training = training_of(quick, **changes)
+        made = torch.Generator().manual_seed(0)
+        numbers = torch.randint(training.config.vocabulary, (training.length * 64 + 1,), generator=made)
+        trainer = GptTrainer(
+            training, Tokens([numbers.numpy()], "random"), layout, layout.process_groups(), device, fully_shard=shared
+        )
+        loss = float(trainer.advance()[0])
+        row = {"variant": name, "first_loss": loss, **summary(times(trainer.advance, device))}
+        if trainer.schedule is not None:
+            row["bubble"] = simulate(trainer.schedule).bubble
+        del trainer
+        yield {**row, **peak(device)}
+
+
+def peak(device: torch.device) -> dict[str, float]:
+    """The most memory since the last time, which is given back."""
+    if device.type != "cuda":
+        return {}
+    found = largest(torch.cuda.max_memory_allocated() / 2**30)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return {"peak_gib": found}
+
+
 # ---- forward and backward alone ----------------------------------------------------------------------------------
 
 
-def gradients_only(device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+def gradients(device: torch.device, quick: bool) -> Iterator[Row]:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
     training = training_of(quick)
-    config, length = training.config, training.length
     made = torch.Generator().manual_seed(0)
-    text = torch.randint(config.vocabulary, (MICRO_BATCHES, length + 1), generator=made).to(device)
+    text = torch.randint(training.config.vocabulary, (MICRO_BATCHES, training.length + 1), generator=made).to(device)
     tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    groups = Layout(pp=ranks).process_groups()
+    for name in SCHEDULES[1:] if ranks > 1 else ("1f1b",):
+        for way, replayed in ways(device).items():
+            run, model = ours(name, training, groups, tokens, targets, replayed)
+            yield measured(f"rooftop, {name}{way}" if ranks > 1 else f"rooftop{way}", run, model, device)
+            del run, model
+    peers: dict[str, Callable[[], tuple[Callable[[], object], nn.Module]]] = {}
+    if ranks == 1:
+        peers["PyTorch, compiled"] = lambda: alone(training, tokens, targets)
+    else:
+        peers["PyTorch, FSDP2, compiled"] = lambda: peer_shared(training, tokens, targets)
+        for name, kind in PEERS.items():
+            compiled = name != "zbv"  # what it refuses
+            way = "compiled" if compiled else "not compiled"
+            peers[f"PyTorch, {name}, {way}"] = lambda kind=kind, compiled=compiled: peer(
+                kind, training, tokens, targets, groups["pp"], compiled
+            )
+    for name, make in peers.items():
+        try:
+            run, model = make()
+            row = measured(name, run, model, device)
+        except Exception as error:
+            row = {"variant": name, "failed": f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"}
+        with suppress(NameError):
+            del run, model
+        yield row
+
+
+def measured(name: str, run: Callable[[], object], model: nn.Module, device: torch.device) -> Row:
+    found = summary(times(run, device))
+    norms = [p.grad.float().norm() for p in model.parameters() if p.grad is not None]
+    return {"variant": name, **found, "gradient": float(torch.stack(norms).norm()), **peak(device)}
+
+
+def ours(
+    name: str, training: GptTraining, groups: Any, tokens: Tensor, targets: Tensor, replayed: bool
+) -> tuple[Callable[[], object], GptStages]:
+    ranks, device = dist.get_world_size() if dist.is_initialized() else 1, tokens.device
     layout = Layout(pp=ranks)
-    groups = layout.process_groups()
-    names = tuple(PEERS) if ranks > 1 else ("1f1b",)
-    for name in names:
-        stages = 2 if name == "interleaved" else None
-        schedule = schedule_of(name, ranks, MICRO_BATCHES, stages)
-        model = parallel_gpt_stages(
-            config, layout, groups, schedule, seed=1, length=length, device=device, dtype=training.dtype
-        )
-        runs: dict[str, Callable[[], object]] = {"rooftop": ours(model, schedule, groups, tokens, targets)}
-        if ranks > 1:
-            runs["PyTorch"] = peer(PEERS[name], model, schedule.stages, tokens, targets, groups["pp"], rank)
-        for who, run in runs.items():
-            row = {"what": "gradients", "variant": f"{who}, {name}" if ranks > 1 else "one GPU"}
-            try:
-                model.zero_grad(set_to_none=True)
-                found = times(run, device)
-            except Exception as error:
-                if who == "rooftop":
-                    raise
-                yield {**row, "failed": f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"}
-                continue
-            norms = [p.grad.float().norm() for p in model.parameters() if p.grad is not None]
-            yield {**row, **summary(found), "gradient": float(torch.stack(norms).norm())}
-
-
-def ours(model: GptStages, schedule: Any, groups: Any, tokens: Tensor, targets: Tensor) -> Callable[[], object]:
+    schedule = schedule_of(name, ranks, MICRO_BATCHES, 2 if name == "interleaved" else None)
+    model = parallel_gpt_stages(
+        training.config, layout, groups, schedule, seed=1, length=training.length, device=device, dtype=training.dtype
+    )
     pipeline = Pipeline(
         schedule,
         group=groups["pp"],
         shape=model.shape_between(1, tokens.shape[1]),
-        dtype=next(model.parameters()).dtype,
-        device=tokens.device,
+        dtype=training.dtype,
+        device=device,
         deferral=defer_weight_gradients(model) if schedule.splits_backward else None,
     )
 
@@ -182,37 +214,83 @@ def ours(model: GptStages, schedule: Any, groups: Any, tokens: Tensor, targets: 
         made = model(stage, input, targets[number : number + 1] if last else None, reduction="sum")
         return made / targets.numel() if last else made
 
-    def run() -> object:
+    def run() -> tuple[Tensor, ...]:
         model.zero_grad(set_to_none=True)
-        return pipeline.run(compute)
+        return tuple(pipeline.run(compute))
 
-    return run
+    return Replayed(run, device) if replayed else run, model
+
+
+# ---- PyTorch's own -----------------------------------------------------------------------------------------------
 
 
 class Stage(nn.Module):
-    """A stage of ours as PyTorch's schedules call it; the last one gives what its loss takes."""
+    """Some layers of the same Llama in plain torch.nn, with what the first and the last stage have beside them."""
 
-    def __init__(self, model: GptStages, number: int, last: bool) -> None:
+    def __init__(
+        self, training: GptTraining, layers: range, ends: tuple[bool, bool], device: torch.device, compiled: bool
+    ) -> None:
         super().__init__()
-        self.stage, self.last = model.stages[number], last
+        config, (self.first, self.last) = training.config, ends
+        with torch.device("meta"):
+            whole = Llama(config)
+        self.tok_embeddings = whole.tok_embeddings if self.first else None
+        self.layers = nn.ModuleDict({str(layer): whole.layers[str(layer)] for layer in layers})
+        self.norm, self.output = (whole.norm, whole.output) if self.last else (None, None)
+        self.to_empty(device=device)
+        fill(self, config, 1, device)  # type: ignore[arg-type]
+        self.to(training.dtype)
+        self.rotation = rotation_of(torch.arange(training.length, device=device), config)
+        if compiled:
+            for block in self.layers.values():
+                block.forward = torch.compile(block.forward, backend=backend(device))  # type: ignore[method-assign]
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.last:
-            made: Tensor = self.stage(x)
-            return made
-        positions = torch.arange(x.shape[1], device=x.device)
-        hidden, update = self.stage.through_layers(x, positions)
-        return hidden if update is None else hidden + update
+        """Tokens (B, S) or what goes between stages (B, S, W); that, or logits (B, S, V)."""
+        if self.tok_embeddings is not None:
+            x = self.tok_embeddings(x)
+        for block in self.layers.values():
+            x = block(x, *self.rotation)
+        return self.output(self.norm(x)) if self.output is not None and self.norm is not None else x
+
+
+def backend(device: torch.device) -> str:
+    return "inductor" if device.type == "cuda" else "aot_eager"
+
+
+def loss_with(targets: Tensor, compiled: bool = True) -> Callable[[Tensor, Tensor], Tensor]:
+    """A micro-batch's share of the loss of all targets."""
+    made = torch.compile(cross_entropy_of, backend=backend(targets.device)) if compiled else cross_entropy_of
+    return lambda logits, target: made(logits, target) * target.numel() / targets.numel()
+
+
+def alone(training: GptTraining, tokens: Tensor, targets: Tensor) -> tuple[Callable[[], object], nn.Module]:
+    model = Stage(training, range(training.config.layers), (True, True), tokens.device, True)
+    loss_of = loss_with(targets)
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        for number in range(MICRO_BATCHES):
+            loss_of(model(tokens[number : number + 1]), targets[number : number + 1]).backward()
+
+    return run, model
 
 
 def peer(
-    kind: str, model: GptStages, stages: int, tokens: Tensor, targets: Tensor, group: Any, rank: int
-) -> Callable[[], object]:
+    kind: str, training: GptTraining, tokens: Tensor, targets: Tensor, group: Any, compiled: bool
+) -> tuple[Callable[[], object], nn.Module]:
     from torch.distributed import pipelining
 
-    modules = {number: Stage(model, number, number + 1 == stages) for number in model.stages}
-    dtype = next(model.parameters()).dtype
-    between = torch.empty(1, tokens.shape[1], model.config.width, device=tokens.device, dtype=dtype)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    stages = ranks if kind == "Schedule1F1B" else 2 * ranks
+    here = [rank] if stages == ranks else [rank, rank + ranks]
+    if kind == "ScheduleZBVZeroBubble":
+        here = [rank, stages - 1 - rank]
+    layers = layers_of_stages(training.config, stages, training.length)
+    modules = nn.ModuleList(
+        Stage(training, layers[number], (number == 0, number + 1 == stages), tokens.device, compiled) for number in here
+    )
+    between = torch.empty(1, tokens.shape[1], training.config.width, device=tokens.device, dtype=training.dtype)
     between.requires_grad_()  # its gradient goes back
     made = [
         pipelining.PipelineStage(
@@ -221,35 +299,51 @@ def peer(
             stages,
             tokens.device,
             input_args=tokens[:1] if number == 0 else between,
-            output_args=between,
+            output_args=between.new_empty(1, tokens.shape[1], training.config.vocabulary)
+            if number + 1 == stages
+            else between,
             group=group,
         )
-        for number, module in modules.items()
+        for number, module in zip(here, modules, strict=True)
     ]
-
-    def loss_of(hidden: Tensor, target: Tensor) -> Tensor:
-        assert model.head is not None
-        loss: Tensor = model.head(hidden, None, target, reduction="sum")
-        return loss / targets.numel()
-
     given = made[0] if kind == "Schedule1F1B" else made
-    schedule = getattr(pipelining, kind)(given, MICRO_BATCHES, loss_fn=loss_of, scale_grads=False)
+    schedule = getattr(pipelining, kind)(given, MICRO_BATCHES, loss_fn=loss_with(targets, compiled), scale_grads=False)
 
     def run() -> object:
-        model.zero_grad(set_to_none=True)
-        first = [tokens] if 0 in modules else []
-        return schedule.step(*first, target=targets if stages - 1 in modules else None)
+        modules.zero_grad(set_to_none=True)
+        first = [tokens] if 0 in here else []
+        return schedule.step(*first, target=targets if stages - 1 in here else None)
 
-    return run
+    return run, modules
+
+
+def peer_shared(training: GptTraining, tokens: Tensor, targets: Tensor) -> tuple[Callable[[], object], nn.Module]:
+    """FSDP2, whose data ranks gather and sum once a step; weights and their sums are float32 there."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    device = tokens.device
+    model = Stage(replace(training, dtype=torch.float32), range(training.config.layers), (True, True), device, True)
+    share(model, Layout(ranks).mesh(device.type)["dp"], training.dtype)  # type: ignore[arg-type]
+    loss_of, own = loss_with(targets), range(rank, MICRO_BATCHES, ranks)
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        for number in own:
+            last: Any = number == own[-1]
+            model.set_requires_gradient_sync(last)  # type: ignore[operator]
+            model.set_is_last_backward(last)  # type: ignore[operator]
+            model.set_reshard_after_backward(last)  # type: ignore[operator]
+            loss_of(model(tokens[number : number + 1]), targets[number : number + 1]).backward()
+
+    return run, model
 
 
 # ---- timing ------------------------------------------------------------------------------------------------------
 
 
 def times(run: Callable[[], object], device: torch.device) -> list[float]:
-    """Of single steps after two others, the slowest rank's."""
+    """Of single steps after some others, the slowest rank's."""
     found = []
-    for number in range(2 + STEPS):
+    for number in range(WARM_UP + STEPS if device.type == "cuda" else 2):
         if dist.is_initialized():
             dist.barrier()
         if device.type != "cuda":
@@ -262,7 +356,7 @@ def times(run: Callable[[], object], device: torch.device) -> list[float]:
         run()
         last.record()
         last.synchronize()
-        if number >= 2:
+        if number >= WARM_UP:
             found.append(largest(first.elapsed_time(last)))
     return found
 
@@ -270,15 +364,6 @@ def times(run: Callable[[], object], device: torch.device) -> list[float]:
 def summary(found: list[float]) -> dict[str, float]:
     ms = statistics.median(found)
     return {"ms": ms, "spread": (max(found) - min(found)) / ms}
-
-
-def largest(value: float) -> float:
-    """Of all ranks."""
-    if not dist.is_initialized():
-        return value
-    found = torch.tensor(value, dtype=torch.float64, device="cuda" if "nccl" in dist.get_backend() else "cpu")
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
 
 
 if __name__ == "__main__":

@@ -49,40 +49,38 @@ def by_definition(given: list[Tensor], documents: Documents, window: int | None,
 def of_ranks(given: list[Tensor], packing: Packing, window: int | None) -> list[Tensor]:
     """The same by blocks, of each rank after the other, with all keys at hand; the parts put together."""
     query, key, value, dout = given
-    scale = query.shape[3] ** -0.5
+    scale, wide = query.shape[3] ** -0.5, block_attentions.wide_dtype(query)
     ranks = range(len(packing.held))
     found = [torch.zeros_like(each) for each in (query, query, key, value)]
-    totals = [torch.zeros_like(each, dtype=block_attentions.wide_dtype(each)) for each in (key, value)]
+    totals = [torch.zeros_like(each, dtype=wide) for each in (key, value)]
+
     for rank in ranks:
         chunks = packing.held[rank]
+        there, queries = chunks.positions(query.device), len(chunks)
         mine, gradient = (chunks.of(each, 2) for each in (query, dout))
-        runs = sorted(run for other in ranks for run in packing.rows(rank, other, window))
-        at, there = torch.cat([torch.arange(*run) for run in runs]).to(query.device), chunks.positions(query.device)
-        parts: list[tuple[list[Block], Tensor]] = [
-            (packing.own_blocks(rank), there),
-            (packing.full_blocks(rank, runs), at),
-        ]
-        if window is not None:
-            parts = [(packing.blocks(rank, ranks, window), at)]
-        wide = block_attentions.wide_dtype(query)
-        out, dquery = (block_attentions.empty_like_rows(mine, wide) for _ in range(2))
-        lse = mine.new_empty(mine.shape[:3], dtype=wide)
-        ready = [Blocks(blocks, len(query), mine.shape[2], len(rows), query.device) for blocks, rows in parts]
-        for blocks, (_, rows) in zip(ready, parts, strict=True):
-            blocks.attend(mine, key[:, :, rows], value[:, :, rows], scale, out, lse)
-        out = out.to(query.dtype)
+        others = [other for other in ranks if window is not None or other != rank]
+        runs = sorted(run for other in others for run in packing.rows(rank, other, window))
+        at = torch.cat([torch.arange(*run) for run in runs]).to(query.device) if runs else there[:0]
+        listed = packing.full_blocks(rank, runs) if window is None else packing.blocks(rank, ranks, window)
+        own, rest = (
+            Blocks(blocks, len(query), queries, len(rows), query.device)
+            for blocks, rows in ((packing.own_blocks(rank), there), (listed, at))
+        )
+        keys, values = key[:, :, at], value[:, :, at]
+        if window is None:
+            out, lse = own.attended(mine, key[:, :, there], value[:, :, there], scale, query.dtype)
+        else:
+            out, lse = (each.new_empty(each.shape) for each in (mine, mine[..., 0].to(wide)))
+        rest.attend(mine, keys, values, scale, out, lse)
         backward = Given(gradient, mine, out, lse, scale)
-        dquery.fill_(0 if window is not None else math.nan)  # else the first blocks write it
-        for blocks, (_, rows) in zip(ready, parts, strict=True):
-            first = window is None and blocks is ready[0]
-            into = [block_attentions.empty_like_rows(each[:, :, rows], wide) for each in (key, value)]
-            for each in into:
-                each.fill_(math.nan if first else 0)
-            blocks.add_gradients(backward, key[:, :, rows], value[:, :, rows], (dquery, *into), first=first)
-            for total, part in zip(totals, into, strict=True):
-                total[:, :, rows] += part
-        positions = chunks.positions(query.device)
-        found[0][:, :, positions], found[1][:, :, positions] = out, dquery.to(query.dtype)
+        dquery = torch.zeros_like(mine)
+        if window is None:
+            dquery, *parts = own.gradients(backward, key[:, :, there], value[:, :, there], query.dtype)
+            for total, part in zip(totals, parts, strict=True):
+                total[:, :, there] += part
+        for total, part in zip(totals, rest.add_gradients(backward, keys, values, dquery, query.dtype), strict=True):
+            total[:, :, at] += part
+        found[0][:, :, there], found[1][:, :, there] = out, dquery
     found[2:] = [total.to(key.dtype) for total in totals]
     return found
 

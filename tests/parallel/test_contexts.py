@@ -172,18 +172,18 @@ def test_only_needed_rows_are_sent_and_only_own_ones_kept(case: Case, on_ranks: 
         assert max(pairs) <= 1.35 * min(pairs)  # of 32 positions; test_packings has long sequences
 
 
-def off_by_a_chunk(self: Packing, queries: list[Any], keys: list[Any], window: int | None) -> Any:
-    return [block for block in BLOCKS(self, queries, keys, window) if block.causal or block.queries[0]]
+def off_by_a_chunk(self: Packing, rank: int, spans: Any) -> Any:
+    return [block for block in FULL_BLOCKS(self, rank, spans) if block.queries[0]]
 
 
-BLOCKS = Packing._blocks
+FULL_BLOCKS = Packing.full_blocks
 MUTANTS: dict[str, Callable[[], Any]] = {
-    "a chunk is not seen": lambda: patch.object(Packing, "_blocks", off_by_a_chunk),
+    "a chunk is not seen": lambda: patch.object(Packing, "full_blocks", off_by_a_chunk),
     "gradients are not returned": lambda: patch.object(
         contexts, "_send_back", lambda step, dkey, dvalue, group: lambda a, b: None
     ),
     "rows arrive in another order": lambda: patch.object(contexts.Chunks, "positions", shuffled_positions),
-    "merged in bfloat16": lambda: patch.object(contexts, "wide_dtype", lambda x: torch.bfloat16),
+    "merged in bfloat16": lambda: patch.object(contexts._Plan, "dtype_of_sums", lambda plan, x: torch.bfloat16),
 }
 
 

@@ -325,8 +325,8 @@ def shared_ones_on_all(self: ModelGradients) -> Iterator[Tensor]:
     return (p.grad for name, p in self.parameters.items() if p.grad is not None and (first or name in self.shards))
 
 
-def causal_ones_only(self: Packing, queries: list[Any], keys: list[Any], window: int | None) -> Iterator[Any]:
-    return (block for block in ALL_BLOCKS(self, queries, keys, window) if block.causal)
+def nothing_seen(self: Packing, rank: int, spans: Any) -> list[Any]:
+    return []
 
 
 def rotation_by_local_place(positions: Tensor, config: GptConfig) -> tuple[Tensor, Tensor]:
@@ -337,7 +337,6 @@ def not_sent_back(*_: Any) -> Callable[[Tensor, Tensor], None]:
     return lambda to_key, to_value: None
 
 
-ALL_BLOCKS = Packing._blocks
 whole_sequences = ((None, ((0, LENGTH),)),)
 HEAD_LOSS = "vocab_parallel_linear_cross_entropy"
 FAULTS = {
@@ -409,7 +408,7 @@ FAULTS = {
         Case("llama", FOUR), "norm", lambda: patch.object(ModelGradients, "_counted", shared_ones_on_all)
     ),
     "a context rank does not see the chunks before its last": Fault(
-        Case("llama", CONTEXT), "loss", lambda: patch.object(Packing, "_blocks", causal_ones_only)
+        Case("llama", CONTEXT), "loss", lambda: patch.object(Packing, "full_blocks", nothing_seen)
     ),
     "documents are not told apart": Fault(
         Case("llama", CONTEXT, documents=True), "loss", lambda: patch.object(Packing, "spans", whole_sequences)

@@ -431,6 +431,10 @@ REPLAYED = {
     "tp=2 halves": (
         2, ["--tensor-parallel-size", "2", "--sequence-parallel", "--micro-batch-size", "4", "--tp-comm-overlap"],
     ),
+    "pp=2": (2, ["--pipeline-parallel-size", "2", "--micro-batch-size", "2"]),
+    "pp=2 zb-h1": (
+        2, ["--pipeline-parallel-size", "2", "--pipeline-schedule", "zb-h1", "--micro-batch-size", "2", "--recompute"],
+    ),
 }  # fmt: skip
 
 
@@ -463,7 +467,7 @@ def under_torchrun(words: list[str], folder: Path) -> subprocess.Popen[str]:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("name", ["dp=2", "tp=2 halves"])
+@pytest.mark.parametrize("name", ["dp=2", "tp=2 halves", "pp=2"])
 def test_on_gpus_a_training_from_a_graph_ends_by_itself(name: str, dtype: str, data: Path, tmp_path: Path) -> None:
     words = [*WORDS, *REPLAYED[name][1], "--data-path", str(data), "--dtype", dtype, "--train-iters", "8"]
     started = under_torchrun([*words, "--metrics", str(tmp_path / "metrics.jsonl")], tmp_path)

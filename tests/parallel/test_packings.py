@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rooftop.parallel.chunks import Chunks
 from rooftop.parallel.documents import Documents
-from rooftop.parallel.packings import Packing
+from rooftop.parallel.packings import Block, Packing
 from rooftop.parallel.transport_plans import Exchange
 
 
@@ -71,6 +71,46 @@ def test_blocks_are_the_visible_pairs_each_once(packing: Packing, window: int | 
             if window is None:  # in steps, the rows of one rank at a time
                 steps = torch.stack([covered(packing, rank, [each], row, None) for each in ranks])
                 assert torch.equal(steps.sum(0), expected)
+
+
+def counted(blocks: list[Block], queries: Tensor, keys: Tensor, row: int, length: int) -> Tensor:
+    """How often each pair of (these queries, all positions) is computed by blocks of some keys."""
+    counts = torch.zeros(len(queries), length, dtype=torch.int64)
+    for block in blocks:
+        if block.row in (None, row):
+            at, there = torch.arange(*block.queries), keys[slice(*block.keys)]
+            seen = there[None] <= queries[at][:, None] if block.causal else torch.ones(len(at), len(there)).bool()
+            counts[at[:, None], there[None]] += seen
+    return counts
+
+
+@settings(deadline=None)
+@given(some_packings())
+def test_own_blocks_and_those_of_other_ranks_are_the_visible_pairs_each_once(packing: Packing) -> None:
+    ranks = range(len(packing.held))
+    for row in range(len(packing.documents.spans) if packing.documents is not None else 1):
+        seen = visible(packing, row, None)
+        for rank in ranks:
+            queries, others = packing.held[rank].positions(), [each for each in ranks if each != rank]
+            own = counted(packing.own_blocks(rank), queries, queries, row, packing.length)
+            for steps in ([[each] for each in others], [others]):
+                total = own.clone()
+                for of in steps:
+                    spans = sorted(span for each in of for span in packing.rows(rank, each))
+                    keys = torch.cat([torch.arange(0), *(torch.arange(*span) for span in spans)])
+                    blocks = packing.full_blocks(rank, spans)
+                    assert not any(block.causal for block in blocks)
+                    taken = [(block.row, query) for block in blocks for query in range(*block.queries)]
+                    assert len(set(taken)) == len(taken)
+                    total += counted(blocks, queries, keys, row, packing.length)
+                assert torch.equal(total, seen[queries].long())
+
+
+def test_without_documents_two_ranks_compute_two_blocks_each() -> None:
+    packing = Packing.of(16, 2)
+    assert [packing.own_blocks(rank) for rank in range(2)] == [[Block(None, (0, 8), (0, 8), True)]] * 2
+    assert packing.full_blocks(0, packing.rows(0, 1)) == [Block(None, (4, 8), (0, 8), False)]
+    assert packing.full_blocks(1, packing.rows(1, 0)) == [Block(None, (0, 8), (0, 4), False)]
 
 
 @settings(deadline=None)

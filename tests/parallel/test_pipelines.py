@@ -42,6 +42,7 @@ from rooftop.parallel.exchanges import Group
 from rooftop.parallel.pipelines import Pipeline
 from rooftop.parallel.schedules import Instruction, Schedule, schedule_of, simulate
 from rooftop.parallel.sharded_data import whole_of
+from rooftop.train import Replayed
 
 Run = Callable[..., list[Any]]
 Tensors = dict[str, Tensor]
@@ -535,6 +536,52 @@ def test_a_rank_that_fails_is_named_at_all_with_what_was_awaited(
     for error in errors.values():
         assert error.startswith(f"RankError: rank {wrong} of 3 {said}")
         assert re.search(r"awaiting .*(forward|backward|input gradient) of micro-batch \d at stage \d", error), error
+
+
+def replaying(name: str, graph: bool, how: str) -> None:
+    """Rank 1 raises or is stopped between two steps, which rank 0 has launched by then."""
+    with patch.object(processes, "SILENT_S", 3.0), join(device="cuda", timeout_s=50) as world:
+        group, schedule = Layout(pp=2).process_groups()["pp"], schedule_of(name, 2, 4)
+        weight, deferral = torch.ones(2, device=world.device, requires_grad=True), Deferral()
+        options = {"shape": (2,), "dtype": torch.float32, "device": world.device, "deferral": deferral}
+        pipeline = Pipeline(schedule, group=group, **options)
+
+        def step() -> tuple[Tensor, ...]:
+            weight.grad = None
+
+            def at_stage(stage: int, number: int, given: Tensor | None) -> Tensor:
+                made = weight * number if given is None else given * weight
+                return made.sum() if stage + 1 == schedule.stages else made
+
+            return tuple(pipeline.run(at_stage))
+
+        with patch.object(Later, "make", nothing_made):
+            run = Replayed(step, world.device) if graph else step
+            for number in range(8):
+                losses = run()
+                torch.cuda.synchronize()
+                assert [float(loss) for loss in losses] == [2.0 * each for each in range(4)] * world.rank
+                if number == 6 and world.rank == 1:
+                    if how == "raise":
+                        raise KeyError("no such voxel")
+                    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("how", ["raise", "stop"])
+@pytest.mark.parametrize(("name", "graph"), [("1f1b", False), ("1f1b", True), ("zb-h1", True)])
+def test_on_gpus_it_is_said_what_the_gpu_awaited(
+    name: str, graph: bool, how: str, on_ranks: Run, ranks_failed: type[Exception]
+) -> None:
+    """Python is past it, and a graph launched by nobody."""
+    began = time.monotonic()
+    with pytest.raises(ranks_failed) as caught:
+        on_ranks(2, replaying, name, graph, how, joined=False)
+    assert time.monotonic() - began < 40
+    said = "failed: KeyError: 'no such voxel'" if how == "raise" else "has given no sign of life for 3 s: .*"
+    gone = r"this rank was awaiting the (backward|input gradient) of micro-batch 0 at stage 1 of rank 1"
+    assert re.match(f"RankError: rank 1 of 2 {said}; {gone}", caught.value.errors[0]), caught.value.errors
 
 
 class Collectives(TorchDispatchMode):

@@ -10,10 +10,10 @@ in one launch of flash attention's kernels for packed sequences.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -35,47 +35,83 @@ class Blocks:
     """Blocks of one kind, made ready once and computed in each layer of a model.
 
     Args:
-        blocks: all causal, and then no two have a query in common; or none.
+        blocks: all causal, or none. No two have a query in common.
         batch, queries, keys: sizes of the tensors: B, S and T.
         device: of the tensors.
     """
 
     def __init__(self, blocks: Sequence[Block], batch: int, queries: int, keys: int, device: torch.device) -> None:
-        tiles = _tiles(blocks, queries, keys)
-        small = [block for block in blocks if _is_small(block) and not tiles]
-        self._tiles = [_Tiles(tiles)] if tiles else []
-        self._alone = [_Alone(block, device) for block in blocks if not _is_small(block) and not tiles]
+        small = [block for block in blocks if _is_small(block)]
+        self._alone = [_Alone(block, device) for block in blocks if not _is_small(block)]
         self._small = [_Group(tuple(group), batch, queries, keys, device) for group in _grouped(small)]
+        self._only = self._alone[0] if len(blocks) == 1 and self._alone else None
+        self._all_queries, self._all_keys = ((0, queries), (0, keys))
+        self._apart = not _overlap([(block.row, block.keys) for block in blocks])
+
+    def attended(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """(out, log-sum-exp) of causal blocks that have each query once.
+
+        Args:
+            query: (B, H, S, D). key, value: (B, H_k, T, D), where H_k divides H.
+            scale: of the scores.
+            dtype: of the result, which lies as of `empty_like_rows`; the log-sum-exp (B, H, S) is wide.
+        """
+        if self._only is not None and self._only.block.queries == self._all_queries:
+            out, lse = self._only.attended(query, key, value, scale)
+            if out.dtype == dtype:
+                return out, lse
+        out, lse = empty_like_rows(query, dtype), query.new_empty(query.shape[:3], dtype=wide_dtype(query))
+        self.attend(query, key, value, scale, out, lse)
+        return out, lse
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
         """Write what causal blocks make of their queries into `out` and `lse`; merge what others make.
 
         Args:
-            query: (B, H, S, D). key, value: (B, H_k, T, D), where H_k divides H.
-            scale: of the scores.
-            out, lse: (B, H, S, D) as of `empty_like_rows`, and the log-sum-exp (B, H, S).
+            query, key, value, scale: as of `attended`.
+            out, lse: what that gives.
         """
         for unit in self._units(query):
             unit.attend(query, key, value, scale, out, lse)
 
-    def add_gradients(
-        self, given: Given, key: Tensor, value: Tensor, into: tuple[Tensor, Tensor, Tensor], *, first: bool = False
-    ) -> None:
-        """Add the gradients of queries, keys and values to `into`.
+    def gradients(self, given: Given, key: Tensor, value: Tensor, dtype: torch.dtype) -> Three:
+        """Of queries, keys and values, as of `empty_like_rows`, by causal blocks that have each of them once.
 
         Args:
             given: of the queries.
-            key, value: as of `attend`.
-            into: three tensors as of `empty_like_rows`.
-            first: whether to overwrite `into` instead of adding to it. Each query and each key must then be in exactly
-                one block.
+            key, value: as of `attended`.
+            dtype: of the gradients.
         """
+        if self._only is not None and self._only.block.queries == self._all_queries:
+            return _three(each.to(dtype) for each in self._only.gradients(given, key, value))
+        into = _three(empty_like_rows(each, dtype) for each in (given.query, key, value))
         for unit in self._units(given.query):
-            unit.add_gradients(given, key, value, into, first=first)
+            unit.put(unit.gradients(given, key, value), into, first=True)
+        return into
+
+    def add_gradients(
+        self, given: Given, key: Tensor, value: Tensor, dquery: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Add the gradient of queries to `dquery`; the result are those of keys and values.
+
+        Args:
+            given, key, value, dtype: as of `gradients`.
+            dquery: as of `empty_like_rows`.
+        """
+        if self._only is not None and self._only.block.keys == self._all_keys:
+            part, dkey, dvalue = self._only.gradients(given, key, value)
+            dquery[self._only.places[0]] += part
+            return dkey.to(dtype), dvalue.to(dtype)
+        summed = dtype if self._apart else wide_dtype(key)
+        dkey, dvalue = (empty_like_rows(each, summed).zero_() for each in (key, value))
+        for unit in self._units(given.query):
+            unit.put(unit.gradients(given, key, value), (dquery, dkey, dvalue), first=False)
+        return dkey.to(dtype), dvalue.to(dtype)
 
     def _units(self, query: Tensor) -> Iterator[_Unit]:
         """What runs one after the other."""
-        yield from self._tiles
         yield from self._alone
         for group in self._small:
             if runs_packed(query) and len(group.blocks) > 1:
@@ -102,14 +138,25 @@ class Given:
     scale: float
 
 
+Three = tuple[Tensor, Tensor, Tensor]
+"""Gradients of queries, keys and values."""
+
+
+def _three(gradients: Iterable[Tensor]) -> Three:
+    dquery, dkey, dvalue = gradients
+    return dquery, dkey, dvalue
+
+
 class _Unit(Protocol):
+    """What runs at once. Its gradients are of its own queries and keys."""
+
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor
     ) -> None: ...  # as of `Blocks`
 
-    def add_gradients(
-        self, given: Given, key: Tensor, value: Tensor, into: tuple[Tensor, Tensor, Tensor], *, first: bool
-    ) -> None: ...  # as of `Blocks`
+    def gradients(self, given: Given, key: Tensor, value: Tensor) -> Three: ...
+
+    def put(self, parts: Three, into: Three, *, first: bool) -> None: ...  # where they belong; else add them there
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -152,25 +199,32 @@ class _Alone:
     block: Block
     device: torch.device
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
-        at, there = self._places
+    def attended(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """(out, log-sum-exp) of its own queries, which lie as of `empty_like_rows`."""
+        at, there = self.places
         is_causal = self.block.causal and self._mask is None
-        part, part_lse = attention_part(query[at], key[there], value[there], self._mask, is_causal, scale)
+        out, lse = attention_part(query[at], key[there], value[there], self._mask, is_causal, scale)
+        return out.transpose(1, 2).contiguous().transpose(1, 2), lse
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
+        at, _ = self.places
+        part, part_lse = self.attended(query, key, value, scale)
         if self.block.causal:
             out[at], lse[at] = part, part_lse
         else:
             merge_into(out[at], lse[at], part, part_lse)
 
-    def add_gradients(
-        self, given: Given, key: Tensor, value: Tensor, into: tuple[Tensor, Tensor, Tensor], *, first: bool
-    ) -> None:
-        at, there = self._places
+    def gradients(self, given: Given, key: Tensor, value: Tensor) -> Three:
+        at, there = self.places
         is_causal = self.block.causal and self._mask is None
-        found = attention_part_backward(
+        return attention_part_backward(
             *(given.dout[at], given.query[at], key[there], value[there], self._mask),
             *(given.out[at], given.lse[at], is_causal, given.scale),
         )
-        for total, part, place in zip(into, found, (at, there, there), strict=True):
+
+    def put(self, parts: Three, into: Three, *, first: bool) -> None:
+        at, there = self.places
+        for total, part, place in zip(into, parts, (at, there, there), strict=True):
             if first:
                 total[place] = part
             else:
@@ -185,53 +239,23 @@ class _Alone:
         return seen_positions(queries, keys, self.device, block.window)
 
     @property
-    def _places(self) -> tuple[Place, Place]:
+    def places(self) -> tuple[Place, Place]:
         """Its queries in (B, H, S, ...), and its keys in (B, H_k, T, ...)."""
         block = self.block
         row = slice(None) if block.row is None else slice(block.row, block.row + 1)
         return (row, slice(None), slice(*block.queries)), (row, slice(None), slice(*block.keys))
 
 
-@dataclass(frozen=True)
-class _Tiles:
-    """Equal causal blocks along the diagonal, as one batch."""
-
-    count: int
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
-        query, key, value = map(self._tiled, (query, key, value))
-        part, part_lse = attention_part(query, key, value, None, True, scale)
-        self._tiled(out).copy_(part)  # a view
-        lse.copy_(part_lse.unflatten(0, (-1, self.count)).transpose(1, 2).flatten(2))
-
-    def add_gradients(
-        self, given: Given, key: Tensor, value: Tensor, into: tuple[Tensor, Tensor, Tensor], *, first: bool
-    ) -> None:
-        dout, query, keys, values, out = map(self._tiled, (given.dout, given.query, key, value, given.out))
-        lse = given.lse.unflatten(2, (self.count, -1)).transpose(1, 2).flatten(0, 1)
-        found = attention_part_backward(dout, query, keys, values, None, out, lse, True, given.scale)
-        for total, part in zip(into, found, strict=True):
-            if first:
-                self._tiled(total).copy_(part)
-            else:
-                self._tiled(total).add_(part)
-
-    def _tiled(self, x: Tensor) -> Tensor:
-        """(B, H, S, D) as (B tiles, H, S / tiles, D)."""
-        return x.transpose(1, 2).unflatten(1, (self.count, -1)).flatten(0, 1).transpose(1, 2)
-
-
-def _tiles(blocks: Sequence[Block], queries: int, keys: int) -> int:
-    """How many equal causal blocks make up the diagonal of all rows; 0 where they are others."""
-    count = len(blocks)
-    if not count or queries != keys or queries % count:
-        return 0
-    size = queries // count
-    spans = [(place * size, (place + 1) * size) for place in range(count)]
-    return count if list(blocks) == [Block(None, span, span, True) for span in spans] else 0
-
-
 # ---- many in one launch ------------------------------------------------------------------------------------------
+
+
+def _overlap(places: Sequence[tuple[int | None, Span]]) -> bool:
+    """Whether two of (sequence, or None for all; keys) have a key in common."""
+    rows = {row for row, _ in places}
+    if None in rows and len(rows) > 1:
+        return True
+    ordered = sorted((row or 0, span) for row, span in places)
+    return any(row == after and end > first for (row, (_, end)), (after, (first, _)) in pairwise(ordered))
 
 
 def _grouped(blocks: Sequence[Block]) -> list[list[Block]]:
@@ -282,19 +306,21 @@ class _Group:
         row_lse = row_lse.index_copy(0, self._query_index, part_lse.t().to(lse.dtype))
         lse.copy_(row_lse.unflatten(0, (self.batch, self.queries)).transpose(1, 2))
 
-    def add_gradients(
-        self, given: Given, key: Tensor, value: Tensor, into: tuple[Tensor, Tensor, Tensor], *, first: bool
-    ) -> None:
+    def gradients(self, given: Given, key: Tensor, value: Tensor) -> Three:
         seed = torch.zeros((), dtype=torch.int64, device=self.device)  # of the dropout that there is not
         row_lse = given.lse.transpose(1, 2).flatten(0, 1)[self._query_index].t().contiguous()
-        found = aten._flash_attention_backward(
-            *(self._query_rows(given.dout), self._query_rows(given.query), self._key_rows(key), self._key_rows(value)),
-            *(self._query_rows(given.out), row_lse),
-            *self._lengths,
-            *(0.0, self.causal, seed, seed),
-            scale=given.scale,
+        return _three(
+            aten._flash_attention_backward(
+                *(self._query_rows(given.dout), self._query_rows(given.query)),
+                *(self._key_rows(key), self._key_rows(value), self._query_rows(given.out), row_lse),
+                *self._lengths,
+                *(0.0, self.causal, seed, seed),
+                scale=given.scale,
+            )
         )
-        for total, part, index in zip(into, found, (self._query_index, *(self._key_index,) * 2), strict=True):
+
+    def put(self, parts: Three, into: Three, *, first: bool) -> None:
+        for total, part, index in zip(into, parts, (self._query_index, *(self._key_index,) * 2), strict=True):
             put = _flat(total).index_copy_ if first else _flat(total).index_add_
             put(0, index, part.to(total.dtype))
 

@@ -229,31 +229,33 @@ class _Plan:
 
     @cached_property
     def own(self) -> Blocks | None:
-        """What is computed while the first rows are on their way: of each query its own block. None where a window
-        reaches from there into what others hold."""
+        """What is computed while the first rows are on their way: what this rank's rows see of each other. None where
+        a window reaches from there into what others hold."""
         if self.window is not None:
             return None
         return self._made_ready(self.packing.own_blocks(self.index), len(self.packing.held[self.index]))
 
     @cached_property
     def steps(self) -> tuple[_Step, ...]:
-        """All steps in which rows arrive; this rank's own are among those of the first."""
+        """All steps in which rows arrive; with a window this rank's own are among them."""
         index, ranks = self.index, place_in(self.group)[1]
-        if ranks == 1 and self.window is None:
+        everybody = set(range(ranks)) - (set() if self.window is not None else {index})
+        if not everybody:
             return ()
         if not self.in_steps:
-            return (self._step(range(ranks), range(ranks)),)
+            return (self._step(everybody, everybody),)
         apart = [(index + away) % ranks for away in range(1, ranks)]
-        return tuple(
-            self._step({to, index} if number == 0 else {to}, {of, index} if number == 0 else {of})
-            for number, (to, of) in enumerate(zip(apart, apart[::-1], strict=True))
-        )
+        return tuple(self._step({to}, {of}) for to, of in zip(apart, apart[::-1], strict=True))
+
+    def dtype_of_sums(self, x: Tensor) -> torch.dtype:
+        """In which parts of x are merged and summed. Of two parts the result is rounded once in either dtype."""
+        return wide_dtype(x) if len(self.steps) > 1 else x.dtype
 
     def _step(self, to: Collection[int], of: Collection[int]) -> _Step:
         index, ranks = self.index, place_in(self.group)[1]
         held = self.packing.held[index]
-        arriving = [self._rows(index, rank) if rank in of else () for rank in range(ranks)]
-        sent = [self._rows(rank, index) if rank in to else () for rank in range(ranks)]
+        arriving = [self.packing.rows(index, rank, self.window) if rank in of else () for rank in range(ranks)]
+        sent = [self.packing.rows(rank, index, self.window) if rank in to else () for rank in range(ranks)]
         received = [sum(end - first for first, end in spans) for spans in arriving]
         spans = [span for each in arriving for span in each]
         order = torch.cat([torch.arange(*span) for span in spans]).argsort() if spans else torch.zeros(0).long()
@@ -267,11 +269,6 @@ class _Plan:
             order.to(self.device, non_blocking=True),
             self._made_ready(blocks, sum(received)),
         )
-
-    def _rows(self, to: int, of: int) -> tuple[Span, ...]:
-        if to == of and self.window is None:
-            return self.packing.rows_before(to)
-        return self.packing.rows(to, of, self.window)
 
     def _made_ready(self, blocks: Sequence[Block], keys: int) -> Blocks:
         return Blocks(blocks, self.batch, len(self.packing.held[self.index]), keys, self.device)
@@ -345,12 +342,11 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Plan, scale: float) -> Tensor:
         ctx.plan, ctx.scale = plan, scale
-        wide = wide_dtype(query)
-        out = empty_like_rows(query, wide if plan.steps and plan.own is not None else query.dtype)
-        lse = query.new_empty(query.shape[:3], dtype=wide)
-        arriving = _arriving(plan, key, value)
+        dtype, arriving = plan.dtype_of_sums(query), _arriving(plan, key, value)
         if plan.own is not None:
-            plan.own.attend(query, key, value, scale, out, lse)
+            out, lse = plan.own.attended(query, key, value, scale, dtype)
+        else:
+            out, lse = empty_like_rows(query, dtype), query.new_empty(query.shape[:3], dtype=wide_dtype(query))
         for step, rows in arriving:
             step.blocks.attend(query, *rows, scale, out, lse)
         out = out.to(query.dtype)
@@ -363,18 +359,14 @@ class _Attend(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         plan = ctx.plan
         given = Given(dout, query, out, lse, ctx.scale)
-        wide = wide_dtype(query) if plan.steps else query.dtype
-        dquery, dkey, dvalue = (empty_like_rows(each, wide) for each in (query, key, value))
-        arriving = _arriving(plan, key, value)
+        dtype, arriving = plan.dtype_of_sums(query), _arriving(plan, key, value)
         if plan.own is not None:
-            plan.own.add_gradients(given, key, value, (dquery, dkey, dvalue), first=True)
+            dquery, dkey, dvalue = plan.own.gradients(given, key, value, dtype)
         else:
-            for each in (dquery, dkey, dvalue):
-                each.zero_()
+            dquery, dkey, dvalue = (empty_like_rows(each, dtype).zero_() for each in (query, key, value))
         returning: list[Callable[[Tensor, Tensor], None]] = []
         for step, rows in arriving:
-            dkeys, dvalues = (empty_like_rows(each, wide).zero_() for each in rows)
-            step.blocks.add_gradients(given, *rows, (dquery, dkeys, dvalues))
+            dkeys, dvalues = step.blocks.add_gradients(given, *rows, dquery, dtype)
             returning.append(_send_back(step, dkeys, dvalues, plan.group))
         for add in returning:
             add(dkey, dvalue)

@@ -13,9 +13,10 @@ With documents, the number of visible pairs decides which rank gets which chunk.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from rooftop.parallel.chunks import Chunks
 from rooftop.parallel.documents import Documents, Span
@@ -143,26 +144,35 @@ class Packing:
         return list(self._blocks(list(self.held[to].runs()), runs, window))
 
     def own_blocks(self, rank: int) -> list[Block]:
-        """What a rank computes of its own rows alone: of each query its own block, which is causal."""
-        runs = list(self.held[rank].runs())
-        return [block for block in self._blocks(runs, runs, None) if block.causal]
+        """What a rank computes of its own rows alone: of each document a causal block.
+
+        Where its rows ascend, those before a query in memory are those before it in the document, wherever others hold
+        what lies between.
+        """
+        place = _counter(list(self.held[rank].runs()))
+        spans = ((row, (place(first), place(end))) for row, documents in self.spans for first, end in documents)
+        return [Block(row, at, at, True) for row, at in spans if at[0] < at[1]]
 
     def full_blocks(self, rank: int, spans: Iterable[Span]) -> list[Block]:
-        """What a rank computes of the rows at some positions besides: blocks whose queries see all of their keys."""
-        runs = list(self.held[rank].runs())
-        return [block for block in self._blocks(runs, _united(spans), None) if not block.causal]
+        """What a rank computes of rows of others at some positions: blocks whose queries see all of their keys.
 
-    def rows_before(self, rank: int) -> tuple[Span, ...]:
-        """Which of its own rows a rank needs for `full_blocks`, as runs, ascending."""
-        runs = list(self.held[rank].runs())
-        seen = _united(
-            (first, run[0])
-            for _, spans in self.spans
-            for run in runs
-            for first, _ in _met(run, spans)
-            if first < run[0]
-        )
-        return tuple(_common(seen, runs))
+        No query is in two of them, and neighbours that see the same keys are in one.
+        """
+        place, found = _counter(_united(spans)), list[Block]()
+        for row, documents in self.spans:
+            for run, here in _placed(self.held[rank].runs()):
+                for first, end in _met(run, documents):
+                    begin = max(first, run[0])
+                    queries = (begin - run[0] + here, end - run[0] + here)
+                    seen = place(first), place(begin)
+                    if seen[0] == seen[1]:
+                        continue
+                    last = found[-1] if found else None
+                    if last is not None and (last.row, last.keys, last.queries[1]) == (row, seen, queries[0]):
+                        queries = last.queries[0], queries[1]
+                        found.pop()
+                    found.append(Block(row, queries, seen, False))
+        return found
 
     def _blocks(self, queries: list[Span], keys: list[Span], window: int | None) -> Iterator[Block]:
         placed = list(_placed(keys))
@@ -198,6 +208,17 @@ def _met(run: Span, spans: Sequence[Span]) -> Iterator[Span]:
     """Of each document that meets a run: its first position, and the end of what the run has of it."""
     for first, end in spans[_first_after(spans, run[0]) : bisect_left(spans, (run[1], 0))]:
         yield first, min(end, run[1])
+
+
+def _counter(runs: Sequence[Span]) -> Callable[[int], int]:
+    """Gives how many positions of ascending runs are before a position."""
+    firsts, before = [first for first, _ in runs], [0, *accumulate(end - first for first, end in runs)]
+
+    def count(position: int) -> int:
+        place = bisect_right(firsts, position) - 1
+        return before[place] + min(runs[place][1], position) - firsts[place] if place >= 0 else 0
+
+    return count
 
 
 def _first_after(spans: Sequence[Span], position: int) -> int:

@@ -11,7 +11,9 @@ Where a schedule splits backwards, the linear layers of the model leave their we
 (`rooftop.parallel.deferred`): the sums are the same, in the same order of micro-batches.
 
 A wait that another rank will never end fails as every communication within `rooftop.parallel.join` does, and the error
-says which instruction was awaited, and from which rank.
+says which instruction was awaited, and from which rank. On a GPU it does so of where the GPU was, not Python.
+
+A step waits for nothing on the host, so a CUDA graph can hold it, with its sends and receives.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rooftop.parallel.deferred import Deferral, Later
 from rooftop.parallel.exchanges import Group, place_in
+from rooftop.parallel.progress import Progress
 from rooftop.parallel.schedules import Instruction, Schedule
 from rooftop.parallel.transfers import Receive, Send, Transfer, program_of, stage_after
 
@@ -78,6 +81,20 @@ class Pipeline:
         self.shape, self.dtype, self.device = tuple(shape), dtype, device
         self.deferral = deferral
         self.program = program_of(schedule, self.rank)
+        self.progress = Progress(self._places(), device) if device.type == "cuda" else None
+
+    def _places(self) -> Iterator[str]:
+        """Of each instruction what is awaited for it, and that it is computed."""
+        arriving = {each.transfer.made_by: each.transfer for each in self.program if isinstance(each, Receive)}
+        for instruction in (each for each in self.program if isinstance(each, Instruction)):
+            awaited = [arriving[each] for each in self.schedule.needs(instruction) if each in arriving]
+            yield self.awaited(awaited[0]) if awaited else f"about to compute the {instruction.words}"
+            yield f"computing the {instruction.words}"
+        yield "awaiting that others take what it has sent"
+
+    def awaited(self, transfer: Transfer) -> str:
+        """What a rank does that waits for a transfer."""
+        return f"awaiting the {transfer.made_by.words} of rank {self.global_rank(transfer.source)}"
 
     def run(self, compute: Compute) -> list[Tensor]:
         """One step: all micro-batches forward and backward; gradients are added to those of the parameters.
@@ -101,6 +118,7 @@ class Pipeline:
             else:
                 step.do(each)
         step.finish()
+        step.at(Progress.DONE)
         return [loss for _, loss in sorted(step.losses.items())]
 
     def global_rank(self, rank: int) -> int:
@@ -126,9 +144,11 @@ class _Step:
             or I.
         receiving: by the instruction that makes it: what is on its way here.
         made: by the instruction that made it: what is sent next, or given to another stage of this rank.
-        sending: what others have not taken yet, as far as is known: gloo says it only to who waits, at the end.
+        sending: what others have not taken yet, as far as is known: on a GPU what was posted before a receive from the
+            same rank, and gloo says it only to who waits, at the end.
         later: weight gradients that are left, from I to W.
         losses: by micro-batch.
+        place: of the next instruction in `Pipeline.progress`.
     """
 
     pipeline: Pipeline
@@ -140,6 +160,12 @@ class _Step:
     sending: list[_Posted] = field(default_factory=list)
     later: dict[tuple[int, int], Later] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
+    place: int = 0
+
+    def at(self, place: int) -> None:
+        """Leave a mark for who asks where the GPU is."""
+        if self.pipeline.progress is not None:
+            self.pipeline.progress.mark(place)
 
     # ---- instructions ----
 
@@ -147,13 +173,17 @@ class _Step:
         """Compute an instruction, after waiting for what it needs."""
         kind, stage, micro_batch = instruction
         schedule = self.pipeline.schedule
+        self.at(self.place)
+        self.place += 2
         if kind == "W":
+            self.at(self.place - 1)
             with _noting(f"computing the {instruction.words}"):
                 self.later.pop((stage, micro_batch)).make()
             return
         needed = schedule.needs(instruction)
         from_other = stage > 0 if kind == "F" else stage + 1 < schedule.stages
         given = self._given(needed[0]) if from_other else None
+        self.at(self.place - 1)
         with _noting(f"computing the {instruction.words}"):
             made = (
                 self._forward(stage, micro_batch, given)
@@ -206,16 +236,15 @@ class _Step:
         """Post a receive."""
         pipeline = self.pipeline
         tensor = torch.empty(pipeline.shape, dtype=pipeline.dtype, device=pipeline.device)
-        with _noting(self._awaited(transfer)):
+        with _noting(pipeline.awaited(transfer)):
             work = dist.irecv(tensor, group=pipeline.group, tag=transfer.number, group_src=transfer.source)
         self.receiving[transfer.made_by] = _Posted(transfer, work, tensor)
 
     def send(self, transfer: Transfer) -> None:
-        """Post a send, and let go of what was sent before and is there by now."""
+        """Post a send."""
         pipeline, tensor = self.pipeline, self.made.pop(transfer.made_by)
         with _noting(self._taken(transfer)):
             work = dist.isend(tensor, group=pipeline.group, tag=transfer.number, group_dst=transfer.target)
-        self.sending = [posted for posted in self.sending if not posted.work.is_completed()]
         self.sending.append(_Posted(transfer, work, tensor))
 
     def _given(self, made_by: Instruction) -> Tensor:
@@ -223,19 +252,22 @@ class _Step:
         if made_by in self.made:
             return self.made.pop(made_by)
         posted = self.receiving.pop(made_by)
-        with _noting(self._awaited(posted.transfer)):
+        with _noting(self.pipeline.awaited(posted.transfer)):
             posted.work.wait()
+        if posted.tensor.device.type == "cuda":  # between two ranks NCCL does one transfer after the other
+            self.sending = [
+                each
+                for each in self.sending
+                if each.transfer.target != posted.transfer.source or each.transfer.number > posted.transfer.number
+            ]
         return posted.tensor
 
     def finish(self) -> None:
         """Wait until others have what was sent."""
+        self.at(self.place)
         for posted in self.sending:
             with _noting(self._taken(posted.transfer)):
                 posted.work.wait()
-
-    def _awaited(self, transfer: Transfer) -> str:
-        source = self.pipeline.global_rank(transfer.source)
-        return f"awaiting the {transfer.made_by.words} of rank {source}"
 
     def _taken(self, transfer: Transfer) -> str:
         towards = stage_after(transfer.made_by, self.pipeline.schedule.stages)

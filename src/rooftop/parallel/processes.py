@@ -41,6 +41,7 @@ from rooftop.parallel.captures import graphs_end_here
 from rooftop.parallel.errors import RankError
 from rooftop.parallel.launchers import Launch, launched
 from rooftop.parallel.layouts import Layout
+from rooftop.parallel.progress import all_places
 
 PATIENCE_S = 20.0
 TIMEOUT_S = 600.0
@@ -248,6 +249,7 @@ class _Ranks:
     def __init__(self, store: Any, rank: int, size: int, holds_store: bool) -> None:
         self.store, self.rank, self.size, self.holds_store = store, rank, size, holds_store
         self.failure = ""
+        self._at = list[str]()  # where this rank's GPU was when another rank failed
         self._stop = threading.Event()
         self._noticed = threading.Event()
 
@@ -335,7 +337,7 @@ class _Ranks:
                 time.sleep(LINGER_S)  # the others speak first: a launcher ends all when one is gone
             if first == mine or not isinstance(error, Exception):
                 raise
-            raise RankError("; ".join([first, *getattr(error, "__notes__", ())])) from error
+            raise RankError("; ".join([first, *(self._at or getattr(error, "__notes__", ()))])) from error
         finally:
             self._stop.set()
             thread.join(timeout=10 * WATCH_S)
@@ -356,6 +358,7 @@ class _Ranks:
             if not self._stop.is_set():
                 self.failure = f"rank 0 of {self.size}, or the launcher that held the store, is gone ({_line(error)})"
         if self.failure:
+            self._at = all_places()  # a GPU that is freed goes on
             self._noticed.set()
             _abort_communication()
         if silent:

@@ -274,11 +274,6 @@ class GptTraining:
                 f"the layout {layout} has no tensor parallel ranks, whose exchanges halves (--tp-comm-overlap) would "
                 "hide: leave them out, or split the layers with tp"
             )
-        if layout.pp > 1 and self.cuda_graph:
-            raise ValueError(
-                f"pipeline ranks (the layout {layout}) cannot have a CUDA graph (--enable-cuda-graph) yet: leave it "
-                "out, or use tensor and data parallel ranks"
-            )
         if self.sum_once and not fully_shard:
             raise ValueError(
                 "sum_once (--accumulate-whole-gradients) is for data ranks that share the model (fully_shard, "
