@@ -283,10 +283,14 @@ def peer(
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
     stages = ranks if kind == "Schedule1F1B" else 2 * ranks
-    here = [rank] if stages == ranks else [rank, rank + ranks]
-    if kind == "ScheduleZBVZeroBubble":
-        here = [rank, stages - 1 - rank]
-    layers = layers_of_stages(training.config, stages, training.length)
+
+    def rank_of(stage: int) -> int:
+        turned = kind == "ScheduleZBVZeroBubble" and stage >= ranks
+        return stages - 1 - stage if turned else stage % ranks
+
+    here = [stage for stage in range(stages) if rank_of(stage) == rank]
+    placement = [[stage for stage in range(stages) if rank_of(stage) == each] for each in range(ranks)]
+    layers = layers_of_stages(training.config, placement, training.length)
     modules = nn.ModuleList(
         Stage(training, layers[number], (number == 0, number + 1 == stages), tokens.device, compiled) for number in here
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise, permutations
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_the_slowest_part_is_as_fast_as_can_be_and_the_others_as_equal(
         sums[-1] += last
         return max(sums), sum(each * each for each in sums)
 
-    found = divided(costs, parts, first, last)
+    found = divided(costs, [[part] for part in range(parts)], first, last)
     assert [each for part in found for each in part] == list(range(len(costs)))
     assert all(found)
     best = min(of_parts(ends) for ends in combinations(range(1, len(costs)), parts - 1))
@@ -45,21 +45,52 @@ def test_the_slowest_part_is_as_fast_as_can_be_and_the_others_as_equal(
 
 
 def test_equal_layers_are_divided_evenly() -> None:
-    assert divided([1] * 8, 4) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
-    assert [len(part) for part in divided([1] * 7, 3)] == [3, 2, 2]
+    assert divided([1] * 8, [[0], [1], [2], [3]]) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
+    assert [len(part) for part in divided([1] * 7, [[0], [1], [2]])] == [3, 2, 2]
 
 
 def test_the_last_stage_has_fewer_layers_where_the_head_is_large() -> None:
     """GPT-2's head is as much work as five of its layers."""
     config = gpt_config("gpt2")
-    assert [len(each) for each in layers_of_stages(config, 2, 1024)] == [8, 4]
-    assert [len(each) for each in layers_of_stages(replace(config, vocabulary=16), 2, 1024)] == [6, 6]
-    assert [len(each) for each in layers_of_stages(gpt_config("llama-7b"), 4, 4096)] == [8, 8, 8, 8]
+    assert [len(each) for each in layers_of_stages(config, [[0], [1]], 1024)] == [8, 4]
+    assert [len(each) for each in layers_of_stages(replace(config, vocabulary=16), [[0], [1]], 1024)] == [6, 6]
+    assert [len(each) for each in layers_of_stages(gpt_config("llama-7b"), [[0], [1], [2], [3]], 4096)] == [8, 8, 8, 8]
+
+
+@given(
+    costs=st.lists(st.integers(1, 20), min_size=4, max_size=10),
+    placement=st.sampled_from([[[0, 2], [1, 3]], [[0, 3], [1, 2]], [[0, 1, 2, 3]]]),
+    last=st.integers(0, 30),
+)
+def test_ranks_with_several_stages_are_as_equal_as_moves_of_a_layer_make_them(
+    costs: list[int], placement: list[list[int]], last: int
+) -> None:
+    def of_ranks(sizes: list[int]) -> tuple[int, int]:
+        """(the most that a rank costs, the most that a stage costs)."""
+        ends = [0, *accumulate(sizes)]
+        of_stages = [sum(costs[a:b]) for a, b in pairwise(ends)]
+        of_stages[-1] += last
+        return max(sum(of_stages[stage] for stage in held) for held in placement), max(of_stages)
+
+    found = divided(costs, placement, 0, last)
+    assert [each for part in found for each in part] == list(range(len(costs)))
+    sizes = [len(part) for part in found]
+    for giver, taker in permutations(range(4), 2):
+        if sizes[giver] > 1:
+            moved = [size - (part == giver) + (part == taker) for part, size in enumerate(sizes)]
+            assert of_ranks(sizes) <= of_ranks(moved)
+
+
+def test_the_rank_with_the_head_has_fewer_layers_in_all() -> None:
+    """Its first stage and its last: in the shape of a V the head's rank is the first one."""
+    config = replace(gpt_config("llama-1b"), layers=24)
+    first, second, third, last = map(len, layers_of_stages(config, [[0, 3], [1, 2]], 4096))
+    assert (first + last, second + third) == (11, 13)
 
 
 def test_too_few_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="4 layers cannot be divided among 5 stages, each of which needs one"):
-        layers_of_stages(GPT, 5, 8)
+        layers_of_stages(GPT, [[0], [1, 2], [3, 4]], 8)
 
 
 def test_a_rank_alone_has_all_stages_of_the_same_model() -> None:

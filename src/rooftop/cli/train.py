@@ -382,7 +382,7 @@ def planned(training: GptTraining, layout: Layout) -> str:
 
 def told_schedule(training: GptTraining, schedule: Schedule) -> str:
     """A line of it: stages, micro-batches, how long ranks wait."""
-    layers = layers_of_stages(training.config, schedule.stages, training.length)
+    layers = layers_of_stages(training.config, schedule.placement, training.length)
     return (
         f"pipeline {schedule.name}: stages of {', '.join(str(len(each)) for each in layers)} layers, "
         f"{schedule.micro_batches:,} micro-batches; ranks wait for "

@@ -199,7 +199,8 @@ def _backward(
 def _in_order_of(x: Tensor, query: Tensor) -> Tensor:
     """x with its elements in memory in the order of those of the query, which has the same shape."""
     target = torch.empty_like(query)
-    return x if x.stride() == target.stride() else target.copy_(x)
+    same = all(a == b for a, b, n in zip(x.stride(), target.stride(), x.shape, strict=True) if n > 1)
+    return x if same else target.copy_(x)
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

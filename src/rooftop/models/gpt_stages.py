@@ -5,15 +5,15 @@
     pipeline = Pipeline(schedule, group=groups["pp"], shape=model.shape_between(micro_batch, length), ...)
     losses = pipeline.run(lambda stage, number, x: model(stage, tokens[number] if x is None else x, ...))
 
-Layers are divided among stages so that the slowest stage is as fast as can be: by flops, where the first stage also has
-the embedding and the last one the head.
+Layers are divided among stages so that the slowest rank, and then the slowest stage, is as fast as can be: by flops,
+where the first stage also has the embedding and the last one the head.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise, permutations
 
 import torch
 import torch.distributed as dist
@@ -42,27 +42,28 @@ def whole_name(config: GptConfig, name: str) -> str:
 # ---- which layers --------------------------------------------------------------------------------------------------
 
 
-def layers_of_stages(config: GptConfig, stages: int, length: int) -> list[range]:
-    """Which layers each stage has, so that the slowest stage takes as little time as it can.
+def layers_of_stages(config: GptConfig, placement: Sequence[Sequence[int]], length: int) -> list[range]:
+    """Which layers each stage has, so that the slowest rank takes as little time as it can.
 
     Time is flops of the matrix products. The last stage also has the head. The embedding of the first one is looked up:
     it counts as the additions of its backward.
 
     Args:
         config: of the whole model.
-        stages: of the whole pipeline.
+        placement: of each rank its stages (`Schedule.placement`).
         length: tokens of a sequence: attention's flops grow with it.
 
     Raises:
         ValueError: fewer layers than stages.
     """
+    stages = sum(map(len, placement))
     if config.layers < stages:
         raise ValueError(
             f"{config.layers} layers cannot be divided among {stages} stages, each of which needs one: use fewer "
             "pipeline ranks or fewer stages a rank, or a model with more layers"
         )
     costs = [_flops_of_layer(config, layer, length) for layer in range(config.layers)]
-    return divided(costs, stages, first=config.width, last=2 * config.vocabulary * config.width)
+    return divided(costs, placement, first=config.width, last=2 * config.vocabulary * config.width)
 
 
 def _flops_of_layer(config: GptConfig, layer: int, length: int) -> int:
@@ -73,24 +74,47 @@ def _flops_of_layer(config: GptConfig, layer: int, length: int) -> int:
     return 2 * config.layer_weights + 4 * config.query_width * pairs // length
 
 
-def divided(costs: Sequence[float], parts: int, first: float = 0, last: float = 0) -> list[range]:
-    """Consecutive items in parts of at least one, whose most expensive one costs as little as can be.
+def divided(
+    costs: Sequence[float], placement: Sequence[Sequence[int]], first: float = 0, last: float = 0
+) -> list[range]:
+    """Consecutive items in parts of at least one, which are placed at ranks, whose most expensive rank costs little.
 
-    Of all such divisions it is the one with the least sum of squares: the others are as equal as can be. Among equals
-    the first parts have more.
+    With one part a rank no division has a cheaper most expensive one, and of all such ones it is the one with the least
+    sum of squares: the others are as equal as can be. Among equals the first parts have more. With several parts a rank
+    no item moved from one part to another, with those between shifted, makes the ranks cheaper, or then the parts.
 
     Args:
         costs: of the items, as many as parts or more.
+        placement: of each rank, the numbers of its parts.
         first, last: what the first and the last part cost beside their items.
     """
-    sums = [0.0, *accumulate(costs)]
+    sums, parts = [0.0, *accumulate(costs)], sum(map(len, placement))
 
     def cost(part: int, start: int, end: int) -> float:
         return sums[end] - sums[start] + (first if part == 0 else 0) + (last if part == parts - 1 else 0)
 
+    def measured(ends: Sequence[int]) -> tuple[float, float, float]:
+        """The most expensive rank, the most expensive part, the sum of squares of ranks and of parts."""
+        of_parts = [cost(part, *span) for part, span in enumerate(pairwise([0, *ends]))]
+        of_ranks = [sum(of_parts[part] for part in held) for held in placement]
+        return max(of_ranks), max(of_parts), sum(each * each for each in (*of_ranks, *of_parts))
+
     most = _best(len(costs), parts, cost, max, math.inf)[0]
     ends = _best(len(costs), parts, lambda *place: cost(*place) ** 2, lambda a, b: a + b, most**2)[1]
+    while any(len(held) > 1 for held in placement):
+        better = min(_neighbours(ends), key=measured, default=ends)
+        if measured(better) >= measured(ends):
+            break
+        ends = better
     return [range(a, b) for a, b in pairwise([0, *ends])]
+
+
+def _neighbours(ends: Sequence[int]) -> Iterator[list[int]]:
+    """The ends of parts of which one gives an item up, and another one has one more."""
+    sizes = [end - start for start, end in pairwise([0, *ends])]
+    for giver, taker in permutations(range(len(sizes)), 2):
+        if sizes[giver] > 1:
+            yield list(accumulate(size - (part == giver) + (part == taker) for part, size in enumerate(sizes)))
 
 
 def _best(
@@ -258,7 +282,7 @@ def parallel_gpt_stages(
             f"parallel_gpt_stages: the schedule {schedule.name} is for {schedule.ranks} ranks, and the layout {layout} "
             f"has pp={layout.pp}: make it for as many"
         )
-    layers = layers_of_stages(config, schedule.stages, length)
+    layers = layers_of_stages(config, schedule.placement, length)
     at = layout.coordinates(dist.get_rank() if dist.is_initialized() else 0)
     dropouts = dropouts_of(layout, at, seed)
     stages = {

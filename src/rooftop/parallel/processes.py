@@ -335,9 +335,10 @@ class _Ranks:
             self._say("seen", LINGER_S, range(self.size))
             if first.startswith(f"rank {self.rank} of {self.size} has given no sign"):
                 time.sleep(LINGER_S)  # the others speak first: a launcher ends all when one is gone
-            if first == mine or not isinstance(error, Exception):
+            of_another = isinstance(error, RankError) and self._at  # the block has ended, as far as Python knows
+            if not isinstance(error, Exception) or (first == mine and not of_another):
                 raise
-            raise RankError("; ".join([first, *(self._at or getattr(error, "__notes__", ()))])) from error
+            raise RankError("; ".join([first, *(self._at or getattr(error, "__notes__", []))])) from error
         finally:
             self._stop.set()
             thread.join(timeout=10 * WATCH_S)

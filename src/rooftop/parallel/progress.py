@@ -13,7 +13,7 @@ what is left, so `rooftop.parallel.join` asks all of them before it aborts.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -28,7 +28,7 @@ class Progress:
 
     DONE = -1
 
-    def __init__(self, places: Sequence[str], device: torch.device) -> None:
+    def __init__(self, places: Iterable[str], device: torch.device) -> None:
         self._places = tuple(places)
         self._numbers = torch.arange(-1, len(self._places), dtype=torch.int32, device=device)
         self._at = torch.full((1,), self.DONE, dtype=torch.int32, pin_memory=True)

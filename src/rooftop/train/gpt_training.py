@@ -221,7 +221,7 @@ class GptTraining:
             stages = self.config.layers // (layout.pp * layers)
         micro_batches = self.global_batch // (self.micro_batch * layout.dp)
         schedule = schedule_of(name or ("1f1b" if layers is None else "interleaved"), layout.pp, micro_batches, stages)
-        layers_of_stages(self.config, schedule.stages, self.length)  # there are enough
+        layers_of_stages(self.config, schedule.placement, self.length)  # there are enough
         return schedule
 
     @property
