@@ -1,6 +1,7 @@
 """Text generation beside transformers: milliseconds for each new token, tokens a second, and percent of the roof.
 
     python benchmarks/generation.py [--out benchmarks/results/h200/generation.json] [--only llama-7b-1]
+    python benchmarks/generation.py --only shared [--ranks 2]
 
 GPT-2 XL and Llamas of 1 and 7 billion parameters in bfloat16, random weights, greedy, after prompts of 128 tokens: ours
 (`rooftop.models.generate`: paged cache, the step a CUDA graph) beside transformers' `generate` with a static cache,
@@ -8,17 +9,24 @@ compiled as it does by itself, and with a dynamic one. All have the same weights
 of a long and a short text, by the tokens between them, so that prompts, compilation and capture do not count; medians.
 The roof of a step reads weights and the cache's positions once (`step_cost`), at the ceilings of the same run.
 
+`shared`, where there are several GPUs: the Llama of 7 billion parameters alone and on `--ranks` tensor parallel GPUs,
+each started by torchrun. Its roof is that of a rank, which reads its part of weights and cache; what ranks exchange
+takes no time in it. `speedup` is the time of one GPU over theirs.
+
 `agree` says how many tokens of the first text a peer has as we do before the first that differs: in bfloat16 near ties
 are decided by rounding. `--peers none` leaves transformers out, `--peers static` its dynamic cache, which is not
-compiled; `--quick` shows on a CPU that the script runs.
+compiled; `--quick` shows on a CPU that the script runs, the ranks by gloo.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -36,7 +44,9 @@ from rooftop.hardware import Ceilings, ceilings_of, measure_ceilings
 from rooftop.models import Gpt, generate, gpt_config
 from rooftop.models.generation import step_cost
 from rooftop.models.gpt_configs import GptConfig, hugging_face_config
+from rooftop.models.gpt_layouts import parallel_gpt
 from rooftop.models.gpt_weights import hugging_face_state_dict
+from rooftop.parallel import Layout, join, launched
 
 Texts = list[list[int]]
 Make = Callable[[int], Texts]  # new tokens -> those of each prompt
@@ -61,20 +71,32 @@ class Case:
         sizes = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 4 if config.kv_heads == config.heads else 2}
         return replace(config, **sizes, hidden=64, vocabulary=97, positions=64) if small else config
 
+    def lengths(self, small: bool) -> tuple[int, int]:
+        """Tokens of a prompt, and new ones."""
+        return (8, 24) if small else (self.prompt, self.new)
+
 
 CASES = (Case("gpt2-xl", 1), Case("llama-1b", 1), Case("llama-1b", 16), Case("llama-7b", 1), Case("llama-7b", 16))
+SHARED = Case("llama-7b", 1)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [case.name for case in CASES]
+    names = [*(case.name for case in CASES), "shared"]
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/generation.json"))
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--peers", choices=("none", "static", "all"), default="all", help="what to stand beside")
+    parser.add_argument("--ranks", type=int, help="that share a model  [default: 2, where there are as many GPUs]")
     parser.add_argument("--quick", action="store_true", help="tiny, on the CPU: shows that the script runs")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.worker:
+        return worker(options.worker, options.quick)
     if not options.quick and not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU; --quick shows on a CPU that the script runs")
+    ranks = options.ranks or (2 if options.quick or torch.cuda.device_count() > 1 else 1)
+    if not options.quick and ranks > torch.cuda.device_count():
+        parser.error(f"--ranks {ranks}: expected at most one for each of {torch.cuda.device_count()} GPUs")
     ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")
     results = Results(options.out, ceilings)
     failed = False
@@ -90,13 +112,23 @@ def main() -> int:
         gc.collect()
         if not options.quick:
             torch.cuda.empty_cache()
+    if "shared" in options.only and ranks > 1:
+        try:
+            for row in shared(ranks, ceilings, options.quick):
+                results.add(row)
+        except Exception:
+            traceback.print_exc()
+            failed = True
     return int(failed)
+
+
+# ---- one process ---------------------------------------------------------------------------------------------------
 
 
 def measured(case: Case, ceilings: Ceilings, small: bool, peers: str) -> Iterator[dict[str, Any]]:
     device, dtype = ("cpu", torch.float32) if small else ("cuda", torch.bfloat16)
     config = case.config(small)
-    prompt, new = (8, 24) if small else (case.prompt, case.new)
+    prompt, new = case.lengths(small)
     torch.manual_seed(0)
     model = Gpt(config, device=device, dtype=dtype).eval()
     prompts = torch.randint(config.vocabulary, (case.batch, prompt), device=device)
@@ -104,8 +136,7 @@ def measured(case: Case, ceilings: Ceilings, small: bool, peers: str) -> Iterato
     if peers != "none":
         theirs = by_transformers(model, prompts)
         variants |= {name: make for name, make in theirs.items() if peers == "all" or "static" in name}
-    middle = prompt + (SHORT + new) // 2  # of the tokens between the short and the long text
-    step = roof(step_cost(config, case.batch, case.batch * middle, dtype), ceilings).ms
+    step = roof_ms(case, config, small, ceilings)
     ours: Texts = []
     for variant, make in variants.items():
         texts = make(new)  # compiles, captures
@@ -122,8 +153,21 @@ def measured(case: Case, ceilings: Ceilings, small: bool, peers: str) -> Iterato
             "tokens_per_s": 1e3 * case.batch / token_ms,
             "roof_ms": step,
             "percent_of_roof": 100 * step / token_ms,
-            "agree": sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(texts[0], ours[0], strict=False))),
+            "agree": agreeing(texts, ours),
         }
+
+
+def roof_ms(case: Case, config: GptConfig, small: bool, ceilings: Ceilings) -> float:
+    """Of a step in the middle of the tokens between the short and the long text."""
+    prompt, new = case.lengths(small)
+    middle = prompt + (SHORT + new) // 2
+    dtype = torch.float32 if small else torch.bfloat16
+    return roof(step_cost(config, case.batch, case.batch * middle, dtype), ceilings).ms
+
+
+def agreeing(texts: Texts, ours: Texts) -> int:
+    """Tokens of the first text before the first that differs."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(texts[0], ours[0], strict=False)))
 
 
 def per_token_ms(make: Make, new: int, device: str) -> tuple[float, float]:
@@ -186,6 +230,62 @@ def reset_buffers(theirs: Any, config: Any, device: torch.device) -> None:
             setattr(parent, name.rpartition(".")[2], fresh)
     if any(buffer.is_meta for buffer in theirs.buffers()):
         raise RuntimeError(f"transformers {transformers.__version__} keeps buffers that this script does not know")
+
+
+# ---- several ranks -------------------------------------------------------------------------------------------------
+
+
+def shared(ranks: int, ceilings: Ceilings, small: bool) -> Iterator[dict[str, Any]]:
+    """The same model on one rank and on several, one after the other."""
+    config, (prompt, new) = SHARED.config(small), SHARED.lengths(small)
+    alone: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for count in (1, ranks):
+            found = Path(folder, f"{count}.json")
+            start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+            quick = ["--quick"] if small else []
+            subprocess.run([*start, __file__, *quick, "--worker", str(found)], check=True)
+            told = json.loads(found.read_text())
+            alone = alone or told
+            step = roof_ms(SHARED, config.of_rank(count), small, ceilings)
+            yield {
+                "case": f"{SHARED.name}, shared",
+                "variant": f"rooftop, {count} {'rank' if count == 1 else 'ranks'}",
+                "ranks": count,
+                "batch": SHARED.batch,
+                "prompt": prompt,
+                "new": new,
+                "ms": told["ms"],
+                "spread": told["spread"],
+                "tokens_per_s": 1e3 * SHARED.batch / told["ms"],
+                "roof_ms": step,
+                "percent_of_roof": 100 * step / told["ms"],
+                "speedup": alone["ms"] / told["ms"],
+                "peak_bytes": told["peak_bytes"],
+                "agree": agreeing(told["texts"], alone["texts"]),
+            }
+
+
+def worker(path: Path, small: bool) -> int:
+    """A rank of `shared`; the first one writes what it measured."""
+    layout, config = Layout(tp=launched().size), SHARED.config(small)
+    device, dtype = ("cpu", torch.float32) if small else ("cuda", torch.bfloat16)
+    prompt, new = SHARED.lengths(small)
+    with join(layout, device=device, timeout_s=120.0) as world:
+        groups = layout.process_groups()
+        model = parallel_gpt(config, layout, groups, seed=0, device=world.device, dtype=dtype).eval()
+        drawn = torch.Generator().manual_seed(0)
+        prompts = torch.randint(config.vocabulary, (SHARED.batch, prompt), generator=drawn).tolist()
+
+        def make(count: int) -> Texts:
+            return generate(model, prompts, count)
+
+        texts = make(new)
+        ms, spread = per_token_ms(make, new, device)
+        peak = None if small else torch.cuda.max_memory_allocated(world.device)
+        if world.rank == 0:
+            path.write_text(json.dumps({"ms": ms, "spread": spread, "texts": texts, "peak_bytes": peak}))
+    return 0
 
 
 if __name__ == "__main__":

@@ -215,6 +215,35 @@ def test_wrong_calls(run: Run, folder: Path, words: list[str], message: str) -> 
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("started", "words", "message"),
+    [
+        (1, ["--tensor-parallel-size", "2"], "needs 2 processes, but this process is by itself: start as many by "
+         "torchrun --nproc-per-node 2 -m rooftop generate ... --tensor-parallel-size 2, or leave the option out"),
+        (2, [], "--tensor-parallel-size 1 needs 1 process, but the launcher started 2 processes: start rooftop "
+         "generate without the launcher, or give --tensor-parallel-size 2"),
+        (4, ["--tensor-parallel-size", "2"], "needs 2 processes, but the launcher started 4 processes"),
+        (3, ["--tensor-parallel-size", "3"], "heads=4 is not divisible by tp=3"),
+        (3, ["--tensor-parallel-size", "3"], "a model of 2 layers can be split among 1, 2, 4 ranks"),
+        (8, ["--tensor-parallel-size", "8"], "can be split among 1, 2, 4 ranks"),
+        (2, ["--tensor-parallel-size", "0"], "0 is not in the range"),
+        (2, ["--pipeline-parallel-size", "2"], "No such option --pipeline-parallel-size"),
+    ],
+)  # fmt: skip
+def test_ranks_that_do_not_fit_are_refused_before_they_meet(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, started: int, words: list[str], message: str
+) -> None:
+    if started > 1:
+        variables = {"RANK": "0", "WORLD_SIZE": str(started), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr(verb, "join", lambda *_, **__: pytest.fail("it communicates"))
+    status, out, err = run("--weights", folder, "--bytes", "--prompt", "Hello", *words)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
 def test_prompts_in_a_locale_without_their_characters(run: Run, folder: Path) -> None:
     """Python then makes half characters of the bytes, which are those of UTF-8."""
     options = ("--weights", folder, "--bytes", "--max-new-tokens", 3, "--no-roof")
@@ -260,7 +289,7 @@ def test_what_fails(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_more_than_the_roof_is_an_error_of_the_measurement() -> None:
     figures: dict[str, Any] = {"prompt_tokens": 1, "prefill_ms": 1.0, "steps": 2, "decode_ms": 4.0, "device": "cpu"}
     figures |= {"tokens_per_s": 500.0, "roof_ms": 6.0, "percent_of_roof": 150.0, "without_roof": None}
-    figures |= {"dtype": "float32", "cache_bytes": 1}
+    figures |= {"dtype": "float32", "cache_bytes": 1, "tensor_parallel_size": 1}
     assert "more than the roof: the ceilings are wrong" in verb._lines(figures)[-1]
 
 

@@ -343,14 +343,14 @@ def test_wrong_calls(prompts: Any, options: dict[str, Any], error: type[Exceptio
         generate(small(GPT), prompts, **{"max_new_tokens": 5, **options})
 
 
-def test_stages_parts_and_models_in_training_mode_are_refused() -> None:
+def test_stages_parts_of_sequences_and_models_in_training_mode_are_refused() -> None:
     with pytest.raises(ValueError, match="expected a whole model, got a stage"):
         generate(Gpt(GPT, layers=range(1)).eval(), [[1]], 1)
     with pytest.raises(ValueError, match=r"training mode: call model\.eval"):
         generate(Gpt(GPT), [[1]], 1)
     part = Gpt(GPT).eval()
-    part.head.group = object()  # as if others had the rest
-    with pytest.raises(ValueError, match="split among tensor parallel ranks"):
+    part.split_along = object()  # as if others had the rest of each sequence
+    with pytest.raises(ValueError, match="ranks share the sequences"):
         generate(part, [[1]], 1)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from rooftop.models.generation import Generation
 from rooftop.models.gpt import Gpt
 from rooftop.models.gpt_configs import PRESETS, gpt_config
 from rooftop.models.gpt_switches import GptConfig
-from rooftop.models.gpt_weights import CONFIG, config_of_files, load_gpt_weights, read_gpt_config
+from rooftop.models.gpt_weights import CONFIG, config_of_files, empty_gpt, load_gpt_weights, read_gpt_config
 from rooftop.models.sampling import Sampling
 from rooftop.models.tokenizing import TOKENIZER, ByteTokenizer, Decoder, FileTokenizer, Tokenizer, stop_tokens
+from rooftop.parallel import Layout, join, launched
+from rooftop.parallel.exchanges import Group
 from rooftop.train.trained_models import holds_training, load_trained_gpt, saved_training
 
 
@@ -38,6 +41,7 @@ def run(
     top_p: float,
     draws: int,
     by_bytes: bool,
+    tensor_parallel_size: int,
     where: torch.device,
     dtype: torch.dtype | None,
     json_path: Path | None,
@@ -52,6 +56,7 @@ def run(
         sampling = Sampling(temperature, top_k, top_p, draws)
     except ValueError as error:  # NaN or infinity, which ranges of options let through
         raise click.UsageError(str(error)) from error
+    rank = _rank(tensor_parallel_size, where)
     prompts = tuple(_unicode(number, prompt) for number, prompt in enumerate(prompts, 1))
     to_stdout = json_path == STANDARD_OUTPUT
     if json_path is not None and not to_stdout:
@@ -70,14 +75,32 @@ def run(
     tokens = [tokenizer.encode(prompt) for prompt in prompts]
     chosen_count = context.get_parameter_source("max_new_tokens") is not ParameterSource.DEFAULT
     _check(config, tokens, max_new_tokens if chosen_count else 0)  # before weights are read
-    network = _network(config, weights, seed, where, dtype)
-    try:
-        generation = Generation(network, tokens, max_new_tokens, sampling, stop=stop)
-        new = _told(generation, tokenizer, prompts, tokens, (lambda text: None) if to_stdout else _echo)
-    except torch.OutOfMemoryError as error:
-        raise ModelRunError(f"{_name(config)} does not fit into the memory of {where}; try --device cpu") from error
-    except FloatingPointError as error:
-        raise ModelRunError(f"{error} (--dtype)") from error
+    layout = _layout(config, tensor_parallel_size)
+    kind = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
+    settings = {
+        "model": config,
+        "weights": weights,
+        "random_weights": seed,
+        "dtype": kind,
+        "prompts": tokens,
+        "max_new_tokens": max_new_tokens,
+        "sampling": sampling,
+        "stop": stop,
+    }
+    with _ranks(layout, where, settings) as (group, place):
+        try:
+            network = _network(config, weights, seed, place, kind, group)
+            generation = Generation(network, tokens, max_new_tokens, sampling, stop=stop)
+            new = _told(generation, tokenizer, prompts, tokens, _silent if to_stdout or rank else _echo)
+        except torch.OutOfMemoryError as error:
+            raise ModelRunError(
+                f"{_name(config)} does not fit into the memory of {place}; try --device cpu, or share it among more "
+                "GPUs: --tensor-parallel-size"
+            ) from error
+        except FloatingPointError as error:
+            raise ModelRunError(f"{error} (--dtype)") from error
+    if rank:
+        return  # the first one tells
     figures = _figures(generation, with_roof)
     if json_path is not None:
         texts = [
@@ -142,22 +165,89 @@ def _check(config: GptConfig, prompts: Sequence[Sequence[int]], count: int) -> N
 
 
 def _network(
-    config: GptConfig, weights: Path | None, seed: int | None, where: torch.device, dtype: torch.dtype | None
+    config: GptConfig, weights: Path | None, seed: int | None, where: torch.device, dtype: torch.dtype, group: Group
 ) -> Gpt:
-    """On its device, in eval mode; nothing is there twice."""
-    kind = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
-    try:
-        if weights is not None and weights.is_dir() and holds_training(weights):
-            return load_trained_gpt(weights, device=where, dtype=kind).eval()
-        network = Gpt(config, device="meta", dtype=kind).to_empty(device=where)
-        network.tie()
-        if weights is not None:
-            load_gpt_weights(network, weights)
-        else:
-            network.initialize(torch.Generator(where).manual_seed(seed or 0))
-    except torch.OutOfMemoryError as error:
-        raise ModelRunError(f"{_name(config)} does not fit into the memory of {where}; try --device cpu") from error
+    """On its device, in eval mode; nothing is there twice. Of ranks each reads its own part."""
+    if weights is not None and weights.is_dir() and holds_training(weights):
+        return load_trained_gpt(weights, device=where, dtype=dtype, group=group).eval()
+    network = empty_gpt(config, device=where, dtype=dtype, group=group)
+    if weights is not None:
+        load_gpt_weights(network, weights)
+    else:
+        network.initialize(torch.Generator(where).manual_seed(seed or 0))
     return network.eval()
+
+
+# ---- the ranks -----------------------------------------------------------------------------------------------------
+
+
+def _rank(tensor: int, where: torch.device) -> int:
+    """Which of the ranks this process is. Communicates with nobody.
+
+    Raises:
+        InputError: the launcher started another number of ranks, or its variables are wrong.
+        click.UsageError: a GPU for all of them.
+    """
+    try:
+        launch = launched()
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    if launch.size != tensor:
+        alone = launch.launcher == "alone"
+        got = "this process is by itself" if alone else f"the launcher started {launch.size} processes"
+        start = f"torchrun --nproc-per-node {tensor} -m rooftop generate ... --tensor-parallel-size {tensor}"
+        remedy = f"start as many by {start}" if tensor > 1 else "start rooftop generate without the launcher"
+        other = "leave the option out" if launch.size == 1 else f"give --tensor-parallel-size {launch.size}"
+        raise InputError(
+            f"--tensor-parallel-size {tensor} needs {tensor} process{'es' if tensor > 1 else ''}, but {got}: {remedy}, "
+            f"or {other}"
+        )
+    if tensor > 1 and where.index is not None:
+        raise click.UsageError(f"--device {where}: which GPU a rank takes follows from its number: give --device cuda")
+    return launch.rank
+
+
+def _layout(config: GptConfig, tensor: int) -> Layout:
+    """Of so many tensor parallel ranks.
+
+    Raises:
+        InputError: they cannot split the model.
+    """
+    sizes = {
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "feed_forward": config.hidden,
+        "vocabulary": config.vocabulary,
+    }
+
+    def misfit(ranks: int) -> str:
+        try:
+            Layout(tp=ranks).check(ranks, **sizes, axes=("tp",))
+        except ValueError as error:
+            return str(error).partition(". ")[0]  # without other layouts of as many ranks: there are none
+        return ""
+
+    if wrong := misfit(tensor):
+        fitting = [str(ranks) for ranks in range(1, config.heads + 1) if not misfit(ranks)]
+        raise InputError(
+            f"--tensor-parallel-size {tensor}: {wrong}; {_name(config)} can be split among {', '.join(fitting)} ranks: "
+            "give one of these, and start as many processes"
+        )
+    return Layout(tp=tensor)
+
+
+@contextmanager
+def _ranks(layout: Layout, where: torch.device, settings: Mapping[str, object]) -> Iterator[tuple[Group, torch.device]]:
+    """The group of the ranks, and where this one computes; without others (None, where)."""
+    if layout.tp == 1:
+        yield None, where
+        return
+    with join(layout, settings=settings, device=where.type) as world:
+        yield layout.process_groups()["tp"], world.device
+
+
+def _silent(text: str) -> None:
+    """Tells nothing."""
 
 
 # ---- the text ------------------------------------------------------------------------------------------------------
@@ -231,10 +321,12 @@ def _text(tokenizer: Tokenizer, before: Sequence[int], after: Sequence[int]) -> 
 
 
 def _figures(generation: Generation, with_roof: bool) -> dict[str, Any]:
-    """Times in ms, rates in tokens a second; the roof is null where it is not known, and why."""
+    """Times in ms, rates in tokens a second; the roof is null where it is not known, and why. Of several ranks the
+    cache and the roof are those of one."""
     decoded, seconds = sum(rows for rows, _ in generation.steps), generation.decode_s
     figures: dict[str, Any] = {
         "device": str(generation.device),
+        "tensor_parallel_size": generation.ranks,
         "dtype": str(generation.dtype).removeprefix("torch."),
         "prompt_tokens": generation.prompt_tokens,
         "prefill_ms": 1e3 * generation.prefill_s,
@@ -259,9 +351,11 @@ def _figures(generation: Generation, with_roof: bool) -> dict[str, Any]:
 
 
 def _lines(figures: dict[str, Any]) -> list[str]:
+    ranks, device = figures["tensor_parallel_size"], figures["device"]
+    place = device if ranks == 1 else f"{ranks} x {torch.device(device).type}"
     lines = [
         f"prompts: {figures['prompt_tokens']:,} tokens in {figures['prefill_ms']:,.1f} ms, {figures['dtype']} on "
-        f"{figures['device']}; cache of {figures['cache_bytes']:,} bytes"
+        f"{place}; cache of {figures['cache_bytes']:,} bytes{'' if ranks == 1 else ' on each'}"
     ]
     if not figures["steps"]:
         return lines
@@ -272,6 +366,8 @@ def _lines(figures: dict[str, Any]) -> list[str]:
     if figures["percent_of_roof"] is not None:
         roof_ms = figures["roof_ms"] / figures["steps"]
         lines[-1] += f"; roof {roof_ms:,.3f} ms, {figures['percent_of_roof']:.1f}% of roof"
+        if ranks > 1:
+            lines.append("roof: each rank reads its part of weights and cache; what ranks exchange takes no time in it")
         if figures["percent_of_roof"] > 100:
             lines.append("more than the roof: the ceilings are wrong; measure again with rooftop ceilings --refresh")
     elif figures["without_roof"] != "--no-roof":

@@ -11,6 +11,9 @@ graph, captured once and replayed. A sequence that ends gives back its pages and
 
 Decoding is bound by memory: a step reads all weights and the keys and values of all positions once. `step_cost` says
 how many bytes that is, `Generation.decode_roof_ms` how long it takes at the least.
+
+Tensor parallel ranks that share a model generate together: all of them call this with the same arguments, and all have
+the same tokens. Each keeps the keys and values of its own heads.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ from rooftop.hardware.graphs import captured_into
 from rooftop.models.gpt import Gpt
 from rooftop.models.gpt_switches import GptConfig
 from rooftop.models.paged_cache import PAGE, PagedCache, cache_bytes
-from rooftop.models.sampling import Sampling, check_sequence, choose, numbers_of
+from rooftop.models.sampling import Sampling, check_sequence, choose_on_ranks, numbers_of
+from rooftop.parallel.exchanges import place_in
 
 PREFILL_TOKENS = 8192
 """Tokens that are read at once, padding counted: enough that weights are read seldom, few enough for their memory."""
@@ -59,7 +63,8 @@ def generate(
     """The tokens that follow each prompt.
 
     Args:
-        model: a whole one, in eval mode, on the device where it is to run.
+        model: a whole one or a tensor parallel rank's part, in eval mode, on the device where it is to run. Ranks that
+            share a model give the same arguments.
         prompts: tokens of each, at least one: a sequence of ints or a tensor (S,); of different lengths as they are.
         max_new_tokens: the most for each. A sequence also ends where it has as many tokens as the model has positions.
         temperature, top_k, top_p, seed: how tokens are chosen: see `Sampling`. A temperature of 0 takes the most
@@ -75,9 +80,9 @@ def generate(
         The new tokens of each prompt, in their order.
 
     Raises:
-        TypeError, ValueError: a stage or a rank's part of a model, one in training mode or without values; a prompt
-            that is empty, too long or has tokens that the model does not have; numbers out of range; a cache too small
-            for a prompt.
+        TypeError, ValueError: a stage of a model, one in training mode or without values, or one whose ranks share
+            sequences; a prompt that is empty, too long or has tokens that the model does not have; numbers out of
+            range; a cache too small for a prompt.
         FloatingPointError: what the model gives is NaN or infinite, so that no token can be chosen.
     """
     sampling = Sampling(temperature, top_k, top_p, seed)
@@ -112,10 +117,12 @@ class Generation:
     """Tokens as they come: iterates over (number of the prompt, token).
 
     Arguments and what is raised are as of `generate`; autocast and inference mode change nothing. Each iteration begins
-    anew, with the same tokens; two at the same time are refused.
+    anew, with the same tokens; two at the same time are refused. Tensor parallel ranks iterate in step: whoever leaves
+    early leaves after the same token on all of them.
 
     Attributes:
-        cache: its memory is in `cache.bytes`.
+        ranks: tensor parallel ranks that share the model.
+        cache: its memory, on this rank, is in `cache.bytes`.
         prompt_tokens, prefill_s: what was read so far, in seconds on the host's clock, the device waited for.
         steps: of decoding so far, (sequences, positions that they attended to) each; layers with a window fewer.
         decode_s: how long those took.
@@ -138,6 +145,8 @@ class Generation:
         if sampling is not None and not isinstance(sampling, Sampling):
             raise TypeError(f"generate: sampling must be a Sampling or None, got {sampling!r}")
         self.model, self.sampling = model, sampling or Sampling()
+        self.ranks = place_in(model.group)[1]
+        self._part = model.config.of_rank(self.ranks)  # the sizes of what is here
         self.stop = frozenset(_whole_numbers("stop", stop))
         self._all = _sequences(model.config, prompts, max_new_tokens, sequences)
         sizes = {"batch": batch, "pages": pages, "page": page}
@@ -154,7 +163,7 @@ class Generation:
         needs = [-(-each.positions // page) for each in self._all if each.budget] or [1]
         most = sum(heapq.nlargest(self.rows, needs)) if pages is None else pages
         with torch.inference_mode(False):  # what is made in that mode cannot be written to beyond it
-            self.cache = PagedCache(model.config, most, page=page, dtype=self.dtype, device=self.device)
+            self.cache = PagedCache(self._part, most, page=page, dtype=self.dtype, device=self.device)
         if max(needs) > most:
             raise ValueError(
                 f"generate: the longest prompt with its new tokens takes {max(needs)} pages of {page} positions, the "
@@ -184,11 +193,14 @@ class Generation:
     def decode_roof_ms(self, ceilings: Ceilings) -> float:
         """The least that the steps of decoding so far could have taken on that machine.
 
+        Of tensor parallel ranks each reads its part of the weights, and the keys and values of its heads. What they
+        exchange takes no time in it.
+
         Raises:
             ValueError: the machine's rate in the model's dtype is not known.
         """
         counted = zip(self.steps, self._windowed, strict=True)
-        costs = (step_cost(self.model.config, *step, self.dtype, windowed) for step, windowed in counted)
+        costs = (step_cost(self._part, *step, self.dtype, windowed) for step, windowed in counted)
         return sum(roof(cost, ceilings).ms for cost in costs)
 
     # ---- the order of things ---------------------------------------------------------------------------------------
@@ -323,13 +335,16 @@ class Generation:
     def _choose(self, x: Tensor, update: Tensor | None, rows: Tensor, positions: Tensor) -> Tensor:
         """Tokens (B,) at positions (B,) of rows (B,), of what the layers gave for the positions before, (B, W) both."""
         assert self.model.head is not None
-        logits = self.model.head(x[:, None], None if update is None else update[:, None])[:, 0]  # (B, V)
+        logits = self.model.head.own_logits(x[:, None], None if update is None else update[:, None])[
+            :, 0
+        ]  # (B, V here)
         numbers = self._numbers[rows, positions.clamp(max=self._numbers.shape[1] - 1)]
-        return choose(logits, numbers, self.sampling)
+        return choose_on_ranks(logits, numbers, self.sampling, self.model.config.vocabulary, self.model.group)
 
     def _captured_step(self) -> Callable[[], None]:
         """A step as a CUDA graph: run twice for lazy initialization, which must not fall into the capture. What the
-        rows hold is put back."""
+        rows hold is put back. Ranks capture and replay together, and the graph holds what they exchange: it must end
+        before their group does, as `rooftop.parallel.join` sees to."""
         state = (self._last, self._positions)
         held = [tensor.clone() for tensor in state]
         self._positions.fill_(-1)  # nobody's page is written
@@ -364,7 +379,7 @@ def step_cost(config: GptConfig, rows: int, positions: int, dtype: torch.dtype, 
     """Of one step of decoding: weights, and keys and values of the positions before, read once; the new ones written.
 
     Args:
-        config: of the model.
+        config: of the model; of a tensor parallel rank `config.of_rank(ranks)`.
         rows: sequences.
         positions: that they attend to in all, the new ones among them.
         dtype: of weights and cache.
@@ -390,9 +405,10 @@ def _check_model(model: Gpt) -> None:
         raise TypeError(f"generate: expected a rooftop.models.Gpt, got {type(model).__name__}")
     if model.embedding is None or model.head is None or len(model.layers) != model.config.layers:
         raise ValueError("generate: expected a whole model, got a stage")
-    if model.head.group is not None:
+    if model.split_along is not None or model.context.ranks > 1:
         raise ValueError(
-            "generate: the layers are split among tensor parallel ranks: load the whole model on one device"
+            "generate: ranks share the sequences (sequence_parallel, or a context), but a new token is one position: "
+            "load the model with tensor parallel ranks alone"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("generate: the model is on the meta device, without values: load weights")

@@ -50,6 +50,7 @@ from rooftop.parallel.dropouts import CounterDropouts, Place
 from rooftop.parallel.exchanges import Group, place_in
 from rooftop.parallel.packings import Packing
 from rooftop.parallel.self_attentions import ParallelSelfAttention, Remembered, Rotation
+from rooftop.parallel.shards import shards_of
 from rooftop.parallel.tensor_linears import ColumnParallelLinear
 from rooftop.parallel.turns import Phases, take_turns
 
@@ -188,18 +189,31 @@ class Gpt(nn.Module):
     def initialize(self, generator: torch.Generator | None = None) -> None:
         """Give all parameters new values, by the rules of `initial_values`.
 
+        Args:
+            generator: on the device of the parameters; None: PyTorch's own. Of a part of a model, each rank's generator
+                must be in the same state: it draws whole parameters, one at a time, as one process does, and keeps its
+                part.
+
         Raises:
-            ValueError: this is a part of a model, whose ranks would draw other values each.
+            ValueError: this is a part of a model, and without a generator its ranks would draw other values each.
         """
-        if self.group is not None:
-            raise ValueError("Gpt: a part of a model gets its values from rooftop.models.parallel_gpt")
-        rules = initial_values(self.config)
+        if self.group is not None and generator is None:
+            raise ValueError(
+                "Gpt: a part of a model gets its values from rooftop.models.parallel_gpt, or from a generator that is "
+                "in the same state at all ranks"
+            )
+        rules, shards = initial_values(self.config), shards_of(self)
         for name, parameter in self.named_parameters():
             mean, deviation = next((mean, std) for pattern, mean, std in rules if fnmatchcase(name, pattern))
-            if deviation:
+            shard = shards.get(name)
+            if shard is None and deviation:
                 parameter.normal_(mean, deviation, generator=generator)
-            else:
+            elif shard is None or not deviation:
                 parameter.fill_(mean)
+            else:
+                shape = shard.pieces[0].box.shape if shard.pieces else (self.config.vocabulary, parameter.shape[1])
+                whole = parameter.new_empty(shape).normal_(mean, deviation, generator=generator)
+                parameter.copy_(shard.of(whole))
 
     def forward(
         self,

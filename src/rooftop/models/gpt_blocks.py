@@ -195,10 +195,10 @@ class Head(nn.Module):
     ) -> Tensor:
         """x and update (B, S, W); logits (B, S, V), or of targets (B, S) the loss (), whose options are those of
         `rooftop.kernels.linear_cross_entropy`."""
-        _, hidden = summed_and_normed(self.norm, x, update)
         if targets is None:
-            logits: Tensor = self.output(hidden)
+            logits = self.own_logits(x, update)
             return logits if self.group is None else join_of_ranks(logits, -1, self.group)[..., : self.vocabulary]
+        _, hidden = summed_and_normed(self.norm, x, update)
         return vocab_parallel_linear_cross_entropy(
             self.output.entered(hidden),
             self.output.weight,
@@ -209,3 +209,9 @@ class Head(nn.Module):
             label_smoothing=label_smoothing,
             z_loss=z_loss,
         )
+
+    def own_logits(self, x: Tensor, update: Tensor | None = None) -> Tensor:
+        """x and update (B, S, W); the logits of this rank's tokens, (B, S, V here). The last ranks may have padding."""
+        _, hidden = summed_and_normed(self.norm, x, update)
+        logits: Tensor = self.output(hidden)
+        return logits

@@ -12,7 +12,7 @@ keys). `rooftop.models.gpt_configs` has published ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rooftop.models.rope_scaling import RopeScaling
@@ -170,6 +170,23 @@ class GptConfig:
     def has_mlp_biases(self) -> bool:
         """Whether the linear layers of the MLP have biases."""
         return self.biases if self.mlp_biases is None else self.mlp_biases
+
+    def of_rank(self, ranks: int) -> GptConfig:
+        """The sizes of what each of so many tensor parallel ranks holds: its heads, hidden features and tokens.
+
+        Its `parameters` are those of a rank, with the padding of the vocabulary. Fewer `kv_heads` than ranks: each rank
+        has one. The ranks must fit, as `rooftop.parallel.Layout.check` says.
+        """
+        if ranks == 1:
+            return self
+        return replace(
+            self,
+            heads=self.heads // ranks,
+            kv_heads=max(1, self.kv_heads // ranks),
+            head_size=self.head_features,
+            hidden=self.hidden // ranks,
+            vocabulary=-(-self.vocabulary // ranks),
+        )
 
     def window_of(self, layer: int) -> int | None:
         """The window of a layer's attention; None: it sees all positions up to its own."""

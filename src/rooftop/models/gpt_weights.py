@@ -46,6 +46,7 @@ from rooftop.models.gpt_switches import GptConfig
 from rooftop.models.load_reports import LoadReport
 from rooftop.models.safetensors_files import INDEX, ONE_FILE, TensorFiles, read_json, safetensors_library
 from rooftop.parallel import Shard, shards_of
+from rooftop.parallel.exchanges import Group
 
 if TYPE_CHECKING:
     from rooftop.models.gpt_stages import GptStages
@@ -121,12 +122,19 @@ UNTIED = (
 CONFIG = "config.json"
 
 
-def load_gpt(folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Gpt:
+def load_gpt(
+    folder: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    group: Group = None,
+) -> Gpt:
     """A model from a folder as Hugging Face writes it: config.json, and one safetensors file or several and an index.
 
     Args:
         folder: with these files.
         device, dtype: of the parameters; float32 if not given, whatever the files have.
+        group: tensor parallel ranks that share the model, of which each reads its own part; None: this one has all.
 
     Returns:
         In training mode. Its head is its own where the files have another than the embedding, whatever the config says.
@@ -135,11 +143,27 @@ def load_gpt(folder: str | Path, *, device: torch.device | str = "cpu", dtype: t
         InputError: no such folder, or files are not there.
         WeightsError: damaged, of another kind of model, or tensors that do not fit the config.
         MissingExtraError: safetensors is not installed.
+        ValueError: heads or features that the ranks cannot split.
     """
     config = config_of_files(read_gpt_config(folder), folder)
-    model = Gpt(config, device="meta", dtype=dtype or torch.float32).to_empty(device=device)
-    model.tie()
+    model = empty_gpt(config, device=device, dtype=dtype, group=group)
     load_gpt_weights(model, folder)
+    return model
+
+
+def empty_gpt(
+    config: GptConfig,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    group: Group = None,
+) -> Gpt:
+    """A model, or a tensor parallel rank's part, whose parameters have memory and no values yet.
+
+    Arguments and what is raised are as of `load_gpt`.
+    """
+    model = Gpt(config, group=group, device="meta", dtype=dtype or torch.float32).to_empty(device=device)
+    model.tie()
     return model
 
 

@@ -28,7 +28,7 @@ class PagedCache:
     """Pages of keys and values, without gradients.
 
     Args:
-        config: of the model.
+        config: of the model; of a tensor parallel rank `config.of_rank(ranks)`, whose heads alone are kept.
         pages: how many sequences can have in all.
         page: positions of each.
         dtype: of keys and values, that of the model's activations.

@@ -4,6 +4,9 @@ What is drawn is a function of a seed, the number of the sequence and the positi
 of `rooftop.kernels`: it depends neither on the other sequences of a batch nor on the device. (Logits do, in their last
 bits: where a number falls between two tokens to within such a bit, they may differ.)
 
+Tensor parallel ranks share the vocabulary and choose the same token. Greedily, each one finds the best of its own
+tokens, and they exchange two numbers a sequence. To draw, they gather the logits of one position.
+
 Fan et al. 2018, "Hierarchical Neural Story Generation" (top-k); Holtzman et al. 2020, "The Curious Case of Neural Text
 Degeneration" (top-p). As in transformers the temperature comes first, then top-k, then top-p of what that left.
 """
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rooftop.kernels import Box, random_key, random_uniform
+from rooftop.parallel.exchanges import Group, place_in, start_gather
 
 SEQUENCES = POSITIONS = 1 << 31
 """The whole tensor of random numbers, of which each sequence has a row."""
@@ -109,3 +113,38 @@ def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
     place = torch.minimum(place, (reached < end).sum(-1, keepdim=True))  # the product may round up to the end
     found = place if tokens is None else tokens.gather(1, place)
     return torch.where(end > 0, found, -1)[:, 0]  # not of NaN
+
+
+def choose_on_ranks(logits: Tensor, numbers: Tensor, sampling: Sampling, vocabulary: int, group: Group) -> Tensor:
+    """The next tokens, the same on all tensor parallel ranks, as `choose` finds them of the whole logits.
+
+    Args:
+        logits: (B, V here), of this rank's tokens; all ranks have as many columns, those beyond the vocabulary are
+            padding.
+        numbers: (B,), as of `choose`.
+        sampling: how.
+        vocabulary: V, tokens of all ranks.
+        group: the ranks; None: this one has all tokens.
+
+    Returns:
+        (B,), int64; -1 as of `choose`.
+    """
+    if group is None:
+        return choose(logits, numbers, sampling)
+    if sampling.greedy:
+        return _best_on_ranks(logits, vocabulary, group)
+    whole = start_gather(logits, -1, group)()[:, :vocabulary]
+    # Sums on a GPU may differ in their last bits from run to run: the first rank's choice counts.
+    return start_gather(choose(whole, numbers, sampling)[None], 0, group)()[0]
+
+
+def _best_on_ranks(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
+    """Of equal tokens the first: `max` finds the first of equal ones, and ranks are in the order of their tokens."""
+    start = place_in(group)[0] * logits.shape[-1]
+    tokens = torch.arange(start, start + logits.shape[-1], device=logits.device)
+    best, column = logits.masked_fill(tokens >= vocabulary, -torch.inf).max(-1)  # (B,)
+    own = torch.stack((best.double(), (start + column).double()), -1)  # (B, 2), exact in float64
+    bests, places = start_gather(own[None], 0, group)().unbind(-1)  # (ranks, B)
+    most, rank = bests.max(0)
+    token = places.gather(0, rank[None])[0].long()
+    return torch.where(most > -torch.inf, token, -1)  # not of NaN, which is the most of all

@@ -190,8 +190,10 @@ class RowParallelLinear(LinearAct):
         partial = product(input, self.weight, deferral=self.deferral)
         if self.sequence_parallel:
             total = scattered_sum_of_ranks(partial, SEQUENCE, self.group)
-        else:
+        elif torch.is_grad_enabled():
             total = sum_of_ranks(partial, self.group)
+        else:  # nobody else holds it: it is summed where it lies, which saves a copy
+            total = start_sum(partial, self.group)()
         return self.with_bias(total)
 
     def begin(self, input: Tensor) -> OnItsWay:

@@ -18,6 +18,7 @@ Examples:
   rooftop generate --model gpt2 --weights model.safetensors --prompt "def add(a, b):" --json text.json
   rooftop generate --weights run/ --prompt "The roof of a house"
   rooftop generate --model llama-7b --random-weights 0 --prompt "How fast?" --max-new-tokens 200
+  torchrun --nproc-per-node 2 -m rooftop generate --weights Llama-2-7b-hf/ --prompt "Once" --tensor-parallel-size 2
 
 A folder is as Hugging Face writes it: config.json, .safetensors files, tokenizer.json; or the one of rooftop train gpt
 --save: trained on text its tokens are bytes, else it takes the tokenizer.json that you put there.
@@ -25,9 +26,13 @@ A folder is as Hugging Face writes it: config.json, .safetensors files, tokenize
 Without --temperature the most probable token is taken each time, and the text is always the same. With it, text
 follows from --seed.
 
+With --tensor-parallel-size several GPUs share the model: each reads its part of the weights and keeps the keys and
+values of its heads. The text is that of one GPU as far as rounding goes; the first rank prints it.
+
 The text goes to standard output, the figures to standard error. Percent of roof: the time in which this machine could
-read all weights and the keys and values of all positions once for each token, against the time it took. Where the
-machine was not measured before, that is done at the end, in under 30 s; --no-roof leaves it out.
+read all weights and the keys and values of all positions once for each token, against the time it took. Of several
+ranks each reads its part, and what they exchange takes no time in it. Where the machine was not measured before, that
+is done at the end, in under 30 s; --no-roof leaves it out.
 """
 
 
@@ -73,6 +78,14 @@ machine was not measured before, that is done at the end, in under 30 s; --no-ro
     "--seed", "draws", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of what is drawn."
 )
 @click.option("--bytes", "by_bytes", is_flag=True, help="A token for each byte, in place of a tokenizer.")
+@click.option(
+    "--tensor-parallel-size",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Ranks that share the model, as many as torchrun starts.",
+)
 @device_option
 @dtype_option
 @json_option("text, tokens and figures")
