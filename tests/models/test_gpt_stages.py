@@ -50,9 +50,9 @@ def test_equal_layers_are_divided_evenly() -> None:
 
 
 def test_the_last_stage_has_fewer_layers_where_the_head_is_large() -> None:
-    """GPT-2's head is as much work as five of its layers."""
+    """GPT-2's head takes as long as three of its layers."""
     config = gpt_config("gpt2")
-    assert [len(each) for each in layers_of_stages(config, [[0], [1]], 1024)] == [8, 4]
+    assert [len(each) for each in layers_of_stages(config, [[0], [1]], 1024)] == [7, 5]
     assert [len(each) for each in layers_of_stages(replace(config, vocabulary=16), [[0], [1]], 1024)] == [6, 6]
     assert [len(each) for each in layers_of_stages(gpt_config("llama-7b"), [[0], [1], [2], [3]], 4096)] == [8, 8, 8, 8]
 
@@ -83,9 +83,8 @@ def test_ranks_with_several_stages_are_as_equal_as_moves_of_a_layer_make_them(
 
 def test_the_rank_with_the_head_has_fewer_layers_in_all() -> None:
     """Its first stage and its last: in the shape of a V the head's rank is the first one."""
-    config = replace(gpt_config("llama-1b"), layers=24)
-    first, second, third, last = map(len, layers_of_stages(config, [[0, 3], [1, 2]], 4096))
-    assert (first + last, second + third) == (11, 13)
+    first, second, third, last = map(len, layers_of_stages(gpt_config("gpt2"), [[0, 3], [1, 2]], 1024))
+    assert (first + last, second + third) == (5, 7)
 
 
 def test_too_few_layers_are_refused() -> None:

@@ -5,8 +5,8 @@
     pipeline = Pipeline(schedule, group=groups["pp"], shape=model.shape_between(micro_batch, length), ...)
     losses = pipeline.run(lambda stage, number, x: model(stage, tokens[number] if x is None else x, ...))
 
-Layers are divided among stages so that the slowest rank, and then the slowest stage, is as fast as can be: by flops,
-where the first stage also has the embedding and the last one the head.
+Layers are divided among stages so that the slowest rank, and then the slowest stage, is as fast as can be. The first
+stage also has the embedding, and the last one the head.
 """
 
 from __future__ import annotations
@@ -33,6 +33,14 @@ EMBEDDING, HEAD = "embedding.tokens.weight", "head.output.weight"
 """The two names of a tied weight."""
 
 
+SLOWER_ATTENTION = ((64, 2.5), (math.inf, 1.5))
+"""(up to so many features of a head, how often attention's flops count): they are 3.5 times those of forward in all,
+where products have 3 times, at 0.46 and 0.77 of the rate of products (`results/h100/context_attention.json`)."""
+FLOPS_OF_BYTE = 250
+"""Flops of products that take as long as a byte of memory, on an H100 and an H200."""
+ELEMENT = 2  # bytes
+
+
 def whole_name(config: GptConfig, name: str) -> str:
     """What a parameter of a rank is called in the whole model: a tied weight by the embedding's name, also in a stage
     that has no embedding."""
@@ -45,8 +53,9 @@ def whole_name(config: GptConfig, name: str) -> str:
 def layers_of_stages(config: GptConfig, placement: Sequence[Sequence[int]], length: int) -> list[range]:
     """Which layers each stage has, so that the slowest rank takes as little time as it can.
 
-    Time is flops of the matrix products. The last stage also has the head. The embedding of the first one is looked up:
-    it counts as the additions of its backward.
+    Time is counted in flops of matrix products: those of attention several times, as its kernels are slower, and bytes
+    of norms, activations and sums as the flops that are done meanwhile. On an H100 the head of llama-1b takes as
+    long as 0.85 layers of 4,096 tokens, of which this makes 0.86. The embedding is looked up: it counts as its bytes.
 
     Args:
         config: of the whole model.
@@ -62,16 +71,21 @@ def layers_of_stages(config: GptConfig, placement: Sequence[Sequence[int]], leng
             f"{config.layers} layers cannot be divided among {stages} stages, each of which needs one: use fewer "
             "pipeline ranks or fewer stages a rank, or a model with more layers"
         )
-    costs = [_flops_of_layer(config, layer, length) for layer in range(config.layers)]
-    return divided(costs, placement, first=config.width, last=2 * config.vocabulary * config.width)
+    costs = [_cost_of_layer(config, layer, length) for layer in range(config.layers)]
+    embedding = FLOPS_OF_BYTE * ELEMENT * 2 * config.width
+    return divided(costs, placement, first=embedding, last=2 * config.vocabulary * config.width)
 
 
-def _flops_of_layer(config: GptConfig, layer: int, length: int) -> int:
-    """Of a token, forward."""
+def _cost_of_layer(config: GptConfig, layer: int, length: int) -> float:
+    """Of a token, forward; backward is about twice as much of everything."""
     window = config.window_of(layer)
     seen = min(length, window or length)
     pairs = seen * (seen + 1) // 2 + (length - seen) * seen
-    return 2 * config.layer_weights + 4 * config.query_width * pairs // length
+    attention = 4 * config.query_width * pairs / length
+    hidden = config.hidden * (3 if config.activation == "swiglu" else 2)
+    elements = 13 * config.width + hidden  # two norms with residuals, rotations; the activation
+    slower = next(times for features, times in SLOWER_ATTENTION if config.head_features <= features)
+    return 2 * config.layer_weights + slower * attention + FLOPS_OF_BYTE * ELEMENT * elements
 
 
 def divided(

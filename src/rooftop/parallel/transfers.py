@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from rooftop.parallel.schedules import Instruction, Schedule, simulate
 
-AHEAD = 1  # instructions whose receives are posted early; each more holds a buffer more
+AHEAD = 0  # instructions whose receives are posted early: one that waits on a GPU keeps multiprocessors from others
 
 
 @dataclass(frozen=True)
