@@ -110,6 +110,7 @@ inline int atomicAdd(int* address, int value) { return std::exchange(*address, *
 inline int atomicCAS(int* address, int expected, int value) {
     return *address == expected ? std::exchange(*address, value) : *address;
 }
+inline int atomicMax(int* address, int value) { return std::exchange(*address, std::max(*address, value)); }
 inline long long atomicMax(long long* address, long long value) { return std::exchange(*address, std::max(*address, value)); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __clz(int bits) { return bits ? __builtin_clz(bits) : 32; }

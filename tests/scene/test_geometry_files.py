@@ -227,7 +227,7 @@ def test_a_file_that_is_cut_off_anywhere_is_refused(path: Path, tmp_path: Path) 
 
 def test_a_changed_byte_in_header_or_table_is_refused(path: Path, tmp_path: Path) -> None:
     data = path.read_bytes()
-    for at in range(layouts.HEADER_BYTES + 4 * layouts.SECTION_BYTES):
+    for at in range(layouts.HEADER_BYTES + 5 * layouts.SECTION_BYTES):
         changed = bytearray(data)
         changed[at] ^= 1 << at % 8
         with pytest.raises(GeometryFileError) as caught:
@@ -235,7 +235,7 @@ def test_a_changed_byte_in_header_or_table_is_refused(path: Path, tmp_path: Path
         assert caught.value.offset <= len(data)
 
 
-@pytest.mark.parametrize("name", ["meta", "nodes", "pagetab"])
+@pytest.mark.parametrize("name", ["meta", "nodes", "pagetab", "needs"])
 def test_a_changed_byte_in_a_section_is_refused_with_its_place(path: Path, tmp_path: Path, name: str) -> None:
     data = bytearray(path.read_bytes())
     start, length = sections(bytes(data))[name]
@@ -364,7 +364,7 @@ def test_other_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
 
 def test_a_newer_version_is_named(path: Path, tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
-    struct.pack_into("<I", data, 8, 3)
-    with pytest.raises(GeometryFileError, match="version 3") as caught:
+    struct.pack_into("<I", data, 8, 4)
+    with pytest.raises(GeometryFileError, match="version 4") as caught:
         Geometry.open(damaged(tmp_path, bytes(data)))
     assert caught.value.offset == 8

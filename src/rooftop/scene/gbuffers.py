@@ -23,6 +23,29 @@ OUTPUTS = (
 
 
 @dataclass(frozen=True)
+class StreamingStats:
+    """Pages of a frame of a renderer with `pool_bytes`; `loaded` and `evicted` count since the frame before.
+
+    Attributes:
+        wanted: pages that the frame would draw from if it had them, `missing` of these were absent.
+        resident: pages in the pool that a frame can draw from.
+        loaded, loaded_bytes: pages that were read, and their bytes; evicted: pages that were given up for others.
+        resident_bytes, pool_bytes: of the slots that hold resident pages, and of all slots.
+        error_pixels: by how many pixels the picture may be off: `pixel_error` where nothing is missing, else more.
+    """
+
+    wanted: int
+    missing: int
+    resident: int
+    loaded: int
+    evicted: int
+    loaded_bytes: int
+    resident_bytes: int
+    pool_bytes: int
+    error_pixels: float
+
+
+@dataclass(frozen=True)
 class FrameStats:
     """What a frame had to do.
 
@@ -33,6 +56,7 @@ class FrameStats:
         second_pass_clusters: of `clusters`, those that the second pass has found to be visible after all.
         large_triangles: drawn in tiles.
         stage_ms: milliseconds of each stage, where they were asked for.
+        streaming: of the pages, where the renderer has a pool.
     """
 
     clusters: int
@@ -42,6 +66,7 @@ class FrameStats:
     second_pass_clusters: int
     large_triangles: int
     stage_ms: dict[str, float] = field(default_factory=dict)
+    streaming: StreamingStats | None = None
 
 
 @dataclass(frozen=True)

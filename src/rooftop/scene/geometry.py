@@ -9,9 +9,11 @@ import itertools
 import json
 import math
 import mmap
+import os
 import struct
 import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import numpy.typing as npt
 
 from rooftop.errors import GeometryFileError
 from rooftop.scene import layouts
+from rooftop.scene.dependencies import PageNeeds
 
 Words = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
@@ -75,11 +78,13 @@ class Geometry:
         pages: how many there are.
         page_offsets, page_lengths: (pages,) int64, in bytes.
         size_bytes: of the file.
+        identity: device, inode, size and time of the last change of the file when it was opened.
     """
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap, identity: tuple[int, ...]) -> None:
         self.path = path
         self.size_bytes = len(data)
+        self.identity = identity
         self._data = data
         sections = _sections(path, data)
         self.meta: dict[str, Any] = _meta(path, data, *sections["meta"])
@@ -94,6 +99,7 @@ class Geometry:
         self.nodes_offset = start
         self.nodes: Words = np.frombuffer(data, "<i4", length // 4, start).reshape(shape)
         self._check_nodes(start)
+        self._stored_needs = self._read_needs(*sections["needs"]) if "needs" in sections else None
 
     @classmethod
     def open(cls, path: str | Path) -> Geometry:
@@ -107,7 +113,8 @@ class Geometry:
         with path.open("rb") as file:
             if path.stat().st_size < layouts.HEADER_BYTES:
                 raise GeometryFileError(path, "it is shorter than the header of a geometry file", path.stat().st_size)
-            return cls(path, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return cls(path, data, identity_of(file.fileno()))
 
     def page(self, page: int) -> Words:
         """The words (N,) int32 of a page, mapped.
@@ -119,15 +126,66 @@ class Geometry:
         if not 0 <= page < self.pages:
             raise IndexError(f"page {page} of {self.path}, which has {self.pages} (0 to {self.pages - 1})")
         start, length = int(self.page_offsets[page]), int(self.page_lengths[page])
-        if zlib.crc32(memoryview(self._data)[start : start + length]) != self._checksums[page]:
-            raise GeometryFileError(self.path, f"the checksum of page {page} does not match", start)
         words: Words = np.frombuffer(self._data, "<i4", length // 4, start)
-        wrong = _wrong_in_page(words, self._fixed_bits)
+        self.check_page(page, words)
+        return words
+
+    def check_page(self, page: int, words: Words) -> None:
+        """Check the words of a page that were read from the file, by whatever way.
+
+        Raises:
+            GeometryFileError: their checksum or their structure is wrong; it names the page and its offset.
+        """
+        start = int(self.page_offsets[page])
+        if zlib.crc32(memoryview(words)) != self._checksums[page]:
+            raise GeometryFileError(self.path, f"the checksum of page {page} does not match", start)
+        wrong = _wrong_in_page(words, self._fixed_bits, self.meta["groups"])
         if not wrong and words[layouts.PAGE_CLUSTERS] < self._reach[page]:
             wrong = "the tree names clusters that it does not have"
         if wrong:
             raise GeometryFileError(self.path, f"page {page}: {wrong}", start)
-        return words
+
+    @cached_property
+    def needs(self) -> PageNeeds:
+        """Which pages each page needs. Files before version 3 do not say: all their pages are read for it, once."""
+        if self._stored_needs is not None:
+            return self._stored_needs
+        fine, coarse = [], []
+        for page in range(self.pages):
+            sources = _heads_of(self.page(page))[:, layouts.CLUSTER_SOURCE]
+            replaced = self.group_pages[sources[sources >= 0]]
+            fine.append(replaced)
+            coarse.append(np.full(len(replaced), page))
+        needs = PageNeeds.between(self.pages, np.concatenate(fine), np.concatenate(coarse))
+        wrong = needs.wrong_at()
+        if wrong is not None:
+            at = int(self.page_offsets[wrong])
+            raise GeometryFileError(self.path, f"page {wrong} would be replaced by a later page", at)
+        return needs
+
+    @cached_property
+    def group_pages(self) -> npt.NDArray[np.int64]:
+        """(groups,) the page of each group, as the tree says."""
+        leaf = self.nodes[:, :, layouts.CHILD_KIND] > 0
+        found = np.full(self.meta["groups"], -1)
+        found[self.nodes[:, :, layouts.CHILD_GROUP][leaf]] = self.nodes[:, :, layouts.CHILD_AT][leaf]
+        if (found < 0).any():
+            what = f"the tree does not name group {int(np.argmax(found < 0))}"
+            raise GeometryFileError(self.path, what, self.nodes_offset)
+        return found
+
+    @cached_property
+    def root_pages(self) -> npt.NDArray[np.int64]:
+        """The pages, in ascending order, without which no picture is complete: those that nothing replaces, and what
+        they need."""
+        children = self.nodes.reshape(-1, layouts.CHILD_WORDS)
+        never = children[:, layouts.CHILD_ERROR].view(np.float32) == np.float32(layouts.NEVER)
+        last = children[never & (children[:, layouts.CHILD_KIND] > 0), layouts.CHILD_AT]
+        found, new = set(last.tolist()), sorted(set(last.tolist()))
+        while new:
+            new = sorted(set(np.concatenate([self.needs.of(page) for page in new]).tolist()) - found)
+            found.update(new)
+        return np.array(sorted(found), np.int64)
 
     def groups(self) -> npt.NDArray[np.uint32]:
         """The records (G, GROUP_WORDS) of all groups, in order."""
@@ -213,6 +271,16 @@ class Geometry:
             wrong = int(np.argmin(fits)) if self.pages else 0
             raise GeometryFileError(self.path, f"the table says of page {wrong} what cannot be", table + 16 * wrong)
 
+    def _read_needs(self, start: int, length: int) -> PageNeeds:
+        numbers = np.frombuffer(self._data, "<u4", length // 4, start).astype(np.int64)
+        if len(numbers) <= self.pages or length % 4:
+            raise GeometryFileError(self.path, "section needs has a wrong length", start)
+        needs = PageNeeds(numbers[: self.pages + 1], numbers[self.pages + 1 :])
+        wrong = needs.wrong_at()
+        if wrong is not None:
+            raise GeometryFileError(self.path, f"section needs says of page {wrong} what cannot be", start + 4 * wrong)
+        return needs
+
     def _check_nodes(self, start: int) -> None:
         """Children stand after their parents, leaves name pages that are there: a walk comes to an end."""
         kind, at = self.nodes[:, :, layouts.CHILD_KIND], self.nodes[:, :, layouts.CHILD_AT]
@@ -233,14 +301,21 @@ class Geometry:
         np.maximum.at(self._reach, at[leaf], ends[leaf])
 
 
+def identity_of(descriptor: int) -> tuple[int, ...]:
+    """Of an open file: what changes if another file takes its name, or if it is written to."""
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def _sections(path: Path, data: mmap.mmap) -> dict[str, tuple[int, int]]:
     """Offset and length of each section, all checked but the pages."""
     magic, version, count, length, checksum, zero = struct.unpack_from(layouts.HEADER, data, 0)
     if magic != layouts.MAGIC:
         raise GeometryFileError(path, "it does not begin as a geometry file does", 0)
-    if version not in (layouts.VERSION, layouts.VERSION_WITH_COLORS):
-        last = layouts.VERSION_WITH_COLORS
-        raise GeometryFileError(path, f"it has version {version}, and this program reads 1 to {last}", 8)
+    if version not in layouts.VERSIONS:
+        raise GeometryFileError(
+            path, f"it has version {version}, and this program reads 1 to {layouts.VERSIONS[-1]}", 8
+        )
     if length != len(data):
         raise GeometryFileError(path, f"it should have {length:,} bytes and has {len(data):,}", min(length, len(data)))
     table_end = layouts.HEADER_BYTES + count * layouts.SECTION_BYTES
@@ -259,6 +334,8 @@ def _sections(path: Path, data: mmap.mmap) -> dict[str, tuple[int, int]]:
         if text != "pages" and zlib.crc32(memoryview(data)[start : start + size]) != crc:
             raise GeometryFileError(path, f"the checksum of section {text} does not match", start)
         sections[text] = (start, size)
+    if ("needs" in sections) != (version >= 3):
+        raise GeometryFileError(path, f"version {version} and section needs do not go together", 8)
     for text, unit in (
         ("meta", 1),
         ("nodes", 4 * layouts.NODE_CHILDREN * layouts.CHILD_WORDS),
@@ -307,11 +384,12 @@ def _heads_of(page: Words) -> Words:
     return page[begin : begin + size].reshape(-1, layouts.CLUSTER_WORDS)
 
 
-def _wrong_in_page(page: Words, fixed_bits: int) -> str | None:
+def _wrong_in_page(page: Words, fixed_bits: int, all_groups: int) -> str | None:
     """What is wrong with a page, so that whoever reads its clusters stays inside of it.
 
     Args:
         fixed_bits: that the attributes of a vertex take, but for its texture coordinates.
+        all_groups: of the file.
     """
     clusters, groups, first, length = (int(word) for word in page[: layouts.PAGE_WORDS])
     before = layouts.PAGE_WORDS + groups * layouts.GROUP_WORDS + clusters * layouts.CLUSTER_WORDS
@@ -338,6 +416,9 @@ def _wrong_in_page(page: Words, fixed_bits: int) -> str | None:
     owner = heads[:, layouts.CLUSTER_GROUP]
     if (owner < 0).any() or (owner >= groups).any():
         return "a cluster is of a group that is not in it"
+    source = heads[:, layouts.CLUSTER_SOURCE]
+    if (source < -1).any() or (source >= all_groups).any():
+        return "a cluster replaces a group that is not in the file"
     records = _groups_of(page).astype(np.int64)
     group_first, group_count = records[:, layouts.GROUP_FIRST], records[:, layouts.GROUP_COUNT]
     if (group_first < 0).any() or (group_count < 1).any() or (group_first + group_count > clusters).any():

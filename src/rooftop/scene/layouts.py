@@ -8,11 +8,13 @@ object units apart.
 from __future__ import annotations
 
 MAGIC = b"ROOFTOPG"
-VERSION, VERSION_WITH_COLORS = 1, 2
+VERSIONS = (1, 2, 3)  # that are read: 2 has colours, 3 says which pages a page needs
+VERSION = 3  # that is written
 PAGE_BYTES = 128 << 10  # at most
 
 # As docs/scene-format.md lists them: magic, version, sections, length of the file, CRC-32 of the table, zero;
-# name, offset, length, CRC-32, zero; offset, length, CRC-32 of a page.
+# name, offset, length, CRC-32, zero; offset, length, CRC-32 of a page. The section "needs" has pages + 1 uint32, where
+# the list of each page begins and the last one ends, and behind them all lists: the pages that a page needs.
 HEADER, HEADER_BYTES = "<8sIIQII", 32
 SECTION, SECTION_BYTES = "<8sQQII", 32
 PAGE_ENTRY = [("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")]

@@ -20,6 +20,7 @@ from rooftop.scene.building.levels import Hierarchy
 from rooftop.scene.building.orders import morton_codes
 from rooftop.scene.building.ragged import starts_of, taken
 from rooftop.scene.building.trees import set_box, tree
+from rooftop.scene.dependencies import PageNeeds
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
@@ -40,7 +41,7 @@ def write(file: BinaryIO, hierarchy: Hierarchy, step: float, meta: dict[str, Any
     streams = np.concatenate(hierarchy.streams)
     stream_starts = starts_of(hierarchy.lengths)
 
-    file.write(bytes(layouts.HEADER_BYTES + 4 * layouts.SECTION_BYTES))
+    file.write(bytes(layouts.HEADER_BYTES + 5 * layouts.SECTION_BYTES))
     first_page = file.tell()
     table = np.zeros(len(pages), layouts.PAGE_ENTRY)
     page_of_group = np.zeros(len(rank), np.int64)
@@ -56,12 +57,16 @@ def write(file: BinaryIO, hierarchy: Hierarchy, step: float, meta: dict[str, Any
         file.write(data + bytes(-len(data) % ALIGNMENT))
     pages_end = file.tell()
 
+    needs = PageNeeds.between(
+        len(pages), page_of_group[sources[replaces]], page_of_group[rank[hierarchy.groups[replaces]]]
+    )
     nodes, depth = _nodes(hierarchy, order, group_counts, page_of_group, pages, step)
     meta |= {"depth": depth, "pages": len(pages), "nodes": len(nodes)}
     sections = [(b"pages", first_page, pages_end - first_page, 0)]
     for name, data in (
         (b"nodes", nodes.astype("<u4").tobytes()),
         (b"pagetab", table.tobytes()),
+        (b"needs", np.concatenate([needs.starts, needs.pages]).astype("<u4").tobytes()),
         (b"meta", json.dumps(meta).encode()),
     ):
         sections.append((name, file.tell(), len(data), zlib.crc32(data)))
@@ -69,10 +74,8 @@ def write(file: BinaryIO, hierarchy: Hierarchy, step: float, meta: dict[str, Any
     length = file.tell()
     listed = b"".join(struct.pack(layouts.SECTION, *section, 0) for section in sections)
     file.seek(0)
-    version = layouts.VERSION_WITH_COLORS if meta["has_colors"] else layouts.VERSION
-    file.write(
-        struct.pack(layouts.HEADER, layouts.MAGIC, version, len(sections), length, zlib.crc32(listed), 0) + listed
-    )
+    header = (layouts.MAGIC, layouts.VERSION, len(sections), length, zlib.crc32(listed), 0)
+    file.write(struct.pack(layouts.HEADER, *header) + listed)
     return meta | {"bytes": length}
 
 

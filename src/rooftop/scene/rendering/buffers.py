@@ -13,8 +13,8 @@ import warp as wp
 class Resident:
     """The scene on the device: meshes and instances."""
 
-    words: wp.array(dtype=wp.int32)  # the pages of all meshes, one after another
-    page_at: wp.array(dtype=wp.int64)  # (pages,) where each begins
+    words: wp.array(dtype=wp.int32)  # the pages of all meshes, one after another, or the slots of a pool
+    page_at: wp.array(dtype=wp.int64)  # (pages,) where each begins; -1: it is not in the pool
     nodes: wp.array3d(dtype=wp.int32)  # (nodes, 8, 16) of all meshes; their numbers are those of one mesh
     mesh: wp.array2d(dtype=wp.int32)  # (meshes, 4): first node, first page, which attributes (HAS_NORMALS, ...), 0
     mesh_steps: wp.array2d(dtype=wp.float32)  # (meshes, 2): the grids of positions and of uv

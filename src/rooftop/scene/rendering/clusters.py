@@ -28,11 +28,18 @@ def real(word: wp.int32):
     return wp.cast(word, wp.float32)
 
 
+@wp.func_native("return static_cast<const int*>(words.data)[at];")
+def word_at(words: wp.array(dtype=wp.int32), at: wp.int64) -> wp.int32:
+    """A word of the pages. `words[at]` would make an int32 of the place: pages may take more than 8 GiB."""
+
+
 @wp.func
 def bits(words: wp.array(dtype=wp.int32), at: wp.int64, bit: wp.int32, count: wp.int32):
     """`count` bits (at most 32), from `bit` bits after a word on."""
     word = at + wp.int64(bit >> 5)
-    both = wp.uint64(wp.uint32(words[word])) | (wp.uint64(wp.uint32(words[word + wp.int64(1)])) << wp.uint64(32))
+    both = wp.uint64(wp.uint32(word_at(words, word))) | (
+        wp.uint64(wp.uint32(word_at(words, word + wp.int64(1)))) << wp.uint64(32)
+    )
     mask = (wp.uint64(1) << wp.uint64(count)) - wp.uint64(1)
     return wp.int32((both >> wp.uint64(bit & 31)) & mask)
 
@@ -90,7 +97,7 @@ def attribute_bit(cluster: Cluster, vertex: wp.int32):
 def head_of(resident: Resident, mesh: wp.int32, page: wp.int32, index: wp.int32):
     """Where the head of a cluster of a page is."""
     at = resident.page_at[resident.mesh[mesh, MESH_FIRST_PAGE] + page]
-    groups = resident.words[at + wp.int64(PAGE_GROUPS)]
+    groups = word_at(resident.words, at + wp.int64(PAGE_GROUPS))
     return at + wp.int64(PAGE_WORDS + groups * GROUP_WORDS + index * CLUSTER_WORDS)
 
 
@@ -101,17 +108,17 @@ def read_cluster(resident: Resident, mesh: wp.int32, page: wp.int32, index: wp.i
     at = resident.page_at[resident.mesh[mesh, MESH_FIRST_PAGE] + page]
     head = head_of(resident, mesh, page, index)
     cluster = Cluster()
-    counts = words[head + wp.int64(CLUSTER_COUNTS)]
+    counts = word_at(words, head + wp.int64(CLUSTER_COUNTS))
     cluster.triangles = (counts & 255) + 1
     cluster.vertices = ((counts >> 8) & 255) + 1
     cluster.reference_bits = (counts >> 16) & 255
     cluster.level = (counts >> 24) & 255
-    cluster.number = words[at + wp.int64(PAGE_FIRST_CLUSTER)] + index
-    cluster.material = words[head + wp.int64(CLUSTER_MATERIAL)]
+    cluster.number = word_at(words, at + wp.int64(PAGE_FIRST_CLUSTER)) + index
+    cluster.material = word_at(words, head + wp.int64(CLUSTER_MATERIAL))
     for axis in range(3):
-        cluster.base[axis] = words[head + wp.int64(CLUSTER_BASE + axis)]
-        cluster.position_bits[axis] = bit_length(words[head + wp.int64(CLUSTER_EXTENT + axis)])
-    cluster.masks = at + wp.int64(words[head + wp.int64(CLUSTER_STREAMS)])
+        cluster.base[axis] = word_at(words, head + wp.int64(CLUSTER_BASE + axis))
+        cluster.position_bits[axis] = bit_length(word_at(words, head + wp.int64(CLUSTER_EXTENT + axis)))
+    cluster.masks = at + wp.int64(word_at(words, head + wp.int64(CLUSTER_STREAMS)))
     references = (3 * cluster.triangles - cluster.vertices) * cluster.reference_bits
     cluster.positions = cluster.masks + wp.int64(NEW_WORDS) + whole_words(references)
     width = cluster.position_bits[0] + cluster.position_bits[1] + cluster.position_bits[2]
@@ -123,8 +130,8 @@ def read_cluster(resident: Resident, mesh: wp.int32, page: wp.int32, index: wp.i
         cluster.color_bits = 3 * COLOR_BITS
     if has & HAS_UV != 0:
         for axis in range(2):
-            cluster.uv_base[axis] = words[head + wp.int64(CLUSTER_UV_BASE + axis)]
-            cluster.uv_bits[axis] = bit_length(words[head + wp.int64(CLUSTER_UV_EXTENT + axis)])
+            cluster.uv_base[axis] = word_at(words, head + wp.int64(CLUSTER_UV_BASE + axis))
+            cluster.uv_bits[axis] = bit_length(word_at(words, head + wp.int64(CLUSTER_UV_EXTENT + axis)))
     cluster.materials = cluster.attributes + whole_words(attribute_bit(cluster, cluster.vertices))
     return cluster
 
@@ -140,12 +147,14 @@ def corners_of(resident: Resident, cluster: Cluster, triangle: wp.int32):
         if word == (triangle >> 5):
             mask = (wp.uint32(1) << wp.uint32(triangle & 31)) - wp.uint32(1)
         at = cluster.masks + wp.int64(word)
-        low = wp.uint32(resident.words[at])
-        high = wp.uint32(resident.words[at + wp.int64(4)])
+        low = wp.uint32(word_at(resident.words, at))
+        high = wp.uint32(word_at(resident.words, at + wp.int64(4)))
         before += wp.int32(wp.bit_count(low & mask)) + 2 * wp.int32(wp.bit_count(high & mask))
     own = wp.int64(triangle >> 5)
-    low_bit = (wp.uint32(resident.words[cluster.masks + own]) >> wp.uint32(triangle & 31)) & wp.uint32(1)
-    high_bit = (wp.uint32(resident.words[cluster.masks + own + wp.int64(4)]) >> wp.uint32(triangle & 31)) & wp.uint32(1)
+    low_bit = (wp.uint32(word_at(resident.words, cluster.masks + own)) >> wp.uint32(triangle & 31)) & wp.uint32(1)
+    high_bit = (
+        wp.uint32(word_at(resident.words, cluster.masks + own + wp.int64(4))) >> wp.uint32(triangle & 31)
+    ) & wp.uint32(1)
     old = 3 - wp.int32(low_bit) - 2 * wp.int32(high_bit)
     references = cluster.masks + wp.int64(NEW_WORDS)
     width = cluster.reference_bits

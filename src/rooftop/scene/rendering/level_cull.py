@@ -20,7 +20,15 @@ from rooftop.scene.rendering.buffers import (
     Resident,
     Views,
 )
-from rooftop.scene.rendering.clusters import CLUSTER_BASE, CLUSTER_ERROR, CLUSTER_EXTENT, CLUSTER_SPHERE, head_of, real
+from rooftop.scene.rendering.clusters import (
+    CLUSTER_BASE,
+    CLUSTER_ERROR,
+    CLUSTER_EXTENT,
+    CLUSTER_SPHERE,
+    head_of,
+    real,
+    word_at,
+)
 from rooftop.scene.rendering.instance_cull import (
     append,
     append_node,
@@ -54,6 +62,22 @@ def three(nodes: wp.array3d(dtype=wp.int32), node: wp.int32, slot: wp.int32, fir
 
 
 @wp.func
+def pixels_off(
+    resident: Resident,
+    views: Views,
+    frame: Frame,
+    pair: wp.int32,
+    center: wp.vec3,
+    radius: wp.float32,
+    error: wp.float32,
+):
+    """By how many pixels what has this error in this sphere may be off."""
+    scale = wp.abs(resident.instance_scale[pair % frame.instances])
+    at = transformed(frame.to_view, pair, center)
+    return error_on_screen(views, pair // frame.instances, at, radius, error, scale)
+
+
+@wp.func
 def too_coarse(
     resident: Resident,
     views: Views,
@@ -63,10 +87,8 @@ def too_coarse(
     radius: wp.float32,
     error: wp.float32,
 ):
-    """Whether what has this error in this sphere would be off by more than a pixel's worth."""
-    scale = wp.abs(resident.instance_scale[pair % frame.instances])
-    at = transformed(frame.to_view, pair, center)
-    return error_on_screen(views, pair // frame.instances, at, radius, error, scale) > frame.pixel_error
+    """Whether that is more than is allowed."""
+    return pixels_off(resident, views, frame, pair, center, radius, error) > frame.pixel_error
 
 
 @wp.func
@@ -151,7 +173,9 @@ def low_corner(resident: Resident, head: wp.int64, step: wp.float32):
     words = resident.words
     base = head + wp.int64(CLUSTER_BASE)
     return step * wp.vec3(
-        wp.float32(words[base]), wp.float32(words[base + wp.int64(1)]), wp.float32(words[base + wp.int64(2)])
+        wp.float32(word_at(words, base)),
+        wp.float32(word_at(words, base + wp.int64(1))),
+        wp.float32(word_at(words, base + wp.int64(2))),
     )
 
 
@@ -164,9 +188,49 @@ def half_extent(resident: Resident, head: wp.int64, step: wp.float32):
         0.5
         * step
         * wp.vec3(
-            wp.float32(words[extent]), wp.float32(words[extent + wp.int64(1)]), wp.float32(words[extent + wp.int64(2)])
+            wp.float32(word_at(words, extent)),
+            wp.float32(word_at(words, extent + wp.int64(1))),
+            wp.float32(word_at(words, extent + wp.int64(2))),
         )
     )
+
+
+@wp.func
+def cluster_too_coarse(resident: Resident, views: Views, frame: Frame, pair: wp.int32, head: wp.int64):
+    """Whether what a cluster replaces has to be drawn instead of it."""
+    words = resident.words
+    sphere = head + wp.int64(CLUSTER_SPHERE)
+    center = wp.vec3(
+        real(word_at(words, sphere)),
+        real(word_at(words, sphere + wp.int64(1))),
+        real(word_at(words, sphere + wp.int64(2))),
+    )
+    radius = real(word_at(words, sphere + wp.int64(3)))
+    error = real(word_at(words, head + wp.int64(CLUSTER_ERROR)))
+    return too_coarse(resident, views, frame, pair, center, radius, error)
+
+
+@wp.func
+def list_cluster(
+    resident: Resident,
+    views: Views,
+    views_before: Views,
+    frame: Frame,
+    history: wp.int32,
+    second: wp.int32,
+    item: wp.int64,
+    head: wp.int64,
+):
+    """A cluster that is as coarse as is right becomes visible, is set aside, or is outside."""
+    pair = pair_of(item)
+    step = resident.mesh_steps[resident.instance_mesh[pair % frame.instances], 0]
+    half = half_extent(resident, head, step)
+    center = low_corner(resident, head, step) + half
+    state = box_state(views, views_before, frame, history, pair, center, half)
+    if state == SHOWN:
+        append(frame.found, frame.counters, second * PASS + VISIBLE, item)
+    if state == HIDDEN:
+        append(frame.hidden_clusters, frame.counters, HIDDEN_CLUSTERS, item)
 
 
 @wp.kernel
@@ -179,7 +243,8 @@ def cull_clusters(
     second: wp.int32,
     stride: wp.int32,
 ):
-    """The clusters of the groups; those that are drawn become visible."""
+    """The clusters of the groups; those that are drawn become visible. `streaming/streamed_cull.py` is the same where
+    pages may be absent."""
     count = wp.min(frame.counters[second * PASS + GROUPS], frame.groups.shape[0])
     for i in range(wp.tid(), LANES * count, stride):
         pair = pair_of(frame.groups[i // LANES])
@@ -190,21 +255,9 @@ def cull_clusters(
         first = resident.nodes[row, child & 7, CHILD_FIRST]
         for k in range(i % LANES, resident.nodes[row, child & 7, CHILD_KIND], LANES):
             head = head_of(resident, mesh, page, first + k)
-            words = resident.words
-            sphere = head + wp.int64(CLUSTER_SPHERE)
-            at = wp.vec3(real(words[sphere]), real(words[sphere + wp.int64(1)]), real(words[sphere + wp.int64(2)]))
-            radius = real(words[sphere + wp.int64(3)])
-            error = real(words[head + wp.int64(CLUSTER_ERROR)])
-            if not too_coarse(resident, views, frame, pair, at, radius, error):
-                step = resident.mesh_steps[mesh, 0]
-                half = half_extent(resident, head, step)
-                center = low_corner(resident, head, step) + half
-                state = box_state(views, views_before, frame, history, pair, center, half)
+            if not cluster_too_coarse(resident, views, frame, pair, head):
                 item = entry(pair, (page << CLUSTER_INDEX_BITS) | (first + k))
-                if state == SHOWN:
-                    append(frame.found, frame.counters, second * PASS + VISIBLE, item)
-                if state == HIDDEN:
-                    append(frame.hidden_clusters, frame.counters, HIDDEN_CLUSTERS, item)
+                list_cluster(resident, views, views_before, frame, history, second, item, head)
 
 
 @wp.kernel

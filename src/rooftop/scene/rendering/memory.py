@@ -100,6 +100,15 @@ class FrameMemory:
         for name, tensor in self.tensors.items():
             setattr(self.frame, name, wp.from_torch(tensor))
 
+    @classmethod
+    def of_culls(
+        cls, instances: int, width: int, height: int, room: Mapping[str, int], device: torch.device
+    ) -> FrameMemory:
+        """For the culls of one view alone, which draw nothing: without pictures."""
+        memory = cls(instances, 1, 1, 1, False, room, device)
+        memory.sizes = (instances, 1, width, height, False)
+        return memory
+
     def clear(self) -> None:
         """For a frame."""
         for name in ("counters", "pixels", "fragments"):

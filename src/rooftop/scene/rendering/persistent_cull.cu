@@ -1,6 +1,7 @@
 // Stage 3 in one launch: warps that stay, and take nodes from one queue and groups from one list until both are empty.
 // The portable twin is level_cull.py, in Warp; what is computed of a box or an error is the same, operation by operation
-// (compiled without fused multiply-adds), so the same clusters are found, in another order.
+// (compiled without fused multiply-adds), so the same clusters are found, in another order. With STREAMED pages may be
+// absent, and the twin of what is done with a group is streaming/streamed_cull.py.
 //
 // Counters, each with who changes it:
 //   nodes_written    how many nodes were put into the queue; whoever appends
@@ -24,12 +25,15 @@ constexpr int NODE_BATCH = 4;  // nodes of a warp at a time: 32 children
 constexpr int NODES_WRITTEN = 16, NODES_CLAIMED = 10, NODES_FINISHED = 11, GROUPS_CLAIMED = 12;  // counters of its own
 constexpr int CHILDREN = 8, CHILD_WORDS = 16, CHILD_SPHERE = 6, CHILD_ERROR = 10, CHILD_KIND = 11, CHILD_AT = 12, CHILD_FIRST = 13;
 constexpr int INNER = -1;
+constexpr int CLUSTER_SOURCE = 16;
 constexpr int SHORTEST_NAP = 64, LONGEST_NAP = 1024;  // nanoseconds
 
 struct Scene {
     const int *words, *nodes, *mesh, *instance_mesh;
     const long long* page_at;
     const float *steps, *scale;
+    const int *group_page, *first_group;  // where pages may be absent
+    int* wanted;                          // by page; likewise
 };
 struct View {  // one camera, its pictures' depths, and transforms to it
     const float *lens, *matrices, *hzb;
@@ -71,15 +75,19 @@ __device__ __forceinline__ Vector half_sizes(const float* m, Vector center, Vect
     return {half_size(m, center, half), half_size(m + 4, center, half), half_size(m + 8, center, half)};
 }
 
-__device__ bool too_coarse(const Scene& scene, const Frame& frame, const View& view, int instance, Vector center, float radius, float error) {
+// By how many pixels what has this error in this sphere may be off.
+__device__ float pixels_off(const Scene& scene, const View& view, int instance, Vector center, float radius, float error) {
     const float* lens = view.lens;
     const float scale = fabsf(scene.scale[instance]), focal = larger_of(lens[FX], lens[FY]), reach = radius * scale;
     const Vector at = transformed(view.matrices, center);
-    if (lens[ORTHOGRAPHIC] > 0.0f) return focal * error * scale > frame.pixel_error;
+    if (lens[ORTHOGRAPHIC] > 0.0f) return focal * error * scale;
     const float depth = larger_of(at.z - reach, lens[NEAR]);
     float aside = (sqrtf(at.x * at.x + at.y * at.y) + reach) / depth;
     aside = smaller_of(aside, lens[TANGENT]);
-    return focal * error * scale * sqrtf(1.0f + aside * aside) / depth > frame.pixel_error;
+    return focal * error * scale * sqrtf(1.0f + aside * aside) / depth;
+}
+__device__ bool too_coarse(const Scene& scene, const Frame& frame, const View& view, int instance, Vector center, float radius, float error) {
+    return pixels_off(scene, view, instance, center, radius, error) > frame.pixel_error;
 }
 
 __device__ bool is_outside(const Frame& frame, const float* lens, Vector center, Vector half) {
@@ -168,12 +176,26 @@ __device__ Lead ask_child(const Scene& scene, const Frame& frame, const Views& v
     return state == HIDDEN ? TO_HIDDEN : inner ? TO_NODE : TO_GROUP;
 }
 
+// The group of a child wants its page.
+__device__ void ask_for(const Scene& scene, const Frame& frame, const Views& views, int pair, const int* child, int page) {
+    const View now = view_of(frame, views.lens, views.to_view, views.hzb_before, pair);
+    union { float value; int word; } pixels = {
+        pixels_off(scene, now, pair % frame.instances, three(child + CHILD_SPHERE), real(child[CHILD_SPHERE + 3]), real(child[CHILD_ERROR]))};
+    if (now_at(scene.wanted + page) < pixels.word) atomicMax(scene.wanted + page, pixels.word);  // of numbers >= 0, bits have the same order
+}
+__device__ __forceinline__ bool finer_is_there(const Scene& scene, int mesh, const int* head) {
+    const int source = head[CLUSTER_SOURCE];
+    return source >= 0 && scene.page_at[scene.group_page[scene.first_group[mesh] + source]] >= 0;
+}
+
+template <bool STREAMED>
 __device__ State ask_cluster(const Scene& scene, const Frame& frame, const Views& views, int pair, int page, int index, Entry& found) {
     const int instance = pair % frame.instances, mesh = scene.instance_mesh[instance];
     const int* head = head_of(scene.words + scene.page_at[scene.mesh[4 * mesh + 1] + page], index);
     const View now = view_of(frame, views.lens, views.to_view, views.hzb_before, pair);
-    if (too_coarse(scene, frame, now, instance, three(head + CLUSTER_SPHERE), real(head[CLUSTER_SPHERE + 3]), real(head[CLUSTER_ERROR])))
-        return UNSEEN;
+    if (too_coarse(scene, frame, now, instance, three(head + CLUSTER_SPHERE), real(head[CLUSTER_SPHERE + 3]), real(head[CLUSTER_ERROR]))) {
+        if (!STREAMED || finer_is_there(scene, mesh, head)) return UNSEEN;
+    }
     const float step = scene.steps[2 * mesh], half_step = 0.5f * step;
     const int *base = head + CLUSTER_BASE, *extent = head + CLUSTER_EXTENT;
     const Vector half = {half_step * float(extent[0]), half_step * float(extent[1]), half_step * float(extent[2])};
@@ -183,15 +205,16 @@ __device__ State ask_cluster(const Scene& scene, const Frame& frame, const Views
     return box_state(frame, now, before, center, half);
 }
 
+template <bool STREAMED>
 __global__ void persistent_cull(const int* words, const long long* page_at, const int* nodes, const int* mesh, const float* mesh_steps,
                                 const int* instance_mesh, const float* instance_scale, const float* lens, const float* lens_before,
                                 const float* to_view, const float* before, const float* hzb_before, const int* hzb_at, int* counters,
                                 Entry* queue_items, Entry* group_items, Entry* visible_items, Entry* hidden_child_items,
                                 Entry* hidden_cluster_items, int queue_room, int group_room, int visible_room, int hidden_child_room,
                                 int hidden_cluster_room, int width, int height, int instances, int hzb_levels, int hzb_stride,
-                                float pixel_error, int history, int second) {
+                                float pixel_error, int history, int second, const int* group_page, const int* first_group, int* wanted) {
     int* mine = counters + second * PASS;
-    const Scene scene = {words, nodes, mesh, instance_mesh, page_at, mesh_steps, instance_scale};
+    const Scene scene = {words, nodes, mesh, instance_mesh, page_at, mesh_steps, instance_scale, group_page, first_group, wanted};
     const Frame frame = {width, height, instances, hzb_levels, hzb_stride, hzb_at, pixel_error, history != 0};
     const Views views = {lens, lens_before, to_view, before, hzb_before};
     const List queue = {queue_items, queue_room, mine + NODES_WRITTEN}, groups = {group_items, group_room, mine + GROUPS};
@@ -228,11 +251,17 @@ __global__ void persistent_cull(const int* words, const long long* page_at, cons
             const int pair = pair_of(group), child_number = what_of(group);
             const long long row = mesh[4 * instance_mesh[pair % instances]] + child_number / CHILDREN;
             const int* child = nodes + (row * CHILDREN + child_number % CHILDREN) * CHILD_WORDS;
-            for (int first = 0; first < child[CHILD_KIND]; first += 32) {
+            int clusters = child[CHILD_KIND];
+            if (STREAMED) {
+                const int page = mesh[4 * instance_mesh[pair % instances] + 1] + child[CHILD_AT];
+                if (lane == 0) ask_for(scene, frame, views, pair, child, page);
+                if (page_at[page] < 0) clusters = 0;
+            }
+            for (int first = 0; first < clusters; first += 32) {
                 Entry found = EMPTY;
                 State state = UNSEEN;
-                if (first + lane < child[CHILD_KIND])
-                    state = ask_cluster(scene, frame, views, pair, child[CHILD_AT], child[CHILD_FIRST] + first + lane, found);
+                if (first + lane < clusters)
+                    state = ask_cluster<STREAMED>(scene, frame, views, pair, child[CHILD_AT], child[CHILD_FIRST] + first + lane, found);
                 append(visible, state == SHOWN, found);
                 append(hidden_clusters, state == HIDDEN, found);
             }

@@ -11,6 +11,7 @@ from functools import cache
 from rooftop.scene.rendering.cuda_sources import blocks_on, compiled, with_pieces
 from rooftop.scene.rendering.memory import FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
+from rooftop.scene.streaming.requests import RequestBuffers
 
 THREADS = 128  # of a block
 BLOCKS_OF_A_MULTIPROCESSOR = 3  # more of them wait for each other's nodes longer
@@ -22,15 +23,25 @@ def source() -> str:
     return with_pieces(__file__)
 
 
-def cull(scene: Uploaded, now: Uploaded, then: Uploaded, memory: FrameMemory, history: int, second: int) -> None:
+def cull(
+    scene: Uploaded,
+    now: Uploaded,
+    then: Uploaded,
+    memory: FrameMemory,
+    history: int,
+    second: int,
+    requests: RequestBuffers | None = None,
+) -> None:
     """From the roots and groups that are in the lists, to visible clusters and, in the first pass, hidden ones.
 
     Args:
         scene, now, then: `buffers.Resident`, `buffers.Views` and those of the frame before.
         history, second: as of `level_cull.cull_nodes`.
+        requests: where pages may be absent.
     """
     of = memory.tensors
-    kernel = compiled(source(), "persistent_cull", memory.device)
+    kernel = compiled(source(), f"persistent_cull<{'false' if requests is None else 'true'}>", memory.device)
+    asked = [None] * 3 if requests is None else [requests.tensors[n] for n in ("group_page", "first_group", "wanted")]
     blocks = blocks_on(memory.device, BLOCKS_OF_A_MULTIPROCESSOR)
     meshes = ("words", "page_at", "nodes", "mesh", "mesh_steps", "instance_mesh", "instance_scale")
     pairs = ("to_view", "before", "hzb_before", "hzb_at", "counters")
@@ -39,5 +50,5 @@ def cull(scene: Uploaded, now: Uploaded, then: Uploaded, memory: FrameMemory, hi
     kernel.launch(
         blocks, THREADS, *(scene.tensors[name] for name in meshes), now.tensors["lens"], then.tensors["lens"],
         *(of[name] for name in pairs), *lists, *map(len, lists), width, height, instances, len(of["hzb_at"]),
-        of["hzb_before"].shape[1], memory.frame.pixel_error, history, second,
+        of["hzb_before"].shape[1], memory.frame.pixel_error, history, second, *asked,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from rooftop.scene.rendering.memory import MOST_THREADS, ROOM, FrameMemory
 from rooftop.scene.rendering.stages import THREADS_OF_A_MULTIPROCESSOR, Clock, Stages
 from rooftop.scene.rendering.uploads import Inputs, Meshes
 from rooftop.scene.scenes import Scene
+from rooftop.scene.streaming.page_graph import PageGraph
+from rooftop.scene.streaming.pool import Pool, checked_pool_bytes, slots_of
 
 LIGHT = wp.vec3(*(np.array((0.4, 0.3, 0.85)) / np.linalg.norm((0.4, 0.3, 0.85))).tolist())
 # In each of several views: where one begins is to Warp an int32 of bytes, and a pixel has up to three float32.
@@ -44,9 +47,16 @@ class Renderer:
         one_sided: whether triangles that are seen from behind (clockwise) are left out.
         kernels: "warp" runs everywhere; "cuda", in CUDA C++, is faster and takes a GPU and `rooftop[cuda]`; None is
             "cuda" where it can. Each pixel is the same, bit for bit.
+        pool_bytes: of the device's memory, for the pages of the scene's meshes: they are loaded as frames need them. By
+            default all pages are loaded before the first frame, and stay.
 
     Attributes:
         kernels: which of them draw, "warp" or "cuda".
+        pool: the pages that are on the device, where there are `pool_bytes`; else None.
+
+    Raises:
+        InputError: the pages of the scene without which no picture is complete do not fit into the pool.
+        GeometryFileError: a file has no right description of its pages.
 
     Example:
         >>> frame = Renderer(scene).render(Camera.look_at((3, 0, 1), (0, 0, 0)), outputs=("depth", "normal"))
@@ -63,6 +73,7 @@ class Renderer:
         occlusion: bool = True,
         one_sided: bool = False,
         kernels: str | None = None,
+        pool_bytes: int | None = None,
     ) -> None:
         if kernels not in (None, "warp", "cuda"):
             raise ValueError(f"kernels={kernels!r}: expected 'warp' or 'cuda', or None for the faster that there are")
@@ -77,6 +88,11 @@ class Renderer:
         if self.device.type == "cuda":
             multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
             self._threads = THREADS_OF_A_MULTIPROCESSOR * multiprocessors
+        self.pool_bytes = checked_pool_bytes(pool_bytes)
+        self.pool: Pool | None = None
+        if self.pool_bytes is not None and scene.meshes:
+            slots_of(PageGraph(scene.meshes), self.pool_bytes)
+        self._ahead: tuple[Inputs, FrameMemory] | None = None  # of `prefetch`
         self._meshes: Meshes | None = None
         self._memory: FrameMemory | None = None
         self._inputs: Inputs | None = None
@@ -92,6 +108,7 @@ class Renderer:
         outputs: Sequence[str] = ("depth", "normal", "instance"),
         *,
         timings: bool = False,
+        wait: bool = True,
     ) -> GBuffer:
         """A frame of each camera, all in one chain of launches.
 
@@ -99,11 +116,15 @@ class Renderer:
             cameras: of the same size. The one in the same place in the frame before is where it was then.
             outputs: which fields of `GBuffer` to fill.
             timings: whether to time each stage, into `stats.stage_ms`.
+            wait: with a pool, whether pages that are missing are loaded before the frame is done: then the picture is
+                the one with all pages, or the finest that fits into the pool, whatever was drawn or loaded before.
+                Else it is drawn from what is there, complete but coarser, and they are loaded for later frames.
 
         Frames of one renderer are drawn on one stream: what a frame leaves for the next is ordered by it.
 
         Raises:
             ValueError: an output or the cameras are wrong, or pictures or lists would be too large.
+            GeometryFileError: a page that is loaded while frames are drawn is missing or damaged; the message names it.
         """
         if not isinstance(cameras, Camera | Iterable):
             raise ValueError(f"cameras={cameras!r}: expected a scene.Camera, or a list of them")
@@ -118,13 +139,12 @@ class Renderer:
             if "overdraw" in outputs:
                 pictures["overdraw"] = torch.zeros(len(cameras), height, width, dtype=torch.int32, device=self.device)
             return GBuffer(FrameStats(0, 0, (), 0, 0, 0), **pictures)
-        if self._meshes is None or self._meshes.count != len(self.scene.meshes):
-            self._meshes, self._inputs = Meshes(self.scene.meshes, self.device), None
+        meshes = self._meshes_now()
         same_views = len(self._cameras) == len(cameras) and same_size(self._cameras) == (width, height)
         history = self.occlusion and same_views and self._has_depths
         sizes = (len(mesh_of), len(cameras), (width, height))
         if self._inputs is None or self._inputs.sizes != sizes:
-            self._inputs = Inputs(self._meshes, *sizes, self.device)
+            self._inputs = Inputs(meshes, *sizes, self.device)
             if self._memory is not None:
                 self._memory.graphs.clear()  # they know where the inputs were
         inputs = self._inputs
@@ -132,29 +152,106 @@ class Renderer:
         inputs.look(cameras, self._cameras if same_views else cameras)
         memory = self._memory_of(len(mesh_of), len(cameras), width, height, "overdraw" in outputs)
         memory.frame.pixel_error = _checked_error(self.pixel_error)
+        pool, best = self.pool, False
+        if pool is not None:
+            pool.begin()
         while True:
             clock = Clock(self.device, timings)
-            stages = Stages(
-                *(inputs.resident, inputs.now, inputs.then, memory, self._meshes.depth, self._threads, clock),
-                *(self.occlusion, self.one_sided, self.kernels == "cuda"),
-            )
+            stages = self._stages(inputs, memory, meshes, clock)
             if self.device.type == "cuda":
                 stages.draw_captured(history)
             else:
                 stages.draw(history)
             pictures, targets = _pictures(outputs, (len(cameras), height, width), self.device)
             stages.emit(targets, LIGHT, outputs)
-            counters = memory.tensors["counters"].tolist()  # waits for the frame
+            answer = pool.requests.read() if pool is not None else None  # waits for the frame, as the next line does
+            counters = answer.counters if answer is not None else memory.tensors["counters"].tolist()
             room = memory.wanted_room(counters)
-            if room == memory.room:
+            if room != memory.room:
+                memory = memory.with_room(room)
+                continue
+            if pool is None or answer is None or best or not len(answer.missing):
                 break
-            memory = memory.with_room(room)
+            if not wait:
+                pool.ask(answer)
+                break
+            target = pool.target()
+            if target is not None:
+                pool.load(target)
+            elif history:  # what is left out for want of room must not depend on what was drawn before
+                history = False
+            else:
+                pool.load(pool.best_target(), alone=True)
+                best = True
         if "overdraw" in outputs:
             pictures["overdraw"] = memory.tensors["fragments"].clone()
-        stats = _stats(counters, clock.stage_ms())
+        streaming = None if pool is None or answer is None else pool.stats(answer, memory.frame.pixel_error)
+        stats = replace(_stats(counters, clock.stage_ms()), streaming=streaming)
         memory.turn_over()
         self._memory, self._transforms, self._cameras, self._has_depths = memory, transforms, cameras, self.occlusion
         return GBuffer(stats, **pictures)
+
+    @torch.inference_mode(False)
+    def prefetch(self, cameras: Camera | Sequence[Camera]) -> None:
+        """Begin to load the pages that frames of these cameras will need, as those of a path that lies ahead. What is
+        drawn now keeps its pages; without `pool_bytes` there is nothing to do.
+
+        Args:
+            cameras: of the same size, the nearest in time first.
+
+        Raises:
+            ValueError: the cameras are wrong, or lists would be too large.
+            GeometryFileError: a page that was loaded meanwhile is missing or damaged.
+        """
+        if not isinstance(cameras, Camera | Iterable):
+            raise ValueError(f"cameras={cameras!r}: expected a scene.Camera, or a list of them")
+        cameras = (cameras,) if isinstance(cameras, Camera) else tuple(cameras)
+        size = same_size(cameras)
+        mesh_of, transforms = self.scene.instances()
+        _check_sizes(1, *size, len(mesh_of))
+        if self.pool_bytes is None or not len(mesh_of):
+            return
+        meshes, pool = self._meshes_now(), self.pool
+        assert pool is not None
+        pool.begin()
+        if self._ahead is None or self._ahead[0].sizes != (len(mesh_of), 1, size):
+            memory = FrameMemory.of_culls(len(mesh_of), *size, ROOM, self.device)
+            self._ahead = (Inputs(meshes, len(mesh_of), 1, size, self.device), memory)
+        inputs, memory = self._ahead
+        memory.frame.pixel_error = _checked_error(self.pixel_error)
+        inputs.place(mesh_of, transforms, transforms)
+        pool.requests.clear()
+        for camera in cameras:
+            inputs.look((camera,), (camera,))
+            while True:
+                self._stages(inputs, memory, meshes, Clock(self.device, False)).look_ahead()
+                room = memory.wanted_room(memory.tensors["counters"].tolist())
+                if room == memory.room:
+                    break
+                memory = FrameMemory.of_culls(len(mesh_of), *size, room, self.device)
+                memory.frame.pixel_error = _checked_error(self.pixel_error)
+                self._ahead = (inputs, memory)
+        pool.requests.collect(memory.tensors["counters"], self._threads, aging=False)
+        pool.ask(pool.requests.read(), urgent=False)
+
+    def _meshes_now(self) -> Meshes:
+        """The scene's meshes on the device; a new pool where there are more than there were."""
+        if self._meshes is None or self._meshes.count != len(self.scene.meshes):
+            if self.pool is not None:
+                self.pool.close()
+                self.pool, self._meshes = None, None
+            self._inputs = self._ahead = None
+            if self.pool_bytes is not None:
+                self.pool = Pool(self.scene.meshes, self.pool_bytes, self.device)
+            self._meshes = Meshes(self.scene.meshes, self.device, self.pool)
+        return self._meshes
+
+    def _stages(self, inputs: Inputs, memory: FrameMemory, meshes: Meshes, clock: Clock) -> Stages:
+        return Stages(
+            *(inputs.resident, inputs.now, inputs.then, memory, meshes.depth, self._threads, clock),
+            *(self.occlusion, self.one_sided, self.kernels == "cuda"),
+            requests=None if self.pool is None else self.pool.requests,
+        )
 
     def _transforms_before(self, transforms: NDArray[np.float64]) -> NDArray[np.float64]:
         """Of the frame before; new instances were where they are. The same array if none has moved."""

@@ -28,6 +28,8 @@ from rooftop.scene.rendering import (
 )
 from rooftop.scene.rendering.memory import Captured, FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
+from rooftop.scene.streaming import streamed_cull
+from rooftop.scene.streaming.requests import RequestBuffers
 
 THREADS_OF_A_MULTIPROCESSOR = 1024
 MOST_GRAPHS = 4  # of one memory: a first frame and those after it, each with and without timings
@@ -78,6 +80,7 @@ class Stages:
         cuda_cpp: whether what has a faster kernel in CUDA C++ is left to that: the walk through the trees in one launch
             (`persistent_cull`), the order of clusters (`sort_clusters`), small triangles (`rasterize_clusters`) and
             hierarchical z (`reduce_tiles`).
+        requests: what the culls ask for, where pages may be absent.
     """
 
     resident: Uploaded
@@ -90,19 +93,27 @@ class Stages:
     occlusion: bool
     one_sided: bool
     cuda_cpp: bool
+    requests: RequestBuffers | None = None
 
     def draw(self, history: bool) -> None:
-        """The visibility buffer. `history`: whether the frame before may say what is hidden."""
-        memory, frame = self.memory, self.memory.frame
-        with self.clock.of("init_context"):
-            memory.clear()
-            shared = (*self._inputs, frame)
-            self._launch(init_context.place_instances, *shared, memory.pairs)
-        asked = int(history)
-        with self.clock.of("instance_cull"):
-            self._clear_lists()
-            self._launch(instance_cull.cull_instances, *shared, asked, memory.pairs)
-        self._cull(asked, 0)
+        """The visibility buffer, and what the culls have asked for. `history`: whether the frame before may say what is
+        hidden."""
+        if self.requests is not None:
+            self.requests.clear()
+        self._draw(history)
+        if self.requests is not None:
+            with self.clock.of("requests"):
+                self.requests.collect(self.memory.tensors["counters"], self.threads)
+
+    def look_ahead(self) -> None:
+        """What a frame would ask for, from its culls alone; to what `requests` has."""
+        self._begin()
+        self._cull_first(0)
+
+    def _draw(self, history: bool) -> None:
+        frame = self.memory.frame
+        self._begin()
+        self._cull_first(int(history))
         self._rasterize(0)
         if not self.occlusion:
             return
@@ -117,6 +128,19 @@ class Stages:
             self._cull(0, 1)
             self._rasterize(1)
         self._build_hzb()
+
+    def _begin(self) -> None:
+        with self.clock.of("init_context"):
+            self.memory.clear()
+            self._launch(init_context.place_instances, *self._inputs, self.memory.frame, self.memory.pairs)
+
+    def _cull_first(self, asked: int) -> None:
+        """The first pass; `asked`: whether it asks the depths of the frame before."""
+        with self.clock.of("instance_cull"):
+            self._clear_lists()
+            shared = (*self._inputs, self.memory.frame)
+            self._launch(instance_cull.cull_instances, *shared, asked, self.memory.pairs)
+        self._cull(asked, 0)
 
     def draw_captured(self, history: bool) -> None:
         """As `draw`, replayed from a CUDA graph from the second time on: some fifty launches take longer than what
@@ -172,12 +196,15 @@ class Stages:
         """The second pass descends from what it has found again, and asks what the first has drawn only of that."""
         with self.clock.of("cull"):
             if self.cuda_cpp:
-                persistent_cull.cull(self.resident, self.now, self.then, self.memory, history, second)
+                persistent_cull.cull(self.resident, self.now, self.then, self.memory, history, second, self.requests)
                 return
             arguments = (*self._inputs, self.memory.frame, history, second)
             for level in range(self.depth):
                 self._launch(level_cull.cull_nodes, *arguments, level)
-            self._launch(level_cull.cull_clusters, *arguments)
+            if self.requests is None:
+                self._launch(level_cull.cull_clusters, *arguments)
+            else:
+                self._launch(streamed_cull.cull_clusters, *arguments, self.requests.values)
 
     def _rasterize(self, second: int) -> None:
         memory, frame = self.memory, self.memory.frame

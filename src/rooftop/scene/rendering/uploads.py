@@ -17,35 +17,26 @@ from rooftop.scene import layouts
 from rooftop.scene.cameras import Camera
 from rooftop.scene.geometry import Geometry
 from rooftop.scene.rendering import buffers
+from rooftop.scene.streaming.pool import Pool
 
 LENS = 8  # numbers of a view
-MOST_WORDS = 2**31 - 1  # of all pages: an array of Warp has no more elements
+MOST_WORDS = 2**31 - 1  # an array of Warp has no more elements; `clusters.word_at` reads what is behind them, too
 MOST_PAGES = 2**20  # of a mesh: a page and a cluster of it are 31 bits of an entry
 
 
 class Meshes:
-    """The meshes of a scene, all their pages resident."""
+    """The meshes of a scene: their trees, and their pages, all of them or those that are in a pool."""
 
-    def __init__(self, meshes: Sequence[Geometry], device: torch.device) -> None:
-        pages: list[NDArray[np.int32]] = []
+    def __init__(self, meshes: Sequence[Geometry], device: torch.device, pool: Pool | None = None) -> None:
         nodes: list[NDArray[np.int32]] = []
-        first_page: list[int] = []
+        first_page = np.cumsum([0, *(mesh.pages for mesh in meshes)])[:-1].tolist()
         first_node: list[int] = []
         for mesh in meshes:
             if mesh.pages > MOST_PAGES:
                 raise InputError(f"{mesh.path}: {mesh.pages:,} pages; the renderer takes at most {MOST_PAGES:,}")
-            first_page.append(len(pages))
             first_node.append(sum(map(len, nodes)))
-            pages += [mesh.page(number) for number in range(mesh.pages)]
             _check_depth(mesh)
             nodes.append(mesh.nodes)
-        ends = np.cumsum([len(page) for page in pages], dtype=np.int64)
-        if ends[-1] + 2 > MOST_WORDS:
-            raise InputError(
-                f"the scene's meshes have {4 * ends[-1] / 2**30:.1f} GiB of pages; a scene takes less than "
-                f"{4 * MOST_WORDS / 2**30:.0f}: build them with fewer attributes, or render them in several scenes"
-            )
-        words = np.concatenate([*pages, np.zeros(2, np.int32)])  # a read of two words may begin at the last
         tables = [
             [node, page, _attributes(mesh), 0] for node, page, mesh in zip(first_node, first_page, meshes, strict=True)
         ]
@@ -54,13 +45,26 @@ class Meshes:
         self.count = len(meshes)
         self.depth = max(mesh.meta["depth"] for mesh in meshes)
         self.origins = np.array([mesh.meta["origin"] for mesh in meshes])
-        self.words = _on(device, words)
-        self.page_at = _on(device, np.concatenate([[0], ends[:-1]]).astype(np.int64))
+        self.words, self.page_at = _all_pages(meshes, device) if pool is None else (pool.words, pool.page_at)
         self.nodes = _on(device, np.concatenate(nodes))
         self.mesh = _on(device, np.array(tables, dtype=np.int32))
         steps = [[2.0 ** mesh.meta[name] for name in ("grid_exponent", "uv_exponent")] for mesh in meshes]
         self.mesh_steps = _on(device, np.array(steps, dtype=np.float32))
         self.mesh_box = _on(device, box.astype(np.float32))
+
+
+def _all_pages(meshes: Sequence[Geometry], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The words of all pages, one after another, and where each page begins."""
+    pages = [mesh.page(number) for mesh in meshes for number in range(mesh.pages)]
+    ends = np.cumsum([len(page) for page in pages], dtype=np.int64)
+    if ends[-1] + 2 > MOST_WORDS:
+        raise InputError(
+            f"the scene's meshes have {4 * ends[-1] / 2**30:.1f} GiB of pages, and less than "
+            f"{4 * MOST_WORDS / 2**30:.0f} can be resident at once: give Renderer pool_bytes=, and pages are loaded as "
+            "they are needed"
+        )
+    words = np.concatenate([*pages, np.zeros(2, np.int32)])  # a read of two words may begin at the last
+    return _on(device, words), _on(device, np.concatenate([[0], ends[:-1]]).astype(np.int64))
 
 
 def _attributes(mesh: Geometry) -> int:
@@ -116,6 +120,7 @@ class Inputs:
     def __init__(self, meshes: Meshes, instances: int, views: int, size: tuple[int, int], device: torch.device) -> None:
         self.sizes, self.meshes = (instances, views, size), meshes
         kept = {name: getattr(meshes, name) for name in ("words", "page_at", "nodes", "mesh", "mesh_steps", "mesh_box")}
+        kept["words"] = kept["words"][:MOST_WORDS]
 
         def of(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)

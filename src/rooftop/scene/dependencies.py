@@ -1,0 +1,63 @@
+"""Which pages a page needs, so that what it holds can be drawn beside pages that are not there.
+
+A group of clusters may be drawn only where the clusters that replace it could be drawn, too: a renderer goes from those
+to the group, and leaves the group again by returning to them. So the page of a group needs the pages of all clusters
+that replace the group. Pages hold groups from the coarsest level to the finest: a page needs earlier pages alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PageNeeds:
+    """The pages that each page needs directly; those need others.
+
+    Attributes:
+        starts: (pages + 1,) where those of each page begin in `pages`.
+        pages: all of them, page after page; of each page in ascending order.
+    """
+
+    starts: Ints
+    pages: Ints
+
+    def of(self, page: int) -> Ints:
+        """The pages that a page needs directly."""
+        return self.pages[self.starts[page] : self.starts[page + 1]]
+
+    @classmethod
+    def between(cls, pages: int, fine: Ints, coarse: Ints) -> PageNeeds:
+        """From pairs of pages: `fine[k]` needs `coarse[k]`. Pairs may repeat; a page that needs itself is left out."""
+        pairs = np.unique(np.stack([fine, coarse], 1)[fine != coarse], axis=0).reshape(-1, 2)
+        return cls(np.searchsorted(pairs[:, 0], np.arange(pages + 1)), pairs[:, 1].copy())
+
+    @classmethod
+    def joined(cls, each: Iterable[PageNeeds]) -> PageNeeds:
+        """Of several files, their pages numbered one after another."""
+        starts, pages, first, held = [np.zeros(1, np.int64)], [np.zeros(0, np.int64)], 0, 0
+        for needs in each:
+            starts.append(needs.starts[1:] + held)
+            pages.append(needs.pages + first)
+            first, held = first + len(needs.starts) - 1, held + len(needs.pages)
+        return cls(np.concatenate(starts), np.concatenate(pages))
+
+    def wrong_at(self) -> int | None:
+        """The first page whose entry cannot be: it needs itself, a later page, or begins where it cannot."""
+        count = len(self.starts) - 1
+        starts_fit = (self.starts[1:] >= self.starts[:-1]) & (self.starts[1:] <= len(self.pages))
+        if self.starts[0] != 0:
+            return 0
+        if not starts_fit.all():
+            return int(np.argmin(starts_fit))
+        if self.starts[-1] != len(self.pages):
+            return count - 1
+        owner = np.repeat(np.arange(count), np.diff(self.starts))
+        wrong = owner[(self.pages < 0) | (self.pages >= owner)]
+        return int(wrong[0]) if len(wrong) else None

@@ -1,0 +1,193 @@
+"""Threads that read pages from files, check them, and upload them into slots.
+
+A thread reads into memory of its own, which is pinned for a GPU: reading through the mapped file would stop whoever
+touches a page first, and an upload from ordinary memory stops the host. Uploads go on a stream of their own, and a page
+counts as arrived when its upload has ended. The kernels learn of it later, from `pool.py`: until then nothing reads the
+slot, and a page that is wrong never leaves the thread's memory.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rooftop.errors import GeometryFileError
+from rooftop.scene import layouts
+from rooftop.scene.geometry import Geometry, identity_of
+from rooftop.scene.streaming.page_graph import PageGraph
+
+SLOT_WORDS = layouts.PAGE_BYTES // 4
+THREADS = 8  # 128 KB are read in about 0.1 ms from the system's cache and checked in as long
+LEAVE = (-1,)  # sorts before every load
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A page that was asked for: `size_bytes` of it are in its slot, or `error` says why not."""
+
+    page: int
+    size_bytes: int
+    error: Exception | None
+
+
+class Loader:
+    """Reads pages in the order of their urgency.
+
+    Attributes:
+        in_flight: pages that were asked for and of which `arrived` has not told.
+        host_bytes: of the threads' memory.
+    """
+
+    def __init__(self, graph: PageGraph, words: Tensor, threads: int = THREADS) -> None:
+        self.in_flight = 0
+        self.host_bytes = threads * layouts.PAGE_BYTES
+        self._tasks: queue.PriorityQueue[tuple[Any, ...]] = queue.PriorityQueue()
+        self._done: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        files = _opened(graph.meshes)
+        uploads = [_Upload(words) for _ in range(threads)]
+        workers = [
+            threading.Thread(
+                target=_work, args=(self._tasks, self._done, graph, files, upload), name="rooftop-pages", daemon=True
+            )
+            for upload in uploads
+        ]
+        self.close = weakref.finalize(self, _end, self._tasks, workers, files)
+        for worker in workers:
+            worker.start()
+
+    def load(self, page: int, slot: int, order: tuple[float, ...]) -> None:
+        """Read a page into a slot; what has the smallest order is read first."""
+        self.in_flight += 1
+        self._tasks.put((*order, page, slot))
+
+    def arrived(self) -> list[Arrival]:
+        """What has come since the last call; waits for nothing."""
+        found = []
+        while not self._done.empty():
+            found.append(self._done.get())
+        self.in_flight -= len(found)
+        return found
+
+    def wait(self) -> list[Arrival]:
+        """All that is in flight."""
+        found = [self._done.get() for _ in range(self.in_flight)]
+        self.in_flight = 0
+        return found
+
+
+class _Upload:
+    """The memory of a thread, and its way to the device."""
+
+    def __init__(self, words: Tensor) -> None:
+        self.words, self.device = words, words.device
+        on_gpu = self.device.type == "cuda"
+        self.staged = torch.empty(SLOT_WORDS, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        self.stream = torch.cuda.Stream(self.device) if on_gpu else None
+
+    def put(self, count: int, slot: int) -> None:
+        """The first words of the memory into a slot; returns when they are there."""
+        target = self.words[slot * SLOT_WORDS : slot * SLOT_WORDS + count]
+        if self.stream is None:
+            target.copy_(self.staged[:count])
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            target.copy_(self.staged[:count], non_blocking=True)
+            ended = torch.cuda.Event(blocking=True)  # this thread sleeps, and does not spin
+            ended.record(self.stream)
+        ended.synchronize()
+
+
+def _work(
+    tasks: queue.PriorityQueue[tuple[Any, ...]],
+    done: queue.SimpleQueue[Arrival],
+    graph: PageGraph,
+    files: list[int],
+    upload: _Upload,
+) -> None:
+    while True:
+        task = tasks.get()
+        if task == LEAVE:
+            return
+        page, slot = task[-2:]
+        mesh, number = graph.place(page)
+        size, error = 0, None
+        try:
+            size = _read(graph.meshes[mesh], number, files[mesh], upload.staged.numpy())
+            upload.put(size // 4, slot)
+        except Exception as found:  # whatever it is, a frame has to say it, or it would wait for ever
+            error = found
+        done.put(Arrival(page, size, error))
+
+
+def _read(geometry: Geometry, page: int, file: int, words: np.ndarray[Any, Any]) -> int:
+    """A page into memory, checked; its bytes.
+
+    Raises:
+        GeometryFileError: it cannot be read, or is not what the file's table says.
+    """
+    start, length = int(geometry.page_offsets[page]), int(geometry.page_lengths[page])
+    into, held = memoryview(words).cast("B")[:length], 0
+    while held < length:
+        try:
+            count = os.preadv(file, [into[held:]], start + held)
+        except OSError as error:
+            what = f"page {page} cannot be read ({error.strerror})"
+            raise GeometryFileError(geometry.path, what, start + held) from error
+        if not count:
+            what = f"page {page} is cut off after {held:,} of {length:,} bytes"
+            raise GeometryFileError(geometry.path, what, start + held)
+        held += count
+    geometry.check_page(page, words[: length // 4])
+    return length
+
+
+def _opened(meshes: Iterable[Geometry]) -> list[int]:
+    """A descriptor for each mesh; meshes of one file share it."""
+    found: list[int] = []
+    by_file: dict[tuple[int, ...], int] = {}
+    try:
+        for mesh in meshes:
+            if mesh.identity not in by_file:
+                by_file[mesh.identity] = _open(mesh)
+            found.append(by_file[mesh.identity])
+    except BaseException:
+        for file in by_file.values():
+            os.close(file)
+        raise
+    return found
+
+
+def _open(mesh: Geometry) -> int:
+    try:
+        file = os.open(mesh.path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        what = "it is not there any more, and its pages are read when they are needed"
+        raise GeometryFileError(mesh.path, what, int(mesh.page_offsets[0])) from error
+    except OSError as error:
+        what = f"it cannot be opened to read its pages ({error.strerror}; each file of a scene stays open: ulimit -n)"
+        raise GeometryFileError(mesh.path, what, int(mesh.page_offsets[0])) from error
+    if identity_of(file) != mesh.identity:
+        os.close(file)
+        what = "it was changed or replaced since it was opened"
+        raise GeometryFileError(mesh.path, what, int(mesh.page_offsets[0]))
+    return file
+
+
+def _end(tasks: queue.PriorityQueue[tuple[Any, ...]], workers: list[threading.Thread], files: list[int]) -> None:
+    """The threads leave after the page that each has; then the files are closed."""
+    for _ in workers:
+        tasks.put(LEAVE)
+    for worker in workers:
+        if worker.is_alive() and worker is not threading.current_thread():
+            worker.join()
+    for file in set(files):
+        os.close(file)

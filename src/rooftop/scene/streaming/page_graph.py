@@ -1,0 +1,56 @@
+"""All pages of a scene's meshes under one numbering, and which of them need which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.scene.dependencies import PageNeeds
+from rooftop.scene.geometry import Geometry
+
+Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
+class PageGraph:
+    """Pages of all meshes, mesh after mesh. A page needs earlier pages alone, and so a walk comes to an end.
+
+    Attributes:
+        meshes: whose pages they are.
+        count: of all pages.
+        first_page, first_group: (meshes,) the numbers at which each mesh begins.
+        needs: of each page, those that it needs directly.
+        roots: (pages,) whether a page is always resident.
+        group_page: (groups,) the page of each group.
+    """
+
+    def __init__(self, meshes: Sequence[Geometry]) -> None:
+        self.meshes = tuple(meshes)
+        pages, groups = ([*values] for values in zip(*((m.pages, m.meta["groups"]) for m in meshes), strict=True))
+        self.first_page, self.first_group = np.cumsum([0, *pages])[:-1], np.cumsum([0, *groups])[:-1]
+        self.count = sum(pages)
+        self.needs = PageNeeds.joined(mesh.needs for mesh in meshes)
+        self.roots = np.zeros(self.count, bool)
+        of_meshes = list(zip(self.first_page.tolist(), meshes, strict=True))
+        for first, mesh in of_meshes:
+            self.roots[mesh.root_pages + first] = True
+        self.group_page = np.concatenate([mesh.group_pages + first for first, mesh in of_meshes])
+
+    def place(self, page: int) -> tuple[int, int]:
+        """The mesh of a page, and the page's number in the mesh's file."""
+        mesh = int(np.searchsorted(self.first_page, page, side="right")) - 1
+        return mesh, page - int(self.first_page[mesh])
+
+    def with_needs(self, chosen: Mask) -> Mask:
+        """(pages,) these pages, and all that they need."""
+        found = chosen.copy()
+        new = np.flatnonzero(chosen)
+        while len(new):
+            counts = self.needs.starts[new + 1] - self.needs.starts[new]
+            within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+            needed = np.unique(self.needs.pages[np.repeat(self.needs.starts[new], counts) + within])
+            new = needed[~found[needed]]
+            found[new] = True
+        return found

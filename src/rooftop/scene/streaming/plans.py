@@ -1,0 +1,144 @@
+"""What is loaded next, and what is given up for it: decisions alone, on numbers that a frame has brought.
+
+A page is *wanted* by a frame if a group in it would be drawn; its `pixels` say by how many pixels what stands for it is
+off. Its *age* is for how many frames nothing wanted it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.scene.streaming.slots import ABSENT, LOST, Slots
+
+Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float32]
+
+MARGIN = 1.25  # a page goes for another only if that one is wanted by so much more: else two would take turns
+
+
+@dataclass(frozen=True)
+class Use:
+    """How pages were used.
+
+    Attributes:
+        pixels: (pages,) of the last frame; 0 where it did not want a page.
+        ages: (pages,).
+    """
+
+    pixels: Floats
+    ages: npt.NDArray[np.int32]
+
+
+@dataclass
+class Plan:
+    """Pages to be given up, and pages to be read with their slots, in order. The slots are taken already."""
+
+    given_up: list[int] = field(default_factory=list)
+    loads: list[tuple[int, int]] = field(default_factory=list)
+
+
+def plan_some(
+    slots: Slots, pages: Sequence[int], pixels: Sequence[float], most: int, use: Callable[[], Use], urgent: bool
+) -> Plan:
+    """Read the most wanted pages, each with what it needs.
+
+    Args:
+        pages, pixels: the most wanted first.
+        most: pages to read.
+        use: asked only if a slot has to be found.
+        urgent: whether what is wanted now, but less, may go for it.
+    """
+    plan, victims = Plan(), None
+    for page, wanted in zip(pages, pixels, strict=True):
+        chain = slots.lacking(page)
+        if len(chain) > most - len(plan.loads):
+            break
+        missing = int((slots.state[chain] == ABSENT).sum()) - slots.free
+        if missing > 0:
+            victims = victims or _Victims(slots, use())
+            keep = set(chain).union(*(slots.graph.needs.of(each).tolist() for each in chain))
+            found = victims.take(missing, wanted if urgent else 0.0, keep)
+            if found is None:
+                break
+            plan.given_up += found
+        plan.loads += [(each, slots.take(each)) for each in chain]
+    return plan
+
+
+class _Victims:
+    """Pages in the order in which they go: the oldest, of equals the least wanted, of those the finest."""
+
+    def __init__(self, slots: Slots, use: Use) -> None:
+        self.slots, self.use = slots, use
+        pages = slots.candidates()
+        self.pages = pages[np.lexsort([-pages, use.pixels[pages], -use.ages[pages]])].tolist()
+        self.next = 0
+
+    def take(self, count: int, pixels: float, keep: Collection[int]) -> list[int] | None:
+        """So many, given up; None if there are fewer that may go for a page with these pixels."""
+        found, at = [], self.next
+        while len(found) < count and at < len(self.pages):
+            page = self.pages[at]
+            if self.use.ages[page] == 0 and self.use.pixels[page] * MARGIN >= pixels:
+                break
+            if page not in keep and not self.slots.dependents[page] and self.slots.state[page] != ABSENT:
+                found.append(page)
+            at += 1
+        if len(found) < count:
+            return None
+        self.next = at
+        for page in found:
+            self.slots.give_up(page)
+        return found
+
+
+def plan_all(slots: Slots, target: Mask, use: Use) -> Plan:
+    """Read all that is absent of a target that fits into the slots. Nothing is loading meanwhile.
+
+    Args:
+        target: (pages,) with all that its pages need, and all roots.
+    """
+    absent, lost = (target & (slots.state == state) for state in (ABSENT, LOST))
+    given_up = give_up_beside(slots, target, use, int(absent.sum()) - slots.free)
+    return Plan(given_up, [(page, slots.take(page)) for page in np.flatnonzero(absent | lost).tolist()])
+
+
+def give_up_beside(slots: Slots, target: Mask, use: Use, count: int) -> list[int]:
+    """Give up so many pages that are not in a target, the oldest first; those that others need after these."""
+    given_up: list[int] = []
+    while len(given_up) < count:
+        pages = slots.candidates()
+        pages = pages[~target[pages]]
+        if not len(pages):
+            break
+        pages = pages[np.lexsort([-pages, use.pixels[pages], -use.ages[pages]])][: count - len(given_up)]
+        for page in pages.tolist():
+            slots.give_up(page)
+        given_up += pages.tolist()
+    return given_up
+
+
+def best_that_fit(slots: Slots, pixels: Floats) -> Mask:
+    """(pages,) roots, and the most wanted pages with what they need, until the next one would not fit."""
+    graph = slots.graph
+    target = graph.roots.copy()
+    held = int(target.sum())
+    wanted = np.flatnonzero(pixels > 0)
+    for page in wanted[np.lexsort([wanted, -pixels[wanted]])].tolist():
+        if target[page]:
+            continue
+        chain, new = {page}, [page]
+        while new:
+            needed = [each for each in graph.needs.of(new.pop()).tolist() if not target[each] and each not in chain]
+            chain.update(needed)
+            new += needed
+        if held + len(chain) > slots.count:
+            break
+        target[list(chain)] = True
+        held += len(chain)
+    return target

@@ -1,0 +1,173 @@
+"""The pool: slots of 128 KB on the device, filled with the pages that frames ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rooftop.errors import InputError
+from rooftop.scene import layouts
+from rooftop.scene.gbuffers import StreamingStats
+from rooftop.scene.geometry import Geometry
+from rooftop.scene.streaming.loading import SLOT_WORDS, Arrival, Loader
+from rooftop.scene.streaming.page_graph import PageGraph
+from rooftop.scene.streaming.plans import Plan, best_that_fit, give_up_beside, plan_all, plan_some
+from rooftop.scene.streaming.requests import Answer, RequestBuffers
+from rooftop.scene.streaming.slots import RESIDENT, Slots
+
+MOST_IN_FLIGHT = 128  # pages: what 8 threads read in a few frames; a page that is loading takes a slot
+AT_ONCE, AHEAD = 0.0, 1.0  # what a frame waits for, and wants, is read before what is only expected
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Pool:
+    """The pages of a scene's meshes, as many as there are slots.
+
+    A frame calls `begin`, draws, reads `answer`, and then either `ask`s for what is missing or `load`s it.
+
+    Attributes:
+        graph: the pages; slots: which are where; loader: the threads that read them.
+        words: (slots * SLOT_WORDS + 2,) int32, as `buffers.Resident` has them.
+        page_at: (pages,) int64, where each begins, or -1.
+        requests: what the culls ask for.
+    """
+
+    def __init__(self, meshes: Sequence[Geometry], pool_bytes: int, device: torch.device) -> None:
+        self.graph = PageGraph(meshes)
+        count = slots_of(self.graph, pool_bytes)
+        self.slots = Slots(self.graph, count)
+        # A read of two words may begin at the last.
+        self.words = torch.empty(count * SLOT_WORDS + 2, dtype=torch.int32, device=device)
+        self.page_at = torch.full((self.graph.count,), -1, dtype=torch.int64, device=device)
+        self.requests = RequestBuffers(self.graph, self.page_at)
+        self.loader = Loader(self.graph, self.words)
+        self._changed: set[int] = set()  # pages whose place the device does not know yet
+        self._loaded = self._loaded_bytes = self._evicted = 0  # since the last statistics
+        self.load(self.graph.roots)
+
+    def begin(self) -> None:
+        """Before a frame: what has arrived becomes resident. Waits for nothing.
+
+        Raises:
+            GeometryFileError: a page could not be read, or is wrong.
+        """
+        self._take(self.loader.arrived())
+        self._tell()
+
+    def ask(self, answer: Answer, urgent: bool = True) -> None:
+        """Begin to load what is missing, as much as there is room for. `urgent`: whether a frame has shown it."""
+        most = min(MOST_IN_FLIGHT, self.slots.count) - self.loader.in_flight
+        pages, pixels = answer.missing.tolist(), answer.pixels.tolist()
+        plan = plan_some(self.slots, pages, pixels, most, self.requests.use, urgent)
+        order = dict(zip(pages, pixels, strict=True))
+        self._carry_out(plan, lambda page: (AT_ONCE if urgent else AHEAD, -order.get(page, np.inf)))
+
+    def target(self) -> Mask | None:
+        """(pages,) what the last frame wanted, with what that needs; None if the slots cannot hold it."""
+        target = self.graph.roots | self.graph.with_needs(self.requests.use().pixels > 0)
+        return target if target.sum() <= self.slots.count else None
+
+    def best_target(self) -> Mask:
+        """(pages,) of that, what comes first and fits."""
+        return best_that_fit(self.slots, self.requests.use().pixels)
+
+    def load(self, target: Mask, alone: bool = False) -> None:
+        """All of a target; waits for it. `alone`: nothing else stays.
+
+        Raises:
+            GeometryFileError: a page could not be read, or is wrong.
+        """
+        self._take(self.loader.wait())
+        use = self.requests.use()
+        others = give_up_beside(self.slots, target, use, self.slots.count) if alone else []
+        plan = plan_all(self.slots, target, use)
+        self._carry_out(Plan(others + plan.given_up, plan.loads), lambda page: (AT_ONCE, float(page)))
+        self._take(self.loader.wait())
+        self._tell()
+
+    def stats(self, answer: Answer, pixel_error: float) -> StreamingStats:
+        """Of a frame, and of what was loaded and given up since the last."""
+        resident = int((self.slots.state == RESIDENT).sum())
+        stats = StreamingStats(
+            wanted=answer.wanted,
+            missing=len(answer.missing),
+            resident=resident,
+            loaded=self._loaded,
+            evicted=self._evicted,
+            loaded_bytes=self._loaded_bytes,
+            resident_bytes=resident * layouts.PAGE_BYTES,
+            pool_bytes=self.slots.count * layouts.PAGE_BYTES,
+            error_pixels=max([pixel_error, *answer.pixels[:1].tolist()]),
+        )
+        self._loaded = self._loaded_bytes = self._evicted = 0
+        return stats
+
+    def close(self) -> None:
+        """End the threads and close the files."""
+        self.loader.close()
+
+    def _carry_out(self, plan: Plan, order: Any) -> None:
+        self._evicted += len(plan.given_up)
+        self._changed.update(plan.given_up)
+        for page, slot in plan.loads:
+            self.loader.load(page, slot, order(page))
+
+    def _take(self, arrivals: Iterable[Arrival]) -> None:
+        """Arrivals into the books.
+
+        Raises:
+            GeometryFileError: of the first that could not be read; the others are taken.
+        """
+        errors = []
+        for arrival in arrivals:
+            if arrival.error is None:
+                self.slots.arrive(arrival.page)
+                self._loaded, self._loaded_bytes = self._loaded + 1, self._loaded_bytes + arrival.size_bytes
+            else:
+                self.slots.lose(arrival.page)
+                errors.append(arrival.error)
+        self._changed.update(self.slots.publish())
+        if errors:
+            raise errors[0]
+
+    def _tell(self) -> None:
+        """The device learns where pages are; frames that were drawn before have ended."""
+        if not self._changed:
+            return
+        pages = np.array(sorted(self._changed), np.int64)
+        there = self.slots.state[pages] == RESIDENT
+        places = np.where(there, self.slots.slot_of[pages].astype(np.int64) * SLOT_WORDS, -1)
+        both = torch.from_numpy(np.stack([pages, places])).to(self.page_at.device)
+        self.page_at[both[0]] = both[1]
+        self._changed.clear()
+
+
+def slots_of(graph: PageGraph, pool_bytes: int) -> int:
+    """How many slots a pool of so many bytes has: no more than there are pages.
+
+    Raises:
+        InputError: the root pages do not fit.
+    """
+    roots, count = int(graph.roots.sum()), pool_bytes // layouts.PAGE_BYTES
+    if count < roots:
+        raise InputError(
+            f"pool_bytes={pool_bytes:,}: the root pages of the scene's meshes are always resident, and take {roots:,} "
+            f"slots of {layouts.PAGE_BYTES:,} bytes: give at least {roots * layouts.PAGE_BYTES:,}"
+        )
+    return min(count, graph.count)
+
+
+def checked_pool_bytes(pool_bytes: object) -> int | None:
+    """Raises:
+    ValueError: it is no number of bytes.
+    """
+    if pool_bytes is None:
+        return None
+    if isinstance(pool_bytes, bool) or not hasattr(pool_bytes, "__index__") or pool_bytes.__index__() < 1:
+        raise ValueError(f"pool_bytes={pool_bytes!r}: expected a whole number of bytes, such as 2 * 10**9, or None")
+    return int(pool_bytes.__index__())
