@@ -137,7 +137,7 @@ class Geometry:
             GeometryFileError: their checksum or their structure is wrong; it names the page and its offset.
         """
         start = int(self.page_offsets[page])
-        if zlib.crc32(memoryview(words)) != self._checksums[page]:
+        if zlib.crc32(words.data) != self._checksums[page]:
             raise GeometryFileError(self.path, f"the checksum of page {page} does not match", start)
         wrong = _wrong_in_page(words, self._fixed_bits, self.meta["groups"])
         if not wrong and words[layouts.PAGE_CLUSTERS] < self._reach[page]:

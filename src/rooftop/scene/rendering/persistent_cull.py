@@ -11,7 +11,7 @@ from functools import cache
 from rooftop.scene.rendering.cuda_sources import blocks_on, compiled, with_pieces
 from rooftop.scene.rendering.memory import FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
-from rooftop.scene.streaming.requests import RequestBuffers
+from rooftop.scene.streaming.answers import RequestBuffers
 
 THREADS = 128  # of a block
 BLOCKS_OF_A_MULTIPROCESSOR = 3  # more of them wait for each other's nodes longer

@@ -29,7 +29,7 @@ from rooftop.scene.rendering import (
 from rooftop.scene.rendering.memory import Captured, FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
 from rooftop.scene.streaming import streamed_cull
-from rooftop.scene.streaming.requests import RequestBuffers
+from rooftop.scene.streaming.answers import RequestBuffers
 
 THREADS_OF_A_MULTIPROCESSOR = 1024
 MOST_GRAPHS = 4  # of one memory: a first frame and those after it, each with and without timings

@@ -135,7 +135,7 @@ def _read(geometry: Geometry, page: int, file: int, words: np.ndarray[Any, Any])
         GeometryFileError: it cannot be read, or is not what the file's table says.
     """
     start, length = int(geometry.page_offsets[page]), int(geometry.page_lengths[page])
-    into, held = memoryview(words).cast("B")[:length], 0
+    into, held = words.data.cast("B")[:length], 0
     while held < length:
         try:
             count = os.preadv(file, [into[held:]], start + held)

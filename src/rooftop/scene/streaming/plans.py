@@ -76,12 +76,13 @@ class _Victims:
     def __init__(self, slots: Slots, use: Use) -> None:
         self.slots, self.use = slots, use
         pages = slots.candidates()
-        self.pages = pages[np.lexsort([-pages, use.pixels[pages], -use.ages[pages]])].tolist()
+        self.pages = pages[np.lexsort((-pages, use.pixels[pages], -use.ages[pages]))].tolist()
         self.next = 0
 
     def take(self, count: int, pixels: float, keep: Collection[int]) -> list[int] | None:
         """So many, given up; None if there are fewer that may go for a page with these pixels."""
-        found, at = [], self.next
+        found: list[int] = []
+        at = self.next
         while len(found) < count and at < len(self.pages):
             page = self.pages[at]
             if self.use.ages[page] == 0 and self.use.pixels[page] * MARGIN >= pixels:
@@ -116,7 +117,7 @@ def give_up_beside(slots: Slots, target: Mask, use: Use, count: int) -> list[int
         pages = pages[~target[pages]]
         if not len(pages):
             break
-        pages = pages[np.lexsort([-pages, use.pixels[pages], -use.ages[pages]])][: count - len(given_up)]
+        pages = pages[np.lexsort((-pages, use.pixels[pages], -use.ages[pages]))][: count - len(given_up)]
         for page in pages.tolist():
             slots.give_up(page)
         given_up += pages.tolist()
@@ -129,7 +130,7 @@ def best_that_fit(slots: Slots, pixels: Floats) -> Mask:
     target = graph.roots.copy()
     held = int(target.sum())
     wanted = np.flatnonzero(pixels > 0)
-    for page in wanted[np.lexsort([wanted, -pixels[wanted]])].tolist():
+    for page in wanted[np.lexsort((wanted, -pixels[wanted]))].tolist():
         if target[page]:
             continue
         chain, new = {page}, [page]

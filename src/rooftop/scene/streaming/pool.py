@@ -13,10 +13,10 @@ from rooftop.errors import InputError
 from rooftop.scene import layouts
 from rooftop.scene.gbuffers import StreamingStats
 from rooftop.scene.geometry import Geometry
+from rooftop.scene.streaming.answers import Answer, RequestBuffers
 from rooftop.scene.streaming.loading import SLOT_WORDS, Arrival, Loader
 from rooftop.scene.streaming.page_graph import PageGraph
 from rooftop.scene.streaming.plans import Plan, best_that_fit, give_up_beside, plan_all, plan_some
-from rooftop.scene.streaming.requests import Answer, RequestBuffers
 from rooftop.scene.streaming.slots import RESIDENT, Slots
 
 MOST_IN_FLIGHT = 128  # pages: what 8 threads read in a few frames; a page that is loading takes a slot

@@ -1,0 +1,171 @@
+"""What must hold of slots and plans after any sequence of loads, failures and frames."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rooftop.scene.dependencies import PageNeeds
+from rooftop.scene.streaming.page_graph import PageGraph
+from rooftop.scene.streaming.plans import Use, best_that_fit, plan_all, plan_some
+from rooftop.scene.streaming.slots import ABSENT, ARRIVED, LOADING, RESIDENT, Slots
+
+
+def graph_of(needs: list[list[int]], roots: list[int]) -> PageGraph:
+    """Pages without files."""
+    graph = PageGraph.__new__(PageGraph)
+    fine = np.repeat(np.arange(len(needs)), [len(each) for each in needs])
+    graph.count, graph.needs = (
+        len(needs),
+        PageNeeds.between(len(needs), fine, np.array([each for row in needs for each in row], np.int64)),
+    )
+    graph.roots = np.isin(np.arange(len(needs)), roots)
+    return graph
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> PageGraph:
+    count = draw(st.integers(1, 30))
+    needs = [
+        sorted(draw(st.sets(st.integers(0, page - 1), min_size=1, max_size=3))) if page else [] for page in range(count)
+    ]
+    return graph_of(needs, [0])
+
+
+def check(slots: Slots) -> None:
+    """The two laws, and that the books agree."""
+    held = slots.state != ABSENT
+    assert held.sum() + slots.free == slots.count
+    assert (slots.slot_of >= 0).tolist() == held.tolist()
+    assert len(set(slots.slot_of[held].tolist())) == held.sum()
+    dependents = np.zeros(slots.graph.count, int)
+    for page in np.flatnonzero(held).tolist():
+        needs = slots.graph.needs.of(page)
+        dependents[needs] += 1
+        assert held[needs].all()
+        if slots.state[page] == RESIDENT:
+            assert (slots.state[needs] == RESIDENT).all()
+    assert (dependents == slots.dependents).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(graph=graphs(), data=st.data())
+def test_any_order_of_arrivals_failures_and_wishes(graph: PageGraph, data: st.DataObject) -> None:
+    """No page is resident without what it needs, no slot is lost, and roots stay."""
+    slots = Slots(graph, data.draw(st.integers(1, graph.count)))
+    slots.take(0)
+    slots.arrive(0)
+    slots.publish()
+    ages = np.zeros(graph.count, np.int32)
+    for _ in range(data.draw(st.integers(1, 12))):
+        pixels = np.array(data.draw(st.lists(st.floats(0, 8, width=16), min_size=graph.count, max_size=graph.count)))
+        pixels = pixels.astype(np.float32)
+        ages = np.where(pixels > 0, 0, ages + 1).astype(np.int32)
+        missing = np.flatnonzero((slots.state != RESIDENT) & (pixels > 0))
+        missing = missing[np.argsort(-pixels[missing], kind="stable")]
+        before = slots.state.copy()
+        use = Use(pixels, ages)
+        most = data.draw(st.integers(0, 8))
+        plan = plan_some(slots, missing.tolist(), pixels[missing].tolist(), most, lambda use=use: use, True)
+        assert len(plan.loads) <= most
+        assert all(before[page] != LOADING for page, _ in plan.loads)
+        check(slots)
+        loading = np.flatnonzero(slots.state == LOADING).tolist()
+        for page in data.draw(st.permutations(loading)):
+            fate = data.draw(st.sampled_from(["comes", "fails", "later"]))
+            if fate == "comes":
+                slots.arrive(page)
+            elif fate == "fails":
+                slots.lose(page)
+            slots.publish()
+            check(slots)
+        assert slots.state[0] == RESIDENT
+
+
+@settings(max_examples=100, deadline=None)
+@given(graph=graphs(), data=st.data())
+def test_a_target_that_fits_is_loaded_whatever_was_there(graph: PageGraph, data: st.DataObject) -> None:
+    slots = Slots(graph, data.draw(st.integers(1, graph.count)))
+    pixels = st.lists(st.floats(0, 8, width=16), min_size=graph.count, max_size=graph.count)
+    for _ in range(3):
+        wanted = np.array(data.draw(pixels)).astype(np.float32)
+        target = best_that_fit(slots, wanted)
+        assert target.sum() <= slots.count
+        assert (graph.with_needs(target) == target).all()
+        left_out = wanted[~target & (wanted > 0)]
+        if len(left_out):  # what fits is wanted no less than what does not
+            chosen = [page for page in np.flatnonzero(target).tolist() if page and not needed_in(graph, page, target)]
+            assert all(wanted[page] >= left_out.max() for page in chosen)
+        for page, _ in plan_all(slots, target, Use(wanted, np.zeros(graph.count, np.int32))).loads:
+            slots.arrive(page)
+        slots.publish()
+        check(slots)
+        assert (slots.state[target] == RESIDENT).all()
+
+
+def needed_in(graph: PageGraph, page: int, pages: np.ndarray) -> bool:
+    return any(page in graph.needs.of(each) for each in np.flatnonzero(pages).tolist())
+
+
+def test_a_page_that_has_arrived_waits_for_what_it_needs() -> None:
+    slots = Slots(graph_of([[], [0], [1]], [0]), 3)
+    for page in range(3):
+        slots.take(page)
+    for page, published in ((2, []), (0, [0]), (1, [1, 2])):
+        slots.arrive(page)
+        assert slots.publish() == published
+
+
+def test_what_is_wanted_now_goes_only_for_what_is_wanted_much_more() -> None:
+    slots = Slots(graph_of([[], [0], [0]], [0]), 2)
+    for page in (0, 1):
+        slots.take(page)
+        slots.arrive(page)
+    slots.publish()
+    for wanted, goes in ((2.4, False), (2.6, True)):
+        use = Use(np.array([9, 2, wanted], np.float32), np.zeros(3, np.int32))
+        for urgent in (False, True):
+            plan = plan_some(slots, [2], [wanted], 4, lambda use=use: use, urgent)
+            assert plan.given_up == ([1] if goes and urgent else [])
+
+
+def test_a_page_is_lost_and_read_again_for_the_page_that_needs_it() -> None:
+    slots = Slots(graph_of([[], [0], [1]], [0]), 3)
+    for page in range(3):
+        slots.take(page)
+    slots.arrive(0)
+    slots.lose(1)
+    slots.arrive(2)
+    assert slots.publish() == [0]
+    assert slots.state[2] == ARRIVED
+    assert slots.lacking(2) == [1]
+    slots.take(1)
+    slots.arrive(1)
+    assert slots.publish() == [1, 2]
+
+
+def test_needs_of_several_files_and_entries_that_cannot_be() -> None:
+    one = PageNeeds.between(3, np.array([2, 1, 2, 1, 1]), np.array([1, 0, 0, 0, 1]))
+    assert [one.of(page).tolist() for page in range(3)] == [[], [0], [0, 1]]
+    both = PageNeeds.joined([one, one])
+    assert [both.of(page).tolist() for page in range(6)] == [[], [0], [0, 1], [], [3], [3, 4]]
+    assert both.wrong_at() is None
+    assert PageNeeds(np.array([0, 0, 1, 3]), np.array([0, 0, 1])).wrong_at() is None
+    for starts, pages, wrong in (
+        ([1, 1, 1, 3], [0, 0, 1], 0),
+        ([0, 2, 1, 3], [0, 0, 1], 1),
+        ([0, 0, 1, 2], [0, 0, 1], 2),
+        ([0, 0, 1, 3], [1, 0, 1], 1),
+        ([0, 0, 1, 3], [0, 2, 1], 2),
+    ):
+        assert PageNeeds(np.array(starts), np.array(pages)).wrong_at() == wrong
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_the_books_of_one_page(slots: int) -> None:
+    books = Slots(graph_of([[], [0]], [0]), slots)
+    books.take(0)
+    check(books)
+    assert not len(books.candidates())

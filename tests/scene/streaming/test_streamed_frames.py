@@ -1,0 +1,694 @@
+"""What must hold of frames whose pages come and go: each law over what it is about, which is asserted."""
+
+from __future__ import annotations
+
+import gc
+import os
+import struct
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from rooftop.errors import GeometryFileError, InputError
+from rooftop.scene import Camera, GBuffer, Geometry, Renderer, Scene, layouts
+from rooftop.scene.gbuffers import OUTPUTS
+from rooftop.scene.streaming import answers, loading
+from rooftop.scene.streaming import pool as pool_module
+from rooftop.scene.streaming.loading import Arrival, Loader
+from rooftop.scene.streaming.slots import RESIDENT, Slots
+
+SIZE = {"width": 120, "height": 90}
+SLOT = layouts.PAGE_BYTES
+SHOWN = tuple(name for name in OUTPUTS if name != "overdraw")  # with culling, what is hidden may be drawn or not
+
+
+def slots_for(geometry: Geometry, share: float) -> int:
+    """The bytes of slots for a share of the pages."""
+    return int(share * geometry.pages) * SLOT
+
+
+def moved(*shift: float) -> NDArray[np.float64]:
+    matrix = np.eye(4)
+    matrix[:3, 3] = shift
+    return matrix
+
+
+def alone(geometry: Geometry) -> Scene:
+    scene = Scene()
+    scene.add_instance(scene.add_mesh(geometry))
+    return scene
+
+
+def crowd(*meshes: Geometry) -> Scene:
+    """Several of each, one behind another, from near to far."""
+    scene = Scene()
+    for at, mesh in enumerate(meshes):
+        number = scene.add_mesh(mesh)
+        for k in range(4):
+            scene.add_instance(number, moved(3.0 + 2.5 * k * k, 2.2 * at - 1 + 0.6 * k, 0.2 * k))
+    return scene
+
+
+def flight(frames: int) -> list[Camera]:
+    return [
+        Camera.look_at((0.5 * k - 1, 0.4 * k - 1, 0.2), (6, 0.3 * k, 0), fov_y_degrees=65, **SIZE)
+        for k in range(frames)
+    ]
+
+
+def turns(frames: int) -> list[Camera]:
+    """From the middle of the ball to all sides."""
+    angles = 2 * np.pi * np.arange(frames) / frames
+    return [Camera.look_at((0, 0, 0), (np.cos(a), np.sin(a), 0.5 * np.sin(3 * a)), **SIZE) for a in angles]
+
+
+def within(x: float) -> Camera:
+    """In the tunnel, along it."""
+    return Camera.look_at((x, 0, 0), (x + 1, 0.1, 0.1), fov_y_degrees=80, **SIZE)
+
+
+def same(a: GBuffer, b: GBuffer, names: Sequence[str] = SHOWN) -> bool:
+    return all(torch.equal(a[name].nan_to_num(-7.0), b[name].nan_to_num(-7.0)) for name in names)
+
+
+def watch(renderer: Renderer, camera: Camera) -> Counter[int]:
+    """A first frame; then counts how often each page is read."""
+    renderer.render(camera, wait=False)
+    assert renderer.pool is not None
+    reads: Counter[int] = Counter()
+    load = renderer.pool.loader.load
+
+    def counted(page: int, slot: int, order: tuple[float, ...]) -> None:
+        reads[page] += 1
+        load(page, slot, order)
+
+    renderer.pool.loader.load = counted  # type: ignore[method-assign]
+    return reads
+
+
+def render_until_settled(renderer: Renderer, camera: Camera, wait: bool) -> None:
+    for _ in range(40):
+        renderer.render(camera, ("depth",), wait=wait)
+        settle(renderer)
+
+
+def settle(renderer: Renderer) -> None:
+    """What is in flight has been read, and is taken by the next frame."""
+    assert renderer.pool is not None
+    loader = renderer.pool.loader
+    found = loader.wait()
+    loader.in_flight = len(found)
+    for each in found:
+        loader._done.put(each)
+
+
+# ---- no hole ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_pool_of_5_percent_leaves_no_hole(paged_tunnel: Geometry, wait: bool, device: str) -> None:
+    """To and fro in a tunnel: each ray from within a closed surface leaves it once more than it enters it."""
+    pool_bytes = slots_for(paged_tunnel, 0.05)
+    renderer = Renderer(alone(paged_tunnel), device, pixel_error=2.0, occlusion=False, pool_bytes=pool_bytes)
+    reads = watch(renderer, within(0.0))
+    evicted, levels, missing, errors = 0, set(), 0, set()
+    for x in [0, 4, 8, 12, 16, 18, 12, 6, 0, -6, -12, -16, -18, -12, -4, 0, 6, 12, 17]:
+        frame = renderer.render(within(x), ("depth", "overdraw", "level"), wait=wait)
+        streaming = frame.stats.streaming
+        assert streaming is not None
+        assert frame["depth"].isfinite().all()
+        assert (frame["overdraw"] % 2 == 1).all()
+        assert streaming.resident <= pool_bytes // SLOT
+        evicted += streaming.evicted
+        missing += streaming.missing
+        errors.add(streaming.error_pixels)
+        levels.update(frame.stats.levels)
+        settle(renderer)
+    assert evicted > 0
+    assert missing > 0
+    assert max(reads.values()) > 1  # asked for again
+    assert len(levels) >= 3
+    assert len(errors) > 5
+    assert max(errors) > 2
+
+
+def test_on_every_path_one_cluster_is_drawn_while_pages_come(paged_ball: Geometry, device: str) -> None:
+    scene = Scene()
+    scene.add_instance(scene.add_mesh(paged_ball), moved(3.5, 0, 0))
+    camera = Camera.look_at((0, 0, 0), (1, 0, 0), fov_y_degrees=60, **SIZE)
+    renderer = Renderer(scene, device, pixel_error=0.1, occlusion=False, pool_bytes=slots_for(paged_ball, 0.6))
+    counts, levels = set(), set()
+    renderer.render(camera, wait=False)
+    assert renderer.pool is not None
+    renderer.pool.loader = Late(renderer.pool.loader, 0)  # type: ignore[assignment]
+    for _ in range(24):
+        frame = renderer.render(camera, ("depth",), wait=False)
+        counts |= counts_along_paths(paged_ball, drawn_clusters(renderer, frame))
+        levels.add(frame.stats.levels)
+    assert counts == {1}
+    assert len(levels) >= 3
+
+
+def drawn_clusters(renderer: Renderer, frame: GBuffer) -> set[int]:
+    """Those that a frame of one view of one instance has drawn."""
+    assert renderer._memory is not None
+    mesh, entries = renderer.scene.meshes[0], renderer._memory.tensors["drawn"][: frame.stats.clusters].tolist()
+    return {
+        int(mesh.page((entry & 0xFFFFFFFF) >> 11)[layouts.PAGE_FIRST_CLUSTER]) + (entry & 2047) for entry in entries
+    }
+
+
+def counts_along_paths(mesh: Geometry, drawn: set[int]) -> set[int]:
+    """How many drawn clusters there are on each path from the finest clusters to those that nothing replaces."""
+    heads, groups = mesh.clusters(), mesh.groups()
+    group_of = np.repeat(groups[:, layouts.GROUP_NUMBER].astype(np.int64), groups[:, layouts.GROUP_COUNT])
+    source = heads[:, layouts.CLUSTER_SOURCE].view(np.int32)
+    counts: dict[int, set[int]] = {}
+    for cluster in np.argsort(heads[:, layouts.CLUSTER_COUNTS] >> 24, kind="stable").tolist():  # the finest first
+        below = np.flatnonzero(group_of == source[cluster]).tolist() if source[cluster] >= 0 else []
+        ways = set().union(*(counts[each] for each in below)) if below else {0}
+        counts[cluster] = {way + (cluster in drawn) for way in ways}
+    never = groups[groups[:, layouts.GROUP_ERROR].view(np.float32) == np.float32(layouts.NEVER), layouts.GROUP_NUMBER]
+    return set().union(*(counts[cluster] for cluster in np.flatnonzero(np.isin(group_of, never)).tolist()))
+
+
+class Late:
+    """A loader whose pages come in an order, and with delays, drawn at random."""
+
+    def __init__(self, loader: Loader, seed: int) -> None:
+        self.loader, self.random, self.held = loader, np.random.default_rng(seed), list[Arrival]()
+        self.load, self.close = loader.load, loader.close
+
+    @property
+    def in_flight(self) -> int:
+        return self.loader.in_flight + len(self.held)
+
+    def arrived(self) -> list[Arrival]:
+        self.held += self.loader.wait()
+        self.random.shuffle(self.held)  # type: ignore[arg-type]
+        count = int(self.random.integers(0, 1 + min(3, len(self.held))))
+        found, self.held = self.held[:count], self.held[count:]
+        return found
+
+    def wait(self) -> list[Arrival]:
+        found, self.held = self.held + self.loader.wait(), []
+        return found
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32 - 1), share=st.floats(0.05, 0.5), occlusion=st.booleans())
+def test_any_order_and_delay_of_arrivals(
+    paged_ball: Geometry, device: str, seed: int, share: float, occlusion: bool
+) -> None:
+    """No hole on any frame; and what `wait` shows in the end depends on nothing that was before."""
+    pool_bytes = slots_for(paged_ball, share)
+    options: dict[str, Any] = {"pixel_error": 0.5, "occlusion": occlusion, "pool_bytes": pool_bytes}
+    renderer = Renderer(alone(paged_ball), device, **options)
+    cameras = turns(5)
+    renderer.render(cameras[0], wait=False)
+    assert renderer.pool is not None
+    renderer.pool.loader = Late(renderer.pool.loader, seed)  # type: ignore[assignment]
+    delayed = 0
+    for camera in [*cameras, *cameras]:
+        frame = renderer.render(camera, ("depth", "overdraw"), wait=False)
+        assert frame["depth"].isfinite().all()
+        assert occlusion or (frame["overdraw"] % 2 == 1).all()
+        delayed += renderer.pool.loader.in_flight
+    assert delayed > 0
+    final = renderer.render(cameras[2], SHOWN)
+    names = [name for name in SHOWN if name != "velocity"]  # which is since the frame before
+    assert same(final, Renderer(alone(paged_ball), device, **options).render(cameras[2], SHOWN), names)
+
+
+# ---- the same picture ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("occlusion", [False, True])
+def test_waited_for_a_picture_is_the_resident_one(
+    paged_ball: Geometry, paged_knot: Geometry, occlusion: bool, device: str
+) -> None:
+    """Along a path, of several meshes and instances that move, at once."""
+    scene = crowd(paged_ball, paged_knot)
+    pages = paged_ball.pages + paged_knot.pages
+    resident = Renderer(scene, device, pixel_error=0.7, occlusion=occlusion)
+    streamed = Renderer(scene, device, pixel_error=0.7, occlusion=occlusion, pool_bytes=int(0.8 * pages) * SLOT)
+    loaded = occluded = 0
+    for k, camera in enumerate(flight(6)):
+        scene.move(1, moved(5.5, -0.4 + 0.3 * k, 0.2))
+        ours, theirs = streamed.render(camera, SHOWN), resident.render(camera, SHOWN)
+        assert same(ours, theirs)
+        assert ours.stats.streaming is not None
+        assert ours.stats.streaming.missing == 0
+        assert ours.stats.streaming.error_pixels == pytest.approx(0.7)
+        loaded += ours.stats.streaming.loaded
+        occluded += ours.stats.occluded
+    assert loaded > 10
+    assert not occlusion or occluded > 0
+    assert theirs.stats.streaming is None
+
+
+def test_at_rest_a_picture_becomes_the_resident_one(paged_ball: Geometry, paged_knot: Geometry, device: str) -> None:
+    """Several cameras in one render; nobody waits."""
+    scene, cameras = crowd(paged_ball, paged_knot), flight(3)
+    pool_bytes = (paged_ball.pages + paged_knot.pages) * SLOT
+    expected = Renderer(scene, device, pixel_error=0.7).render(cameras, SHOWN)
+    renderer = Renderer(scene, device, pixel_error=0.7, pool_bytes=pool_bytes)
+    errors, found = [], []
+    for _ in range(30):
+        frame = renderer.render(cameras, SHOWN, wait=False)
+        assert frame.stats.streaming is not None
+        errors.append(frame.stats.streaming.error_pixels)
+        found.append(same(frame, expected, [name for name in SHOWN if name != "velocity"]))
+        if frame.stats.streaming.missing == 0:
+            break
+        settle(renderer)
+    assert not found[0]
+    assert found[-1]
+    assert errors[0] > 5
+    assert errors[-1] == pytest.approx(0.7)
+
+
+def test_both_culls_ask_for_the_same_pages(
+    paged_ball: Geometry, paged_knot: Geometry, cuda_on_cpu: Counter[str]
+) -> None:
+    """In one launch and level by level; with most pages absent, and as they come."""
+    scene = crowd(paged_ball, paged_knot)
+    pool_bytes = int(0.3 * (paged_ball.pages + paged_knot.pages)) * SLOT
+    cuda, warp = (
+        Renderer(scene, "cpu", pixel_error=0.7, kernels=kernels, pool_bytes=pool_bytes) for kernels in ("cuda", "warp")
+    )
+    wanted = second_pass = 0
+    for camera in flight(6):
+        ours, theirs = (each.render(camera, tuple(OUTPUTS), wait=False) for each in (cuda, warp))
+        assert same(ours, theirs, OUTPUTS)
+        assert ours.stats == theirs.stats
+        assert cuda.pool is not None
+        assert warp.pool is not None
+        for name in ("wanted", "ages"):
+            assert torch.equal(cuda.pool.requests.tensors[name], warp.pool.requests.tensors[name])
+        wanted += int((cuda.pool.requests.tensors["wanted"] != 0).sum())
+        second_pass += ours.stats.second_pass_clusters
+        for each in (cuda, warp):
+            settle(each)
+    assert wanted > 50
+    assert second_pass > 0
+    assert cuda_on_cpu["persistent_cull"] >= 6
+
+
+def test_what_a_frame_wants_does_not_depend_on_what_is_there(paged_ball: Geometry, device: str) -> None:
+    empty, full = (
+        Renderer(alone(paged_ball), device, pixel_error=0.5, occlusion=False, pool_bytes=slots_for(paged_ball, share))
+        for share in (0.05, 1.0)
+    )
+    for camera in turns(3):
+        empty.render(camera, wait=False)
+        full.render(camera)
+        assert empty.pool is not None
+        assert full.pool is not None
+        assert torch.equal(empty.pool.requests.tensors["wanted"], full.pool.requests.tensors["wanted"])
+
+
+def test_an_answer_names_all_that_is_missing_however_much(
+    paged_ball: Geometry, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(listed: int) -> Any:
+        monkeypatch.setattr(answers, "LISTED", listed)
+        renderer = Renderer(alone(paged_ball), device, pixel_error=0.1, pool_bytes=slots_for(paged_ball, 0.05))
+        renderer.render(turns(1)[0], wait=False)
+        assert renderer.pool is not None
+        return renderer.pool.requests.read()
+
+    few, many = missing(2), missing(1000)
+    assert len(many.missing) > 2
+    assert few.missing.tolist() == many.missing.tolist()
+    assert few.pixels.tolist() == many.pixels.tolist()
+    assert (np.diff(many.pixels) <= 0).all()
+
+
+# ---- a pool too small ------------------------------------------------------------------------------------------------
+
+
+def test_in_a_pool_too_small_the_error_grows_and_no_history_shows(paged_ball: Geometry, device: str) -> None:
+    camera, names = turns(7)[3], [name for name in SHOWN if name != "velocity"]
+    errors = []
+    for share in (1.0, 0.3, 0.15, 0.05):
+        fresh, used = (
+            Renderer(alone(paged_ball), device, pixel_error=0.3, pool_bytes=slots_for(paged_ball, share))
+            for _ in range(2)
+        )
+        for k, other in enumerate(turns(5)):
+            used.render(other, wait=k % 2 == 0)
+        used.prefetch(turns(3))
+        ours, theirs = used.render(camera, SHOWN), fresh.render(camera, SHOWN)
+        assert same(ours, theirs, names)
+        assert ours.stats.streaming is not None
+        assert theirs.stats.streaming is not None
+        assert ours.stats.streaming.error_pixels == theirs.stats.streaming.error_pixels
+        errors.append(ours.stats.streaming.error_pixels)
+    assert errors[0] == pytest.approx(0.3)
+    assert errors == sorted(errors)
+    assert errors[1] > 0.3
+    assert len(set(errors)) == 4
+
+
+def test_a_camera_that_rests_in_a_pool_too_small_does_not_load_for_ever(paged_ball: Geometry, device: str) -> None:
+    renderer = Renderer(alone(paged_ball), device, pixel_error=0.3, pool_bytes=slots_for(paged_ball, 0.1))
+    loaded = []
+    for _ in range(40):
+        frame = renderer.render(turns(1)[0], ("depth",), wait=False)
+        assert frame.stats.streaming is not None
+        loaded.append(frame.stats.streaming.loaded)
+        settle(renderer)
+    assert sum(loaded[:20]) > 0
+    assert sum(loaded[-10:]) == 0
+    assert frame.stats.streaming.missing > 0
+
+
+def test_a_pool_below_the_root_pages_is_refused_before_anything_is_allocated(
+    paged_ball: Geometry, paged_knot: Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("allocated")
+
+    scene = crowd(paged_ball, paged_knot)
+    roots = len(paged_ball.root_pages) + len(paged_knot.root_pages)
+    with monkeypatch.context() as nothing:
+        for name in ("Slots", "Loader", "RequestBuffers"):
+            nothing.setattr(pool_module, name, refused)
+        with pytest.raises(InputError, match=f"take {roots} slots of 131,072 bytes: give at least {roots * SLOT:,}"):
+            Renderer(scene, "cpu", pool_bytes=roots * SLOT - 1)
+    tight = Renderer(scene, "cpu", pool_bytes=roots * SLOT)
+    frame = tight.render(flight(1)[0])
+    assert frame.stats.streaming is not None
+    assert frame.stats.streaming.resident == roots
+    assert frame.stats.streaming.error_pixels > 1
+    scene.add_mesh(paged_ball)  # later: the next frame says so
+    with pytest.raises(InputError, match="root pages"):
+        tight.render(flight(1)[0])
+
+
+@pytest.mark.parametrize("pool_bytes", [0, -5, 1.5, "2GB", True])
+def test_a_pool_that_is_no_number_of_bytes_is_refused(paged_ball: Geometry, pool_bytes: Any) -> None:
+    with pytest.raises(ValueError, match=r"pool_bytes=.*expected a whole number of bytes"):
+        Renderer(alone(paged_ball), "cpu", pool_bytes=pool_bytes)
+
+
+# ---- memory, statistics, paths ---------------------------------------------------------------------------------------
+
+
+def test_memory_is_bounded_on_the_device_and_the_host(
+    paged_ball: Geometry, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots and nothing more; of the host the threads' buffers: the mapped file is not touched."""
+    monkeypatch.setattr(Geometry, "page", lambda *_: pytest.fail("read through the mapped file"))
+    pool_bytes = slots_for(paged_ball, 0.1)
+    renderer = Renderer(alone(paged_ball), device, pixel_error=0.3, pool_bytes=pool_bytes + 1000)
+    for camera in turns(6):
+        frame = renderer.render(camera, wait=False)
+        assert renderer.pool is not None
+        pool, streaming = renderer.pool, frame.stats.streaming
+        assert streaming is not None
+        assert pool.words.numel() * 4 == pool_bytes + 8
+        assert streaming.pool_bytes == pool_bytes
+        assert streaming.resident_bytes == streaming.resident * SLOT <= pool_bytes
+        assert len(pool.slots.held()) <= pool_bytes // SLOT
+        assert pool.loader.in_flight <= pool_bytes // SLOT
+        assert pool.loader.host_bytes == loading.THREADS * SLOT
+        settle(renderer)
+
+
+def test_a_pool_takes_no_more_than_the_scene_has(paged_ball: Geometry, device: str) -> None:
+    frame = Renderer(alone(paged_ball), device, pool_bytes=2**50).render(turns(1)[0])
+    assert frame.stats.streaming is not None
+    assert frame.stats.streaming.pool_bytes == paged_ball.pages * SLOT
+
+
+def test_statistics_add_up(paged_ball: Geometry, device: str) -> None:
+    renderer = Renderer(alone(paged_ball), device, pixel_error=0.5, pool_bytes=slots_for(paged_ball, 0.5))
+    loaded = evicted = 0
+    for camera in [*turns(6), *turns(6)]:
+        streaming = renderer.render(camera, ("depth",)).stats.streaming
+        assert streaming is not None
+        loaded, evicted = loaded + streaming.loaded, evicted + streaming.evicted
+        assert streaming.resident == loaded - evicted
+        assert streaming.wanted >= streaming.missing
+        assert 0 < streaming.loaded_bytes <= streaming.loaded * SLOT or not streaming.loaded
+        assert renderer.pool is not None
+        assert int((renderer.pool.page_at >= 0).sum()) == streaming.resident
+    assert evicted > 0
+
+
+def test_what_lies_ahead_is_there_when_it_is_drawn(paged_ball: Geometry, device: str) -> None:
+    cameras = turns(8)
+    plain, ahead = (
+        Renderer(alone(paged_ball), device, pixel_error=0.5, pool_bytes=slots_for(paged_ball, 0.9)) for _ in range(2)
+    )
+    late = Counter[str]()
+    for k, camera in enumerate(cameras):
+        for name, renderer in (("plain", plain), ("ahead", ahead)):
+            frame = renderer.render(camera, wait=k == 0)
+            assert frame.stats.streaming is not None
+            late[name] += frame.stats.streaming.missing
+        ahead.prefetch(cameras[k + 1 : k + 3] or cameras[-1])
+        settle(ahead)
+    assert late["plain"] > 0
+    assert late["ahead"] == 0
+
+
+def test_looking_ahead_changes_no_picture_and_takes_nothing_from_it(paged_ball: Geometry, device: str) -> None:
+    renderer = Renderer(alone(paged_ball), device, pixel_error=0.5, pool_bytes=slots_for(paged_ball, 0.35))
+    here, elsewhere = turns(2)
+    first = renderer.render(here, SHOWN)
+    assert first.stats.streaming is not None
+    assert first.stats.streaming.missing == 0
+    for _ in range(4):
+        renderer.prefetch([elsewhere])
+        settle(renderer)
+    again = renderer.render(here, SHOWN, wait=False)
+    assert again.stats.streaming is not None
+    assert again.stats.streaming.missing == 0
+    assert again.stats.streaming.loaded > 0
+    assert same(first, again)
+    Renderer(alone(paged_ball), device).prefetch(here)  # without a pool there is nothing to do
+    with pytest.raises(ValueError, match="cameras=5"):
+        renderer.prefetch(5)  # type: ignore[arg-type]
+
+
+def test_a_mesh_that_is_added_joins_the_pool(paged_ball: Geometry, paged_knot: Geometry, device: str) -> None:
+    scene = alone(paged_ball)
+    renderer = Renderer(scene, device, pool_bytes=2**30)
+    renderer.render(turns(1)[0])
+    first = renderer.pool
+    scene.add_instance(scene.add_mesh(paged_knot), moved(4, 0, 0))
+    camera = Camera.look_at((0, -4, 0), (2, 0, 0), **SIZE)
+    assert same(renderer.render(camera, SHOWN), Renderer(scene, device).render(camera, SHOWN), ["depth", "cluster"])
+    assert first is not None
+    assert not first.loader.close.alive
+    assert renderer.pool is not first
+
+
+def test_threads_end_with_their_renderer(paged_ball: Geometry) -> None:
+    def pages_threads() -> int:
+        return sum(thread.name == "rooftop-pages" for thread in threading.enumerate())
+
+    gc.collect()
+    before, files = pages_threads(), len(os.listdir("/proc/self/fd"))
+    renderer = Renderer(alone(paged_ball), "cpu", pool_bytes=2**30)
+    renderer.render(turns(1)[0])
+    assert pages_threads() == before + loading.THREADS
+    del renderer
+    gc.collect()
+    assert pages_threads() == before
+    assert len(os.listdir("/proc/self/fd")) <= files
+
+
+def test_slots_beyond_8_gib(paged_ball: Geometry, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Of a pool of 9 GB, the last slots: only what is touched takes memory."""
+
+    class FromTheEnd(Slots):
+        def __init__(self, graph: Any, count: int) -> None:
+            super().__init__(graph, count)
+            self._free.reverse()
+
+    monkeypatch.setattr(pool_module, "Slots", FromTheEnd)
+    monkeypatch.setattr(pool_module, "slots_of", lambda graph, pool_bytes: pool_bytes // SLOT)
+    renderer = Renderer(alone(paged_ball), device, pixel_error=0.5, pool_bytes=9 * 2**30)
+    for camera in turns(2):
+        ours = renderer.render(camera, SHOWN)
+        theirs = Renderer(alone(paged_ball), device, pixel_error=0.5).render(camera, SHOWN)
+        assert same(ours, theirs, [name for name in SHOWN if name != "velocity"])
+    assert renderer.pool is not None
+    places = renderer.pool.page_at[renderer.pool.page_at >= 0]
+    assert places.min() > 2**31
+
+
+def test_many_frames_within_inference_mode_and_without(paged_ball: Geometry, device: str) -> None:
+    renderer = Renderer(alone(paged_ball), device, pixel_error=0.5, pool_bytes=slots_for(paged_ball, 0.3))
+    for k, camera in enumerate(turns(4)):
+        with torch.inference_mode(k % 2 == 0):
+            assert renderer.render(camera, wait=k > 1)["depth"].isfinite().all()
+            renderer.prefetch(camera)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def copied(geometry: Geometry, folder: Path) -> Path:
+    path = folder / "copy.rtg"
+    path.write_bytes(geometry.path.read_bytes())
+    return path
+
+
+def of_last_page(geometry: Geometry) -> int:
+    return int(geometry.page_offsets[-1])
+
+
+def without_needs(geometry: Geometry, folder: Path, version: int) -> Path:
+    """The file as earlier versions had it."""
+    data = bytearray(copied(geometry, folder).read_bytes())
+    count = struct.unpack_from(layouts.HEADER, data)[2]
+    end = layouts.HEADER_BYTES + count * layouts.SECTION_BYTES
+    at = data.index(b"needs\0\0\0", 0, end)
+    data[at : at + 8] = b"unused\0\0"
+    struct.pack_into("<I", data, 8, version)
+    struct.pack_into("<I", data, 24, zlib.crc32(data[layouts.HEADER_BYTES : end]))
+    path = folder / f"version{version}.rtg"
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_earlier_versions_are_streamed_with_needs_computed(
+    paged_ball: Geometry, tmp_path: Path, version: int, device: str
+) -> None:
+    old = Geometry.open(without_needs(paged_ball, tmp_path, version))
+    assert old.needs.starts.tolist() == paged_ball.needs.starts.tolist()
+    assert old.needs.pages.tolist() == paged_ball.needs.pages.tolist()
+    assert len(old.needs.pages) > old.pages
+    frames = [
+        Renderer(alone(mesh), device, pool_bytes=slots_for(paged_ball, 0.5)).render(turns(1)[0], SHOWN)
+        for mesh in (old, paged_ball)
+    ]
+    assert same(*frames)
+
+
+def test_a_version_without_its_section_is_refused(paged_ball: Geometry, tmp_path: Path) -> None:
+    with pytest.raises(GeometryFileError, match="version 3 and section needs do not go together"):
+        Geometry.open(without_needs(paged_ball, tmp_path, 3))
+
+
+def test_needs_that_cannot_be_are_refused_with_their_place(paged_ball: Geometry, tmp_path: Path) -> None:
+    path = copied(paged_ball, tmp_path)
+    data = bytearray(path.read_bytes())
+    row = data.index(b"needs\0\0\0")
+    start, length = struct.unpack_from("<QQ", data, row + 8)
+    struct.pack_into("<I", data, start + length - 4, paged_ball.pages)  # the last page needs one that is not there
+    struct.pack_into("<I", data, row + 24, zlib.crc32(data[start : start + length]))
+    end = layouts.HEADER_BYTES + 5 * layouts.SECTION_BYTES
+    struct.pack_into("<I", data, 24, zlib.crc32(data[layouts.HEADER_BYTES : end]))
+    path.write_bytes(data)
+    with pytest.raises(GeometryFileError, match=f"section needs says of page {paged_ball.pages - 1} what cannot be"):
+        Geometry.open(path)
+
+
+@pytest.mark.parametrize("wait", [False, True])
+@pytest.mark.parametrize("damage", ["changed", "cut off"])
+def test_a_damaged_page_is_named_and_never_drawn(
+    paged_ball: Geometry, tmp_path: Path, wait: bool, damage: str, device: str
+) -> None:
+    path = copied(paged_ball, tmp_path)
+    renderer = Renderer(alone(Geometry.open(path)), device, pool_bytes=2**30, occlusion=False)
+    far = Camera.look_at((500, 0, 0), (0, 0, 0), **SIZE)
+    before = renderer.render(far, ("depth",), wait=True)
+    last, offset, whole = paged_ball.pages - 1, of_last_page(paged_ball), path.read_bytes()
+    with path.open("r+b") as file:
+        if damage == "changed":
+            file.seek(offset + 2000)
+            file.write(bytes([whole[offset + 2000] ^ 1]))
+        else:
+            file.truncate(offset + 2000)
+    renderer.pixel_error = 0.0
+    says = f"checksum of page {last} does" if damage == "changed" else f"page {last} is cut off after 2,000 of"
+    near = Camera.look_at((3.2, 0, 0), (0, 0, 0), fov_y_degrees=60, **SIZE)
+    with pytest.raises(GeometryFileError, match=says) as caught:
+        render_until_settled(renderer, near, wait)
+    assert caught.value.offset == offset + (0 if damage == "changed" else 2000)
+    assert caught.value.path == path
+    assert renderer.pool is not None
+    assert renderer.pool.slots.state[last] != RESIDENT
+    assert int(renderer.pool.page_at[last]) == -1
+    renderer.pixel_error = 1.0
+    assert torch.equal(renderer.render(far, ("depth",))["depth"], before["depth"])  # other pages serve
+    with path.open("r+b") as file:  # as it was
+        file.write(whole)
+    renderer.pixel_error = 0.0
+    expected = Renderer(alone(paged_ball), device, pixel_error=0.0).render(near, ("depth",))
+    assert torch.equal(renderer.render(near, ("depth",))["depth"], expected["depth"])
+
+
+def test_a_file_that_is_gone_or_another_is_refused_by_name(paged_ball: Geometry, tmp_path: Path) -> None:
+    path = copied(paged_ball, tmp_path)
+    opened = Geometry.open(path)
+    other = tmp_path / "other.rtg"
+    other.write_bytes(path.read_bytes())
+    other.replace(path)
+    with pytest.raises(GeometryFileError, match="changed or replaced since it was opened"):
+        Renderer(alone(opened), "cpu", pool_bytes=2**30).render(turns(1)[0])
+    path.unlink()
+    with pytest.raises(GeometryFileError, match=r"copy.rtg .* not there any more"):
+        Renderer(alone(opened), "cpu", pool_bytes=2**30).render(turns(1)[0])
+
+
+def test_a_file_that_is_removed_while_it_is_drawn_serves_on(paged_ball: Geometry, tmp_path: Path) -> None:
+    path = copied(paged_ball, tmp_path)
+    renderer = Renderer(alone(Geometry.open(path)), "cpu", pixel_error=0.5, pool_bytes=2**30)
+    renderer.render(turns(4)[0])
+    path.unlink()
+    frame = renderer.render(turns(4)[2], ("depth",))
+    assert frame.stats.streaming is not None
+    assert frame.stats.streaming.loaded > 0
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_uploads_are_pinned_and_on_streams_of_their_own(paged_ball: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads = []
+    put = loading._Upload.put
+
+    def watched(upload: Any, count: int, slot: int) -> None:
+        uploads.append(upload)
+        put(upload, count, slot)
+
+    monkeypatch.setattr(loading._Upload, "put", watched)
+    renderer = Renderer(alone(paged_ball), "cuda", pixel_error=0.5, pool_bytes=2**30)
+    renderer.render(turns(1)[0])
+    assert len(uploads) > 5
+    streams = {upload.stream for upload in uploads}
+    assert torch.cuda.current_stream() not in streams
+    assert None not in streams
+    assert all(upload.staged.is_pinned() for upload in uploads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["warp", "cuda"])
+def test_replayed_frames_see_pages_that_have_come(paged_ball: Geometry, kernels: str) -> None:
+    """The graph of a frame knows where the table of pages is, not what it said when the graph was captured."""
+    options: dict[str, Any] = {"pixel_error": 0.5, "kernels": kernels}
+    streamed = Renderer(alone(paged_ball), "cuda", pool_bytes=slots_for(paged_ball, 0.5), **options)
+    resident = Renderer(alone(paged_ball), "cuda", **options)
+    for camera in [*turns(9), *turns(9)]:
+        assert same(streamed.render(camera, SHOWN), resident.render(camera, SHOWN))
+    assert streamed._memory is not None
+    assert any(graph is not None for graph in streamed._memory.graphs.values())
