@@ -39,23 +39,24 @@ LAYOUTS = {
     ),
     "dp=2": (2, ["--micro-batch-size", "2"]),
     "dp=2 tp=2 sequence": (
-        4, ["--tensor-parallel-size", "2", "--sequence-parallel", "--micro-batch-size", "2", "--recompute"],
+        4, ["--tensor-parallel-size", "2", "--sequence-parallel", "--micro-batch-size", "2",
+            "--recompute-granularity", "selective"],
     ),
     "pp=2 dp=2": (4, ["--pipeline-parallel-size", "2", "--micro-batch-size", "4"]),
     "pp=2 tp=2 sequence": (
         4, ["--pipeline-parallel-size", "2", "--pipeline-schedule", "zb-h1", "--tensor-parallel-size", "2",
-            "--sequence-parallel", "--micro-batch-size", "2", "--recompute"],
+            "--sequence-parallel", "--micro-batch-size", "2", "--recompute-granularity", "selective"],
     ),
     "pp=2 cp=2 shared": (
         4, ["--pipeline-parallel-size", "2", "--pipeline-schedule", "zb-h1", "--context-parallel-size", "2",
-            "--use-torch-fsdp2", "--micro-batch-size", "2", "--recompute"],
+            "--use-torch-fsdp2", "--micro-batch-size", "2", "--recompute-granularity", "full"],
     ),
     "cp=2": (2, ["--context-parallel-size", "2", "--micro-batch-size", "4"]),
     "cp=2 tp=2 sequence": (
         4,
         [
-            *("--context-parallel-size", "2", "--tensor-parallel-size", "2", "--sequence-parallel", "--recompute"),
-            *("--cp-comm-type", "all_gather", "--micro-batch-size", "8"),
+            *("--context-parallel-size", "2", "--tensor-parallel-size", "2", "--sequence-parallel"),
+            *("--cp-comm-type", "all_gather", "--micro-batch-size", "8", "--recompute-granularity", "selective"),
         ],
     ),
     "cp=2 dp=2 shared": (
@@ -81,8 +82,8 @@ PACKED_LAYOUTS = {
     "cp=2 dp=2 shared": (
         4,
         [
-            *("--context-parallel-size", "2", "--use-torch-fsdp2", "--cp-comm-type", "all_gather", "--recompute"),
-            *("--micro-batch-size", "4"),
+            *("--context-parallel-size", "2", "--use-torch-fsdp2", "--cp-comm-type", "all_gather"),
+            *("--micro-batch-size", "4", "--recompute-granularity", "selective"),
         ],
     ),
     "cp=2 tp=2 sequence": (

@@ -260,6 +260,7 @@ def training_of(
     seed: int,
     dtype: str | None,
     recompute: bool,
+    recompute_granularity: str | None,
     tp_comm_overlap: bool,
     accumulate_whole_gradients: bool,
     pipeline_schedule: str | None,
@@ -274,8 +275,13 @@ def training_of(
     """The flags' training.
 
     Raises:
-        ValueError: sizes that do not fit; no vocabulary is known; sizes beside a preset or a folder that has them.
+        ValueError: sizes that do not fit; no vocabulary is known; sizes beside a preset or a folder that has them; two
+            kinds of recomputation.
     """
+    if recompute and recompute_granularity == "selective":
+        raise InputError(
+            "--recompute is --recompute-granularity full, and selective was asked for, too: leave out one of both"
+        )
     if init_from is not None:
         sizes = {
             "--preset": preset,
@@ -335,7 +341,7 @@ def training_of(
         clip=clip_grad,
         seed=seed,
         dtype=DTYPES[dtype or ("bfloat16" if kind == "cuda" else "float32")],
-        recompute=recompute,
+        recompute=recompute_granularity or ("full" if recompute else False),
         halves=tp_comm_overlap,
         sum_once=accumulate_whole_gradients,
         pipeline_schedule=pipeline_schedule,

@@ -88,6 +88,7 @@ def linear_act_descriptors(
                 values += tl.load(bias + lane, mask=lane < columns, other=0.0).to(tl.float32)[None, :]
             if KEEP:
                 z.store([row, first_column], values.to(z.dtype))
+                values = values.to(z.dtype).to(tl.float32)
             values = activated(values, ACTIVATION, HALF)
             if HAS_RESIDUAL:
                 values += residual.load([row, first_column]).to(tl.float32)
@@ -142,6 +143,7 @@ def linear_act_single(
         total += offset[None, :].to(tl.float32)
     if KEEP:
         _store_parts(z, total, row, column, PARTS)
+        total = total.to(z.dtype).to(tl.float32)
     total = activated(total, ACTIVATION, HALF)
     if HAS_RESIDUAL:
         total += added.to(tl.float32)
@@ -151,6 +153,7 @@ def linear_act_single(
             total_more += offset_more[None, :].to(tl.float32)
         if KEEP:
             _store_parts(z, total_more, row, column + COLUMNS, 1)
+            total_more = total_more.to(z.dtype).to(tl.float32)
         total_more = activated(total_more, ACTIVATION, HALF)
         if HAS_RESIDUAL:
             total_more += added_more.to(tl.float32)
@@ -198,6 +201,7 @@ def linear_act_pointers(
         total += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     if KEEP:
         tl.store(z + place, total.to(z.dtype.element_ty), mask=inside)
+        total = total.to(z.dtype.element_ty).to(tl.float32)
     total = activated(total, ACTIVATION, HALF)
     if HAS_RESIDUAL:
         source = residual + row[:, None] * residual_row + column[None, :]
@@ -228,6 +232,7 @@ def linear_act_finish(
         values += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     if KEEP:
         tl.store(z + place, values.to(z.dtype.element_ty), mask=inside)
+        values = values.to(z.dtype.element_ty).to(tl.float32)
     values = activated(values, ACTIVATION, HALF)
     if HAS_RESIDUAL:
         source = residual + row[:, None] * (residual_row * UNIT) + column[None, :]
