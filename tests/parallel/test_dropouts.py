@@ -67,6 +67,6 @@ def test_a_model_takes_a_step_in_a_tensor_and_finds_that_it_changed(recompute: b
     loss = model(tokens, tokens, step=step)
     step += 1
     with pytest.raises(
-        RuntimeError, match="changed before backward" if recompute is True else "modified by an inplace operation"
+        RuntimeError, match="changed before backward" if recompute else "modified by an inplace operation"
     ):
         loss.backward()

@@ -13,14 +13,18 @@ from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from rooftop.cli.main import main
+from rooftop.errors import WeightsError
 from rooftop.models import Gpt, GptConfig
 from rooftop.models.gpt_weights import save_gpt
+from rooftop.train import GptTrainer
 
 Run = Callable[..., list[Any]]
 Said = tuple[int, str, str]
@@ -421,6 +425,41 @@ def test_what_is_wrong_everywhere_is_said_once_and_nobody_waits(name: str, on_ra
     errors = [err for _, _, err in said if err]
     assert len(errors) == 1
     assert words in errors[0]
+    assert "Traceback" not in errors[0]
+
+
+def failing_at_rank_one(words: list[str]) -> Said:
+    """Rank 1 alone cannot make the model: the others hear of it."""
+    real = GptTrainer.__init__
+
+    def fail(self: GptTrainer, *given: Any, **options: Any) -> None:
+        if dist.get_rank() == 1:
+            raise WeightsError("rank 1's weights\nare not on its machine")
+        real(self, *given, **options)
+        dist.barrier()
+
+    with patch.object(GptTrainer, "__init__", fail):
+        return called(words)
+
+
+@pytest.mark.parametrize("everywhere", [True, False], ids=["all ranks", "one rank"])
+def test_what_fails_once_ranks_have_met_is_said_once(
+    everywhere: bool, on_ranks: Run, data: Path, tmp_path: Path
+) -> None:
+    words = [*WORDS, "--data-path", str(data)]
+    if everywhere:
+        sizes = {"n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 8, "vocab_size": VOCABULARY}
+        gpt2 = {"model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
+        (tmp_path / "config.json").write_text(json.dumps({**gpt2, **sizes}))
+        sized = ("--num-layers", "--hidden-size", "--num-attention-heads", "--vocab-size")
+        places = [words.index(name) for name in sized]
+        words = [word for at, word in enumerate(words) if at not in places and at - 1 not in places]
+        words += ["--init-from", str(tmp_path)]
+    said: list[Said] = on_ranks(2, called if everywhere else failing_at_rank_one, words, joined=False, limit_s=60)
+    assert all(status in (1, 2) for status, _, _ in said)
+    errors = [err for _, _, err in said if err]
+    assert len(errors) == 1, errors
+    assert ("is no .safetensors file" if everywhere else "rank 1's weights") in errors[0]
     assert "Traceback" not in errors[0]
 
 

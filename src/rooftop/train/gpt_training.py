@@ -252,6 +252,13 @@ class GptTraining:
             ValueError: what does not fit, and the nearest layouts that do.
         """
         config = self.config
+        if self.global_batch % self.micro_batch:
+            fitting = [n for n in range(1, self.global_batch + 1) if self.global_batch % n == 0]
+            raise ValueError(
+                f"global_batch={self.global_batch} (--global-batch-size) is not divisible by "
+                f"micro_batch={self.micro_batch} (--micro-batch-size), the sequences that a rank computes at once: use "
+                f"a micro-batch of {_or_of(fitting, self.micro_batch)}, or another global batch"
+            )
         layout.check(
             world_size,
             heads=config.heads,
@@ -353,3 +360,9 @@ class GptTraining:
     @property
     def _has_windows(self) -> bool:
         return any(self.config.window_of(layer) is not None for layer in range(self.config.layers))
+
+
+def _or_of(numbers: list[int], near: int) -> str:
+    """The nearest ones below and above, in words."""
+    below, above = [n for n in numbers if n < near][-1:], [n for n in numbers if n > near][:1]
+    return " or ".join(map(str, below + above))

@@ -216,7 +216,7 @@ def command() -> None:
 @size("--save-interval", help="And after every N steps.")
 @click.option(
     "--async-save/--no-async-save",
-    default=True,
+    default=None,
     help="Write beside the steps that follow, from a copy in the host's memory; or wait for the disk.  "
     "[default: --async-save]",
 )
