@@ -353,7 +353,7 @@ WRONG = {
     "halves again": (["--tp-comm-overlap", "--micro-batch-size", "2", "--recompute"], "leave out halves or recompute"),
     "halves alone": (["--tp-comm-overlap", "--micro-batch-size", "2"], "has no tensor parallel ranks, whose exchanges"),
     "shared graph": (["--enable-cuda-graph"], "a CUDA graph (cuda_graph, --enable-cuda-graph) needs a GPU"),
-    "batch": (["--micro-batch-size", "3"], "batch=8 is not divisible by 6"),
+    "batch": (["--micro-batch-size", "3"], "is not divisible by micro_batch=3 (--micro-batch-size)"),
     "layers": (["--pipeline-parallel-size", "2", "--num-layers", "1"], "layers=1 is less than pp=2"),
     "stages": (
         ["--pipeline-parallel-size", "2", "--pipeline-schedule", "zbv"],

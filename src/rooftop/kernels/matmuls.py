@@ -103,7 +103,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _by_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    keep: bool,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     y, before = linear_act_reference(x, weight, bias, activation, residual)
     return y, (before.clone() if before is y else before) if keep else x.new_empty(0)
@@ -111,17 +117,29 @@ def _by_reference(
 
 @operator("linear_act")
 def _linear_act(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    keep: bool,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     plan = plan_of(x, weight, bias, activation, residual, keep)
     if plan.backend == "reference":
         return _by_reference(x, weight, bias, activation, residual, keep)
-    return forward(plan, x, weight, bias, activation, residual, keep)
+    return forward(plan, x, weight, bias, activation, residual, keep, rounded)
 
 
 @torch.library.register_fake("rooftop::linear_act")
 def _(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    keep: bool,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     shape = (x.shape[0], weight.shape[0])
     return x.new_empty(shape), x.new_empty(shape if keep else 0)
@@ -169,7 +187,7 @@ def _keeps(activation: str, residual: Tensor | None) -> bool:
 
 
 def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
-    x, weight, bias, activation, residual, keep = inputs
+    x, weight, bias, activation, residual, keep, *_ = inputs
     y, before = output
     needed = _keeps(activation, residual)
     ctx.activation, ctx.of_output = activation, not needed and not keep  # type: ignore[attr-defined]
@@ -183,9 +201,9 @@ def _differentiate(
     ctx: torch.autograd.function.FunctionCtx, dy: Tensor | None, _before: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     if dy is None:
-        return (None,) * 6
+        return (None,) * 7
     x, weight, bias, saved = ctx.saved_tensors  # type: ignore[attr-defined]
-    for_x, for_weight, for_bias, _, for_residual, _ = ctx.needs_input_grad  # type: ignore[attr-defined]
+    for_x, for_weight, for_bias, _, for_residual = ctx.needs_input_grad[:5]  # type: ignore[attr-defined]
     activation, of_output = ctx.activation, ctx.of_output  # type: ignore[attr-defined]
     dz, dbias = dy, None
     if torch.is_grad_enabled():  # create_graph: what was saved does not know how it depends on x
@@ -201,7 +219,7 @@ def _differentiate(
         made, dbias = _linear_act_backward(dy, saved, activation, of_output, for_bias)
         dz = made if activation != "none" else dy
     dx, dweight = _products(dz, x if for_weight else None, weight if for_x else None)
-    return dx, dweight, dbias if for_bias else None, None, dy if for_residual else None, None
+    return dx, dweight, dbias if for_bias else None, None, dy if for_residual else None, None, None
 
 
 @without_autocast
@@ -224,7 +242,13 @@ differentiable("linear_act", _differentiate, _save)
 
 
 def _formula(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    keep: bool,
+    rounded: bool = False,
 ) -> tuple[Tensor, None]:
     return linear_act_reference(x, weight, bias, activation, residual)[0], None
 
@@ -292,9 +316,8 @@ def linear_act(
         residual: (..., N), same dtype; under autocast of any of these dtypes.
 
     Returns:
-        (..., N). Sums, bias, activation and residual are float32 (float64 for float64) and rounded once; what is kept
-        for backward is rounded before it is activated, too. TF32 is used for float32 only where torch is allowed to.
-        Under autocast the operands are cast as `linear`'s.
+        (..., N). Sums, bias, activation and residual are float32 (float64 for float64) and rounded once; TF32 is used
+        for float32 only where torch is allowed to. Under autocast the operands are cast as `linear`'s.
 
     Raises:
         TypeError: no dense tensors, or dtypes that do not fit.
@@ -311,7 +334,9 @@ def linear_act_and_before(
 ) -> tuple[Tensor, Tensor]:
     """`linear_act`, and what was activated, without a gradient: `activation_of` makes the result of it again.
 
-    Arguments and errors as of `linear_act`; the activation is one whose backward needs what was activated.
+    So what is activated is rounded before, as PyTorch does, and as what is kept for backward: in half precision the
+    result has two roundings. Arguments and errors as of `linear_act`; the activation is one whose backward needs what
+    was activated.
 
     Returns:
         (y, before), (..., N) both.
@@ -323,7 +348,7 @@ def linear_act_and_before(
         raise ValueError(
             f"linear_act_and_before: backward does not keep what {activation!r} activates: use gelu, gelu_tanh or silu"
         )
-    y, before = _linear_act_of(input, weight, bias, activation, None, keep=True)
+    y, before = _linear_act_of(input, weight, bias, activation, None, again=True)
     return y, before.detach().view(y.shape)
 
 
@@ -348,9 +373,12 @@ def _linear_act_of(
     bias: Tensor | None,
     activation: str,
     residual: Tensor | None,
-    keep: bool = False,
+    again: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(y (..., N), what was activated, (M, N) or (..., N); nothing, where it is neither needed nor asked for)."""
+    """(y (..., N), what was activated, (M, N) or (..., N); nothing, where it is neither needed nor asked for).
+
+    again: whether it is asked for, so that y can be made of it again.
+    """
     if _is_plain(input, weight, bias, activation, residual):
         return linear_act_reference(input, weight, bias, activation, residual)
     x, weight, bias, residual, later = _prepared("linear_act", input, weight, bias, activation, residual)
@@ -358,8 +386,8 @@ def _linear_act_of(
     tensors = (x, weight, bias, residual)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     added = residual.reshape(rows.shape[0], columns) if residual is not None else None
-    keep = keep or (_keeps(activation, residual) and keeps_for_backward(*tensors))
-    y, before = _linear_act(rows, weight, bias, activation, added, keep)
+    keep = again or (_keeps(activation, residual) and keeps_for_backward(*tensors))
+    y, before = _linear_act(rows, weight, bias, activation, added, keep, again)
     y = y.reshape(*x.shape[:-1], columns)
     return y if later is None else y + later, before
 

@@ -43,6 +43,8 @@ from rooftop.parallel.turns import OnItsWay, begin_copy, begin_gather, begin_sca
 
 Split = tuple[bool, bool]
 """Whether the input is split along the sequence, and whether backward gathers it again."""
+KEPT = ("gelu", "gelu_tanh", "silu")
+"""Activations whose backward needs what is activated."""
 SEQUENCE = -2  # the dimension of positions, in (B, S, W) and (S, W)
 
 
@@ -252,7 +254,12 @@ def product(
     residual: Tensor | None = None,
     deferral: Deferral | None = None,
 ) -> Tensor:
-    """`rooftop.kernels.linear_act`, whose weight's gradient may be left to a deferral."""
+    """`rooftop.kernels.linear_act`, whose weight's gradient may be left to a deferral.
+
+    While training an activation is that of `linear_act_and_before`, whatever is recomputed.
+    """
+    if deferral is None and activation in KEPT and residual is None and torch.is_grad_enabled():
+        return linear_act_and_before(x, weight, bias, activation)[0]
     if deferral is None:
         return linear_act(x, weight, bias, activation, residual)
     y, _ = _deferrable_product(x, weight, bias, activation, None, (False, False), deferral)
@@ -318,7 +325,7 @@ class _ColumnProduct(torch.autograd.Function):
         whole = start_gather(x, SEQUENCE, group)() if ctx.split else x
         keep = activation != "none"
         y, before = torch.ops.rooftop.linear_act(
-            whole.reshape(-1, whole.shape[-1]), weight, bias, activation, None, keep
+            whole.reshape(-1, whole.shape[-1]), weight, bias, activation, None, keep, keep
         )
         ctx.gathers = ctx.split and gathers_again
         ctx.save_for_backward(x if ctx.gathers else whole, weight, before)
