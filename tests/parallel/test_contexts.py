@@ -48,6 +48,9 @@ class Case:
 class Layer:
     """What `ContextAttention` asks of an attention."""
 
+    selective = False
+    attend_in_pytorch = ParallelSelfAttention.attend_in_pytorch
+
     def __init__(self, case: Case) -> None:
         self.window, self.training = case.window, True
         self.masks = CounterDropouts(seed=5)

@@ -166,14 +166,9 @@ class ContextAttention:
 
     def _with_dropout(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """In plain PyTorch, of all keys, whatever the transport."""
-        from rooftop.parallel.self_attentions import attend_with_dropout
-
         order = uploaded(order_of(self.packing.held), query.device)
         key, value = (gather_of_ranks(each, 2, self.context.group)[:, :, order] for each in (key, value))
-        assert attention.weights_dropout is not None
-        return attend_with_dropout(
-            query, key, value, self._seen_by(attention.window, query.device), attention.weights_dropout
-        )
+        return attention.attend_in_pytorch(query, key, value, self._seen_by(attention.window, query.device))
 
     def _seen_by(self, window: int | None, device: torch.device) -> Tensor:
         """Which positions this rank's queries see: (S, T), or with documents (B, 1, S, T)."""

@@ -83,7 +83,7 @@ class GptTrainer:
         device: torch.device,
         *,
         fully_shard: bool = False,
-        initial: Path | None = None,
+        initial: str | Path | None = None,
     ) -> None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         training.check(layout, ranks, device.type, fully_shard=fully_shard)

@@ -37,4 +37,6 @@ DECAYS = ("constant", "linear", "cosine")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 """Of a pipeline."""
 TRANSPORTS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+GRANULARITIES = ("full", "selective")
+"""Of recomputation."""
 TRAINED_DTYPES = ("float64", "float32", "bfloat16")
