@@ -104,6 +104,23 @@ def test_several_outputs_stand_beside_each_other_with_captions(run: Run, ball: P
     assert np.array_equal(pixels("one.png"), below[16:, :64])
 
 
+def test_a_sun_casts_shadows(run: Run, ball: Path, box: Path) -> None:
+    status, _, err = run(
+        ball, box, "-o", "{show}.png", *SMALL, "--sun", "1,1,-2", "--show", "color", "--show", "shadow"
+    )
+    assert status == 0, err
+    run(ball, box, "-o", "plain.png", *SMALL)
+    with Image.open("color.png") as shaded, Image.open("plain.png") as plain, Image.open("shadow.png") as shadow:
+        assert shaded.tobytes() != plain.tobytes()
+        assert len(shadow.getcolors(1 << 16)) >= 3  # background, lit, dark
+    status, _, err = run(ball, "-o", "x.png", *SMALL, "--show", "shadow")
+    assert status == 2
+    assert "--show shadow: give --sun" in err
+    status, _, err = run(ball, "-o", "x.png", *SMALL, "--sun", "0,0,0")
+    assert status == 2
+    assert "expected a direction, not zeros" in err
+
+
 def test_names_say_what_is_shown_and_which_frame(run: Run, ball: Path) -> None:
     words = ("--show", "color", "--show", "depth", "--frames", 2, *SMALL)
     status, out, err = run(ball, "-o", "{show}-{frame}.png", *words)

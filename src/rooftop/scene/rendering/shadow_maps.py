@@ -24,6 +24,9 @@ from rooftop.scene.rendering.stages import Clock, Stages
 from rooftop.scene.rendering.uploads import LENS, Meshes, Uploaded, lens_of, uploaded, views_of
 
 Floats = NDArray[np.float64]
+MOST_AT_ONCE = (
+    2**26
+)  # texels, and instances over all maps, of maps that are drawn together: as many are in memory twice
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class ShadowMaps:
             self._drawn[number] = of
         with clock.of("shadow_maps"):
             for size, numbers in due.items():
-                most = max(1, MOST_THREADS // max(size * size, len(instances[0])))
+                most = max(1, MOST_AT_ONCE // max(size * size, len(instances[0])))
                 for first in range(0, len(numbers), most):
                     self._draw_batch(numbers[first : first + most], views, meshes, len(instances[0]), resident, drawing)
         return sum(map(len, due.values()))

@@ -1,7 +1,8 @@
 """Stage 6: how much of each light reaches what a pixel shows, by shadow maps that the earlier stages have drawn.
 
-A point is asked where it is moved along its normal: by the texels that the filter reaches over, as a slope has it, and
-by what levels of detail may be off in the map and in the picture. So a surface does not shade itself.
+A point is asked where it is moved along its normal: by the texels that the filter reaches over, as far as the surface
+is steep in the map, and by what levels of detail may be off in the map and in the picture. So a surface does not shade
+itself.
 """
 
 import warp as wp
@@ -81,6 +82,16 @@ def texel_size(lights: Lights, number: wp.int32, at: wp.vec3):
     """Of a texel where a point is, in world units."""
     over = wp.where(lights.lens[number, LENS_ORTHOGRAPHIC] > 0.0, 1.0, at[2])
     return over / wp.min(lights.lens[number, LENS_FX], lights.lens[number, LENS_FY])
+
+
+@wp.func
+def slope_of(lights: Lights, number: wp.int32, normal: wp.vec3):
+    """By how much of what it is moved along its normal a plane comes nearer than its neighbourhood on a map: the sine
+    of the angle between the normal and the map's axis. Along a ray n P / (n w) is its depth, w linear in texels."""
+    along = wp.float32(0.0)
+    for axis in range(3):
+        along += wp.float32(lights.from_world[number, 8 + axis]) * normal[axis]
+    return wp.sqrt(wp.max(1.0 - along * along, 0.0))
 
 
 @wp.func
@@ -180,7 +191,7 @@ def shadows(
                     number = map_of(lights, light, view, point)
                     if number >= 0:
                         texel = texel_size(lights, number, seen_from(lights, number, point))
-                        slope = wp.sqrt(wp.max(1.0 - facing * facing, 0.0))
+                        slope = slope_of(lights, number, normal)
                         off = REACH * texel * (slope + 0.05) + frame.pixel_error * (texel + in_picture)
                         moved = wp.vec3d()
                         for axis in range(3):
