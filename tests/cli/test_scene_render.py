@@ -347,7 +347,7 @@ def test_the_outline_of_a_scene_is_where_its_instances_are(ball: Path, box: Path
         (("--instances", "0"), "0 is not in the range"),
         (("--pixel-error", "-1"), "-1.0 is not in the range"),
         (("--pixel-error", "inf"), "pixel_error=inf"),
-        (("--show", "shadow"), "'shadow' is not one of"),
+        (("--show", "shade"), "'shade' is not one of"),
         (("--show", "uv"), "no FILE has texture coordinates"),
         (("--device", "tpu"), "expected cpu, cuda or cuda:N"),
         (("-o", "out.jpg"), "expected a name that ends in .png"),
@@ -412,7 +412,7 @@ def test_help_teaches(run: Run) -> None:
     assert status == 0
     known = {name for option in render_command.params for name in option.opts}
     examples = re.findall(r"^ +rooftop scene render (.*)", out, re.MULTILINE)
-    assert len(examples) == 5
+    assert len(examples) == 6
     for example in examples:
         assert set(re.findall(r"(?:^|\s)(--?[a-z-]+)", example)) <= known
     for key in ("eye", "fov_y_degrees", "view_height", "world_to_camera"):

@@ -140,7 +140,7 @@ _COVERED: dict[str, Callable[..., NDArray[np.bool_]]] = {  # of the others, whet
     "color": _any,
     "vertex_color": lambda color: np.isfinite(color).all(-1),
     "overdraw": lambda times: times > 0,
-    "shadow": lambda shares: np.isfinite(shares).all(-1),
+    "shadow": lambda shares: np.isfinite(shares).any(-1),  # without lights nothing
 }
 
 # ---- colours (N, 3) of N values --------------------------------------------------------------------------------------
@@ -191,8 +191,8 @@ def _of_overdraw(times: NDArray[np.int32]) -> Bytes:
 
 
 def _of_shadow(shares: NDArray[np.float32]) -> Bytes:
-    share = shares.astype(np.float64).mean(-1) if shares.shape[-1] else np.ones(len(shares))
-    return _bytes(np.repeat(0.2 + 0.75 * share[:, None], 3, axis=1))
+    share = shares.astype(np.float64).sum(-1, keepdims=True) / max(1, shares.shape[-1])
+    return _bytes(np.repeat(0.2 + 0.75 * share, 3, axis=1))
 
 
 _COLORS: dict[str, Callable[..., Bytes]] = {
