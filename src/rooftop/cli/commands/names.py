@@ -26,6 +26,7 @@ SURFACES = (
     *("depth", "normal", "instance", "cluster", "triangle", "level", "uv", "velocity", "material", "color"),
     "vertex_color",
     "overdraw",
+    "shadow",
 )
 """Of --show."""
 TOKENS = ("uint8", "uint16", "uint32", "int32", "int64")

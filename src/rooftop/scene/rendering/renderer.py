@@ -15,6 +15,7 @@ from rooftop.scene.cameras import MOST, Camera, same_size
 from rooftop.scene.gbuffers import OUTPUTS, FrameStats, GBuffer
 from rooftop.scene.rendering import buffers, cuda_sources
 from rooftop.scene.rendering.memory import MOST_THREADS, ROOM, FrameMemory
+from rooftop.scene.rendering.shadow_maps import Drawing, ShadowMaps
 from rooftop.scene.rendering.stages import THREADS_OF_A_MULTIPROCESSOR, Clock, Stages
 from rooftop.scene.rendering.uploads import Inputs, Meshes
 from rooftop.scene.scenes import Scene
@@ -29,6 +30,7 @@ BACKGROUND = {  # else -1
     "velocity": 0.0,
     "normal": 0.0,
     "color": 0.0,
+    "shadow": torch.nan,
 }
 CHANNELS = {"normal": 3, "uv": 2, "velocity": 2, "color": 3, "vertex_color": 3}
 
@@ -80,6 +82,8 @@ class Renderer:
         self._meshes: Meshes | None = None
         self._memory: FrameMemory | None = None
         self._inputs: Inputs | None = None
+        self._shadows = ShadowMaps(self.device)
+        self._bounded: tuple[NDArray[np.float64] | None, NDArray[np.float64] | None] = None, None
         # Of the frame before:
         self._transforms = np.zeros((0, 4, 4))
         self._cameras: tuple[Camera, ...] = ()
@@ -114,7 +118,7 @@ class Renderer:
         _check_sizes(len(cameras), width, height, len(mesh_of))
         if not len(mesh_of):
             self._forget()
-            pictures, _ = _pictures(outputs, (len(cameras), height, width), self.device)
+            pictures, _ = _pictures(outputs, (len(cameras), height, width), len(self.scene.lights), self.device)
             if "overdraw" in outputs:
                 pictures["overdraw"] = torch.zeros(len(cameras), height, width, dtype=torch.int32, device=self.device)
             return GBuffer(FrameStats(0, 0, (), 0, 0, 0), **pictures)
@@ -132,8 +136,16 @@ class Renderer:
         inputs.look(cameras, self._cameras if same_views else cameras)
         memory = self._memory_of(len(mesh_of), len(cameras), width, height, "overdraw" in outputs)
         memory.frame.pixel_error = _checked_error(self.pixel_error)
+        lights, emitted = self.scene.lights, outputs
+        if lights and "color" in outputs and "shadow" not in outputs:
+            emitted = (*outputs, "shadow")
         while True:
             clock = Clock(self.device, timings)
+            drawn_maps = 0
+            if "shadow" in emitted and lights:
+                drawing = Drawing(self._threads, self.one_sided, self.kernels == "cuda", float(self.pixel_error))
+                of_scene = (self._meshes, (mesh_of, transforms), self._bounds(transforms), inputs.resident)
+                drawn_maps = self._shadows.draw(lights, cameras, *of_scene, drawing, clock)
             stages = Stages(
                 *(inputs.resident, inputs.now, inputs.then, memory, self._meshes.depth, self._threads, clock),
                 *(self.occlusion, self.one_sided, self.kernels == "cuda"),
@@ -142,8 +154,8 @@ class Renderer:
                 stages.draw_captured(history)
             else:
                 stages.draw(history)
-            pictures, targets = _pictures(outputs, (len(cameras), height, width), self.device)
-            stages.emit(targets, LIGHT, outputs)
+            pictures, targets = _pictures(emitted, (len(cameras), height, width), len(lights), self.device)
+            stages.emit(targets, LIGHT, self._shadows.values if lights else buffers.Lights(), emitted)
             counters = memory.tensors["counters"].tolist()  # waits for the frame
             room = memory.wanted_room(counters)
             if room == memory.room:
@@ -151,10 +163,19 @@ class Renderer:
             memory = memory.with_room(room)
         if "overdraw" in outputs:
             pictures["overdraw"] = memory.tensors["fragments"].clone()
-        stats = _stats(counters, clock.stage_ms())
+        if emitted is not outputs:
+            del pictures["shadow"]
+        stats = _stats(counters, drawn_maps, clock.stage_ms())
         memory.turn_over()
         self._memory, self._transforms, self._cameras, self._has_depths = memory, transforms, cameras, self.occlusion
         return GBuffer(stats, **pictures)
+
+    def _bounds(self, transforms: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Those of the scene, computed where something has changed."""
+        if self._bounded[0] is not transforms or self._bounded[1] is None:
+            self._bounded = transforms, self.scene.bounds()
+        assert self._bounded[1] is not None
+        return self._bounded[1]
 
     def _transforms_before(self, transforms: NDArray[np.float64]) -> NDArray[np.float64]:
         """Of the frame before; new instances were where they are. The same array if none has moved."""
@@ -214,21 +235,22 @@ def _checked_error(pixel_error: Any) -> float:
 
 
 def _pictures(
-    outputs: Sequence[str], shape: tuple[int, int, int], device: torch.device
+    outputs: Sequence[str], shape: tuple[int, int, int], lights: int, device: torch.device
 ) -> tuple[dict[str, Tensor], Any]:
     """Tensors of background, by name, and the same as the stages take them."""
     pictures, targets = {}, buffers.Targets()
     for name in outputs:
         if name == "overdraw":
             continue
-        sizes = (*shape, *([CHANNELS[name]] if name in CHANNELS else []))
+        channels = CHANNELS | {"shadow": lights}
+        sizes = (*shape, *([channels[name]] if name in channels else []))
         dtype = torch.float32 if name in BACKGROUND else torch.int32
         pictures[name] = torch.full(sizes, BACKGROUND.get(name, -1), dtype=dtype, device=device)
         setattr(targets, name, wp.from_torch(pictures[name]))
     return pictures, targets
 
 
-def _stats(counters: list[int], stage_ms: dict[str, float]) -> FrameStats:
+def _stats(counters: list[int], shadow_maps: int, stage_ms: dict[str, float]) -> FrameStats:
     first, second = counters[: buffers.PASS], counters[buffers.PASS :]
     levels = first[buffers.DRAWN_LEVELS] | second[buffers.DRAWN_LEVELS]
     return FrameStats(
@@ -238,6 +260,7 @@ def _stats(counters: list[int], stage_ms: dict[str, float]) -> FrameStats:
         occluded=sum(first[k] for k in (buffers.HIDDEN_INSTANCES, buffers.HIDDEN_CHILDREN, buffers.HIDDEN_CLUSTERS)),
         second_pass_clusters=second[buffers.VISIBLE],
         large_triangles=first[buffers.LARGE] + second[buffers.LARGE],
+        shadow_maps=shadow_maps,
         stage_ms=stage_ms,
     )
 

@@ -54,13 +54,13 @@ class Meshes:
         self.count = len(meshes)
         self.depth = max(mesh.meta["depth"] for mesh in meshes)
         self.origins = np.array([mesh.meta["origin"] for mesh in meshes])
-        self.words = _on(device, words)
-        self.page_at = _on(device, np.concatenate([[0], ends[:-1]]).astype(np.int64))
-        self.nodes = _on(device, np.concatenate(nodes))
-        self.mesh = _on(device, np.array(tables, dtype=np.int32))
+        self.words = uploaded(device, words)
+        self.page_at = uploaded(device, np.concatenate([[0], ends[:-1]]).astype(np.int64))
+        self.nodes = uploaded(device, np.concatenate(nodes))
+        self.mesh = uploaded(device, np.array(tables, dtype=np.int32))
         steps = [[2.0 ** mesh.meta[name] for name in ("grid_exponent", "uv_exponent")] for mesh in meshes]
-        self.mesh_steps = _on(device, np.array(steps, dtype=np.float32))
-        self.mesh_box = _on(device, box.astype(np.float32))
+        self.mesh_steps = uploaded(device, np.array(steps, dtype=np.float32))
+        self.mesh_box = uploaded(device, box.astype(np.float32))
 
 
 def _attributes(mesh: Geometry) -> int:
@@ -139,7 +139,7 @@ class Inputs:
             for memory in (staged, there)
         )
         self._matrices, self._lenses = matrices.numpy(), lenses.numpy()
-        self.now, self.then = (_views(size, *both) for both in zip(*of_device, strict=True))
+        self.now, self.then = (views_of(size, *both) for both in zip(*of_device, strict=True))
         self._looked: Sequence[Camera] | None = None
         self._placed: tuple[NDArray[np.int32] | None, NDArray[np.float64] | None, bool] = (None, None, False)
         # Of each instance, and of which 3 x 3: what follows from that is computed anew only where it changes.
@@ -187,10 +187,17 @@ class Inputs:
     def _stage(self, which: int, cameras: Sequence[Camera]) -> None:
         for view, c in enumerate(cameras):
             self._matrices[which, view] = c.world_to_camera[:3].reshape(12)
-            self._lenses[which, view] = (c.fx, c.fy, c.cx, c.cy, c.near, c.orthographic, c.corner_tangent, 0.0)
+            self._lenses[which, view] = lens_of(c)
 
 
-def _views(size: tuple[int, int], from_world: Tensor, lens: Tensor) -> Uploaded:
+def lens_of(camera: Camera) -> tuple[float, ...]:
+    """A row of `buffers.Views.lens`."""
+    c = camera
+    return c.fx, c.fy, c.cx, c.cy, c.near, float(c.orthographic), c.corner_tangent, 0.0
+
+
+def views_of(size: tuple[int, int], from_world: Tensor, lens: Tensor) -> Uploaded:
+    """`buffers.Views` of pictures of a size, in memory that is there."""
     values = buffers.Views()
     values.width, values.height = size
     return Uploaded.into(values, {"from_world": from_world, "lens": lens})
@@ -203,5 +210,6 @@ def _from_origin(transforms: NDArray[np.float64], origins: NDArray[np.float64]) 
     return moved.reshape(-1, 12)
 
 
-def _on(device: torch.device, array: NDArray[Any]) -> Tensor:
+def uploaded(device: torch.device, array: NDArray[Any]) -> Tensor:
+    """An array of the host, on the device."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)
