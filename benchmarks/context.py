@@ -185,10 +185,11 @@ def ours(whole: list[Tensor], context: Context, packing: Packing) -> Run:
     chunks = packing.held[context.index]
     query, key, value, dout = (chunks.of(each, 2).transpose(1, 2).contiguous().transpose(1, 2) for each in whole)
     leaves = [each.requires_grad_() for each in (query, key, value)]
-    attention: Any = Layer()
+    layer: Any = Layer()
+    attention = ContextAttention(context, packing)  # of all layers
 
     def run() -> tuple[Tensor, ...]:
-        out = ContextAttention(context, packing).attended(attention, *leaves)
+        out = attention.attended(layer, *leaves)
         return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
     return run

@@ -1,10 +1,11 @@
 """Ten thousand rocks on a plain, each of a third of a million triangles, in one picture.
 
-    python examples/field.py [--rocks 10000] [--detail 7] [--size 960x540] [--out field]
+    python examples/field.py [--rocks 10000] [--detail 7] [--size 960x540] [--sun 1,0.6,-0.7] [--out field]
 
 A rock is a ball that is cut flat at random and roughened, as noisy as a scan. There is one in memory; each instance of
 it is a transform. The pictures show the shaded field, its instances, clusters and levels, and how often each pixel was
 covered. The camera moves a little between two frames: what the first has drawn is what the second can hide behind.
+With --sun, the direction of its light, rocks and hills cast shadows; those of the first frame serve the second, too.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ def main() -> None:
     parser.add_argument("--rocks", type=int, default=10_000)
     parser.add_argument("--detail", type=int, default=7, help="a rock has 20 * 4^DETAIL triangles")
     parser.add_argument("--size", default="960x540", metavar="WIDTHxHEIGHT")
+    parser.add_argument("--sun", metavar="X,Y,Z", help="where sunlight shines to: rocks cast shadows")
     parser.add_argument("--device", help="a GPU if there is one")
     parser.add_argument("--out", type=Path, default=Path("field"), metavar="FOLDER")
     options = parser.parse_args()
@@ -102,19 +104,24 @@ def main() -> None:
     total = plain.triangles + options.rocks * stone.triangles
     print(f"{options.rocks:,} rocks of {stone.triangles:,} triangles, built in {stone.seconds:.1f} s", flush=True)
 
+    shown = SHOWN
+    if options.sun:
+        world.add_light(scene.DirectionalLight([float(number) for number in options.sun.split(",")]))
+        shown = (*SHOWN, "shadow")
     renderer = scene.Renderer(world, options.device)
     top = float(transforms[:, 2, 3].max())
     for step in (0.0, 0.05):
         eye = (0.1 * reach + step, -0.75 * reach - 4, top + 4)
         camera = scene.Camera.look_at(eye, (0, 0, top - 0.2 * reach), fov_y_degrees=45, width=width, height=height)
-        frame = renderer.render(camera, outputs=SHOWN)
+        frame = renderer.render(camera, outputs=shown)
         found = frame.stats
         print(
             f"drawn: {found.triangles:,} of {total:,} triangles ({found.triangles / total:.3%}), "
-            f"{found.clusters:,} clusters, levels {', '.join(map(str, found.levels))}; hidden: {found.occluded:,}",
+            f"{found.clusters:,} clusters, levels {', '.join(map(str, found.levels))}; hidden: {found.occluded:,}"
+            + (f"; shadow maps: {found.shadow_maps}" if options.sun else ""),
             flush=True,
         )
-    for show in SHOWN:
+    for show in shown:
         Image.fromarray(scene.picture(frame, show)).save(options.out / f"{show}.png")
     print(f"pictures: {options.out}")
 

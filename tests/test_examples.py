@@ -438,14 +438,17 @@ def test_holes_are_found() -> None:
 
 
 def test_a_field_of_rocks_draws_few_of_its_triangles(run: Run, tmp_path: Path) -> None:
-    out = run("field", "--rocks", 400, "--detail", 5, "--size", "160x90", "--out", tmp_path, "--device", "cpu")
-    drawn = re.findall(r"^drawn: ([\d,]+) of 8,322,050 triangles .* hidden: ([\d,]+)", out, re.MULTILINE)
+    words = ("--rocks", 400, "--detail", 5, "--size", "160x90", "--sun", "1,0.6,-0.7", "--device", "cpu")
+    out = run("field", *words, "--out", tmp_path)
+    drawn = re.findall(r"^drawn: ([\d,]+) of 8,322,050 triangles .* hidden: ([\d,]+); shadow", out, re.MULTILINE)
+    assert re.findall(r"shadow maps: (\d)", out)[0] == "4"
     triangles, hidden = ([int(each.replace(",", "")) for each in column] for column in zip(*drawn, strict=True))
     assert len(drawn) == 2
     assert max(triangles) < 8_322_050 / 20
     assert hidden[0] == 0 < hidden[1]
     assert triangles[1] < triangles[0]
-    assert {path.stem for path in tmp_path.glob("*.png")} == {"color", "instance", "cluster", "level", "overdraw"}
+    shown = {"color", "instance", "cluster", "level", "overdraw", "shadow"}
+    assert {path.stem for path in tmp_path.glob("*.png")} == shown
     with Image.open(tmp_path / "instance.png") as picture:
         assert len(picture.getcolors(1 << 16)) > 100  # type: ignore[arg-type]
 

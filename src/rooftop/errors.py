@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
+FAILURE = "rooftop_failure"
+"""The attribute of an exception that ended a world of ranks: which rank failed first and why, at all in one wording."""
+
 
 class RooftopError(Exception):
     """Base of the errors below."""

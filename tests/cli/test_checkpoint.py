@@ -195,6 +195,18 @@ def test_the_older_format_is_inspected_and_converted(run: Path, trained: GptTrai
 def test_a_wrong_place_or_layout_is_said_before_anything_is_written(run: Path, said: Said) -> None:
     out = run.parent / "out"
     for words, expected in (
+        (["export-hf", run, "-o", out / "in" / "nowhere"], "there is no folder"),
+        *(
+            ([verb, run, "-o", path], f"cannot be written: {why}")
+            for verb in ("convert", "export-hf")
+            for path, why in (
+                (run.parent / ("o" * 300), "no folder can be made there (File name too long); give another one"),
+                ("/proc/model", "no folder can be made there (No such file or directory); give another one"),
+                (run / "latest" / "model", "there is no folder"),
+                ("..", "expected the name of a folder that is not there yet, or empty"),
+                ("/", "expected the name of a folder that is not there yet, or empty"),
+            )
+        ),
         (["convert", run, "-o", run], "is there already: give a new folder, or an empty one"),
         (["export-hf", run, "-o", run], "is there already: give a new folder, or an empty one"),
         (["convert", run, "-o", out / "in" / "nowhere"], "there is no folder"),

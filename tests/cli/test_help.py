@@ -20,6 +20,7 @@ from rooftop.ladder import LADDERS
 from rooftop.models import builtin_models
 from rooftop.models.gpt_configs import PRESETS
 from rooftop.parallel import TRANSPORTS
+from rooftop.parallel.recomputing import GRANULARITIES
 from rooftop.parallel.schedules import SCHEDULES
 from rooftop.scene.gbuffers import OUTPUTS
 from rooftop.train.gpt_training import DECAYS
@@ -84,6 +85,7 @@ def test_names_are_those_of_what_they_name() -> None:
     assert list(names.DECAYS) == list(DECAYS)
     assert list(names.SCHEDULES) == list(SCHEDULES)
     assert names.TRANSPORTS == TRANSPORTS
+    assert names.GRANULARITIES == GRANULARITIES
     assert list(names.TRAINED_DTYPES) == list(TRAINED)
 
 

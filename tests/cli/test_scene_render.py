@@ -104,6 +104,23 @@ def test_several_outputs_stand_beside_each_other_with_captions(run: Run, ball: P
     assert np.array_equal(pixels("one.png"), below[16:, :64])
 
 
+def test_a_sun_casts_shadows(run: Run, ball: Path, box: Path) -> None:
+    status, _, err = run(
+        ball, box, "-o", "{show}.png", *SMALL, "--sun", "1,1,-2", "--show", "color", "--show", "shadow"
+    )
+    assert status == 0, err
+    run(ball, box, "-o", "plain.png", *SMALL)
+    with Image.open("color.png") as shaded, Image.open("plain.png") as plain, Image.open("shadow.png") as shadow:
+        assert shaded.tobytes() != plain.tobytes()
+        assert len(shadow.getcolors(1 << 16)) >= 3  # background, lit, dark
+    status, _, err = run(ball, "-o", "x.png", *SMALL, "--show", "shadow")
+    assert status == 2
+    assert "--show shadow: give --sun" in err
+    status, _, err = run(ball, "-o", "x.png", *SMALL, "--sun", "0,0,0")
+    assert status == 2
+    assert "expected a direction, not zeros" in err
+
+
 def test_names_say_what_is_shown_and_which_frame(run: Run, ball: Path) -> None:
     words = ("--show", "color", "--show", "depth", "--frames", 2, *SMALL)
     status, out, err = run(ball, "-o", "{show}-{frame}.png", *words)
@@ -330,7 +347,7 @@ def test_the_outline_of_a_scene_is_where_its_instances_are(ball: Path, box: Path
         (("--instances", "0"), "0 is not in the range"),
         (("--pixel-error", "-1"), "-1.0 is not in the range"),
         (("--pixel-error", "inf"), "pixel_error=inf"),
-        (("--show", "shadow"), "'shadow' is not one of"),
+        (("--show", "shade"), "'shade' is not one of"),
         (("--show", "uv"), "no FILE has texture coordinates"),
         (("--device", "tpu"), "expected cpu, cuda or cuda:N"),
         (("-o", "out.jpg"), "expected a name that ends in .png"),
@@ -395,7 +412,7 @@ def test_help_teaches(run: Run) -> None:
     assert status == 0
     known = {name for option in render_command.params for name in option.opts}
     examples = re.findall(r"^ +rooftop scene render (.*)", out, re.MULTILINE)
-    assert len(examples) == 5
+    assert len(examples) == 6
     for example in examples:
         assert set(re.findall(r"(?:^|\s)(--?[a-z-]+)", example)) <= known
     for key in ("eye", "fov_y_degrees", "view_height", "world_to_camera"):

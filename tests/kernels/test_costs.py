@@ -18,6 +18,7 @@ from rooftop import kernels
 from rooftop.cost import CountingMode
 from rooftop.cost.registry import formula_for
 from rooftop.hardware import ceilings_of
+from rooftop.kernels import matmuls
 from rooftop.kernels.attention_states import merge_into
 
 ELSEWHERE = {
@@ -169,6 +170,8 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
         lambda: kernels.linear_act(HIDDEN, HEAD, ROW, "relu", OTHER),
         (2 * 24 * 3 + 3 * 24, F4 * (12 + 18 + 6 + 24), F4 * 24),
     ),
+    # a clamp
+    "activation": (lambda: matmuls.activation_of(X, "relu"), (24, F4 * 24, F4 * 24)),
     "linear_act_backward": (
         lambda: learn(lambda x, w, b: kernels.linear_act(x, w, b, "relu"), HIDDEN, HEAD, ROW),
         (2 * 24, F4 * 48, F4 * 30),
@@ -231,8 +234,8 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
 
 
 WITHOUT_AUTOGRAD = {  # what calls these refuses tensors that autograd watches, or they have no tensors
-    "max_pool2d", "merge_attention_states_", "paged_attention", "random_normal", "random_uniform", "rope_",
-    "scale_gradient", "scale_gradient_",
+    "activation", "max_pool2d", "merge_attention_states_", "paged_attention", "random_normal", "random_uniform",
+    "rope_", "scale_gradient", "scale_gradient_",
 }  # fmt: skip
 
 
@@ -318,5 +321,5 @@ def test_a_model_of_all_operators_is_covered(predicted: bool) -> None:
     assert report.coverage == 1.0
     assert [row.name for row in report.uncovered] == []
     used = {row.name.removeprefix("rooftop::") for row in report.ops}
-    others = {"merge_attention_states_", "rope_", "scale_gradient"}
+    others = {"activation", "merge_attention_states_", "rope_", "scale_gradient"}
     assert set(OPERATORS) - used == others, "in place without autograd; with retain_graph"

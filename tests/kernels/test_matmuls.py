@@ -29,6 +29,7 @@ from rooftop.kernels.matmul_tables import (
     Tile,
     choose,
 )
+from rooftop.kernels.matmuls import activation_of, linear_act_and_before
 from rooftop.launch import INTERPRETED, count_launches, operators
 from rooftop.launch.triton_launch import launch
 from rooftop.nn import LinearAct
@@ -177,6 +178,34 @@ def test_every_kernel_of_several_tiles(tile: Tile, across: bool, dtype: torch.dt
     exact = wide((x, weight, bias, residual))
     assert_as_accurate(y, by_torch(x, weight, bias, "gelu", residual), by_torch(*exact[:3], "gelu", exact[3]))
     assert_as_accurate(before, functional.linear(x, weight, bias), functional.linear(*exact[:3]))
+    y, before = forward(plan, x, weight, bias, "gelu", None, True, True)
+    assert torch.equal(activation_of(before, "gelu"), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_what_was_activated_gives_the_result_again(activation: str, dtype: torch.dtype) -> None:
+    x, weight, bias, _ = operands(2, 20, 37, 24, dtype=dtype)
+    weight.requires_grad_()
+    y, before = linear_act_and_before(x, weight, bias, activation)
+    plain = linear_act(x, weight, bias, activation)  # rounds once in half precision
+    if dtype in (torch.float32, torch.float64) or not INTERPRETED:
+        assert torch.equal(y, plain)
+    assert torch.equal(activation_of(before, activation), y)
+    assert y.requires_grad
+    assert not before.requires_grad
+    for made in (linear_act_and_before(x, weight, bias, activation)[0], linear_act(x, weight, bias, activation)):
+        made.sum().backward()
+    assert weight.grad is not None
+
+
+def test_what_was_activated_is_given_where_backward_keeps_it() -> None:
+    x, weight, bias, _ = operands(2, 3, 4)
+    for activation in ("none", "relu", "sigmoid"):
+        with pytest.raises(ValueError, match=f"does not keep what '{activation}' activates: use gelu"):
+            linear_act_and_before(x, weight, bias, activation)
+    with pytest.raises(ValueError, match=r"must be one of none, relu.*did you mean gelu"):
+        activation_of(x, "gleu")
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
@@ -225,8 +254,8 @@ def test_activations_for_results_of_16_bits_are_far_within_their_rounding(activa
     y = torch.empty(len(x))
     launch(
         linear_act_finish, (1, 1), y.device, x.float(), None, None, y, None, 1, len(x), 1, len(x), len(x), 0,
-        ACTIVATION=ACTIVATIONS.index(activation), HAS_BIAS=False, HAS_RESIDUAL=False, KEEP=False, SPLIT=1, UNIT=1,
-        ROWS=1, COLUMNS=1 << 16, HALF=True,
+        ACTIVATION=ACTIVATIONS.index(activation), HAS_BIAS=False, HAS_RESIDUAL=False, KEEP=False, ROUNDED=False,
+        SPLIT=1, UNIT=1, ROWS=1, COLUMNS=1 << 16, HALF=True,
     )  # fmt: skip
     limits = torch.finfo(dtype)
     assert ((y - exact).abs() <= 0.1 * limits.eps * exact.abs() + 0.1 * limits.smallest_normal).all()

@@ -48,6 +48,9 @@ class Case:
 class Layer:
     """What `ContextAttention` asks of an attention."""
 
+    selective = False
+    attend_in_pytorch = ParallelSelfAttention.attend_in_pytorch
+
     def __init__(self, case: Case) -> None:
         self.window, self.training = case.window, True
         self.masks = CounterDropouts(seed=5)
@@ -218,22 +221,26 @@ def test_what_cannot_be_exchanged_is_refused(on_ranks: Run, ranks_failed: type[E
 
 
 def three_heads() -> None:
-    heads_here(torch.zeros(1, 3, 4, 2), Packing.of(8, 2).held, Layout(cp=2).process_groups()["cp"])
+    heads_here(torch.zeros(1, 3, 4, 2), torch.arange(8), Layout(cp=2).process_groups()["cp"])
 
 
 def near_three() -> None:
     Context.of(Layout(cp=4).process_groups()["cp"], "a2a+p2p", near=3)
 
 
-def test_the_layers_of_a_model_share_what_was_made_ready() -> None:
+def test_layers_and_steps_share_what_was_made_ready() -> None:
     case = Case("p2p", 1, documents=True)
-    made = ContextAttention(Context(), case.packing())
+    packing = case.packing()
     query, key, value, _ = whole(case)
     attention: Any = Layer(case)
     with patch.object(contexts, "Blocks", wraps=contexts.Blocks) as blocks:
-        for _ in range(3):
-            made.attended(attention, query, key, value)
+        for _step in range(2):
+            made = ContextAttention(Context(), packing)
+            for _layer in range(3):
+                made.attended(attention, query, key, value)
     assert blocks.call_count == 1
+    context = Context()
+    assert context.packing(8) is context.packing(8)
 
 
 def test_an_attention_layer_takes_it_as_it_takes_a_cache() -> None:

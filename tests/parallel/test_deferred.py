@@ -20,7 +20,7 @@ LLAMA = GptConfig(vocabulary=17, layers=2, width=16, heads=4, kv_heads=2, hidden
 TEXT = torch.randint(17, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
-def model_and_loss(config: GptConfig, **options: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
+def model_and_loss(config: GptConfig, **options: bool | str) -> tuple[nn.Module, Callable[[], Tensor]]:
     model = parallel_gpt(config, seed=1, dtype=torch.float64, **options)
     return model, lambda: model(TEXT[:, :-1], TEXT[:, 1:], step=3)
 
@@ -35,8 +35,8 @@ def linear_weights(model: nn.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("config", [CONFIG, LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_later_gradients_are_those_of_backward_at_once(config: GptConfig, recompute: bool) -> None:
+@pytest.mark.parametrize("recompute", [False, True, "selective"])
+def test_later_gradients_are_those_of_backward_at_once(config: GptConfig, recompute: bool | str) -> None:
     plain, loss = model_and_loss(config, recompute=recompute)
     loss().backward()
     expected = gradients(plain)

@@ -50,8 +50,8 @@ def test_step_seed_name_and_mode() -> None:
     assert "p=0.4, a" in repr(dropout)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_model_takes_a_step_in_a_tensor_and_finds_that_it_changed(recompute: bool) -> None:
+@pytest.mark.parametrize("recompute", [False, True, "selective"])
+def test_a_model_takes_a_step_in_a_tensor_and_finds_that_it_changed(recompute: bool | str) -> None:
     config = GptConfig(
         vocabulary=31, layers=2, width=16, heads=2, kv_heads=2, hidden=16, positions=8, attention_dropout=0.5
     )

@@ -62,7 +62,7 @@ class Case:
 
     kind: str
     layout: Layout
-    recompute: bool = False
+    recompute: bool | str = False
     halves: bool = False
     transport: str = "p2p"
     documents: bool = False
@@ -74,32 +74,39 @@ ON_EIGHT = [
     Case("llama", Layout(8)),
     Case("gpt", Layout(4, 2, sequence_parallel=True)),
     Case("llama", Layout(2, 4), recompute=True),
-    Case("gpt", Layout(1, 8), recompute=True),
-    Case("llama", Layout(1, 8, sequence_parallel=True)),
+    Case("gpt", Layout(1, 8), recompute="selective"),
+    Case("llama", Layout(1, 8, sequence_parallel=True), recompute="selective"),
     Case("llama", Layout(2, 4, sequence_parallel=True), halves=True),
     Case("gpt", Layout(1, 2, cp=4), transport="all_gather", documents=True),
-    Case("llama", Layout(2, 2, cp=2), recompute=True, transport="p2p", documents=True),
+    Case("llama", Layout(2, 2, cp=2), recompute="selective", transport="p2p", documents=True),
     Case("llama", Layout(1, 2, cp=4), transport="a2a"),
 ]
 ON_TWO = [
     Case("llama", Layout(cp=2), transport="p2p", documents=True),
-    Case("gpt", Layout(cp=2), transport="all_gather", recompute=True),
+    Case("gpt", Layout(cp=2), transport="all_gather", recompute="selective"),
     Case("llama", Layout(cp=2), transport="a2a"),
 ]
 ON_FOUR = [
     Case("gpt", Layout(2, cp=2), transport="p2p", documents=True),
     Case("llama", Layout(cp=4), transport="a2a+p2p", documents=True, recompute=True),
-    Case("gpt", Layout(1, 2, cp=2, sequence_parallel=True), transport="a2a", recompute=True),
-    Case("llama", Layout(1, 2, cp=2, sequence_parallel=True), transport="all_gather", documents=True),
+    Case("gpt", Layout(1, 2, cp=2, sequence_parallel=True), transport="a2a", recompute="selective"),
+    Case(
+        "llama",
+        Layout(1, 2, cp=2, sequence_parallel=True),
+        transport="all_gather",
+        documents=True,
+        recompute="selective",
+    ),
 ]
 
+KINDS = ("selective", "full")  # of recomputation
 OF_CONTEXTS = {1: [Case("llama", Layout(), documents=True)], 2: ON_TWO, 4: ON_FOUR}
 
 
 def cases_of(world: int) -> list[Case]:
     """All of data and tensor parallel ranks, with and without sequence parallelism: each on both models, one of them
     with recomputation, by turns, the other with the halves of a batch in turn. And context parallel ranks, by each
-    transport."""
+    transport. Whole blocks and selected tensors are recomputed by turns, too."""
     if world == 8:
         return ON_EIGHT
     splits = [
@@ -109,7 +116,12 @@ def cases_of(world: int) -> list[Case]:
         for sequence in ((False, True) if tp > 1 else (False,))
     ]
     return OF_CONTEXTS[world] + [
-        Case(kind, split, recompute=(number + turn) % 2 == 0, halves=(number + turn) % 2 == 1)
+        Case(
+            kind,
+            split,
+            recompute=KINDS[(number // 2 + turn) % 2] if (number + turn) % 2 == 0 else False,
+            halves=(number + turn) % 2 == 1,
+        )
         for (number, split), (turn, kind) in product(enumerate(splits), enumerate(CONFIGS))
     ]
 
@@ -595,12 +607,12 @@ def test_recomputation_has_the_masks_of_its_own_step(kind: str) -> None:
     """Also where the next micro-batch's forward has come before."""
     tokens, targets = text(CONFIGS[kind])
     found = []
-    for recompute in (False, True):
+    for recompute in (False, "full", "selective"):
         model = parallel_gpt(CONFIGS[kind], seed=SEED, recompute=recompute, dtype=torch.float64)
         losses = [model(tokens, targets, step=step) for step in (3, 4)]
         assert float(losses[0].detach()) != float(losses[1].detach())
         found.append(torch.autograd.grad(losses[0], list(model.parameters())))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
 def test_recomputation_keeps_less() -> None:

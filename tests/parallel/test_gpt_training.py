@@ -13,14 +13,18 @@ from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from rooftop.cli.main import main
+from rooftop.errors import WeightsError
 from rooftop.models import Gpt, GptConfig
 from rooftop.models.gpt_weights import save_gpt
+from rooftop.train import GptTrainer
 
 Run = Callable[..., list[Any]]
 Said = tuple[int, str, str]
@@ -39,23 +43,24 @@ LAYOUTS = {
     ),
     "dp=2": (2, ["--micro-batch-size", "2"]),
     "dp=2 tp=2 sequence": (
-        4, ["--tensor-parallel-size", "2", "--sequence-parallel", "--micro-batch-size", "2", "--recompute"],
+        4, ["--tensor-parallel-size", "2", "--sequence-parallel", "--micro-batch-size", "2",
+            "--recompute-granularity", "selective"],
     ),
     "pp=2 dp=2": (4, ["--pipeline-parallel-size", "2", "--micro-batch-size", "4"]),
     "pp=2 tp=2 sequence": (
         4, ["--pipeline-parallel-size", "2", "--pipeline-schedule", "zb-h1", "--tensor-parallel-size", "2",
-            "--sequence-parallel", "--micro-batch-size", "2", "--recompute"],
+            "--sequence-parallel", "--micro-batch-size", "2", "--recompute-granularity", "selective"],
     ),
     "pp=2 cp=2 shared": (
         4, ["--pipeline-parallel-size", "2", "--pipeline-schedule", "zb-h1", "--context-parallel-size", "2",
-            "--use-torch-fsdp2", "--micro-batch-size", "2", "--recompute"],
+            "--use-torch-fsdp2", "--micro-batch-size", "2", "--recompute-granularity", "full"],
     ),
     "cp=2": (2, ["--context-parallel-size", "2", "--micro-batch-size", "4"]),
     "cp=2 tp=2 sequence": (
         4,
         [
-            *("--context-parallel-size", "2", "--tensor-parallel-size", "2", "--sequence-parallel", "--recompute"),
-            *("--cp-comm-type", "all_gather", "--micro-batch-size", "8"),
+            *("--context-parallel-size", "2", "--tensor-parallel-size", "2", "--sequence-parallel"),
+            *("--cp-comm-type", "all_gather", "--micro-batch-size", "8", "--recompute-granularity", "selective"),
         ],
     ),
     "cp=2 dp=2 shared": (
@@ -81,8 +86,8 @@ PACKED_LAYOUTS = {
     "cp=2 dp=2 shared": (
         4,
         [
-            *("--context-parallel-size", "2", "--use-torch-fsdp2", "--cp-comm-type", "all_gather", "--recompute"),
-            *("--micro-batch-size", "4"),
+            *("--context-parallel-size", "2", "--use-torch-fsdp2", "--cp-comm-type", "all_gather"),
+            *("--micro-batch-size", "4", "--recompute-granularity", "selective"),
         ],
     ),
     "cp=2 tp=2 sequence": (
@@ -348,7 +353,7 @@ WRONG = {
     "halves again": (["--tp-comm-overlap", "--micro-batch-size", "2", "--recompute"], "leave out halves or recompute"),
     "halves alone": (["--tp-comm-overlap", "--micro-batch-size", "2"], "has no tensor parallel ranks, whose exchanges"),
     "shared graph": (["--enable-cuda-graph"], "a CUDA graph (cuda_graph, --enable-cuda-graph) needs a GPU"),
-    "batch": (["--micro-batch-size", "3"], "batch=8 is not divisible by 6"),
+    "batch": (["--micro-batch-size", "3"], "is not divisible by micro_batch=3 (--micro-batch-size)"),
     "layers": (["--pipeline-parallel-size", "2", "--num-layers", "1"], "layers=1 is less than pp=2"),
     "stages": (
         ["--pipeline-parallel-size", "2", "--pipeline-schedule", "zbv"],
@@ -420,6 +425,41 @@ def test_what_is_wrong_everywhere_is_said_once_and_nobody_waits(name: str, on_ra
     errors = [err for _, _, err in said if err]
     assert len(errors) == 1
     assert words in errors[0]
+    assert "Traceback" not in errors[0]
+
+
+def failing_at_rank_one(words: list[str]) -> Said:
+    """Rank 1 alone cannot make the model: the others hear of it."""
+    real = GptTrainer.__init__
+
+    def fail(self: GptTrainer, *given: Any, **options: Any) -> None:
+        if dist.get_rank() == 1:
+            raise WeightsError("rank 1's weights\nare not on its machine")
+        real(self, *given, **options)
+        dist.barrier()
+
+    with patch.object(GptTrainer, "__init__", fail):
+        return called(words)
+
+
+@pytest.mark.parametrize("everywhere", [True, False], ids=["all ranks", "one rank"])
+def test_what_fails_once_ranks_have_met_is_said_once(
+    everywhere: bool, on_ranks: Run, data: Path, tmp_path: Path
+) -> None:
+    words = [*WORDS, "--data-path", str(data)]
+    if everywhere:
+        sizes = {"n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 8, "vocab_size": VOCABULARY}
+        gpt2 = {"model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
+        (tmp_path / "config.json").write_text(json.dumps({**gpt2, **sizes}))
+        sized = ("--num-layers", "--hidden-size", "--num-attention-heads", "--vocab-size")
+        places = [words.index(name) for name in sized]
+        words = [word for at, word in enumerate(words) if at not in places and at - 1 not in places]
+        words += ["--init-from", str(tmp_path)]
+    said: list[Said] = on_ranks(2, called if everywhere else failing_at_rank_one, words, joined=False, limit_s=60)
+    assert all(status in (1, 2) for status, _, _ in said)
+    errors = [err for _, _, err in said if err]
+    assert len(errors) == 1, errors
+    assert ("is no .safetensors file" if everywhere else "rank 1's weights") in errors[0]
     assert "Traceback" not in errors[0]
 
 

@@ -182,7 +182,12 @@ def test_the_nearest_layouts_have_pipelines_and_context_ranks_where_the_given_on
             "sequence=8 is not divisible by 12 .* tp=3 parts",
         ),
         (Layout(dp=4), {"batch": 6}, "batch=6 is not divisible by dp=4"),
-        (Layout(dp=2), {"batch": 6, "micro_batch": 2}, r"batch=6 is not divisible by 4 \(dp=2 x micro_batch\)"),
+        (
+            Layout(dp=2),
+            {"batch": 6, "micro_batch": 2},
+            "batch=6 is not divisible by 4, that is dp=2 times micro_batch=2",
+        ),
+        (Layout(), {"batch": 6, "micro_batch": 4}, "by micro_batch=4. One rank has no other layout: change what does"),
         (Layout(tp=4), {"world_size": 8}, "it has 4 ranks and the world 8. Nearest for 8 ranks: dp=2 tp=4 pp=1 cp=1"),
     ],
 )

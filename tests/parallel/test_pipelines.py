@@ -72,7 +72,7 @@ class Case:
     schedule: str
     micro_batches: int
     stages: int | None = None
-    recompute: bool = False
+    recompute: bool | str = False
     halves: bool = False
     shared: bool = False
 
@@ -87,26 +87,26 @@ CASES = {
         Case("llama", TWO, "1f1b", 4),
         Case("untied", TWO, "1f1b", 1, recompute=True),
         Case("gpt", TWO, "interleaved", 4, 2),
-        Case("llama", TWO, "interleaved", 2, 2, recompute=True),
-        Case("gpt", TWO, "zb-h1", 8, recompute=True),
+        Case("llama", TWO, "interleaved", 2, 2, recompute="selective"),
+        Case("gpt", TWO, "zb-h1", 8, recompute="selective"),
         Case("llama", TWO, "zb-h1", 4),
         Case("gpt", TWO, "zbv", 4),
-        Case("untied", TWO, "zbv", 2, recompute=True),
+        Case("untied", TWO, "zbv", 2, recompute="selective"),
     ],
     4: [
-        Case("gpt", SEQUENCE, "interleaved", 4, 2, recompute=True),
-        Case("llama", SEQUENCE, "zb-h1", 4),
+        Case("gpt", SEQUENCE, "interleaved", 4, 2, recompute="selective"),
+        Case("llama", SEQUENCE, "zb-h1", 4, recompute="selective"),
         Case("llama", SEQUENCE, "zbv", 4, halves=True),
         Case("gpt", Layout(tp=2, pp=2), "zbv", 2, recompute=True),
         Case("llama", Layout(2, pp=2), "gpipe", 2),
-        Case("gpt", Layout(2, pp=2), "zbv", 4, recompute=True, shared=True),
+        Case("gpt", Layout(2, pp=2), "zbv", 4, recompute="selective", shared=True),
         Case("gpt", Layout(2, pp=2), "zb-h1", 4, shared=True),
         Case("gpt", Layout(pp=4), "1f1b", 2),
         Case("gpt", Layout(pp=4), "zb-h1", 2, recompute=True),
     ],
     8: [
         Case("gpt", Layout(2, 2, 2, sequence_parallel=True), "1f1b", 4, recompute=True),
-        Case("llama", Layout(2, 2, 2, sequence_parallel=True), "zb-h1", 2, shared=True),
+        Case("llama", Layout(2, 2, 2, sequence_parallel=True), "zb-h1", 2, recompute="selective", shared=True),
         Case("llama of 8", Layout(1, 2, 4, sequence_parallel=True), "zbv", 8),
         Case("llama of 8", Layout(2, pp=4), "interleaved", 4, 2, recompute=True),
         Case("gpt of 8", Layout(pp=8), "zb-h1", 4),

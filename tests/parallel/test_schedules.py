@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -223,6 +224,52 @@ def test_what_is_at_the_wrong_rank_is_refused() -> None:
 def test_what_a_schedule_does_not_have_is_refused(arguments: tuple[str, int, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         schedule_of(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((None, 2, 2), "name must be a str, one of gpipe, .* got NoneType None"),
+        (("1f1b", 2.0, 2), "ranks must be an int, got float 2.0"),
+        (("1f1b", True, 2), "ranks must be an int, got bool True"),
+        (("1f1b", 2, "4"), "micro_batches must be an int, got str '4'"),
+        (("1f1b", 2, None), "micro_batches must be an int, got NoneType None"),
+        (("interleaved", 2, 2, 2.0), "stages_per_rank must be an int, got float 2.0"),
+    ],
+)
+def test_names_and_sizes_of_another_type_are_refused(arguments: tuple[Any, ...], said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        schedule_of(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"seconds": {"F": 1}}, ValueError, "1f1b has instructions of the kinds B, whose seconds are not given"),
+        ({"seconds": {"F": 1, "X": 2}}, ValueError, r"there is no kind of instruction 'X': expected .* F \(forward\)"),
+        ({"seconds": {"F": -1, "B": 2}}, ValueError, "seconds of F must be a finite number of .* or more, got -1"),
+        ({"seconds": {"F": "1", "B": 2}}, ValueError, "seconds of F must be a finite number .* got '1'"),
+        ({"seconds": {"F": math.nan, "B": 2}}, ValueError, "seconds of F must be .* got nan"),
+        ({"seconds": lambda each: None}, ValueError, "seconds of F of micro-batch 0 at stage 0 must be .* got None"),
+        ({"seconds": 1.0}, TypeError, "seconds must be a dict by kind, such as .* got float 1.0"),
+        ({"seconds": None}, TypeError, "seconds must be a dict by kind, such as .* got NoneType None"),
+        ({"transfer": -1}, ValueError, "transfer must be a finite number of seconds, 0 or more, got -1"),
+        ({"transfer": "1 ms"}, ValueError, "transfer must be a finite number of seconds, 0 or more, got '1 ms'"),
+    ],
+)  # fmt: skip
+def test_times_that_are_none_are_refused(options: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        simulate(schedule_of("1f1b", 2, 3), **options)
+
+
+def test_what_is_no_schedule_is_not_simulated() -> None:
+    with pytest.raises(TypeError, match="expected a Schedule, got str '1f1b': schedule_of"):
+        simulate("1f1b")  # type: ignore[arg-type]
+    for units in ({"F": 1.5, "B": 2}, {"F": "1", "B": 2}):
+        with pytest.raises(ValueError, match="units must be whole numbers, columns of the picture; got 'F'"):
+            schedule_of("1f1b", 2, 3).drawn(units)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="kinds B, whose seconds are not given"):
+        schedule_of("1f1b", 2, 3).drawn({"F": 1})
 
 
 # ---- pictures ----------------------------------------------------------------------------------------------------

@@ -31,13 +31,18 @@ def lightness(colors: NDArray[np.uint8]) -> NDArray[np.float64]:
 def test_background_is_dark_in_every_picture() -> None:
     inf, nan = torch.inf, torch.nan
     backgrounds = {"depth": inf, "normal": (0, 0, 0), "uv": (nan, nan), "velocity": (0, 0), "color": (0, 0, 0)}
-    backgrounds["vertex_color"] = (nan, nan, nan)
+    backgrounds |= {"vertex_color": (nan, nan, nan), "shadow": (nan,)}
     for name in OUTPUTS:
         floats = name in backgrounds
         value = backgrounds.get(name, 0 if name == "overdraw" else -1)
         found = shown(name, [value, value], torch.float32 if floats else torch.int32)
         assert found.dtype == np.uint8, name
         assert found.tolist() == [list(NIGHT)] * 2, name
+
+
+def test_shadows_are_the_lighter_the_more_of_all_lights_arrives() -> None:
+    assert shown("shadow", [[1.0], [0.5], [0.0]]).tolist() == [[242] * 3, [147] * 3, [51] * 3]
+    assert shown("shadow", [[1.0, 0.0]]).tolist() == [[147] * 3]
 
 
 def test_colors_and_normals_are_what_they_are() -> None:

@@ -35,6 +35,7 @@ from rooftop.train import (
     checkpoint_writing,
     find_training,
     load_training,
+    nothing_saved,
     other_data,
     run_steps,
     save_training,
@@ -470,6 +471,56 @@ def test_reports_have_every_step_once_in_groups_of_the_interval(tmp_path: Path) 
     assert [[report.step for report in group] for group in groups] == [[1], [2, 3], [4, 5], [6], [7, 8]]
     assert [report.loss for group in groups for report in group] == losses(trainer(), 8)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000005", "step-00000008"]
+
+
+@pytest.mark.parametrize("options", [{"save_interval": 2}, {"keep_last": 1}, {"async_save": False}])
+def test_how_it_is_saved_needs_a_folder(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="say how checkpoints are saved: give save, the folder for them"):
+        next(run_steps(trainer(), 3, **options))
+
+
+def test_folders_may_be_given_as_text(tmp_path: Path) -> None:
+    one, folder = trainer(), str(tmp_path / "run")
+    assert nothing_saved(folder)
+    list(run_steps(one, 1, save=folder))
+    one.advance()
+    saved = save_training(folder, one)
+    assert saved == tmp_path / "run" / "step-00000002"
+    found, step = find_training(folder, TRAINING)
+    assert (found, step) == (saved, 2)
+    assert other_data(str(found), one.batches.tokens) is None
+    again = trainer()
+    load_training(str(found), again)
+    assert losses(again, 2) == losses(one, 2)
+
+
+def test_a_micro_batch_that_does_not_divide_the_batch_is_told_which_do() -> None:
+    for layout, ranks in ((Layout(), 1), (Layout(dp=2), 2)):
+        with pytest.raises(
+            ValueError, match=r"global_batch=4 \(--global-batch-size\) is not divisible by micro_batch=3"
+        ) as said:
+            replace(TRAINING, micro_batch=3, global_batch=4).check(layout, ranks, "cpu")
+        assert "use a micro-batch of 2 or 4, or another global batch" in str(said.value)
+        assert "rank fits" not in str(said.value)
+
+
+def test_a_model_begins_from_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = trainer()
+    one.advance()
+    save_training(tmp_path / "run", one)
+    said = "holds a training that rooftop train --save wrote, and no model of Hugging Face: --load goes on with it"
+    (tmp_path / "book.txt").write_text("abc " * 200)
+    for folder in ("run", "run/step-00000001"):
+        assert called(tmp_path, "--init-from", str(tmp_path / folder)) == 2
+        err = capsys.readouterr().err
+        assert f"{tmp_path / folder} {said}" in err
+        assert f"rooftop checkpoint export-hf {tmp_path / folder} -o FOLDER" in err
+        with pytest.raises(InputError, match=said):
+            GptTrainer(TRAINING, COUNTING, Layout(), Layout().process_groups(), CPU, initial=str(tmp_path / folder))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(InputError, match="is a model's of Hugging Face: a training begins from one by --init-from"):
+        find_training(tmp_path / "model", TRAINING)
 
 
 def test_a_loss_that_is_not_finite_ends_it() -> None:

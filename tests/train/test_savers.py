@@ -563,6 +563,9 @@ def test_only_a_folder_that_is_saved_to_may_be_missing(book: Path, capsys: pytes
     assert "run has 1 steps already" in capsys.readouterr().err
     assert main([*words, "--keep-last", "2"]) == 2
     assert "--keep-last says how many steps are left there: expected --save DIR" in capsys.readouterr().err
+    for option in ("--no-async-save", "--async-save"):
+        assert main([*words, option]) == 2
+        assert f"{option} says how it is written: expected --save DIR, where to" in capsys.readouterr().err
 
 
 def test_the_writing_process_does_not_hear_what_the_training_is_sent(tmp_path: Path) -> None:

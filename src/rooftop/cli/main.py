@@ -16,7 +16,7 @@ import click
 import rooftop
 from rooftop.cli.lazy_groups import LazyGroup, Verb
 from rooftop.cli.words import Words
-from rooftop.errors import InputError, RooftopError, TargetError, did_you_mean
+from rooftop.errors import FAILURE, InputError, RooftopError, TargetError, did_you_mean
 
 # Verb -> its line in `rooftop --help`. The command itself is `rooftop.cli.commands.VERB:command`.
 VERBS = {
@@ -88,10 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 1
     except (RooftopError, OSError) as error:
-        return _fail(str(error), 2 if isinstance(error, WRONG_CALL) else 1, debug)
+        return _fail(str(error), 2 if isinstance(error, WRONG_CALL) else 1, debug, error)
     except Exception as error:
         note = "" if debug else " (an unexpected error: run again with --debug for the traceback)"
-        return _fail(f"{type(error).__name__}: {error}{note}", 1, debug)
+        return _fail(f"{type(error).__name__}: {error}{note}", 1, debug, error)
 
 
 def _message(error: click.ClickException) -> str:
@@ -115,20 +115,30 @@ def _hint(error: click.ClickException, words: Sequence[str]) -> str:
     return f" (try: {error.ctx.command_path} --help)" if isinstance(error, click.UsageError) and error.ctx else ""
 
 
-def _fail(message: str, status: int, debug: bool) -> int:
+def _fail(message: str, status: int, debug: bool, error: BaseException | None = None) -> int:
     if debug:
         traceback.print_exc()
     line = "rooftop: error: " + " ".join(message.split())
-    if debug or "RANK" not in os.environ or _first_to_say(line):
+    if debug or "RANK" not in os.environ or _first_to_say(_failure_behind(error) or line):
         click.echo(line, err=True)
     return status
 
 
-def _first_to_say(line: str) -> bool:
-    """Whether no other rank has failed with the same line: a wrong option is wrong for all of them."""
+def _failure_behind(error: BaseException | None) -> str | None:
+    """Of an error that ended a world of ranks: the first failure in it, in the same words at all of them."""
+    while error is not None:
+        failure = getattr(error, FAILURE, None)
+        if isinstance(failure, str):
+            return failure
+        error = error.__cause__
+    return None
+
+
+def _first_to_say(failure: str) -> bool:
+    """Whether no other rank has said the same: a wrong option is wrong for all, and all hear which rank failed."""
     from rooftop.analysis.ranks.lockstep import first_to_say
 
-    return first_to_say(line)
+    return first_to_say(failure)
 
 
 def run() -> None:

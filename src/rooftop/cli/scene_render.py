@@ -48,6 +48,7 @@ def run_render(
     intrinsics: str | None,
     pose: Path | None,
     camera: Path | None,
+    sun: Numbers | None,
     near: float | None,
     size: tuple[int, int] | None,
     frames: int,
@@ -67,6 +68,11 @@ def run_render(
         raise click.UsageError("--show uv: no FILE has texture coordinates")
     if "vertex_color" in shows and not any(mesh.meta["has_colors"] for mesh in world.meshes):
         raise click.UsageError("--show vertex_color: no FILE has colours of vertices")
+    if "shadow" in shows and sun is None:
+        raise click.UsageError("--show shadow: give --sun, the direction of the light that is shaded, such as 1,1,-2")
+    if sun is not None:
+        with _wrong_call():
+            world.add_light(scene.DirectionalLight(sun))
     bounds = world.bounds()
     choice = Choice(eye, target, up, fov, orbit, parallel, intrinsics, pose, camera, size, near)
     cameras = chosen_cameras(choice, outline(world))

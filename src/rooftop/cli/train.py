@@ -40,6 +40,7 @@ from rooftop.train import (
     step_roof,
 )
 from rooftop.train.gpt_training import DTYPES
+from rooftop.train.initial_weights import check_no_training
 from rooftop.train.metrics import add_lines, kept_lines, metrics_file
 from rooftop.train.mixtures import paths_of
 from rooftop.train.stopping import STOPPED_STATUS, stop_on_sigterm
@@ -62,7 +63,7 @@ def train_gpt(
     train_iters: int,
     save: Path | None,
     save_interval: int | None,
-    async_save: bool,
+    async_save: bool | None,
     keep_last: int | None,
     load: Path | None,
     init_from: Path | None,
@@ -78,6 +79,10 @@ def train_gpt(
         raise click.UsageError("--save-interval says how often: expected --save DIR, where to")
     if keep_last is not None and save is None:
         raise click.UsageError("--keep-last says how many steps are left there: expected --save DIR")
+    if async_save is not None and save is None:
+        given = "--async-save" if async_save else "--no-async-save"
+        raise click.UsageError(f"{given} says how it is written: expected --save DIR, where to")
+    async_save = async_save is not False
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with as_input_errors():
         ranks = launched().size
@@ -260,6 +265,7 @@ def training_of(
     seed: int,
     dtype: str | None,
     recompute: bool,
+    recompute_granularity: str | None,
     tp_comm_overlap: bool,
     accumulate_whole_gradients: bool,
     pipeline_schedule: str | None,
@@ -274,8 +280,13 @@ def training_of(
     """The flags' training.
 
     Raises:
-        ValueError: sizes that do not fit; no vocabulary is known; sizes beside a preset or a folder that has them.
+        ValueError: sizes that do not fit; no vocabulary is known; sizes beside a preset or a folder that has them; two
+            kinds of recomputation.
     """
+    if recompute and recompute_granularity == "selective":
+        raise InputError(
+            "--recompute is --recompute-granularity full, and selective was asked for, too: leave out one of both"
+        )
     if init_from is not None:
         sizes = {
             "--preset": preset,
@@ -287,6 +298,7 @@ def training_of(
         given = [name for name, value in sizes.items() if value is not None]
         if given:
             raise InputError(f"--init-from {init_from} has its sizes: leave out {' and '.join(given)}")
+        check_no_training(init_from)
         config = replace(read_gpt_config(init_from), dropout=dropout)
         if tokens.text and config.vocabulary != BYTES:
             raise InputError(
@@ -335,7 +347,7 @@ def training_of(
         clip=clip_grad,
         seed=seed,
         dtype=DTYPES[dtype or ("bfloat16" if kind == "cuda" else "float32")],
-        recompute=recompute,
+        recompute=recompute_granularity or ("full" if recompute else False),
         halves=tp_comm_overlap,
         sum_once=accumulate_whole_gradients,
         pipeline_schedule=pipeline_schedule,

@@ -44,12 +44,14 @@ def linear_act_descriptors(
     x, weight, y, z, residual,  # descriptors: (M, K) or (K, M), (N, K) or (K, N), (M, N), (M, N), (M, N)
     bias,  # (N,)
     rows, columns, depth, padded_rows, lag,  # padded_rows: from one part of K to the next, in y; lag: in clock cycles
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    KEEP: tl.constexpr, ROUNDED: tl.constexpr,
     X_ACROSS: tl.constexpr, W_ACROSS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     PARTS: tl.constexpr, HALF: tl.constexpr, OUT_OF_STEP: tl.constexpr,
 ):  # fmt: skip
-    """Every (number of programs)-th tile. OUT_OF_STEP: the later half of the programs begins `lag` later."""
+    """Every (number of programs)-th tile. OUT_OF_STEP: the later half of the programs begins `lag` later. ROUNDED: what
+    is kept (KEEP) is activated, in z's dtype."""
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
     steps = tl.cdiv(depth, DEPTH)
     steps_of_part = tl.cdiv(steps, SPLIT)
@@ -88,6 +90,8 @@ def linear_act_descriptors(
                 values += tl.load(bias + lane, mask=lane < columns, other=0.0).to(tl.float32)[None, :]
             if KEEP:
                 z.store([row, first_column], values.to(z.dtype))
+            if ROUNDED:
+                values = values.to(z.dtype).to(tl.float32)
             values = activated(values, ACTIVATION, HALF)
             if HAS_RESIDUAL:
                 values += residual.load([row, first_column]).to(tl.float32)
@@ -99,7 +103,8 @@ def linear_act_single(
     x, weight, weight_more, y, z,  # descriptors, as above; weight_more: of MORE rows of weight at a time
     residual, bias,  # (M, N), (N,)
     rows, columns, depth, residual_row,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    KEEP: tl.constexpr, ROUNDED: tl.constexpr,
     X_ACROSS: tl.constexpr, W_ACROSS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     PARTS: tl.constexpr, HALF: tl.constexpr, MORE: tl.constexpr, EARLY: tl.constexpr,
@@ -142,6 +147,8 @@ def linear_act_single(
         total += offset[None, :].to(tl.float32)
     if KEEP:
         _store_parts(z, total, row, column, PARTS)
+    if ROUNDED:
+        total = total.to(z.dtype).to(tl.float32)
     total = activated(total, ACTIVATION, HALF)
     if HAS_RESIDUAL:
         total += added.to(tl.float32)
@@ -151,6 +158,8 @@ def linear_act_single(
             total_more += offset_more[None, :].to(tl.float32)
         if KEEP:
             _store_parts(z, total_more, row, column + COLUMNS, 1)
+        if ROUNDED:
+            total_more = total_more.to(z.dtype).to(tl.float32)
         total_more = activated(total_more, ACTIVATION, HALF)
         if HAS_RESIDUAL:
             total_more += added_more.to(tl.float32)
@@ -161,7 +170,8 @@ def linear_act_single(
 def linear_act_pointers(
     x, weight, y, z, residual, bias,  # (M, K), (N, K), (M, N) or (SPLIT, M, N), (M, N), (M, N), (N,)
     rows, columns, depth, x_row, x_column, weight_row, weight_column, residual_row,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    KEEP: tl.constexpr, ROUNDED: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     HALF: tl.constexpr,
@@ -198,6 +208,8 @@ def linear_act_pointers(
         total += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     if KEEP:
         tl.store(z + place, total.to(z.dtype.element_ty), mask=inside)
+    if ROUNDED:
+        total = total.to(z.dtype.element_ty).to(tl.float32)
     total = activated(total, ACTIVATION, HALF)
     if HAS_RESIDUAL:
         source = residual + row[:, None] * residual_row + column[None, :]
@@ -210,7 +222,8 @@ def linear_act_pointers(
 def linear_act_finish(
     sums, bias, residual, y, z,  # (SPLIT, padded rows, N), (N,), (M, N), (M, N), (M, N)
     rows, units, padded_rows, sums_row, y_row, residual_row,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    KEEP: tl.constexpr, ROUNDED: tl.constexpr,
     SPLIT: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """y = activation(sum of sums + bias) + residual; z is what is activated. Strides count groups of UNIT elements."""
@@ -228,6 +241,8 @@ def linear_act_finish(
         values += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     if KEEP:
         tl.store(z + place, values.to(z.dtype.element_ty), mask=inside)
+    if ROUNDED:
+        values = values.to(z.dtype.element_ty).to(tl.float32)
     values = activated(values, ACTIVATION, HALF)
     if HAS_RESIDUAL:
         source = residual + row[:, None] * (residual_row * UNIT) + column[None, :]

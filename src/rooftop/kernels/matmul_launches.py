@@ -29,9 +29,12 @@ SUM_OF_CHUNKS = {"ROWS": 64, "COLUMNS": 16, "num_warps": 4}
 
 def forward(
     plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
-    keep: bool,
+    keep: bool, rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(y (M, N), what was activated (M, N) or nothing) by the library or a kernel, as `plan` says; any strides."""
+    """(y (M, N), what was activated (M, N) or nothing) by the library or a kernel, as `plan` says; any strides.
+
+    rounded: activate what is kept, and not what it was before it was rounded.
+    """
     rows, columns = x.shape[0], weight.shape[0]
     nothing = x.new_empty(0)
     if rows == 0 or columns == 0:
@@ -55,12 +58,12 @@ def forward(
     run = _RUN[tile.kernel]
     bias = bias.contiguous() if bias is not None else None
     if split == 1:
-        run(tile, 1, x, weight, bias, activation, residual, y, before, rows)
+        run(tile, 1, x, weight, bias, activation, residual, y, before, rows, rounded)
     else:
         padded = -(-rows // tile.rows) * tile.rows if tile.kernel == "descriptors" else rows
         sums = torch.empty((split * padded, y.stride(0)), dtype=torch.float32, device=x.device)[:, :columns]
-        run(tile, split, x, weight, None, "none", None, sums, nothing, padded)
-        finish(sums, split, padded, bias, activation, residual, y, before)
+        run(tile, split, x, weight, None, "none", None, sums, nothing, padded, False)
+        finish(sums, split, padded, bias, activation, residual, y, before, rounded)
     return y.contiguous(), before.contiguous()
 
 
@@ -95,7 +98,7 @@ def _with_aligned_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[
 
 def _with_descriptors(
     tile: Tile, split: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
-    y: Tensor, before: Tensor, padded_rows: int,
+    y: Tensor, before: Tensor, padded_rows: int, rounded: bool,
 ) -> None:  # fmt: skip
     from rooftop.kernels.matmul_kernels import linear_act_descriptors
 
@@ -116,13 +119,13 @@ def _with_descriptors(
         *(bias, rows, columns, depth, padded_rows, tile.lag * depth),
         X_ACROSS=x.stride(1) != 1, W_ACROSS=weight.stride(1) != 1, PARTS=tile.parts,
         OUT_OF_STEP=tile.lag > 0 and not INTERPRETED,
-        **_constants(tile, split, x, bias, activation, residual, keep),
+        **_constants(tile, split, x, bias, activation, residual, keep, rounded),
     )  # fmt: skip
 
 
 def _with_single_tiles(
     tile: Tile, split: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
-    y: Tensor, before: Tensor, _: int,
+    y: Tensor, before: Tensor, _: int, rounded: bool,
 ) -> None:  # fmt: skip
     from rooftop.kernels.matmul_kernels import linear_act_single
 
@@ -143,7 +146,7 @@ def _with_single_tiles(
         *(residual, bias, rows, columns, depth, residual.stride(0) if residual is not None else 0),
         X_ACROSS=x.stride(1) != 1, W_ACROSS=weight.stride(1) != 1, PARTS=tile.parts, MORE=tile.more,
         **({"EARLY": True, "launch_pdl": True} if tile.early and not INTERPRETED else {"EARLY": False}),
-        **_constants(tile, split, x, bias, activation, residual, keep),
+        **_constants(tile, split, x, bias, activation, residual, keep, rounded),
     )  # fmt: skip
 
 
@@ -158,7 +161,7 @@ def _described(t: Tensor, height: int, width: int) -> TensorDescriptor:
 
 def _with_pointers(
     tile: Tile, split: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
-    y: Tensor, before: Tensor, _: int,
+    y: Tensor, before: Tensor, _: int, rounded: bool,
 ) -> None:  # fmt: skip
     from rooftop.kernels.matmul_kernels import linear_act_pointers
 
@@ -170,7 +173,7 @@ def _with_pointers(
         linear_act_pointers, (tiles,), x.device, x, weight, y, before if keep else None, residual, bias,
         rows, columns, depth, *x.stride(), *weight.stride(), residual.stride(0) if residual is not None else 0,
         WIDE=any(_reach(t, tile.depth) >= 1 << 31 for t in (x, weight)),
-        **_constants(tile, split, x, bias, activation, residual, keep),
+        **_constants(tile, split, x, bias, activation, residual, keep, rounded),
     )  # fmt: skip
 
 
@@ -183,13 +186,21 @@ def _reach(t: Tensor, beyond: int) -> int:
 
 
 def _constants(
-    tile: Tile, split: int, x: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
+    tile: Tile,
+    split: int,
+    x: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    keep: bool,
+    rounded: bool,
 ) -> dict[str, int | bool | str]:
     return {
         "ACTIVATION": ACTIVATIONS.index(activation),
         "HAS_BIAS": bias is not None,
         "HAS_RESIDUAL": residual is not None,
         "KEEP": keep,
+        "ROUNDED": keep and rounded,
         "PRECISION": "tf32" if matrix_precision(x) == "tf32" else "ieee",
         "WIDEN": INTERPRETED,
         "HALF": x.dtype in HALVES,
@@ -205,7 +216,7 @@ def _constants(
 
 def finish(
     sums: Tensor, split: int, padded_rows: int, bias: Tensor | None, activation: str, residual: Tensor | None,
-    y: Tensor, before: Tensor,
+    y: Tensor, before: Tensor, rounded: bool = False,
 ) -> None:  # fmt: skip
     """y = activation(sum of sums + bias) + residual."""
     from rooftop.kernels.matmul_kernels import linear_act_finish
@@ -221,8 +232,8 @@ def finish(
         sums, bias, residual, y, before if keep else None, rows, columns // group, padded_rows,
         sums.stride(0) // group, y.stride(0) // group, residual_row // group,
         ACTIVATION=ACTIVATIONS.index(activation), HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        KEEP=keep, SPLIT=split, UNIT=group, ROWS=height, COLUMNS=block, HALF=y.dtype in HALVES,
-        num_warps=FINISH_WARPS,
+        KEEP=keep, ROUNDED=keep and rounded, SPLIT=split, UNIT=group, ROWS=height, COLUMNS=block,
+        HALF=y.dtype in HALVES, num_warps=FINISH_WARPS,
     )  # fmt: skip
 
 

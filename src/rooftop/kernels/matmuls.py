@@ -23,7 +23,7 @@ from torch.nn import functional
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
 from rooftop.errors import did_you_mean
 from rooftop.kernels.autocasting import under_autocast
-from rooftop.kernels.matmul_launches import ACTIVATIONS, backward, forward
+from rooftop.kernels.matmul_launches import ACTIVATIONS, backward, finish, forward
 from rooftop.kernels.matmul_tables import LinearPlan, plan_of
 from rooftop.kernels.padded_rows import LEAST_PADDED, missing_columns, padded
 from rooftop.launch.operators import (
@@ -52,7 +52,18 @@ def linear_act_reference(
     """(y, what was activated) of x (..., K) and weight (N, K) in plain PyTorch; what follows the product is float32, or
     float64 for float64."""
     before = functional.linear(x, weight, bias)
-    values = before.to(_wide(x.dtype))
+    values = _activated(before.to(_wide(x.dtype)), activation)
+    if residual is not None:
+        values = values + residual
+    return values.to(x.dtype), before
+
+
+def activation_reference(before: Tensor, activation: str) -> Tensor:
+    """activation(before), float32 inside, or float64 for float64."""
+    return _activated(before.to(_wide(before.dtype)), activation).to(before.dtype)
+
+
+def _activated(values: Tensor, activation: str) -> Tensor:
     if activation == "relu":
         values = values.relu()
     elif activation == "gelu":
@@ -63,9 +74,7 @@ def linear_act_reference(
         values = functional.silu(values)
     elif activation == "sigmoid":
         values = values.sigmoid()
-    if residual is not None:
-        values = values + residual
-    return values.to(x.dtype), before
+    return values
 
 
 def linear_act_backward_reference(dy: Tensor, saved: Tensor, activation: str, of_output: bool) -> Tensor:
@@ -94,7 +103,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _by_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    keep: bool,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     y, before = linear_act_reference(x, weight, bias, activation, residual)
     return y, (before.clone() if before is y else before) if keep else x.new_empty(0)
@@ -102,17 +117,29 @@ def _by_reference(
 
 @operator("linear_act")
 def _linear_act(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    keep: bool,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     plan = plan_of(x, weight, bias, activation, residual, keep)
     if plan.backend == "reference":
         return _by_reference(x, weight, bias, activation, residual, keep)
-    return forward(plan, x, weight, bias, activation, residual, keep)
+    return forward(plan, x, weight, bias, activation, residual, keep, rounded)
 
 
 @torch.library.register_fake("rooftop::linear_act")
 def _(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    keep: bool,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     shape = (x.shape[0], weight.shape[0])
     return x.new_empty(shape), x.new_empty(shape if keep else 0)
@@ -137,13 +164,30 @@ def _(dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: bool) -
     return dy.new_empty(dy.shape if activation != "none" else 0), dy.new_empty(dy.shape[1] if sums else 0)
 
 
+@operator("activation")
+def _activation(before: Tensor, activation: str) -> Tensor:
+    if before.dtype != torch.float64 and before.numel() and (before.device.type == "cuda" or INTERPRETED):
+        y = torch.empty(before.shape, dtype=before.dtype, device=before.device)
+        finish(before.contiguous(), 1, before.shape[0], None, activation, None, y, before.new_empty(0))
+        return y
+    return activation_reference(before, activation).clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("rooftop::activation")
+def _(before: Tensor, activation: str) -> Tensor:
+    return before.new_empty(before.shape)
+
+
+in_pytorch("activation", activation_reference)
+
+
 def _keeps(activation: str, residual: Tensor | None) -> bool:
     """Whether backward needs what was activated, and not only the result."""
     return activation != "none" and (activation not in OF_OUTPUT or residual is not None)
 
 
 def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
-    x, weight, bias, activation, residual, keep = inputs
+    x, weight, bias, activation, residual, keep, *_ = inputs
     y, before = output
     needed = _keeps(activation, residual)
     ctx.activation, ctx.of_output = activation, not needed and not keep  # type: ignore[attr-defined]
@@ -157,9 +201,9 @@ def _differentiate(
     ctx: torch.autograd.function.FunctionCtx, dy: Tensor | None, _before: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     if dy is None:
-        return (None,) * 6
+        return (None,) * 7
     x, weight, bias, saved = ctx.saved_tensors  # type: ignore[attr-defined]
-    for_x, for_weight, for_bias, _, for_residual, _ = ctx.needs_input_grad  # type: ignore[attr-defined]
+    for_x, for_weight, for_bias, _, for_residual = ctx.needs_input_grad[:5]  # type: ignore[attr-defined]
     activation, of_output = ctx.activation, ctx.of_output  # type: ignore[attr-defined]
     dz, dbias = dy, None
     if torch.is_grad_enabled():  # create_graph: what was saved does not know how it depends on x
@@ -175,7 +219,7 @@ def _differentiate(
         made, dbias = _linear_act_backward(dy, saved, activation, of_output, for_bias)
         dz = made if activation != "none" else dy
     dx, dweight = _products(dz, x if for_weight else None, weight if for_x else None)
-    return dx, dweight, dbias if for_bias else None, None, dy if for_residual else None, None
+    return dx, dweight, dbias if for_bias else None, None, dy if for_residual else None, None, None
 
 
 @without_autocast
@@ -198,7 +242,13 @@ differentiable("linear_act", _differentiate, _save)
 
 
 def _formula(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    keep: bool,
+    rounded: bool = False,
 ) -> tuple[Tensor, None]:
     return linear_act_reference(x, weight, bias, activation, residual)[0], None
 
@@ -228,6 +278,13 @@ def _forward_cost(call: Call) -> Cost:
     precision = precision_of(x.dtype)
     flops[precision] = flops.get(precision, 0) + each * results
     return Cost(distinct_bytes([x, weight, bias, residual]), distinct_bytes(call.out), flops)
+
+
+@cost_of("rooftop::activation")
+def _activation_cost(call: Call) -> Cost:
+    before = call["before"]
+    flops = {precision_of(before.dtype): _FORWARD_FLOPS[call["activation"]] * before.numel()}
+    return Cost(distinct_bytes([before]), distinct_bytes([call.out]), flops)
 
 
 @cost_of("rooftop::linear_act_backward")
@@ -269,17 +326,70 @@ def linear_act(
     """
     if activation == "none" and residual is None and _is_torchs(input, weight, bias):
         return functional.linear(input, weight, bias)
+    return _linear_act_of(input, weight, bias, activation, residual)[0]
+
+
+def linear_act_and_before(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "gelu"
+) -> tuple[Tensor, Tensor]:
+    """`linear_act`, and what was activated, without a gradient: `activation_of` makes the result of it again.
+
+    So what is activated is rounded before, as PyTorch does, and as what is kept for backward: in half precision the
+    result has two roundings. Arguments and errors as of `linear_act`; the activation is one whose backward needs what
+    was activated.
+
+    Returns:
+        (y, before), (..., N) both.
+
+    Raises:
+        ValueError: also another activation.
+    """
+    if not _keeps(activation, None):
+        raise ValueError(
+            f"linear_act_and_before: backward does not keep what {activation!r} activates: use gelu, gelu_tanh or silu"
+        )
+    y, before = _linear_act_of(input, weight, bias, activation, None, again=True)
+    return y, before.detach().view(y.shape)
+
+
+def activation_of(before: Tensor, activation: str) -> Tensor:
+    """The result of `linear_act` of what it kept, bit for bit; without a gradient.
+
+    Args:
+        before: (..., N), what was activated.
+        activation: as of `linear_act`.
+
+    Raises:
+        ValueError: an activation that there is not.
+    """
+    _check_activation("activation_of", activation)
+    y: Tensor = _activation(before.detach().reshape(-1, before.shape[-1]), activation)
+    return y.view(before.shape)
+
+
+def _linear_act_of(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    again: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(y (..., N), what was activated, (M, N) or (..., N); nothing, where it is neither needed nor asked for).
+
+    again: whether it is asked for, so that y can be made of it again.
+    """
     if _is_plain(input, weight, bias, activation, residual):
-        return linear_act_reference(input, weight, bias, activation, residual)[0]
+        return linear_act_reference(input, weight, bias, activation, residual)
     x, weight, bias, residual, later = _prepared("linear_act", input, weight, bias, activation, residual)
     columns = weight.shape[0]
     tensors = (x, weight, bias, residual)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     added = residual.reshape(rows.shape[0], columns) if residual is not None else None
-    keep = _keeps(activation, residual) and keeps_for_backward(*tensors)
-    y = _linear_act(rows, weight, bias, activation, added, keep)[0]
+    keep = again or (_keeps(activation, residual) and keeps_for_backward(*tensors))
+    y, before = _linear_act(rows, weight, bias, activation, added, keep, again)
     y = y.reshape(*x.shape[:-1], columns)
-    return y if later is None else y + later
+    return y if later is None else y + later, before
 
 
 def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> bool:
@@ -385,6 +495,14 @@ def linear_act_plan(
     return plan_of(rows, weight, bias, activation, added, keep)
 
 
+def _check_activation(name: str, activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"{name}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+            f"{did_you_mean(activation, ACTIVATIONS)}"
+        )
+
+
 def _broadcast(a: torch.Size, b: torch.Size) -> bool:
     return all(m == n or 1 in (m, n) for m, n in zip(a[::-1], b[::-1], strict=False))
 
@@ -406,11 +524,7 @@ def _prepared(
             raise TypeError(f"{name}: {argument} must be bfloat16, float16, float32 or float64, got {tensor.dtype}")
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name}: input is on {x.device}, {argument} on {tensor.device}: move one to the other")
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"{name}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-            f"{did_you_mean(activation, ACTIVATIONS)}"
-        )
+    _check_activation(name, activation)
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{name}: expected input (..., K) and weight (N, K), got {tuple(x.shape)} and {tuple(weight.shape)}"

@@ -29,10 +29,10 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from rooftop.errors import WeightsError
 from rooftop.launch.symbolic import refuse_proxies
@@ -46,9 +46,10 @@ from rooftop.models.gpt_blocks import (
 )
 from rooftop.models.gpt_switches import GptConfig
 from rooftop.parallel.contexts import Context, ContextAttention
-from rooftop.parallel.dropouts import CounterDropouts, Place
+from rooftop.parallel.dropouts import CounterDropouts
 from rooftop.parallel.exchanges import Group, place_in
 from rooftop.parallel.packings import Packing
+from rooftop.parallel.recomputing import Recompute, granularity_of, recomputed
 from rooftop.parallel.self_attentions import ParallelSelfAttention, Remembered, Rotation
 from rooftop.parallel.shards import shards_of
 from rooftop.parallel.tensor_linears import ColumnParallelLinear
@@ -124,7 +125,8 @@ class Gpt(nn.Module):
             has values by `parallel_gpt`.
         sequence_parallel: whether these also split what is between the layers, along the sequence. Between stages goes
             then a rank's part of it.
-        recompute: keep only what goes from block to block, and compute the rest again in backward.
+        recompute: what backward computes again instead of keeping it (`rooftop.parallel.recomputing`): False: nothing;
+            True or "full": all but what goes from block to block; "selective": what is cheap and large.
         halves: compute the two halves of a batch in turn: what tensor parallel ranks exchange of one is on its way
             while the other is computed (`rooftop.parallel.turns`). Without such ranks, and with a cache, the batch is
             computed as a whole. Layers are called by their parts: hooks of a block and of what is in it do not run.
@@ -147,7 +149,7 @@ class Gpt(nn.Module):
         dropouts: Dropouts = plain_dropouts,
         group: Group = None,
         sequence_parallel: bool = False,
-        recompute: bool = False,
+        recompute: Recompute = False,
         halves: bool = False,
         context: Context | None = None,
         device: torch.device | str | None = None,
@@ -159,18 +161,20 @@ class Gpt(nn.Module):
             raise ValueError(f"Gpt: expected some of the layers {range(config.layers)}, one after another, got {owned}")
         if group is not None and torch.device(device or torch.get_default_device()).type != "meta":
             raise ValueError("Gpt: a part of a model is built with device='meta': rooftop.models.parallel_gpt fills it")
-        if halves and recompute:
+        granularity = granularity_of(recompute, "Gpt")
+        if halves and granularity:
             raise ValueError("Gpt: halves in turn cannot be computed again in backward: leave out halves or recompute")
         if halves and context is not None and context.ranks > 1:
             raise ValueError("Gpt: halves in turn cannot have context parallel ranks: leave out halves or the context")
-        self.config, self.group, self.recompute = config, group, recompute
+        self.config, self.group, self.recompute = config, group, granularity
         self.halves = halves and group is not None
         self.context = context or Context()
         self.split_along = group if sequence_parallel else None
         self.masks = dropouts if isinstance(dropouts, CounterDropouts) else None
         with torch.device(device) if device is not None else torch.device(torch.get_default_device()):
             self.embedding = TokenEmbedding(config, dropouts, group, sequence_parallel) if pre_process else None
-            blocks = {str(layer): Block(config, layer, dropouts, group, sequence_parallel) for layer in owned}
+            again = granularity == "selective"
+            blocks = {str(layer): Block(config, layer, dropouts, group, sequence_parallel, again) for layer in owned}
             self.layers = nn.ModuleDict(blocks)
             self.head = Head(config, group, sequence_parallel) if post_process else None
         if dtype is not None:
@@ -287,8 +291,8 @@ class Gpt(nn.Module):
             return self._in_turns(x, rotation)
         others = cache if packing is None else ContextAttention(self.context, packing)
         for block in self.layers.values():
-            if self.recompute and cache is None and torch.is_grad_enabled():
-                x, update = self._recomputed(block, x, update, rotation, others)
+            if self.recompute == "full" and cache is None and torch.is_grad_enabled():
+                x, update = recomputed(partial(_through, block, rotation, others), self.masks, x, update)
             else:
                 x, update = block(x, update, rotation, others)
         return x, update
@@ -308,28 +312,6 @@ class Gpt(nn.Module):
             x, update = yield from block.in_phases(x, update, rotation)
         assert update is not None
         return x, update
-
-    def _recomputed(
-        self,
-        block: nn.Module,
-        x: Tensor,
-        update: Tensor | None,
-        rotation: Rotation | None,
-        others: Remembered | None,
-    ) -> tuple[Tensor, Tensor]:
-        """As the block; in backward it is computed again, with the masks of this place in the training."""
-        masks, place = self.masks, self.masks.place if self.masks is not None else Place()
-        step = place.step
-        version = step._version if isinstance(step, Tensor) else 0
-
-        def run(*given: Tensor | None) -> tuple[Tensor, Tensor]:
-            if isinstance(step, Tensor) and step._version != version:
-                raise RuntimeError("Gpt: the step, a tensor, was changed before backward, which needs the same masks")
-            with masks.at(place) if masks is not None else nullcontext():
-                return block(*given, rotation, others)  # type: ignore[no-any-return]
-
-        # Masks by counter need no generator's state.
-        return checkpoint(run, x, update, use_reentrant=False, preserve_rng_state=masks is None)  # type: ignore[no-any-return]
 
     def _length(self, input: Tensor) -> int:
         """Positions of the whole sequence, of which a later stage is given a part."""
@@ -396,6 +378,12 @@ class Gpt(nn.Module):
             )
         if self.halves:
             raise ValueError("Gpt: halves in turn cannot be packed: build the model without halves")
+
+
+def _through(
+    block: nn.Module, rotation: Rotation | None, others: Remembered | None, x: Tensor, update: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return block(x, update, rotation, others)  # type: ignore[no-any-return]
 
 
 def _check_tied_head(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *_: object) -> None:

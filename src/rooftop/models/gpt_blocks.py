@@ -6,6 +6,7 @@ Each is a part of `rooftop.models.gpt.Gpt`, and told its place in the whole mode
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from rooftop.nn import Embedding, LayerNorm, RMSNorm
 from rooftop.nn.norms import norm_of_sum
 from rooftop.parallel.exchanges import Group, join_of_ranks, own_part
 from rooftop.parallel.mlps import ParallelMLP
+from rooftop.parallel.recomputing import as_multiplied, made_again
 from rooftop.parallel.self_attentions import ParallelSelfAttention, Remembered, Rotation
 from rooftop.parallel.tensor_linears import ColumnParallelLinear
 from rooftop.parallel.turns import Phases
@@ -100,7 +102,7 @@ def rotary_frequencies(config: GptConfig, device: torch.device | str = "cpu") ->
 
 
 def _attention(
-    config: GptConfig, layer: int, dropouts: Dropouts, group: Group, sequence_parallel: bool
+    config: GptConfig, layer: int, dropouts: Dropouts, group: Group, sequence_parallel: bool, selective: bool
 ) -> ParallelSelfAttention:
     name = f"layers.{layer}.attention"
     return ParallelSelfAttention(
@@ -117,10 +119,13 @@ def _attention(
         dropout=_dropout(dropouts, config.dropout, f"{name}.dropout"),
         group=group,
         sequence_parallel=sequence_parallel,
+        selective=selective,
     )
 
 
-def _mlp(config: GptConfig, layer: int, dropouts: Dropouts, group: Group, sequence_parallel: bool) -> ParallelMLP:
+def _mlp(
+    config: GptConfig, layer: int, dropouts: Dropouts, group: Group, sequence_parallel: bool, selective: bool
+) -> ParallelMLP:
     return ParallelMLP(
         config.width,
         config.hidden,
@@ -129,11 +134,15 @@ def _mlp(config: GptConfig, layer: int, dropouts: Dropouts, group: Group, sequen
         dropout=_dropout(dropouts, config.dropout, f"layers.{layer}.mlp.dropout"),
         group=group,
         sequence_parallel=sequence_parallel,
+        selective=selective,
     )
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the last sum is left to the norm that follows."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); the last sum is left to the norm that follows.
+
+    With `selective` backward makes again what is cheap and large (`rooftop.parallel.recomputing`).
+    """
 
     def __init__(
         self,
@@ -142,20 +151,37 @@ class Block(nn.Module):
         dropouts: Dropouts = plain_dropouts,
         group: Group = None,
         sequence_parallel: bool = False,
+        selective: bool = False,
     ) -> None:
         super().__init__()
+        self.selective = selective
         self.attention_norm = _norm(config)
-        self.attention = _attention(config, layer, dropouts, group, sequence_parallel)
+        self.attention = _attention(config, layer, dropouts, group, sequence_parallel, selective)
         self.mlp_norm = _norm(config)
-        self.mlp = _mlp(config, layer, dropouts, group, sequence_parallel)
+        self.mlp = _mlp(config, layer, dropouts, group, sequence_parallel, selective)
 
     def forward(
         self, x: Tensor, update: Tensor | None = None, rotation: Rotation | None = None, cache: Remembered | None = None
     ) -> tuple[Tensor, Tensor]:
         """Takes x and update, (B, S, W), whose sum is the input. Returns two such tensors, whose sum is the result."""
+        if self.selective:
+            return self._selective(x, update, rotation, cache)
         x, normed = summed_and_normed(self.attention_norm, x, update)
         x, normed = summed_and_normed(self.mlp_norm, x, self.attention(normed, rotation, cache))
         return x, self.mlp(normed)
+
+    @torch.compiler.disable  # which chooses by itself what backward computes again
+    def _selective(
+        self, x: Tensor, update: Tensor | None, rotation: Rotation | None, cache: Remembered | None
+    ) -> tuple[Tensor, Tensor]:
+        x, normed = summed_and_normed(self.attention_norm, x, update)
+        normed = as_multiplied(normed)
+        with _normed_again(self.attention_norm, x, normed):
+            update = self.attention(normed, rotation, cache)
+        x, normed = summed_and_normed(self.mlp_norm, x, update)
+        normed = as_multiplied(normed)
+        with _normed_again(self.mlp_norm, x, normed):
+            return x, self.mlp(normed)
 
     def in_phases(
         self, x: Tensor, update: Tensor | None = None, rotation: Rotation | None = None
@@ -165,6 +191,11 @@ class Block(nn.Module):
         update = yield from self.attention.in_phases(normed, rotation)
         x, normed = summed_and_normed(self.mlp_norm, x, update)
         return x, (yield from self.mlp.in_phases(normed))
+
+
+def _normed_again(norm: nn.Module, x: Tensor, normed: Tensor) -> AbstractContextManager[None]:
+    """Within: what autograd would keep of the norm of x is made again."""
+    return made_again((normed,), lambda x: (as_multiplied(norm(x)),), x)
 
 
 class Head(nn.Module):

@@ -34,6 +34,7 @@ from rooftop.parallel.dropouts import CounterDropouts
 from rooftop.parallel.exchanges import Group
 from rooftop.parallel.layouts import Layout
 from rooftop.parallel.randomness import Boxes, Constant, Init, Normal, Stream, materialize
+from rooftop.parallel.recomputing import Recompute
 from rooftop.parallel.shards import Shard, shards_of
 
 
@@ -58,7 +59,7 @@ def parallel_gpt(
     groups: Mapping[str, Group] | None = None,
     *,
     seed: int,
-    recompute: bool = False,
+    recompute: Recompute = False,
     halves: bool = False,
     context: Context | None = None,
     device: torch.device | str = "cpu",
@@ -71,7 +72,7 @@ def parallel_gpt(
         layout: its `dp`, `tp` and `cp` ranks; None: one process.
         groups: `layout.process_groups()`; made here if not given.
         seed: of initial values and of dropout, from 0 to 2^64 - 1.
-        recompute: whether blocks are computed again in backward.
+        recompute: what backward computes again, as of `Gpt`.
         halves: whether tensor ranks compute the halves of a batch in turn, so that what they exchange of one is on its
             way while they compute the other; as of `Gpt`.
         context: how context parallel ranks exchange keys and values; None: `Context(groups["cp"])`.
@@ -133,7 +134,7 @@ def fully_sharded_gpt(
     groups: Mapping[str, Group] | None = None,
     *,
     seed: int,
-    recompute: bool = False,
+    recompute: Recompute = False,
     context: Context | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,

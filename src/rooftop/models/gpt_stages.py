@@ -26,6 +26,7 @@ from rooftop.parallel.contexts import Context
 from rooftop.parallel.exchanges import Group
 from rooftop.parallel.layouts import Layout
 from rooftop.parallel.randomness import Stream, materialize
+from rooftop.parallel.recomputing import Recompute
 from rooftop.parallel.schedules import Schedule
 from rooftop.parallel.shards import shards_of
 
@@ -256,7 +257,7 @@ def parallel_gpt_stages(
     *,
     length: int,
     seed: int,
-    recompute: bool = False,
+    recompute: Recompute = False,
     halves: bool = False,
     fully_shard: bool = False,
     context: Context | None = None,

@@ -23,6 +23,7 @@ from rooftop.kernels.attention_parts import attention_part, attention_part_backw
 from rooftop.kernels.attention_states import merge_attention_states, merge_into
 from rooftop.parallel.documents import Span
 from rooftop.parallel.packings import Block
+from rooftop.parallel.uploads import uploaded
 
 aten = torch.ops.aten
 
@@ -353,8 +354,7 @@ class _Group:
             [end - first for first, end in borders] for borders in (self._query_borders, self._key_borders)
         )
         at, there = (
-            torch.tensor([0, *accumulate(each)], dtype=torch.int32).to(self.device, non_blocking=True)
-            for each in (queries, keys)
+            uploaded(torch.tensor([0, *accumulate(each)], dtype=torch.int32), self.device) for each in (queries, keys)
         )
         return at, there, max(queries), max(keys)
 
@@ -369,11 +369,11 @@ class _Group:
 
     @cached_property
     def _query_index(self) -> Tensor:
-        return _index(self._query_borders).to(self.device, non_blocking=True)
+        return uploaded(_index(self._query_borders), self.device)
 
     @cached_property
     def _key_index(self) -> Tensor:
-        return _index(self._key_borders).to(self.device, non_blocking=True)
+        return uploaded(_index(self._key_borders), self.device)
 
 
 def _index(borders: Sequence[Span]) -> Tensor:

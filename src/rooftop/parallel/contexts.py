@@ -22,7 +22,7 @@ Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv:231
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ from rooftop.parallel.documents import Documents, Span
 from rooftop.parallel.exchanges import Group, gather_of_ranks, place_in
 from rooftop.parallel.head_exchanges import heads_here, order_of, positions_here
 from rooftop.parallel.packings import Block, Packing
+from rooftop.parallel.uploads import uploaded
 
 if TYPE_CHECKING:
     from rooftop.parallel.self_attentions import ParallelSelfAttention
@@ -64,6 +65,7 @@ class Context:
     transport: str = "p2p"
     near: Group = None
     far: Group = None
+    _packings: dict[tuple[int, int], Packing] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
@@ -108,23 +110,24 @@ class Context:
         return place_in(self.group)[1]
 
     def packing(self, length: int, documents: Documents | None = None, parts: int = 1) -> Packing:
-        """Which rank holds which positions; as of `Packing.of`."""
-        return Packing.of(length, self.ranks, documents, parts)
+        """Which rank holds which positions; as of `Packing.of`. Of one document each the same one every time."""
+        if documents is not None:
+            return Packing.of(length, self.ranks, documents, parts)
+        if (length, parts) not in self._packings:
+            self._packings[length, parts] = Packing.of(length, self.ranks, None, parts)
+        return self._packings[length, parts]
 
 
 class ContextAttention:
     """Attention of the positions that a rank holds, for the layers of a model (as `Remembered`).
 
-    Made once for a forward pass. What it has made ready for one layer is there for the next ones.
-
     Args:
         context: the ranks.
-        packing: who holds which positions.
+        packing: who holds which positions. What is made ready for it for one layer is there for the next ones.
     """
 
     def __init__(self, context: Context, packing: Packing) -> None:
         self.context, self.packing = context, packing
-        self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._seen: dict[int | None, Tensor] = {}
 
     def attended(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -138,12 +141,13 @@ class ContextAttention:
             return _Attend.apply(query, key, value, plan, scale)  # type: ignore[no-any-return]
         near = context.group if context.transport == "a2a" else context.near
         first = context.index // place_in(near)[1] * place_in(near)[1]
-        held = packing.held[first : first + place_in(near)[1]]
-        query, key, value = (heads_here(each, held, near) for each in (query, key, value))
-        joined = replace(packing, held=_joined(packing.held, place_in(near)[1]))
+        held, device = packing.held[first : first + place_in(near)[1]], query.device
+        order = self._ready(("order", first, device), lambda: uploaded(order_of(held), device))
+        query, key, value = (heads_here(each, order, near) for each in (query, key, value))
+        joined = Packing(packing.length, _joined(packing.held, place_in(near)[1]), packing.documents)
         far = None if context.transport == "a2a" else context.far
         plan = self._plan(joined, far, attention.window, query)
-        return positions_here(_Attend.apply(query, key, value, plan, scale), held, near)
+        return positions_here(_Attend.apply(query, key, value, plan, scale), order, near)
 
     def _plan(self, packing: Packing, group: Group, window: int | None, query: Tensor) -> _Plan:
         in_steps = self.context.transport in ("p2p", "a2a+p2p") and place_in(group)[1] > 1
@@ -152,21 +156,19 @@ class ContextAttention:
                 f"context parallel: the transport {self.context.transport} computes no windows: use all_gather or a2a"
             )
         batch = query.shape[0]
-        place = (len(packing.held), window, batch, query.device)
-        if place not in self._plans:
-            self._plans[place] = _Plan(packing, group, window, in_steps, batch, query.device)
-        return self._plans[place]
+        place = ("plan", len(packing.held), group, in_steps, window, batch, query.device)
+        return self._ready(place, lambda: _Plan(packing, group, window, in_steps, batch, query.device))
+
+    def _ready(self, place: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        if place not in self.packing.ready:
+            self.packing.ready[place] = make()
+        return self.packing.ready[place]
 
     def _with_dropout(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """In plain PyTorch, of all keys, whatever the transport."""
-        from rooftop.parallel.self_attentions import attend_with_dropout
-
-        order = order_of(self.packing.held).to(query.device)
+        order = uploaded(order_of(self.packing.held), query.device)
         key, value = (gather_of_ranks(each, 2, self.context.group)[:, :, order] for each in (key, value))
-        assert attention.weights_dropout is not None
-        return attend_with_dropout(
-            query, key, value, self._seen_by(attention.window, query.device), attention.weights_dropout
-        )
+        return attention.attend_in_pytorch(query, key, value, self._seen_by(attention.window, query.device))
 
     def _seen_by(self, window: int | None, device: torch.device) -> Tensor:
         """Which positions this rank's queries see: (S, T), or with documents (B, 1, S, T)."""
@@ -264,9 +266,9 @@ class _Plan:
         else:
             blocks = self.packing.blocks(index, range(ranks), self.window)
         return _Step(
-            tuple(_places_in(held, each).to(self.device, non_blocking=True) for each in sent),
+            tuple(uploaded(_places_in(held, each), self.device) for each in sent),
             tuple(received),
-            order.to(self.device, non_blocking=True),
+            uploaded(order, self.device),
             self._made_ready(blocks, sum(received)),
         )
 

@@ -18,13 +18,13 @@ from rooftop.parallel.chunks import Chunks
 from rooftop.parallel.exchanges import Group, place_in
 
 
-def heads_here(x: Tensor, held: Sequence[Chunks], group: Group) -> Tensor:
+def heads_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
     """This rank's heads of all positions that the group holds.
 
     Args:
         x: (B, H, S, D), of this rank's positions. Where there are fewer heads than ranks, several ranks get the same
             one, and its gradient is the sum of theirs.
-        held: of each rank its positions, as many of each.
+        order: what `order_of` gives, on the device of x; all ranks hold equally many positions.
         group: the ranks.
 
     Returns:
@@ -43,14 +43,14 @@ def heads_here(x: Tensor, held: Sequence[Chunks], group: Group) -> Tensor:
         )
     if heads < ranks:
         x = x.repeat_interleave(ranks // heads, 1)
-    return _ToHeads.apply(x, order_of(held).to(x.device), group)  # type: ignore[no-any-return]
+    return _ToHeads.apply(x, order, group)  # type: ignore[no-any-return]
 
 
-def positions_here(x: Tensor, held: Sequence[Chunks], group: Group) -> Tensor:
+def positions_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
     """All heads of this rank's positions: the reverse of `heads_here`. x (B, H / ranks, ranks S, D); (B, H, S, D)."""
     if group is None or group.size() == 1:
         return x
-    return _ToPositions.apply(x, order_of(held).to(x.device), group)  # type: ignore[no-any-return]
+    return _ToPositions.apply(x, order, group)  # type: ignore[no-any-return]
 
 
 def order_of(held: Sequence[Chunks]) -> Tensor:

@@ -312,7 +312,7 @@ def _misfits(layout: Layout, sizes: Mapping[str, int]) -> list[str]:
             f"{math.lcm(chunks, parts)} (two chunks for each of cp={cp}"
             + (f", and tp={tp} parts of what a context rank has)" if layout.sequence_parallel else ")"),
         ),
-        "batch": (rows, f"dp={dp}" if "micro_batch" not in sizes else f"{rows} (dp={dp} x micro_batch)"),
+        "batch": (rows, f"dp={dp}" if "micro_batch" not in sizes else _rows_in_words(dp, sizes["micro_batch"])),
     }
     wrong = [
         f"{name}={sizes[name]} is not divisible by {words}"
@@ -326,6 +326,11 @@ def _misfits(layout: Layout, sizes: Mapping[str, int]) -> list[str]:
         if sizes.get(name, ranks) < ranks:
             wrong.append(f"{name}={sizes[name]} is less than {words}: a rank would have nothing")
     return wrong
+
+
+def _rows_in_words(dp: int, micro_batch: int) -> str:
+    of_ranks = f"{dp * micro_batch}, that is dp={dp} times " if dp > 1 else ""
+    return f"{of_ranks}micro_batch={micro_batch}"
 
 
 def _nearest(layout: Layout, world_size: int, sizes: Mapping[str, int], axes: Collection[str] = AXES) -> str:
@@ -347,6 +352,8 @@ def _nearest(layout: Layout, world_size: int, sizes: Mapping[str, int], axes: Co
     simple = [other for other in fitting if all(getattr(other, axis) == 1 for axis in ("pp", "cp") if axis not in used)]
     fitting = simple or fitting
     if not fitting:
+        if world_size == 1:
+            return "One rank has no other layout: change what does not divide"
         return f"No layout of {world_size} ranks fits: use fewer ranks, or change what does not divide"
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     return f"Nearest for {ranks}: {', or '.join(map(str, sorted(fitting, key=distance)[:NEAREST]))}"

@@ -7,10 +7,13 @@ Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Shazeer, "G
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from rooftop.kernels import swiglu
+from rooftop.kernels.matmuls import activation_of
 from rooftop.parallel.exchanges import Group
+from rooftop.parallel.recomputing import made_again
 from rooftop.parallel.tensor_linears import ColumnParallelLinear, RowParallelLinear
 from rooftop.parallel.turns import Phases
 
@@ -28,6 +31,7 @@ class ParallelMLP(nn.Module):
         dropout: of the result.
         group: the ranks; None: this one is by itself.
         sequence_parallel: whether activations outside are split along the sequence.
+        selective: whether backward makes the activated features again (`rooftop.parallel.recomputing`).
 
     Raises:
         ValueError: hidden features that cannot be split among the ranks, or an activation that there is not.
@@ -43,6 +47,7 @@ class ParallelMLP(nn.Module):
         dropout: nn.Module | None = None,
         group: Group = None,
         sequence_parallel: bool = False,
+        selective: bool = False,
     ) -> None:
         super().__init__()
         self.gated = activation == "swiglu"
@@ -55,10 +60,13 @@ class ParallelMLP(nn.Module):
             sequence_parallel=sequence_parallel,
         )
         self.down = RowParallelLinear(hidden, width, bias, group=group, sequence_parallel=sequence_parallel)
-        self.dropout = dropout
+        self.dropout, self.selective = dropout, selective
+        self.up.gathers_again = selective
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, S, W)."""
+        if self.selective and torch.is_grad_enabled():
+            return self._dropped(self._made_again(x).view(x.shape))
         hidden = self.up(self._rows(x))  # (..., hidden features here, twice if gated)
         return self._dropped(self.down(swiglu(hidden) if self.gated else hidden).view(x.shape))
 
@@ -71,6 +79,18 @@ class ParallelMLP(nn.Module):
         leaving = self.down.begin(swiglu(hidden) if self.gated else hidden)
         yield
         return self._dropped(self.down.with_bias(leaving.arrived()).view(x.shape))
+
+    def _made_again(self, x: Tensor) -> Tensor:
+        """What the last layer gives. Autograd keeps what is activated, and not what comes of it."""
+        if self.gated:
+            hidden = self.up(self._rows(x))
+            activated = swiglu(hidden)
+            with made_again((activated,), lambda before: (swiglu(before),), hidden):
+                return self.down(activated)  # type: ignore[no-any-return]
+        activated, before = self.up(self._rows(x), with_before=True)
+        shape, activation = activated.shape, self.up.activation
+        with made_again((activated,), lambda before: (activation_of(before, activation).view(shape),), before):
+            return self.down(activated)  # type: ignore[no-any-return]
 
     # No position meets another here. Split along the sequence, they go through as rows in the order in which the ranks'
     # parts arrive: nothing is copied to its place in the sequence and back.

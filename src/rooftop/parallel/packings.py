@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 from rooftop.parallel.chunks import Chunks
 from rooftop.parallel.documents import Documents, Span
@@ -63,11 +64,13 @@ class Packing:
         length: positions of a sequence.
         held: of each rank, its positions; the same of all sequences.
         documents: that are packed in the sequences; None: each is one.
+        ready: what attention has made ready for it, for the next layer and the next step.
     """
 
     length: int
     held: tuple[Chunks, ...]
     documents: Documents | None = None
+    ready: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         runs = sorted(run for chunks in self.held for run in chunks.runs())

@@ -37,6 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rooftop.errors import FAILURE
 from rooftop.parallel.captures import graphs_end_here
 from rooftop.parallel.errors import RankError
 from rooftop.parallel.launchers import Launch, launched
@@ -337,8 +338,9 @@ class _Ranks:
                 time.sleep(LINGER_S)  # the others speak first: a launcher ends all when one is gone
             of_another = isinstance(error, RankError) and self._at  # the block has ended, as far as Python knows
             if not isinstance(error, Exception) or (first == mine and not of_another):
+                setattr(error, FAILURE, first)
                 raise
-            raise RankError("; ".join([first, *(self._at or getattr(error, "__notes__", []))])) from error
+            raise _heard("; ".join([first, *(self._at or getattr(error, "__notes__", []))]), first) from error
         finally:
             self._stop.set()
             thread.join(timeout=10 * WATCH_S)
@@ -410,7 +412,7 @@ class _Ranks:
             late = [rank for rank in range(self.size) if not self.store.check([f"done/{rank}"])]
             raise RankError(f"{_ranks(late)} of {self.size} did not end within {timeout_s:g} s of rank {self.rank}")
         if self._noticed.is_set():
-            raise RankError(self.failure)
+            raise _heard(self.failure, self.failure)
         self._say("left", PATIENCE_S if self.holds_store else 0.0, range(self.size))
 
     def _say(self, key: str, linger_s: float, ranks: Iterable[int]) -> None:
@@ -422,6 +424,13 @@ class _Ranks:
                 _poll(lambda: self.store.check(others), time.monotonic() + linger_s)
         except RuntimeError:  # the store has ended: nobody is left to tell
             return
+
+
+def _heard(words: str, failure: str) -> RankError:
+    """What a rank raises that has heard of another's failure."""
+    error = RankError(words)
+    setattr(error, FAILURE, failure)
+    return error
 
 
 class _Signs:

@@ -26,11 +26,13 @@ Training" (arXiv:2104.04473), 1F1B and interleaving; Qi et al. 2023, "Zero Bubbl
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from numbers import Real
 from typing import NamedTuple
 
 from rooftop.errors import did_you_mean
@@ -128,8 +130,16 @@ class Schedule:
         Where a rank has several stages, a letter says which of them: a, b, ...
 
         Args:
-            units: how long each kind takes; None: as `UNITS`.
+            units: how long each kind takes, whole numbers; None: as `UNITS`.
+
+        Raises:
+            ValueError: units of other kinds, or that are no whole numbers, or not those of all kinds that there are.
         """
+        for kind, number in (units or {}).items():
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise ValueError(
+                    f"drawn: units must be whole numbers, columns of the picture; got {kind!r}: {number!r}"
+                )
         timeline = simulate(self, units or UNITS)
         several = max(map(len, self.placement)) > 1
         columns = round(timeline.makespan)
@@ -182,13 +192,16 @@ def simulate(
     """Run a schedule on paper: each rank computes its next instruction as soon as there is what it needs.
 
     Args:
-        seconds: of each kind, or of each instruction.
-        transfer: from the end of an instruction to the start of one that needs its result, at another rank.
+        seconds: of each kind that the schedule has, by its letter; or a function that gives those of an instruction.
+        transfer: seconds from the end of an instruction to the start of one that needs its result, at another rank.
 
     Raises:
-        ValueError: ranks wait for each other for ever; names the instructions.
+        TypeError: no schedule, or seconds that are neither.
+        ValueError: seconds of a kind that there is not, or of not all that the schedule has; times that are not finite
+            numbers, 0 or more; ranks wait for each other for ever: names the instructions.
     """
-    takes: Callable[[Instruction], float] = seconds if callable(seconds) else lambda each: seconds[each.kind]
+    takes = _checked_seconds(schedule, seconds)
+    _check_time("transfer", transfer)
     times: dict[Instruction, tuple[float, float]] = {}
     free, following = [0.0 for _ in range(schedule.ranks)], [0] * schedule.ranks
     moved = True
@@ -214,6 +227,47 @@ def simulate(
     busy = sum(end - start for start, end in times.values())
     held = tuple(_most_held(instructions) for instructions in schedule.instructions)
     return Timeline(times, makespan, makespan * schedule.ranks - busy, held)
+
+
+def _checked_seconds(
+    schedule: Schedule, seconds: Mapping[str, float] | Callable[[Instruction], float]
+) -> Callable[[Instruction], float]:
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"simulate: expected a Schedule, got {type(schedule).__name__} {schedule!r}: schedule_of(name, ranks, "
+            "micro_batches) makes one"
+        )
+    if callable(seconds):
+
+        def told(each: Instruction) -> float:
+            time = seconds(each)
+            _check_time(f"seconds of {each}", time)
+            return time
+
+        return told
+    kinds = ", ".join(f"{kind} ({words})" for kind, words in KINDS.items())
+    if not isinstance(seconds, Mapping):
+        raise TypeError(
+            f"simulate: seconds must be a dict by kind, such as {dict(UNITS)}, or a function of an instruction; got "
+            f"{type(seconds).__name__} {seconds!r}"
+        )
+    for kind, time in seconds.items():
+        if kind not in KINDS:
+            raise ValueError(f"simulate: there is no kind of instruction {kind!r}: expected seconds of {kinds}")
+        _check_time(f"seconds of {kind}", time)
+    missing = {each.kind for own in schedule.instructions for each in own} - seconds.keys()
+    if missing:
+        raise ValueError(
+            f"simulate: the schedule {schedule.name} has instructions of the kinds {', '.join(sorted(missing))}, whose "
+            f"seconds are not given: expected those of {kinds}, as far as it has them"
+        )
+    by_kind = dict(seconds)
+    return lambda each: by_kind[each.kind]
+
+
+def _check_time(name: str, time: object) -> None:
+    if isinstance(time, bool) or not isinstance(time, Real) or not 0 <= float(time) < math.inf:
+        raise ValueError(f"simulate: {name} must be a finite number of seconds, 0 or more, got {time!r}")
 
 
 def _most_held(instructions: Sequence[Instruction]) -> int:
@@ -438,15 +492,24 @@ def schedule_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int 
         stages_per_rank: None: what the schedule has, 1 or 2; an interleaved one must be told.
 
     Raises:
+        TypeError: a name that is no str, or sizes that are no int.
         ValueError: another name, sizes that are not positive, or stages that the schedule does not have.
     """
+    if not isinstance(name, str):
+        raise TypeError(
+            f"schedule_of: name must be a str, one of {', '.join(SCHEDULES)}; got {type(name).__name__} {name!r}"
+        )
     if name not in SCHEDULES:
         raise ValueError(
             f"there is no pipeline schedule {name!r}: expected one of {', '.join(SCHEDULES)}"
             f"{did_you_mean(name, SCHEDULES)}"
         )
     for what, number in (("ranks", ranks), ("micro_batches", micro_batches), ("stages_per_rank", stages_per_rank)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+        if number is None and what == "stages_per_rank":
+            continue
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"schedule_of: {what} must be an int, got {type(number).__name__} {number!r}")
+        if number < 1:
             raise ValueError(f"a pipeline schedule needs {what} of at least 1, got {number!r}")
     kind = SCHEDULES[name]
     if kind.stages is None and (stages_per_rank is None or stages_per_rank < 2):

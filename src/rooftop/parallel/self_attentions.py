@@ -10,6 +10,9 @@ Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Ainslie et 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,7 +21,9 @@ from torch import Tensor, nn
 from rooftop.kernels import Box, attention, rope_pair
 from rooftop.nn import RMSNorm
 from rooftop.parallel.block_attentions import seen_positions
+from rooftop.parallel.dropouts import CounterDropout
 from rooftop.parallel.exchanges import Group, place_in
+from rooftop.parallel.recomputing import made_again, recomputed
 from rooftop.parallel.shards import Piece, Shard
 from rooftop.parallel.tensor_linears import ColumnParallelLinear, RowParallelLinear
 from rooftop.parallel.turns import Phases
@@ -53,6 +58,7 @@ class ParallelSelfAttention(nn.Module):
         dropout: of the result.
         group: the ranks; None: this one is by itself.
         sequence_parallel: whether activations outside are split along the sequence.
+        selective: whether backward makes cheap tensors again (`rooftop.parallel.recomputing`).
 
     Raises:
         ValueError: heads that do not divide the width or each other, or that cannot be split among the ranks; a window
@@ -75,6 +81,7 @@ class ParallelSelfAttention(nn.Module):
         dropout: nn.Module | None = None,
         group: Group = None,
         sequence_parallel: bool = False,
+        selective: bool = False,
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
@@ -94,12 +101,16 @@ class ParallelSelfAttention(nn.Module):
         last = bias if out_bias is None else out_bias
         self.out = RowParallelLinear(query_width, width, last, group=group, sequence_parallel=sequence_parallel)
         self.query_norm, self.key_norm = (_head_norm(self.head_features, norms_epsilon, group) for _ in range(2))
-        self.weights_dropout, self.dropout = weights_dropout, dropout
+        self.weights_dropout, self.dropout, self.selective = weights_dropout, dropout, selective
+        self.qkv.gathers_again = selective
 
     def forward(self, x: Tensor, rotation: Rotation | None = None, cache: Remembered | None = None) -> Tensor:
         """x (B, S, W); rotation: of queries and keys, if their positions turn them, of all positions."""
         seen = self._attended(self._in_order(self.qkv(self._rows(x)), x.shape), rotation, cache)
-        return self._dropped(self.out(self._out_of_order(seen, x.shape)).view(x.shape))
+        merged = self._merged(seen, x.shape)
+        with self._again((merged,), lambda seen: (self._merged(seen, x.shape),), seen):
+            out = self.out(merged)
+        return self._dropped(out.view(x.shape))
 
     def in_phases(self, x: Tensor, rotation: Rotation | None = None) -> Phases[Tensor]:
         """`forward`, for `rooftop.parallel.turns`."""
@@ -108,23 +119,35 @@ class ParallelSelfAttention(nn.Module):
         projected = self.qkv.product_of(entering.arrived())
         yield
         seen = self._attended(self._in_order(projected, x.shape), rotation)
-        leaving = self.out.begin(self._out_of_order(seen, x.shape))
+        leaving = self.out.begin(self._merged(seen, x.shape))
         yield
         return self._dropped(self.out.with_bias(leaving.arrived()).view(x.shape))
 
     def _attended(self, projected: Tensor, rotation: Rotation | None, cache: Remembered | None = None) -> Tensor:
-        """Queries, keys and values in one, (B, S, features); what the heads here see, (B, S, W here)."""
+        """Queries, keys and values in one, (B, S, features); what the heads here see, (B, H, S, D)."""
         parts = projected.split(list(self.qkv.parts.values()), -1)
-        # (B, H, S, D) of the heads here, and of fewer if they are in groups
-        by_head = [part.unflatten(-1, (-1, self.head_features)) for part in parts]  # (B, S, H, D)
-        for place, norm in enumerate((self.query_norm, self.key_norm)):
-            if norm is not None:
-                by_head[place] = norm(by_head[place])
-        query, key, value = (part.transpose(1, 2) for part in by_head)
-        if rotation is not None:
-            query, key = rope_pair(query, key, *rotation)
-        seen = self.attend(query, key, value) if cache is None else cache.attended(self, query, key, value)
-        return seen.transpose(1, 2).flatten(2)
+        # (B, S, H, D) of the heads here, and of fewer if they are in groups
+        *given, value = (part.unflatten(-1, (-1, self.head_features)) for part in parts)
+        value = value.transpose(1, 2)
+        query, key = self._turned(rotation, *given)
+        with self._again((query, key), partial(self._turned, rotation), *given):
+            return self.attend(query, key, value) if cache is None else cache.attended(self, query, key, value)
+
+    def _turned(self, rotation: Rotation | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys (B, S, H, D) as attention takes them, (B, H, S, D)."""
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
+        return (query, key) if rotation is None else rope_pair(query, key, *rotation)
+
+    def _merged(self, seen: Tensor, shape: torch.Size) -> Tensor:
+        """(B, H, S, D) as the output layer takes it, where this rank has the shape."""
+        return self._out_of_order(seen.transpose(1, 2).flatten(2), shape)
+
+    def _again(
+        self, made: Sequence[Tensor], make: Callable[..., Sequence[Tensor]], *sources: Tensor
+    ) -> AbstractContextManager[None]:
+        return made_again(made, make, *sources) if self.selective else nullcontext()
 
     def _dropped(self, out: Tensor) -> Tensor:
         return out if self.dropout is None else self.dropout(out)
@@ -162,11 +185,20 @@ class ParallelSelfAttention(nn.Module):
         narrow = window is not None and keys > window
         if self.weights_dropout is not None and self.training:
             seen = seen_positions(queries, keys, query.device, window)
-            return attend_with_dropout(query, key, value, seen, self.weights_dropout)
+            return self.attend_in_pytorch(query, key, value, seen)
         if queries == keys and not narrow:
             return attention(query, key, value, is_causal=True, enable_gqa=True)
         mask = None if queries == 1 else seen_positions(queries, keys, query.device, window)
         return attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+    def attend_in_pytorch(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        """`attend_with_dropout`, whose weights backward makes again if recomputation is selective."""
+        dropout = self.weights_dropout
+        assert dropout is not None
+        if not self.selective or not torch.is_grad_enabled():
+            return attend_with_dropout(query, key, value, seen, dropout)
+        masks = dropout.made_by if isinstance(dropout, CounterDropout) else None
+        return recomputed(partial(attend_with_dropout, seen=seen, dropout=dropout), masks, query, key, value)
 
 
 def _head_norm(features: int, epsilon: float | None, group: Group) -> RMSNorm | None:

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rooftop.kernels import Box, linear_act
+from rooftop.kernels.matmuls import linear_act_and_before
 from rooftop.nn import LinearAct
 from rooftop.parallel.deferred import Deferral
 from rooftop.parallel.exchanges import (
@@ -40,6 +41,10 @@ from rooftop.parallel.exchanges import (
 from rooftop.parallel.shards import Piece, Shard, padded_rows_of, rows_of
 from rooftop.parallel.turns import OnItsWay, begin_copy, begin_gather, begin_scattered_sum, begin_sum
 
+Split = tuple[bool, bool]
+"""Whether the input is split along the sequence, and whether backward gathers it again."""
+KEPT = ("gelu", "gelu_tanh", "silu")
+"""Activations whose backward needs what is activated."""
 SEQUENCE = -2  # the dimension of positions, in (B, S, W) and (S, W)
 
 
@@ -62,6 +67,8 @@ class ColumnParallelLinear(LinearAct):
     Attributes:
         parts: name -> features on this rank, in their order.
         deferral: where the weight's gradient may be left (`rooftop.parallel.deferred`); None: backward makes it.
+        gathers_again: with sequence parallelism, whether only this rank's part of the input is kept for backward, which
+            gathers the others' again.
 
     Raises:
         ValueError: features or blocks that cannot be split among the ranks.
@@ -99,25 +106,35 @@ class ColumnParallelLinear(LinearAct):
         self.parts = dict(zip(widths, [sum(rows) + shard.padding] if padded else rows, strict=True))
         self.group, self.sequence_parallel = group, sequence_parallel
         self.deferral: Deferral | None = None
+        self.gathers_again = False
         self.shards = {}
         if count > 1:
             self.shards["weight"] = shard
             if bias:
                 self.shards["bias"] = Shard(tuple(_first_column(piece) for piece in shard.pieces), shard.padding)
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, input: Tensor, residual: Tensor | None = None, *, with_before: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """input (..., S, in_features), with sequence parallelism this rank's part of S; (..., S, features here).
 
+        With `with_before` also what was activated, without a gradient, as of `linear_act_and_before`.
+
         Raises:
-            ValueError: a residual, on more ranks than one.
+            ValueError: a residual, on more ranks than one or with `with_before`.
         """
-        if self.group is None:
-            return product(input, self.weight, self.bias, self.activation, residual, self.deferral)
-        if residual is not None:
+        if residual is not None and (self.group is not None or with_before):
             raise ValueError("ColumnParallelLinear: no residual fits a part of the features: add it after a row layer")
-        return _column_product(
-            input, self.weight, self.bias, self.activation, self.group, self.sequence_parallel, self.deferral
-        )
+        if self.group is not None or (with_before and self.deferral is not None):
+            y, before = self._product(input)
+            return (y, before) if with_before else y
+        if with_before:
+            return linear_act_and_before(input, self.weight, self.bias, self.activation)
+        return product(input, self.weight, self.bias, self.activation, residual, self.deferral)
+
+    def _product(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        split = (self.sequence_parallel, self.gathers_again)
+        return _column_product(input, self.weight, self.bias, self.activation, self.group, split, self.deferral)
 
     def entered(self, input: Tensor) -> Tensor:
         """The input as this layer multiplies it: with sequence parallelism of all positions."""
@@ -239,10 +256,15 @@ def product(
     residual: Tensor | None = None,
     deferral: Deferral | None = None,
 ) -> Tensor:
-    """`rooftop.kernels.linear_act`, whose weight's gradient may be left to a deferral."""
+    """`rooftop.kernels.linear_act`, whose weight's gradient may be left to a deferral.
+
+    While training an activation is that of `linear_act_and_before`, whatever is recomputed.
+    """
+    if deferral is None and activation in KEPT and residual is None and torch.is_grad_enabled():
+        return linear_act_and_before(x, weight, bias, activation)[0]
     if deferral is None:
         return linear_act(x, weight, bias, activation, residual)
-    y = _deferrable_product(x, weight, bias, activation, None, False, deferral)
+    y, _ = _deferrable_product(x, weight, bias, activation, None, (False, False), deferral)
     return y if residual is None else y + residual
 
 
@@ -252,9 +274,9 @@ def _column_product(
     bias: Tensor | None,
     activation: str,
     group: Group,
-    split: bool,
+    split: Split,
     deferral: Deferral | None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     if deferral is not None:
         return _deferrable_product(x, weight, bias, activation, group, split, deferral)
     x, weight, bias = under_autocast(x, weight, bias)
@@ -268,9 +290,9 @@ def _deferrable_product(
     bias: Tensor | None,
     activation: str,
     group: Group,
-    split: bool,
+    split: Split,
     deferral: Deferral,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Its backward leaves something behind, so torch.compile must not look into it."""
     x, weight, bias = under_autocast(x, weight, bias)
     if not weight.requires_grad or not torch.is_grad_enabled():
@@ -284,8 +306,10 @@ def _deferrable_product(
 
 
 class _ColumnProduct(torch.autograd.Function):
-    """activation(x @ weight.T + bias) of a part of the features. x is kept as it was multiplied, of all positions: to
-    gather it again in backward would take less memory, and keep the GPUs busy for longer."""
+    """(activation(x @ weight.T + bias) of a part of the features, what was activated, without a gradient).
+
+    x is kept as it was multiplied, of all positions: to gather it again in backward takes less memory, and keeps the
+    GPUs busy for longer."""
 
     @staticmethod
     def forward(
@@ -295,25 +319,33 @@ class _ColumnProduct(torch.autograd.Function):
         bias: Tensor | None,
         activation: str,
         group: Group,
-        split: bool,
+        split: Split,
         later: tuple[Deferral, GradientEdge] | None,
         ticket: Tensor | None = None,
-    ) -> Tensor:
-        whole = start_gather(x, SEQUENCE, group)() if split else x
+    ) -> tuple[Tensor, Tensor]:
+        ctx.split, gathers_again = split
+        whole = start_gather(x, SEQUENCE, group)() if ctx.split else x
         keep = activation != "none"
         y, before = torch.ops.rooftop.linear_act(
-            whole.reshape(-1, whole.shape[-1]), weight, bias, activation, None, keep
+            whole.reshape(-1, whole.shape[-1]), weight, bias, activation, None, keep, keep
         )
-        ctx.save_for_backward(whole, weight, before)
-        ctx.activation, ctx.group, ctx.split, ctx.has_bias = activation, group, split, bias is not None
+        ctx.gathers = ctx.split and gathers_again
+        ctx.save_for_backward(x if ctx.gathers else whole, weight, before)
+        ctx.activation, ctx.group, ctx.has_bias = activation, group, bias is not None
         ctx.later = later
-        return y.view(*whole.shape[:-1], weight.shape[0])
+        ctx.mark_non_differentiable(before)
+        ctx.set_materialize_grads(False)  # no zeros for what was activated
+        return y.view(*whole.shape[:-1], weight.shape[0]), before
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        whole, weight, before = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor | None, _before: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * 8
+        x, weight, before = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
+        # Beside the gradient of x, unless the weight's is left to later: until then the part takes less memory.
+        gathering = start_gather(x, SEQUENCE, ctx.group) if ctx.gathers and for_weight else None
         shape = (*dy.shape[:-1], weight.shape[1])
         dz, dbias = dy.reshape(-1, dy.shape[-1]), None
         activated, sums = ctx.activation != "none", ctx.has_bias and for_bias
@@ -327,6 +359,10 @@ class _ColumnProduct(torch.autograd.Function):
             summing = start_scattered_sum(dx, SEQUENCE, ctx.group) if ctx.split else start_sum(dx, ctx.group)
 
         def of_weight() -> Tensor:
+            if gathering is not None:
+                whole = gathering()
+            else:
+                whole = start_gather(x, SEQUENCE, ctx.group)() if ctx.gathers else x
             return dz.t() @ whole.reshape(-1, whole.shape[-1])
 
         if ctx.later is not None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rooftop.scene.cameras import Camera
     from rooftop.scene.gbuffers import FrameStats, GBuffer
     from rooftop.scene.geometry import Geometry
+    from rooftop.scene.lights import DirectionalLight, PointLight, SpotLight
     from rooftop.scene.pictures import Points, picture, points
     from rooftop.scene.rendering.renderer import Renderer
     from rooftop.scene.scenes import Scene
@@ -29,12 +30,15 @@ if TYPE_CHECKING:
 __all__ = [
     "BuildReport",
     "Camera",
+    "DirectionalLight",
     "FrameStats",
     "GBuffer",
     "Geometry",
+    "PointLight",
     "Points",
     "Renderer",
     "Scene",
+    "SpotLight",
     "build",
     "build_file",
     "picture",
@@ -46,6 +50,7 @@ _NAMES = {
     "cameras": "Camera",
     "gbuffers": "FrameStats GBuffer",
     "geometry": "Geometry",
+    "lights": "DirectionalLight PointLight SpotLight",
     "pictures": "Points picture points",
     "rendering.renderer": "Renderer",
     "scenes": "Scene",

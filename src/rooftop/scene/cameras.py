@@ -44,11 +44,11 @@ class Camera:
 
     def __post_init__(self) -> None:
         for name in ("width", "height"):
-            object.__setattr__(self, name, _whole(name, getattr(self, name)))
+            object.__setattr__(self, name, whole_pixels(name, getattr(self, name)))
         for name in ("fx", "fy", "near"):
-            object.__setattr__(self, name, _number(name, getattr(self, name), LEAST, MOST))
+            object.__setattr__(self, name, number_in(name, getattr(self, name), LEAST, MOST))
         for name in ("cx", "cy"):
-            object.__setattr__(self, name, _number(name, getattr(self, name), -MOST_ASIDE, MOST_ASIDE))
+            object.__setattr__(self, name, number_in(name, getattr(self, name), -MOST_ASIDE, MOST_ASIDE))
         matrix = affine(self.world_to_camera, "world_to_camera")
         turn = matrix[:3, :3]
         if not abs(turn @ turn.T - np.eye(3)).max() <= 1e-4 or turn[0] @ _cross(turn[1], turn[2]) < 0:
@@ -75,11 +75,11 @@ class Camera:
         Raises:
             ValueError: eye and target are the same, `up` points along the view, or an angle or size is impossible.
         """
-        fov_y_degrees = _number("fov_y_degrees", fov_y_degrees, 1e-3, 179.999)
-        height = _whole("height", height)
+        fov_y_degrees = number_in("fov_y_degrees", fov_y_degrees, 1e-3, 179.999)
+        height = whole_pixels("height", height)
         matrix = _looking(eye, target, up)
         focal = height / 2 / math.tan(math.radians(fov_y_degrees) / 2)
-        return cls(matrix, width, height, focal, focal, (_whole("width", width) - 1) / 2, (height - 1) / 2, near)
+        return cls(matrix, width, height, focal, focal, (whole_pixels("width", width) - 1) / 2, (height - 1) / 2, near)
 
     @classmethod
     def parallel(
@@ -93,7 +93,7 @@ class Camera:
         near: float = 0.01,
     ) -> Camera:
         """An orthographic view: `view_height` world units from the lower to the upper edge."""
-        scale = _whole("height", height) / _number("view_height", view_height, LEAST, MOST)
+        scale = whole_pixels("height", height) / number_in("view_height", view_height, LEAST, MOST)
         matrix = _looking(eye, target, up)
         return cls(
             matrix,
@@ -101,7 +101,7 @@ class Camera:
             height,
             scale,
             scale,
-            (_whole("width", width) - 1) / 2,
+            (whole_pixels("width", width) - 1) / 2,
             (height - 1) / 2,
             near,
             orthographic=True,
@@ -226,14 +226,14 @@ def _cross(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64
     return np.array((ay * bz - az * by, az * bx - ax * bz, ax * by - ay * bx))
 
 
-def _whole(name: str, value: object) -> int:
+def whole_pixels(name: str, value: object) -> int:
     """A number of pixels."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or not 1 <= operator.index(value) <= MAX_SIDE:
         raise ValueError(f"{name}={value!r}: expected a whole number of pixels from 1 to {MAX_SIDE}")
     return operator.index(value)
 
 
-def _number(name: str, value: object, low: float, high: float) -> float:
+def number_in(name: str, value: object, low: float, high: float) -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):

@@ -19,6 +19,7 @@ OUTPUTS = (
     "color",
     "vertex_color",
     "overdraw",
+    "shadow",
 )
 
 
@@ -55,6 +56,7 @@ class FrameStats:
         occluded: instances, nodes, groups and clusters that the frame before hid, and of which the second pass asked.
         second_pass_clusters: of `clusters`, those that the second pass has found to be visible after all.
         large_triangles: drawn in tiles.
+        shadow_maps: that were drawn for this frame; the others are those of the frames before.
         stage_ms: milliseconds of each stage, where they were asked for.
         streaming: of the pages, where the renderer has a pool.
     """
@@ -65,6 +67,7 @@ class FrameStats:
     occluded: int
     second_pass_clusters: int
     large_triangles: int
+    shadow_maps: int = 0
     stage_ms: dict[str, float] = field(default_factory=dict)
     streaming: StreamingStats | None = None
 
@@ -87,6 +90,8 @@ class GBuffer:
         color: float32 (..., 3), 0 to 1, shaded; 0 is background.
         vertex_color: float32 (..., 3), 0 to 1, as stored in the mesh; nan for background and for meshes without.
         overdraw: int32, how many triangles covered the pixel in what was drawn; 0 is background.
+        shadow: float32 (..., lights), which share of each light reaches the surface, in the order in which they were
+            added: 1 all of it, 0 none, as where the surface is turned away; nan is background.
     """
 
     stats: FrameStats
@@ -102,6 +107,7 @@ class GBuffer:
     color: Tensor | None = None
     vertex_color: Tensor | None = None
     overdraw: Tensor | None = None
+    shadow: Tensor | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         """An output by name.

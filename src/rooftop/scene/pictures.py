@@ -56,6 +56,7 @@ def picture(frame: GBuffer, name: str, view: int = 0) -> Bytes:
             "velocity": a hue for each direction, the lighter the faster; the fastest pixel of this picture is lightest,
                 what stands still is background.
             "overdraw": dark where one triangle covered the pixel, light where 32 or more did.
+            "shadow": the lighter, the more of the lights arrives, all alike; nearly black where none does.
         view: which of the frame's views.
 
     Raises:
@@ -139,6 +140,7 @@ _COVERED: dict[str, Callable[..., NDArray[np.bool_]]] = {  # of the others, whet
     "color": _any,
     "vertex_color": lambda color: np.isfinite(color).all(-1),
     "overdraw": lambda times: times > 0,
+    "shadow": lambda shares: np.isfinite(shares).any(-1),  # without lights nothing
 }
 
 # ---- colours (N, 3) of N values --------------------------------------------------------------------------------------
@@ -188,6 +190,11 @@ def _of_overdraw(times: NDArray[np.int32]) -> Bytes:
     return _ramp(np.log2(np.minimum(times, MOST_OVERDRAW)) / np.log2(MOST_OVERDRAW))
 
 
+def _of_shadow(shares: NDArray[np.float32]) -> Bytes:
+    share = shares.astype(np.float64).sum(-1, keepdims=True) / max(1, shares.shape[-1])
+    return _bytes(np.repeat(0.2 + 0.75 * share, 3, axis=1))
+
+
 _COLORS: dict[str, Callable[..., Bytes]] = {
     **dict.fromkeys(OUTPUTS, _of_number),
     "color": _of_color,
@@ -198,6 +205,7 @@ _COLORS: dict[str, Callable[..., Bytes]] = {
     "level": _of_level,
     "velocity": _of_velocity,
     "overdraw": _of_overdraw,
+    "shadow": _of_shadow,
 }
 
 

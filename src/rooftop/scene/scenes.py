@@ -11,9 +11,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from rooftop.scene.cameras import affine, real_numbers
 from rooftop.scene.geometry import Geometry
+from rooftop.scene.lights import DirectionalLight, Light, PointLight, SpotLight
 
 MAX_INSTANCES = 2**27
 MOST_SCALE = 1e15
+MOST_LIGHTS = 32
 
 
 class Scene:
@@ -30,6 +32,7 @@ class Scene:
         self._mesh_of: list[NDArray[np.int32]] = []
         self._transforms: list[NDArray[np.float64]] = []
         self._given_away = False
+        self._lights: list[Light] = []
 
     def __len__(self) -> int:
         """How many instances there are."""
@@ -96,6 +99,32 @@ class Scene:
         placed[numbers.astype(np.int64)] = matrices
         self._mesh_of, self._transforms = [mesh_of], [placed]
 
+    @property
+    def lights(self) -> tuple[Light, ...]:
+        """In the order in which they were added."""
+        return tuple(self._lights)
+
+    def add_light(self, light: Light) -> int:
+        """A light, which casts shadows; its number. A scene without lights is shaded from one side, without shadows.
+
+        Raises:
+            ValueError: it is no light, or there are `MOST_LIGHTS` already.
+        """
+        if len(self._lights) == MOST_LIGHTS:
+            raise ValueError(f"a scene has at most {MOST_LIGHTS} lights")
+        self._lights.append(_light(light))
+        return len(self._lights) - 1
+
+    def set_light(self, number: int, light: Light) -> None:
+        """Put a light in the place of one that was added: elsewhere, or of another kind.
+
+        Raises:
+            ValueError: there is no such light, or this is none.
+        """
+        if isinstance(number, bool) or not hasattr(number, "__index__") or not 0 <= number < len(self._lights):
+            raise ValueError(f"light={number!r}: expected what add_light returned, 0 to {len(self._lights) - 1}")
+        self._lights[number] = _light(light)
+
     def instances(self) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
         """The mesh of each, (N,), and its transform, (N, 4, 4). The arrays are new ones after each change."""
         joined = self._joined()
@@ -124,6 +153,12 @@ class Scene:
         center = np.einsum("nij,nj->ni", transforms[:, :3, :3], center) + transforms[:, :3, 3]
         half = np.einsum("nij,nj->ni", abs(transforms[:, :3, :3]), half)
         return np.stack([(center - half).min(0), (center + half).max(0)])
+
+
+def _light(light: object) -> Light:
+    if not isinstance(light, DirectionalLight | SpotLight | PointLight):
+        raise ValueError(f"light={light!r}: expected a scene.DirectionalLight, SpotLight or PointLight")
+    return light
 
 
 def _checked(transforms: ArrayLike) -> NDArray[np.float64]:

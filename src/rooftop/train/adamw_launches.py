@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from rooftop.launch.triton_launch import INTERPRETED, Repeated, launch
 from rooftop.parallel.sharded_data import local_of
+from rooftop.parallel.uploads import uploaded
 from rooftop.train.main_weights import adopt_into
 
 # The fastest on an H200 of `benchmarks/adamw.py --variants`: a thread has eight elements, 16 bytes of bfloat16.
@@ -241,7 +242,7 @@ class _Table:
             programs = [-(-each // BLOCK) for each in elements]
             *self._firsts, count = accumulate(programs, initial=0)
             places = torch.arange(len(rows), dtype=torch.int32, device="cpu")
-            self._row_of = _on(places.repeat_interleave(torch.tensor(programs, device="cpu")), device)
+            self._row_of = uploaded(places.repeat_interleave(torch.tensor(programs, device="cpu")), device)
             self._launch = Repeated(adamw_steps, (count,), device, [0] * 4, range(4), **self.constants)
             self._elements = elements
         self._rows = _int64(
@@ -284,18 +285,13 @@ def _written_out(gradient: Tensor) -> Tensor:
 
 
 def _int64(numbers: Iterable[int], device: torch.device) -> Tensor:
-    return _on(torch.frombuffer(array("q", numbers), dtype=torch.int64), device)
+    return uploaded(torch.frombuffer(array("q", numbers), dtype=torch.int64), device)
 
 
 def _float64(numbers: Sequence[float], device: torch.device) -> Tensor:
     if capturing(device):  # nothing may come from the host
         return torch.stack([torch.full((), each, dtype=torch.float64, device=device) for each in numbers])
-    return _on(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device)
-
-
-def _on(tensor: Tensor, device: torch.device) -> Tensor:
-    """There; the host does not wait for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return uploaded(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device)
 
 
 def _stream(device: torch.device) -> int:

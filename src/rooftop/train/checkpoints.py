@@ -35,7 +35,7 @@ from rooftop.train.trainer_tensors import fill_trainer, shards_here
 from rooftop.train.training_records import FORMAT, TrainingRecord, check_same, read_record
 
 
-def save_training(folder: Path, trainer: GptTrainer, *, keep_last: int | None = None) -> Path:
+def save_training(folder: str | Path, trainer: GptTrainer, *, keep_last: int | None = None) -> Path:
     """Save a training after its last step, and wait until it is on the disk. All ranks must call it together.
 
     Args:
@@ -58,12 +58,13 @@ def save_training(folder: Path, trainer: GptTrainer, *, keep_last: int | None = 
     return saved
 
 
-def nothing_saved(folder: Path) -> bool:
+def nothing_saved(folder: str | Path) -> bool:
     """Whether a folder is missing, or has no step of a training: none was saved there before it ended."""
+    folder = Path(folder)
     return not folder.exists() or (folder.is_dir() and last_step(folder) is None)
 
 
-def find_training(folder: Path, training: GptTraining) -> tuple[Path, int]:
+def find_training(folder: str | Path, training: GptTraining) -> tuple[Path, int]:
     """The last that was saved in a folder, and its step, if it can be gone on with so. Communicates with nobody.
 
     Raises:
@@ -74,7 +75,7 @@ def find_training(folder: Path, training: GptTraining) -> tuple[Path, int]:
     return record.folder, record.step
 
 
-def other_data(found: Path, tokens: Tokens | Mixture) -> str | None:
+def other_data(found: str | Path, tokens: Tokens | Mixture) -> str | None:
     """That the data are not those of what `find_training` found, in words; None if they are, or if it does not say.
 
     To go on with others is no error: it may be meant.
@@ -88,7 +89,7 @@ def other_data(found: Path, tokens: Tokens | Mixture) -> str | None:
     )
 
 
-def load_training(found: Path, trainer: GptTrainer) -> None:
+def load_training(found: str | Path, trainer: GptTrainer) -> None:
     """Give a trainer what `find_training` has found. Its own learning rate and weight decay stay.
 
     Each rank reads what it holds, and compares it with its checksums. Communicates with nobody.

@@ -37,7 +37,7 @@ Progress = Callable[[str, float], None]
 
 def convert(
     record: TrainingRecord,
-    out: Path,
+    out: str | Path,
     *,
     tensor_ranks: int = 1,
     progress: Progress = lambda what, fraction: None,
@@ -57,6 +57,7 @@ def convert(
         InputError: what is read is damaged, `out` has something in it, or the model cannot be split so.
         OSError: it cannot be written.
     """
+    out = Path(out)
     check_new(out)
     layout = _layout(record.config, tensor_ranks)
     saved = open_tensors(record)
@@ -86,15 +87,25 @@ def check_new(out: Path) -> None:
     """See that a folder can be written: it is not there, or empty.
 
     Raises:
-        InputError: something is in it, or there is no folder for it.
+        InputError: something is in it, there is no folder for it, or none can be made there.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out} is there already: give a new folder, or an empty one")
-    folder = out.resolve().parent
-    if not folder.is_dir():
-        raise InputError(f"{out} cannot be written: there is no folder {folder}")
-    if not os.access(folder, os.W_OK):
-        raise InputError(f"{out} cannot be written: permission denied")
+    if out.name in ("", ".."):
+        raise InputError(f"{out} cannot be written: expected the name of a folder that is not there yet, or empty")
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise InputError(f"{out} is there already: give a new folder, or an empty one")
+        folder = out.resolve().parent
+        if not folder.is_dir():
+            raise InputError(f"{out} cannot be written: there is no folder {folder}")
+        if not os.access(folder, os.W_OK):
+            raise InputError(f"{out} cannot be written: permission denied")
+        probe = out.with_name(f".{out.name}.{os.getpid()}.partial")  # as what is written is called until it is whole
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        raise InputError(
+            f"{out} cannot be written: no folder can be made there ({error.strerror}); give another one"
+        ) from error
 
 
 def _layout(config: GptConfig, tensor_ranks: int) -> Layout:

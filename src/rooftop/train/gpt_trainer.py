@@ -34,6 +34,7 @@ from rooftop.parallel.packings import Packing
 from rooftop.parallel.pipelines import Pipeline
 from rooftop.parallel.schedules import Schedule
 from rooftop.parallel.sharded_data import sum_in_backward
+from rooftop.parallel.uploads import uploaded
 from rooftop.train.adamw import AdamW
 from rooftop.train.gpt_training import GptTraining
 from rooftop.train.initial_weights import fill_from
@@ -82,7 +83,7 @@ class GptTrainer:
         device: torch.device,
         *,
         fully_shard: bool = False,
-        initial: Path | None = None,
+        initial: str | Path | None = None,
     ) -> None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         training.check(layout, ranks, device.type, fully_shard=fully_shard)
@@ -163,9 +164,7 @@ class GptTrainer:
         text = self.batches.read(self.step, places).view(len(self._parts), size, -1)  # (parts, B, S + 1)
         if self._replayed is None:
             packings = [self._packing_of(sequences) for sequences in text]
-            loss, norm, scale = self._gradients_of(
-                self._sent(text).to(self.device, non_blocking=True), self.step, packings
-            )
+            loss, norm, scale = self._gradients_of(uploaded(text, self.device), self.step, packings)
         else:
             loss, norm, scale = self._replay(self._replayed, self._sent(text))
         for group in self.optimizer.param_groups:
@@ -299,7 +298,7 @@ class GptTrainer:
         chunks = packing.held[self.context.index]
         if not self.training.reset_positions or packing.documents is None:
             return chunks.positions(self.device)
-        return self._sent(chunks.of(packing.documents.positions(), 1)).to(self.device, non_blocking=True)
+        return uploaded(chunks.of(packing.documents.positions(), 1), self.device)
 
     def _sent(self, numbers: Tensor) -> Tensor:
         """From where a GPU gets them while Python goes on."""

@@ -19,6 +19,7 @@ from rooftop.models.gpt_stages import layers_of_stages
 from rooftop.models.gpt_switches import GptConfig
 from rooftop.parallel import Layout
 from rooftop.parallel.contexts import Context
+from rooftop.parallel.recomputing import Recompute, granularity_of
 from rooftop.parallel.schedules import Schedule, schedule_of
 from rooftop.parallel.transport_plans import Exchange, choose_transport
 from rooftop.train.batches import Batches
@@ -51,7 +52,8 @@ class GptTraining:
         clip: the largest norm that a step's gradient may have; 0: any.
         seed: of initial values, dropout and the order of the data.
         dtype: in which is computed; with bfloat16 weights, gradients and optimizer are float32.
-        recompute: keep only what goes from block to block, and compute the rest again in backward.
+        recompute: what backward computes again instead of keeping it (`rooftop.parallel.recomputing`): False: nothing;
+            True or "full": all but what goes from block to block; "selective": what is cheap and large.
         halves: compute the two halves of a micro-batch in turn: what tensor parallel ranks exchange of one is on its
             way while they compute the other. Twice as many launches: with `cuda_graph`, or the host is too slow.
         sum_once: where data ranks share the model, sum gradients once a step and not after each micro-batch. Each rank
@@ -89,7 +91,7 @@ class GptTraining:
     clip: float = 1.0
     seed: int = 0
     dtype: torch.dtype = torch.float32
-    recompute: bool = False
+    recompute: Recompute = False
     halves: bool = False
     sum_once: bool = False
     pipeline_schedule: str | None = None
@@ -120,7 +122,7 @@ class GptTraining:
                 f"GptTraining: a micro_batch of {self.micro_batch} has no halves (--tp-comm-overlap): use an even one, "
                 "or leave halves out"
             )
-        if self.halves and self.recompute:
+        if granularity_of(self.recompute, "GptTraining") and self.halves:
             raise ValueError(
                 "GptTraining: halves (--tp-comm-overlap) cannot be computed again in backward: leave out halves or "
                 "recompute"
@@ -250,6 +252,13 @@ class GptTraining:
             ValueError: what does not fit, and the nearest layouts that do.
         """
         config = self.config
+        if self.global_batch % self.micro_batch:
+            fitting = [n for n in range(1, self.global_batch + 1) if self.global_batch % n == 0]
+            raise ValueError(
+                f"global_batch={self.global_batch} (--global-batch-size) is not divisible by "
+                f"micro_batch={self.micro_batch} (--micro-batch-size), the sequences that a rank computes at once: use "
+                f"a micro-batch of {_or_of(fitting, self.micro_batch)}, or another global batch"
+            )
         layout.check(
             world_size,
             heads=config.heads,
@@ -346,3 +355,9 @@ class GptTraining:
     @property
     def _has_windows(self) -> bool:
         return any(self.config.window_of(layer) is not None for layer in range(self.config.layers))
+
+
+def _or_of(numbers: list[int], near: int) -> str:
+    """The nearest ones below and above, in words."""
+    below, above = [n for n in numbers if n < near][-1:], [n for n in numbers if n > near][:1]
+    return " or ".join(map(str, below + above))

@@ -50,7 +50,7 @@ def run_steps(
     *,
     interval: int = 10,
     roof: StepRoof | None = None,
-    save: Path | None = None,
+    save: str | Path | None = None,
     save_interval: int | None = None,
     keep_last: int | None = None,
     async_save: bool = True,
@@ -74,7 +74,13 @@ def run_steps(
     Raises:
         ModelRunError: a loss or a norm is not finite: the same at all ranks.
         OSError: a checkpoint cannot be written: the same at all ranks.
+        ValueError: how checkpoints are saved, and not where.
     """
+    if save is None and (save_interval is not None or keep_last is not None or not async_save):
+        raise ValueError(
+            "run_steps: save_interval, keep_last and async_save=False say how checkpoints are saved: give save, the "
+            "folder for them, or leave these out"
+        )
     if save is None:
         yield from _steps(trainer, until, interval, roof, None, None, Stop())
         return

@@ -71,11 +71,12 @@ class Saver:
     """
 
     def __init__(
-        self, folder: Path, trainer: GptTrainer, *, asynchronous: bool = True, keep_last: int | None = None
+        self, folder: str | Path, trainer: GptTrainer, *, asynchronous: bool = True, keep_last: int | None = None
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"Saver: keep_last must be 1 or more, got {keep_last}")
-        self.folder, self.trainer, self.asynchronous, self.keep_last = folder, trainer, asynchronous, keep_last
+        self.folder = folder = Path(folder)
+        self.trainer, self.asynchronous, self.keep_last = trainer, asynchronous, keep_last
         self.saved: Path | None = None
         self.bytes, self.blocked_s, self.written_s = 0, 0.0, 0.0
         self._agreement = Agreement(3)

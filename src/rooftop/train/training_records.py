@@ -16,6 +16,7 @@ from rooftop.train.gpt_trainer import GptTrainer
 from rooftop.train.gpt_training import GptTraining
 
 FORMAT, OLDER_FORMAT = 2, 1
+HUGGING_FACE = "config.json"
 RATES = {"learning_rate", "warmup", "decay", "decay_steps", "least_rate", "weight_decay", "clip"}
 SPEEDS = {
     "micro_batch",
@@ -88,17 +89,19 @@ class TrainingRecord:
         }
 
 
-def holds_training(folder: Path) -> bool:
+def holds_training(folder: str | Path) -> bool:
     """Whether a folder is one that a training was saved in, or that of one of its steps."""
+    folder = Path(folder)
     return (folder / TRAINING).is_file() or last_step(folder) is not None
 
 
-def read_record(folder: Path) -> TrainingRecord:
+def read_record(folder: str | Path) -> TrainingRecord:
     """What was saved in a folder last, or what is in the folder of a step.
 
     Raises:
         InputError: nothing, or something else.
     """
+    folder = Path(folder)
     found = folder
     try:
         found = last_step(folder) or folder
@@ -115,8 +118,12 @@ def read_record(folder: Path) -> TrainingRecord:
         raise
     except FileNotFoundError as error:
         missing = folder if not folder.exists() else error.filename
+        hint = ""
+        if (folder / HUGGING_FACE).is_file():
+            hint = f"; {folder / HUGGING_FACE} is a model's of Hugging Face: a training begins from one by --init-from"
         raise InputError(
             f"no training was saved in {folder}: {missing} is not there; expected a folder of rooftop train --save"
+            f"{hint}"
         ) from error
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(

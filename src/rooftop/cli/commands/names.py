@@ -26,6 +26,7 @@ SURFACES = (
     *("depth", "normal", "instance", "cluster", "triangle", "level", "uv", "velocity", "material", "color"),
     "vertex_color",
     "overdraw",
+    "shadow",
 )
 """Of --show."""
 TOKENS = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -37,4 +38,6 @@ DECAYS = ("constant", "linear", "cosine")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 """Of a pipeline."""
 TRANSPORTS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+GRANULARITIES = ("full", "selective")
+"""Of recomputation."""
 TRAINED_DTYPES = ("float64", "float32", "bfloat16")

@@ -18,6 +18,7 @@ Examples:
   rooftop scene render hall.rtg chairs.rtg -o hall.png --eye 4,1,1.7 --target 0,0,1 --fov 70
   rooftop scene render scan.rtg -o turn-{frame}.png --frames 36 --size 640x480
   rooftop scene render scan.rtg -o '{show}.png' --show color --show depth --camera photo.json
+  rooftop scene render scan.rtg -o shaded.png --sun 1,0.5,-2
 
 \b
 The keys of --camera (a list of such objects gives a picture of each):
@@ -55,6 +56,10 @@ centre of the first pixel at 0, 0.
     "--pose", type=click.Path(path_type=Path), metavar="JSON", help="With --intrinsics: world_to_camera, 4 x 4."
 )
 @click.option("--camera", type=click.Path(path_type=Path), metavar="JSON", help="One camera or several; keys below.")
+@click.option(
+    "--sun", callback=numbers(3), metavar="X,Y,Z",
+    help="Where sunlight shines to, such as 1,1,-2: colours get shadows, and --show shadow is how much of it arrives.",
+)  # fmt: skip
 @click.option("--near", type=float, metavar="LENGTH", help="What is nearer is not shown.  [default: 1e-5 of the scene]")
 @click.option("--size", callback=pixels, metavar="WIDTHxHEIGHT", help="In pixels.  [default: 1920x1080]")
 @click.option(

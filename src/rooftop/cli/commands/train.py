@@ -69,6 +69,7 @@ choice = {
     "decays": click.Choice(names.DECAYS),
     "dtypes": click.Choice(names.TRAINED_DTYPES),
     "transports": click.Choice(names.TRANSPORTS),
+    "granularities": click.Choice(names.GRANULARITIES),
     "devices": click.Choice(["cuda", "cpu"]),
 }
 
@@ -154,7 +155,14 @@ def command() -> None:
     help="In which is computed; with bfloat16 weights and optimizer are float32.  "
     "[default: bfloat16 on GPUs, float32 without]",
 )
-@click.option("--recompute", is_flag=True, help="Keep little for backward and compute it again: less memory, slower.")
+@click.option(
+    "--recompute-granularity",
+    type=choice["granularities"],
+    help="Compute in backward again what is not kept for it: less memory, slower. selective: norms, activations and "
+    "rotations, for about a third of the memory at next to no flops; full: whole blocks, for nearly all of it at a "
+    "third more flops.  [default: nothing is computed again]",
+)
+@click.option("--recompute", is_flag=True, help="The same as --recompute-granularity full.")
 @click.option(
     "--enable-cuda-graph",
     is_flag=True,
@@ -208,7 +216,7 @@ def command() -> None:
 @size("--save-interval", help="And after every N steps.")
 @click.option(
     "--async-save/--no-async-save",
-    default=True,
+    default=None,
     help="Write beside the steps that follow, from a copy in the host's memory; or wait for the disk.  "
     "[default: --async-save]",
 )

@@ -2,9 +2,19 @@
 
 import warp as wp
 
-from rooftop.scene.rendering.buffers import HAS_UV, LENS_ORTHOGRAPHIC, MESH_ATTRIBUTES, Frame, Resident, Targets, Views
+from rooftop.scene.rendering.buffers import (
+    HAS_UV,
+    LENS_ORTHOGRAPHIC,
+    MESH_ATTRIBUTES,
+    Frame,
+    Lights,
+    Resident,
+    Targets,
+    Views,
+)
 from rooftop.scene.rendering.clusters import material_of, normal_of, uv_of, vertex_color_of
 from rooftop.scene.rendering.emit_depth_targets import Hit, emit_velocity, hit_of, longest_side, ray
+from rooftop.scene.rendering.lighting import point_of, strength, toward_light
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
@@ -82,6 +92,22 @@ def toward_camera(views: Views, view: wp.int32, y: wp.int32, x: wp.int32):
     return wp.normalize(turned)
 
 
+@wp.func
+def light_on(
+    resident: Resident, lights: Lights, targets: Targets, view: wp.int32, y: wp.int32, x: wp.int32, hit: Hit, n: wp.vec3
+):
+    """Of all lights, with their shadows, on what a pixel shows."""
+    total = wp.vec3()
+    point = point_of(resident, hit.instance, hit.parts[0] * hit.a + hit.parts[1] * hit.b + hit.parts[2] * hit.c)
+    for light in range(lights.kind.shape[0]):
+        toward = toward_light(lights, light, point)
+        share = wp.max(wp.dot(n, toward), 0.0) * targets.shadow[view, y, x, light]
+        share *= strength(lights, light, point, toward)
+        for axis in range(3):
+            total[axis] += share * lights.color[light, axis]
+    return total
+
+
 @wp.kernel
 def base_pass(
     resident: Resident,
@@ -89,11 +115,13 @@ def base_pass(
     views_before: Views,
     frame: Frame,
     targets: Targets,
+    lights: Lights,
     light: wp.vec3,
     texels: wp.int32,
     stride: wp.int32,
 ):
-    """`light`: from where it comes, in the world, of length 1. The velocity, if it is asked for, comes along."""
+    """`light`: from where it comes in a scene without lights, in the world, of length 1. The velocity, if it is asked
+    for, comes along."""
     for i in range(wp.tid(), texels, stride):
         x = i % views.width
         y = (i // views.width) % views.height
@@ -127,7 +155,10 @@ def base_pass(
                 if wp.dot(flat, toward) < 0.0:  # the back of a surface is lit as its front
                     normal = -normal
                 ambient = 0.5 + 0.5 * wp.max(wp.dot(normal, toward), 0.0)
-                lit = AMBIENT * ambient + (1.0 - AMBIENT) * wp.max(wp.dot(normal, light), 0.0)
-                color = own_color(resident, hit) * wp.min(lit, 1.0)
+                shone = wp.vec3(1.0, 1.0, 1.0) * wp.max(wp.dot(normal, light), 0.0)
+                if lights.kind.shape[0] > 0:
+                    shone = light_on(resident, lights, targets, view, y, x, hit, normal)
+                color = own_color(resident, hit)
                 for axis in range(3):
-                    targets.color[view, y, x, axis] = color[axis]
+                    lit = AMBIENT * ambient + (1.0 - AMBIENT) * shone[axis]
+                    targets.color[view, y, x, axis] = color[axis] * wp.min(lit, 1.0)

@@ -102,6 +102,27 @@ DRAWN_TRIANGLES, DRAWN_LEVELS = wp.constant(8), wp.constant(9)  # the latter a b
 # groups. Its queue counts as level 0.
 LEVEL = wp.constant(16)  # and on, to the end: nodes of each level of a tree, which has at most layouts.MAX_DEPTH
 
+# ---- lights, written by shadow_maps.py -------------------------------------------------------------------------------
+
+
+@wp.struct
+class Lights:
+    """The lights of a scene and their shadow maps, each a view of its own."""
+
+    kind: wp.array(dtype=wp.int32)  # (lights,): DIRECTIONAL, SPOT or POINT
+    vector: wp.array2d(dtype=wp.float64)  # (lights, 3): towards a directional light, else where it is
+    axis: wp.array2d(dtype=wp.float32)  # (lights, 3): of a spot light's cone, into which it shines
+    color: wp.array2d(dtype=wp.float32)  # (lights, 3)
+    reach: wp.array2d(dtype=wp.float32)  # (lights, 3): range; of a cone the cosines at which light begins and is full
+    maps: wp.array2d(dtype=wp.int32)  # (lights, 3): the first map, how many there are for a camera, texels of an edge
+    from_world: wp.array2d(dtype=wp.float64)  # (maps, 12), as of Views
+    lens: wp.array2d(dtype=wp.float32)  # (maps, 8)
+    texel_at: wp.array(dtype=wp.int64)  # (maps,) where each begins in `depths`
+    depths: wp.array(dtype=wp.float32)  # along the view's axis, of the nearest surface; inf where there is none
+
+
+DIRECTIONAL, SPOT, POINT = wp.constant(0), wp.constant(1), wp.constant(2)
+
 # ---- what comes out --------------------------------------------------------------------------------------------------
 
 
@@ -120,3 +141,4 @@ class Targets:
     uv: wp.array4d(dtype=wp.float32)
     color: wp.array4d(dtype=wp.float32)  # 0 to 1
     vertex_color: wp.array4d(dtype=wp.float32)
+    shadow: wp.array4d(dtype=wp.float32)  # (views, height, width, lights): shadows

@@ -16,6 +16,7 @@ from rooftop.scene.cameras import MOST, Camera, same_size
 from rooftop.scene.gbuffers import OUTPUTS, FrameStats, GBuffer
 from rooftop.scene.rendering import buffers, cuda_sources
 from rooftop.scene.rendering.memory import MOST_THREADS, ROOM, FrameMemory
+from rooftop.scene.rendering.shadow_maps import Drawing, ShadowMaps
 from rooftop.scene.rendering.stages import THREADS_OF_A_MULTIPROCESSOR, Clock, Stages
 from rooftop.scene.rendering.uploads import Inputs, Meshes
 from rooftop.scene.scenes import Scene
@@ -32,6 +33,7 @@ BACKGROUND = {  # else -1
     "velocity": 0.0,
     "normal": 0.0,
     "color": 0.0,
+    "shadow": torch.nan,
 }
 CHANNELS = {"normal": 3, "uv": 2, "velocity": 2, "color": 3, "vertex_color": 3}
 
@@ -96,6 +98,8 @@ class Renderer:
         self._meshes: Meshes | None = None
         self._memory: FrameMemory | None = None
         self._inputs: Inputs | None = None
+        self._shadows = ShadowMaps(self.device)
+        self._bounded: tuple[NDArray[np.float64] | None, NDArray[np.float64] | None] = None, None
         # Of the frame before:
         self._transforms = np.zeros((0, 4, 4))
         self._cameras: tuple[Camera, ...] = ()
@@ -135,7 +139,7 @@ class Renderer:
         _check_sizes(len(cameras), width, height, len(mesh_of))
         if not len(mesh_of):
             self._forget()
-            pictures, _ = _pictures(outputs, (len(cameras), height, width), self.device)
+            pictures, _ = _pictures(outputs, (len(cameras), height, width), len(self.scene.lights), self.device)
             if "overdraw" in outputs:
                 pictures["overdraw"] = torch.zeros(len(cameras), height, width, dtype=torch.int32, device=self.device)
             return GBuffer(FrameStats(0, 0, (), 0, 0, 0), **pictures)
@@ -155,6 +159,9 @@ class Renderer:
         pool, best = self.pool, False
         if pool is not None:
             pool.begin()
+        lights, emitted, drawn_maps = self.scene.lights, outputs, 0
+        if lights and "color" in outputs and "shadow" not in outputs:
+            emitted = (*outputs, "shadow")
         while True:
             clock = Clock(self.device, timings)
             stages = self._stages(inputs, memory, meshes, clock)
@@ -162,10 +169,16 @@ class Renderer:
                 stages.draw_captured(history)
             else:
                 stages.draw(history)
-            pictures, targets = _pictures(outputs, (len(cameras), height, width), self.device)
-            stages.emit(targets, LIGHT, outputs)
+            if lights and "shadow" in emitted:
+                drawn_maps += self._draw_shadow_maps(inputs, meshes, cameras, (mesh_of, transforms), clock)
+                if pool is not None:
+                    pool.requests.collect(memory.tensors["counters"], self._threads, aging=False)
+            pictures, targets = _pictures(emitted, (len(cameras), height, width), len(lights), self.device)
+            stages.emit(targets, LIGHT, self._shadows.values if lights else buffers.Lights(), emitted)
             answer = pool.requests.read() if pool is not None else None  # waits for the frame, as the next line does
             counters = answer.counters if answer is not None else memory.tensors["counters"].tolist()
+            if answer is not None and len(answer.missing):
+                self._shadows.draw_again()
             room = memory.wanted_room(counters)
             if room != memory.room:
                 memory = memory.with_room(room)
@@ -185,8 +198,10 @@ class Renderer:
                 best = True
         if "overdraw" in outputs:
             pictures["overdraw"] = memory.tensors["fragments"].clone()
+        if emitted is not outputs:
+            del pictures["shadow"]
         streaming = None if pool is None or answer is None else pool.stats(answer, memory.frame.pixel_error)
-        stats = replace(_stats(counters, clock.stage_ms()), streaming=streaming)
+        stats = replace(_stats(counters, drawn_maps, clock.stage_ms()), streaming=streaming)
         memory.turn_over()
         self._memory, self._transforms, self._cameras, self._has_depths = memory, transforms, cameras, self.occlusion
         return GBuffer(stats, **pictures)
@@ -253,6 +268,27 @@ class Renderer:
             requests=None if self.pool is None else self.pool.requests,
         )
 
+    def _draw_shadow_maps(
+        self,
+        inputs: Inputs,
+        meshes: Meshes,
+        cameras: Sequence[Camera],
+        instances: tuple[NDArray[np.int32], NDArray[np.float64]],
+        clock: Clock,
+    ) -> int:
+        """Those that have to be drawn; how many."""
+        drawing = Drawing(self._threads, self.one_sided, self.kernels == "cuda", float(self.pixel_error))
+        requests = None if self.pool is None else self.pool.requests
+        of_scene = (meshes, instances, self._bounds(instances[1]), inputs.resident)
+        return self._shadows.draw(self.scene.lights, cameras, *of_scene, drawing, requests, clock)
+
+    def _bounds(self, transforms: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Those of the scene, computed where something has changed."""
+        if self._bounded[0] is not transforms or self._bounded[1] is None:
+            self._bounded = transforms, self.scene.bounds()
+        assert self._bounded[1] is not None
+        return self._bounded[1]
+
     def _transforms_before(self, transforms: NDArray[np.float64]) -> NDArray[np.float64]:
         """Of the frame before; new instances were where they are. The same array if none has moved."""
         if self._transforms is transforms or not len(self._transforms):
@@ -311,21 +347,22 @@ def _checked_error(pixel_error: Any) -> float:
 
 
 def _pictures(
-    outputs: Sequence[str], shape: tuple[int, int, int], device: torch.device
+    outputs: Sequence[str], shape: tuple[int, int, int], lights: int, device: torch.device
 ) -> tuple[dict[str, Tensor], Any]:
     """Tensors of background, by name, and the same as the stages take them."""
     pictures, targets = {}, buffers.Targets()
     for name in outputs:
         if name == "overdraw":
             continue
-        sizes = (*shape, *([CHANNELS[name]] if name in CHANNELS else []))
+        channels = CHANNELS | {"shadow": lights}
+        sizes = (*shape, *([channels[name]] if name in channels else []))
         dtype = torch.float32 if name in BACKGROUND else torch.int32
         pictures[name] = torch.full(sizes, BACKGROUND.get(name, -1), dtype=dtype, device=device)
         setattr(targets, name, wp.from_torch(pictures[name]))
     return pictures, targets
 
 
-def _stats(counters: list[int], stage_ms: dict[str, float]) -> FrameStats:
+def _stats(counters: list[int], shadow_maps: int, stage_ms: dict[str, float]) -> FrameStats:
     first, second = counters[: buffers.PASS], counters[buffers.PASS :]
     levels = first[buffers.DRAWN_LEVELS] | second[buffers.DRAWN_LEVELS]
     return FrameStats(
@@ -335,6 +372,7 @@ def _stats(counters: list[int], stage_ms: dict[str, float]) -> FrameStats:
         occluded=sum(first[k] for k in (buffers.HIDDEN_INSTANCES, buffers.HIDDEN_CHILDREN, buffers.HIDDEN_CLUSTERS)),
         second_pass_clusters=second[buffers.VISIBLE],
         large_triangles=first[buffers.LARGE] + second[buffers.LARGE],
+        shadow_maps=shadow_maps,
         stage_ms=stage_ms,
     )
 

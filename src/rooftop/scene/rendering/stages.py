@@ -24,6 +24,7 @@ from rooftop.scene.rendering import (
     rasterize,
     rasterize_clusters,
     reduce_tiles,
+    shadows,
     sort_clusters,
 )
 from rooftop.scene.rendering.memory import Captured, FrameMemory
@@ -105,6 +106,11 @@ class Stages:
             with self.clock.of("requests"):
                 self.requests.collect(self.memory.tensors["counters"], self.threads)
 
+    def draw_more(self) -> None:
+        """Another visibility buffer of the same frame, such as that of a shadow map; what its culls ask for stands
+        beside what is asked for already. Nothing is hidden by what was drawn before."""
+        self._draw(history=False)
+
     def look_ahead(self) -> None:
         """What a frame would ask for, from its culls alone; to what `requests` has."""
         self._begin()
@@ -166,16 +172,26 @@ class Stages:
             self.draw(history)
         return graph, tuple(self.clock.events)
 
-    def emit(self, targets: Any, light: Any, outputs: Collection[str]) -> None:
-        """Pictures from the visibility buffer, of these names."""
+    def emit(self, targets: Any, light: Any, lights: Any, outputs: Collection[str]) -> None:
+        """Pictures from the visibility buffer, of these names. `lights`: `buffers.Lights`, of which the maps are
+        drawn."""
         shared = (*self._inputs, self.memory.frame, targets)
         base = not OF_BASE_PASS.isdisjoint(outputs)
         with self.clock.of("emit_depth_targets"):
             velocity = int("velocity" in outputs and not base)
             self._launch(emit_depth_targets.emit_depth_targets, *shared, velocity, self.memory.texels)
+        if "shadow" in outputs:
+            with self.clock.of("shadows"):
+                of_pixels = (self.resident.values, self.now.values, self.memory.frame, targets, lights)
+                self._launch(shadows.shadows, *of_pixels, self.memory.texels)
         if base:
             with self.clock.of("base_pass"):
-                self._launch(base_pass.base_pass, *shared, light, self.memory.texels)
+                self._launch(base_pass.base_pass, *shared, lights, light, self.memory.texels)
+
+    def keep_depths(self, which: Any, texel_at: Any, depths: Any) -> None:
+        """The nearest depths of the visibility buffer, view k as map which[k] of `buffers.Lights`."""
+        given = (self.now.values, self.memory.frame, which, texel_at, depths)
+        self._launch(shadows.keep_depths, *given, self.memory.texels)
 
     @property
     def _sorts(self) -> bool:

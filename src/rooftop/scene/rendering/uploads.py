@@ -46,11 +46,11 @@ class Meshes:
         self.depth = max(mesh.meta["depth"] for mesh in meshes)
         self.origins = np.array([mesh.meta["origin"] for mesh in meshes])
         self.words, self.page_at = _all_pages(meshes, device) if pool is None else (pool.words, pool.page_at)
-        self.nodes = _on(device, np.concatenate(nodes))
-        self.mesh = _on(device, np.array(tables, dtype=np.int32))
+        self.nodes = uploaded(device, np.concatenate(nodes))
+        self.mesh = uploaded(device, np.array(tables, dtype=np.int32))
         steps = [[2.0 ** mesh.meta[name] for name in ("grid_exponent", "uv_exponent")] for mesh in meshes]
-        self.mesh_steps = _on(device, np.array(steps, dtype=np.float32))
-        self.mesh_box = _on(device, box.astype(np.float32))
+        self.mesh_steps = uploaded(device, np.array(steps, dtype=np.float32))
+        self.mesh_box = uploaded(device, box.astype(np.float32))
 
 
 def _all_pages(meshes: Sequence[Geometry], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ def _all_pages(meshes: Sequence[Geometry], device: torch.device) -> tuple[Tensor
             "they are needed"
         )
     words = np.concatenate([*pages, np.zeros(2, np.int32)])  # a read of two words may begin at the last
-    return _on(device, words), _on(device, np.concatenate([[0], ends[:-1]]).astype(np.int64))
+    return uploaded(device, words), uploaded(device, np.concatenate([[0], ends[:-1]]).astype(np.int64))
 
 
 def _attributes(mesh: Geometry) -> int:
@@ -144,7 +144,7 @@ class Inputs:
             for memory in (staged, there)
         )
         self._matrices, self._lenses = matrices.numpy(), lenses.numpy()
-        self.now, self.then = (_views(size, *both) for both in zip(*of_device, strict=True))
+        self.now, self.then = (views_of(size, *both) for both in zip(*of_device, strict=True))
         self._looked: Sequence[Camera] | None = None
         self._placed: tuple[NDArray[np.int32] | None, NDArray[np.float64] | None, bool] = (None, None, False)
         # Of each instance, and of which 3 x 3: what follows from that is computed anew only where it changes.
@@ -192,10 +192,17 @@ class Inputs:
     def _stage(self, which: int, cameras: Sequence[Camera]) -> None:
         for view, c in enumerate(cameras):
             self._matrices[which, view] = c.world_to_camera[:3].reshape(12)
-            self._lenses[which, view] = (c.fx, c.fy, c.cx, c.cy, c.near, c.orthographic, c.corner_tangent, 0.0)
+            self._lenses[which, view] = lens_of(c)
 
 
-def _views(size: tuple[int, int], from_world: Tensor, lens: Tensor) -> Uploaded:
+def lens_of(camera: Camera) -> tuple[float, ...]:
+    """A row of `buffers.Views.lens`."""
+    c = camera
+    return c.fx, c.fy, c.cx, c.cy, c.near, float(c.orthographic), c.corner_tangent, 0.0
+
+
+def views_of(size: tuple[int, int], from_world: Tensor, lens: Tensor) -> Uploaded:
+    """`buffers.Views` of pictures of a size, in memory that is there."""
     values = buffers.Views()
     values.width, values.height = size
     return Uploaded.into(values, {"from_world": from_world, "lens": lens})
@@ -208,5 +215,6 @@ def _from_origin(transforms: NDArray[np.float64], origins: NDArray[np.float64]) 
     return moved.reshape(-1, 12)
 
 
-def _on(device: torch.device, array: NDArray[Any]) -> Tensor:
+def uploaded(device: torch.device, array: NDArray[Any]) -> Tensor:
+    """An array of the host, on the device."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)

@@ -1,0 +1,203 @@
+"""What backward computes again instead of keeping it from forward: less memory, more work.
+
+| recompute | kept of a block | computed again in backward |
+|---|---|---|
+| False | all that autograd needs | nothing |
+| "selective" | what is expensive to compute | what is cheap and large: see below |
+| True or "full" | its input | the whole block: a third more flops |
+
+Selective drops what element-wise work makes again of tensors that are kept anyhow:
+
+| dropped | is needed by | made again of |
+|---|---|---|
+| the results of both norms | the weights of qkv and of the MLP's first layer | their inputs, which the norms keep |
+| normed or rotated queries and keys | attention | the projections, which the values keep |
+| attention's result in the order of positions | the weight of the output layer | attention's result |
+| the MLP's activated features | the weight of its last layer | what was activated |
+| the weights of attention that dropout drops | attention in plain PyTorch | queries, keys, values: two products |
+
+With sequence parallelism the layers that follow the norms would keep all positions. Backward makes those of this rank
+again, and gathers the others' while it computes the gradient of the input.
+
+Gradients are the same bit for bit: the same kernels make the same tensors, and masks are a function of their place.
+
+Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from rooftop.errors import did_you_mean
+from rooftop.parallel.dropouts import CounterDropouts, Place
+
+Recompute = bool | str
+"""False: nothing; True or "full": whole blocks; "selective"."""
+GRANULARITIES = ("full", "selective")
+Result = TypeVar("Result")
+
+
+def granularity_of(recompute: Recompute, caller: str) -> str | None:
+    """ "full", "selective", or None: nothing is computed again.
+
+    Raises:
+        ValueError: another word.
+    """
+    if recompute is False or recompute is None:
+        return None
+    if recompute is True:
+        return "full"
+    if recompute not in GRANULARITIES:
+        hint = did_you_mean(recompute, GRANULARITIES) if isinstance(recompute, str) else ""
+        raise ValueError(f"{caller}: recompute must be False, True, 'full' or 'selective', got {recompute!r}{hint}")
+    return recompute
+
+
+# ---- whole functions -----------------------------------------------------------------------------------------------
+
+
+def recomputed(function: Callable[..., Result], masks: CounterDropouts | None, *given: Tensor | None) -> Result:
+    """What a function gives. Backward computes it again, with the masks of this place in the training.
+
+    Args:
+        masks: of the dropouts within; None: others, or none. Then the generators' states are restored.
+        given: its arguments, which are kept.
+    """
+    place = masks.place if masks is not None else Place()
+    step = place.step
+    version = step._version if isinstance(step, Tensor) else 0
+
+    def run(*arguments: Tensor | None) -> Result:
+        if isinstance(step, Tensor) and step._version != version:
+            raise RuntimeError("Gpt: the step, a tensor, was changed before backward, which needs the same masks")
+        with masks.at(place) if masks is not None else nullcontext():
+            return function(*arguments)
+
+    # Masks by counter need no generator's state.
+    return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=masks is None)  # type: ignore[no-any-return]
+
+
+# ---- single tensors ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def made_again(made: Sequence[Tensor], make: Callable[..., Sequence[Tensor]], *sources: Tensor) -> Iterator[None]:
+    """Within: where autograd would keep one of `made`, backward computes make(*sources) instead.
+
+    What shares memory with a source is kept: dropping it would free nothing.
+
+    Args:
+        made: what make(*sources) gave.
+        make: gives the same tensors again, without gradients.
+        sources: best tensors that something else keeps.
+    """
+    if not torch.is_grad_enabled():
+        yield
+        return
+    held = {_memory(source) for source in sources}
+    places = {_memory(each): place for place, each in enumerate(made) if _memory(each) not in held}
+    recipes = [_Recipe(make, sources, made)] if places else []
+
+    def keep(tensor: Tensor) -> _Kept | _Dropped:
+        place = places.get(_memory(tensor)) if recipes else None
+        return _Kept(tensor) if place is None else _Dropped(recipes[0], place, tensor)
+
+    try:
+        with saved_tensors_hooks(keep, _needed):
+            yield
+    finally:
+        recipes.clear()  # PyTorch may keep the hooks, which must not keep the sources
+
+
+def as_multiplied(x: Tensor) -> Tensor:
+    """x in the dtype in which linear layers take it, under autocast another one."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def _memory(tensor: Tensor) -> int:
+    """The same for tensors that share memory, also where there is none (meta)."""
+    return tensor.untyped_storage()._cdata
+
+
+class _Kept:
+    """A tensor that is kept. PyTorch leaves it to hooks to see that nobody has changed it since."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, tensor._version
+
+    def needed(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"a tensor {tuple(self.tensor.shape)} that backward needs was modified by an inplace operation after "
+                "forward: call backward first, or change a copy"
+            )
+        return self.tensor
+
+
+class _Recipe:
+    """How tensors are made again that were dropped together.
+
+    Attributes:
+        wanted: which of them were dropped.
+        ready: those that are made, and not taken yet.
+    """
+
+    def __init__(
+        self, make: Callable[..., Sequence[Tensor]], sources: Sequence[Tensor], made: Sequence[Tensor]
+    ) -> None:
+        self.make, self.sources = make, [_Kept(source.detach()) for source in sources]
+        self.layouts = [(each.shape, each.stride(), each.dtype) for each in made]
+        self.wanted: set[int] = set()
+        self.ready: dict[int, Tensor] = {}
+        self.autocast = _autocast_of(made[0].device.type)
+
+    def take(self, place: int) -> Tensor:
+        if place not in self.ready:
+            with torch.no_grad(), self.autocast():
+                made = self.make(*(source.needed() for source in self.sources))
+            if [(each.shape, each.stride(), each.dtype) for each in made] != self.layouts:
+                raise RuntimeError(
+                    f"recompute: backward made {[tuple(each.shape) for each in made]} again, and forward had made "
+                    f"{[tuple(shape) for shape, *_ in self.layouts]} of the same, in another order or dtype: the model "
+                    "was changed in between; leave recompute out, or change it after backward"
+                )
+            self.ready = {other: each for other, each in enumerate(made) if other in self.wanted}
+        return self.ready.pop(place)
+
+
+class _Dropped:
+    """A view of a tensor that is made again."""
+
+    __slots__ = ("place", "recipe", "view")
+
+    def __init__(self, recipe: _Recipe, place: int, tensor: Tensor) -> None:
+        self.recipe, self.place = recipe, place
+        self.view = (tensor.shape, tensor.stride(), tensor.storage_offset())
+        recipe.wanted.add(place)
+
+    def needed(self) -> Tensor:
+        return self.recipe.take(self.place).as_strided(*self.view)
+
+
+def _needed(packed: _Kept | _Dropped) -> Tensor:
+    return packed.needed()
+
+
+def _autocast_of(device: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes what restores the present state of autocast."""
+    if not torch.amp.is_autocast_available(device):  # meta
+        return nullcontext
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    cached = torch.is_autocast_cache_enabled()
+    return lambda: torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cached)
