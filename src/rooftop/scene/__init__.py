@@ -20,13 +20,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rooftop.scene.building.builder import BuildReport, build, build_file
     from rooftop.scene.cameras import Camera
-    from rooftop.scene.gbuffers import FrameStats, GBuffer
+    from rooftop.scene.gbuffers import FrameStats, GBuffer, StreamingStats
     from rooftop.scene.geometry import Geometry
+    from rooftop.scene.layouts import PAGE_BYTES
     from rooftop.scene.pictures import Points, picture, points
     from rooftop.scene.rendering.renderer import Renderer
     from rooftop.scene.scenes import Scene
 
 __all__ = [
+    "PAGE_BYTES",
     "BuildReport",
     "Camera",
     "FrameStats",
@@ -35,6 +37,7 @@ __all__ = [
     "Points",
     "Renderer",
     "Scene",
+    "StreamingStats",
     "build",
     "build_file",
     "picture",
@@ -44,8 +47,9 @@ __all__ = [
 _NAMES = {
     "building.builder": "BuildReport build build_file",
     "cameras": "Camera",
-    "gbuffers": "FrameStats GBuffer",
+    "gbuffers": "FrameStats GBuffer StreamingStats",
     "geometry": "Geometry",
+    "layouts": "PAGE_BYTES",
     "pictures": "Points picture points",
     "rendering.renderer": "Renderer",
     "scenes": "Scene",
