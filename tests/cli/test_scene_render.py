@@ -205,6 +205,25 @@ def test_statistics_as_json(run: Run, ball: Path) -> None:
     assert len(json.loads(Path("again.json").read_text())["frames"]) == 2
 
 
+def test_a_pool_draws_the_same_picture_and_says_what_it_held(run: Run, ball: Path) -> None:
+    """In bytes or with a unit; statistics have it, too."""
+    assert run(ball, "-o", "all.png", *SMALL)[0] == 0
+    status, out, err = run(ball, "-o", "pool.png", "--pool", "1.5MB", "--json", "pool.json", *SMALL)
+    assert status == 0, err
+    assert "resident in 131,072 bytes" in out
+    assert np.array_equal(pixels("pool.png"), pixels("all.png"))
+    (frame,) = json.loads(Path("pool.json").read_text())["frames"]
+    assert frame["statistics"]["streaming"]["missing"] == 0
+    assert frame["statistics"]["streaming"]["error_pixels"] == 1.0
+    status, _, err = run(ball, "-o", "small.png", "--pool", "131071", *SMALL)
+    assert status == 2
+    assert "give at least 131,072" in err
+    for text in ("much", "0", "-1", "2 TB", "GB"):
+        status, _, err = run(ball, "-o", "none.png", f"--pool={text}", *SMALL)
+        assert status == 2
+        assert "expected a size such as 2GB" in err
+
+
 def test_a_finer_picture_draws_more_and_what_is_hidden_changes_none(run: Run, ball: Path) -> None:
     drawn = {}
     for name, words in {"usual": (), "fine": ("--pixel-error", 0), "all": ("--no-occlusion",)}.items():

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rooftop.errors import GeometryFileError, InputError
+from rooftop.errors import GeometryFileError
 from rooftop.scene import Camera, GBuffer, Geometry, Renderer, Scene, layouts
 from rooftop.scene.gbuffers import OUTPUTS
 from rooftop.scene.rendering import memory, sort_clusters
@@ -778,10 +778,13 @@ def test_a_pixel_error_that_is_set_later_is_checked(ball: Geometry) -> None:
         renderer.render(AHEAD)
 
 
-def test_more_pages_than_an_array_holds_are_refused(ball: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_pages_than_an_array_of_warp_holds_are_drawn(
+    ball: Geometry, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels read behind the end of the array that Warp knows. (Of a pool of 9 GB: streaming/test_streamed_frames.)"""
+    expected = Renderer(row_of(ball, [3.0]), device).render(AHEAD, ALL)
     monkeypatch.setattr("rooftop.scene.rendering.uploads.MOST_WORDS", 1000)
-    with pytest.raises(InputError, match="GiB of pages"):
-        Renderer(row_of(ball, [3.0]), "cpu").render(AHEAD)
+    assert same(Renderer(row_of(ball, [3.0]), device).render(AHEAD, ALL), expected, ALL)
 
 
 def test_up_of_any_length(ball: Geometry) -> None:

@@ -54,6 +54,7 @@ def run_render(
     frames: int,
     instances: int | None,
     pixel_error: float,
+    pool: int | None,
     no_occlusion: bool,
     device: str,
     json_path: Path | None,
@@ -92,7 +93,7 @@ def run_render(
         check_writable(json_path, read)
 
     with _wrong_call():
-        renderer = scene.Renderer(world, where, pixel_error=pixel_error, occlusion=not no_occlusion)
+        renderer = scene.Renderer(world, where, pixel_error=pixel_error, occlusion=not no_occlusion, pool_bytes=pool)
     found: list[FrameStats] = []
     with progress_bar() as progress, _memory_of(where):
         progress("loading kernels and pages", 0.0)
@@ -228,6 +229,13 @@ def _lines(found: Sequence[FrameStats], world: scene.Scene) -> list[str]:
         f"levels of detail: {_runs(levels) or 'none'}; hidden by what the frame before drew: {hidden} instances, "
         "nodes, groups and clusters",
     ]
+    streaming = [each.streaming for each in found if each.streaming is not None]
+    if streaming:
+        wanted, resident = (_span([getattr(each, name) for each in streaming]) for name in ("wanted", "resident"))
+        lines.append(
+            f"pages: {wanted} wanted, {resident} resident in {streaming[0].pool_bytes:,} bytes; the surface is off by "
+            f"at most {max(each.error_pixels for each in streaming):.3g} pixels"
+        )
     if not all(each.triangles for each in found):
         lines.append("a picture has nothing in view: look elsewhere (--eye, --target), or show what is nearer (--near)")
     return lines

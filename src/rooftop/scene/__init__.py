@@ -20,14 +20,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rooftop.scene.building.builder import BuildReport, build, build_file
     from rooftop.scene.cameras import Camera
-    from rooftop.scene.gbuffers import FrameStats, GBuffer
+    from rooftop.scene.gbuffers import FrameStats, GBuffer, StreamingStats
     from rooftop.scene.geometry import Geometry
+    from rooftop.scene.layouts import PAGE_BYTES
     from rooftop.scene.lights import DirectionalLight, PointLight, SpotLight
     from rooftop.scene.pictures import Points, picture, points
     from rooftop.scene.rendering.renderer import Renderer
     from rooftop.scene.scenes import Scene
 
 __all__ = [
+    "PAGE_BYTES",
     "BuildReport",
     "Camera",
     "DirectionalLight",
@@ -39,6 +41,7 @@ __all__ = [
     "Renderer",
     "Scene",
     "SpotLight",
+    "StreamingStats",
     "build",
     "build_file",
     "picture",
@@ -48,8 +51,9 @@ __all__ = [
 _NAMES = {
     "building.builder": "BuildReport build build_file",
     "cameras": "Camera",
-    "gbuffers": "FrameStats GBuffer",
+    "gbuffers": "FrameStats GBuffer StreamingStats",
     "geometry": "Geometry",
+    "layouts": "PAGE_BYTES",
     "lights": "DirectionalLight PointLight SpotLight",
     "pictures": "Points picture points",
     "rendering.renderer": "Renderer",

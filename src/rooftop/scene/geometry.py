@@ -76,7 +76,7 @@ class Geometry:
         meta: what the file says of itself (docs/scene-format.md).
         nodes: (N, NODE_CHILDREN, CHILD_WORDS) int32, the tree; nodes_offset: where it begins, in bytes.
         pages: how many there are.
-        page_offsets, page_lengths: (pages,) int64, in bytes.
+        page_offsets, page_lengths: (pages,) int64, in bytes; page_reach: how many clusters the tree says each has.
         size_bytes: of the file.
         identity: device, inode, size and time of the last change of the file when it was opened.
     """
@@ -136,14 +136,23 @@ class Geometry:
         Raises:
             GeometryFileError: their checksum or their structure is wrong; it names the page and its offset.
         """
+        self.check_sum(page, words)
         start = int(self.page_offsets[page])
-        if zlib.crc32(words.data) != self._checksums[page]:
-            raise GeometryFileError(self.path, f"the checksum of page {page} does not match", start)
-        wrong = _wrong_in_page(words, self._fixed_bits, self.meta["groups"])
-        if not wrong and words[layouts.PAGE_CLUSTERS] < self._reach[page]:
+        wrong = _wrong_in_page(words, self.fixed_bits, self.meta["groups"])
+        if not wrong and words[layouts.PAGE_CLUSTERS] < self.page_reach[page]:
             wrong = "the tree names clusters that it does not have"
         if wrong:
             raise GeometryFileError(self.path, f"page {page}: {wrong}", start)
+
+    def check_sum(self, page: int, words: Words) -> None:
+        """Check the checksum alone.
+
+        Raises:
+            GeometryFileError: it is wrong.
+        """
+        if zlib.crc32(words.data) != self._checksums[page]:
+            at = int(self.page_offsets[page])
+            raise GeometryFileError(self.path, f"the checksum of page {page} does not match", at)
 
     @cached_property
     def needs(self) -> PageNeeds:
@@ -252,7 +261,7 @@ class Geometry:
         )
 
     @property
-    def _fixed_bits(self) -> int:
+    def fixed_bits(self) -> int:
         """That the attributes of a vertex take, but for its texture coordinates."""
         return 2 * layouts.NORMAL_BITS * self.meta["has_normals"] + 3 * layouts.COLOR_BITS * self.meta["has_colors"]
 
@@ -296,9 +305,9 @@ class Geometry:
             size = 4 * layouts.NODE_CHILDREN * layouts.CHILD_WORDS
             raise GeometryFileError(self.path, f"node {node} of the tree names what is not there", start + size * node)
         leaf = kind > 0
-        self._reach = np.zeros(self.pages, np.int64)  # how many clusters each page must have
+        self.page_reach = np.zeros(self.pages, np.int64)
         ends = self.nodes[:, :, layouts.CHILD_FIRST].astype(np.int64) + kind
-        np.maximum.at(self._reach, at[leaf], ends[leaf])
+        np.maximum.at(self.page_reach, at[leaf], ends[leaf])
 
 
 def identity_of(descriptor: int) -> tuple[int, ...]:

@@ -636,6 +636,29 @@ def test_a_damaged_page_is_named_and_never_drawn(
     assert torch.equal(renderer.render(near, ("depth",))["depth"], expected["depth"])
 
 
+def test_a_page_that_was_written_wrong_is_named_and_never_drawn(
+    paged_ball: Geometry, tmp_path: Path, device: str
+) -> None:
+    """Its checksum fits: the device finds it, and the next frame begins anew."""
+    path, last = copied(paged_ball, tmp_path), paged_ball.pages - 1
+    data = bytearray(path.read_bytes())
+    start, length = of_last_page(paged_ball), int(paged_ball.page_lengths[-1])
+    struct.pack_into("<i", data, start + 4 * (layouts.PAGE_WORDS + layouts.GROUP_COUNT), 1000)
+    row = data.index(b"pagetab\0")
+    table, size = struct.unpack_from("<QQ", data, row + 8)
+    struct.pack_into("<I", data, table + 16 * last + 12, zlib.crc32(data[start : start + length]))
+    struct.pack_into("<I", data, row + 24, zlib.crc32(data[table : table + size]))
+    struct.pack_into("<I", data, 24, zlib.crc32(data[layouts.HEADER_BYTES : layouts.HEADER_BYTES + 160]))
+    path.write_bytes(data)
+    renderer = Renderer(alone(Geometry.open(path)), device, pixel_error=0.0, pool_bytes=2**30)
+    near = Camera.look_at((3.2, 0, 0), (0, 0, 0), fov_y_degrees=60, **SIZE)
+    with pytest.raises(GeometryFileError, match=f"page {last}: a group has clusters that are not in it") as caught:
+        renderer.render(near)
+    assert caught.value.offset == start
+    renderer.pixel_error = 20.0
+    assert renderer.render(near, ("depth",))["depth"].isfinite().any()
+
+
 def test_a_file_that_is_gone_or_another_is_refused_by_name(paged_ball: Geometry, tmp_path: Path) -> None:
     path = copied(paged_ball, tmp_path)
     opened = Geometry.open(path)

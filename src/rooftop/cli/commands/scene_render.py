@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from rooftop.cli.byte_sizes import byte_size
 from rooftop.cli.commands import names
 from rooftop.cli.commands.deferred import done_by
 from rooftop.cli.outputs import json_option
@@ -17,6 +18,7 @@ Examples:
   rooftop scene render scan.rtg -o scan.png --orbit 30,20 --show color --show normal --show level
   rooftop scene render hall.rtg chairs.rtg -o hall.png --eye 4,1,1.7 --target 0,0,1 --fov 70
   rooftop scene render scan.rtg -o turn-{frame}.png --frames 36 --size 640x480
+  rooftop scene render city/*.rtg -o city.png --pool 2GB
   rooftop scene render scan.rtg -o '{show}.png' --show color --show depth --camera photo.json
   rooftop scene render scan.rtg -o shaded.png --sun 1,0.5,-2
 
@@ -72,6 +74,11 @@ centre of the first pixel at 0, 0.
 @click.option(
     "--pixel-error", type=click.FloatRange(min=0), default=1.0, show_default=True, metavar="PIXELS",
     help="By how much a surface may be off in the picture; 0 draws all triangles.",
+)  # fmt: skip
+@click.option(
+    "--pool", callback=byte_size, metavar="SIZE",
+    help="Of the pages, keep no more than SIZE (2GB, 512MiB) on the device; frames load what they need.  "
+    "[default: all pages are loaded first]",
 )  # fmt: skip
 @click.option("--no-occlusion", is_flag=True, help="Draw also what is hidden. The picture is the same.")
 @click.option(

@@ -176,6 +176,9 @@ class Renderer:
             pictures, targets = _pictures(emitted, (len(cameras), height, width), len(lights), self.device)
             stages.emit(targets, LIGHT, self._shadows.values if lights else buffers.Lights(), emitted)
             answer = pool.requests.read() if pool is not None else None  # waits for the frame, as the next line does
+            if pool is not None and answer is not None and answer.refused is not None:
+                self._drop_pool()
+                pool.refuse(answer.refused)
             counters = answer.counters if answer is not None else memory.tensors["counters"].tolist()
             if answer is not None and len(answer.missing):
                 self._shadows.draw_again()
@@ -252,14 +255,17 @@ class Renderer:
     def _meshes_now(self) -> Meshes:
         """The scene's meshes on the device; a new pool where there are more than there were."""
         if self._meshes is None or self._meshes.count != len(self.scene.meshes):
-            if self.pool is not None:
-                self.pool.close()
-                self.pool, self._meshes = None, None
-            self._inputs = self._ahead = None
+            self._drop_pool()
             if self.pool_bytes is not None:
                 self.pool = Pool(self.scene.meshes, self.pool_bytes, self.device)
             self._meshes = Meshes(self.scene.meshes, self.device, self.pool)
         return self._meshes
+
+    def _drop_pool(self) -> None:
+        """The next frame begins with a new one."""
+        if self.pool is not None:
+            self.pool.close()
+        self.pool = self._meshes = self._inputs = self._ahead = None
 
     def _stages(self, inputs: Inputs, memory: FrameMemory, meshes: Meshes, clock: Clock) -> Stages:
         return Stages(

@@ -57,12 +57,6 @@ def _all_pages(meshes: Sequence[Geometry], device: torch.device) -> tuple[Tensor
     """The words of all pages, one after another, and where each page begins."""
     pages = [mesh.page(number) for mesh in meshes for number in range(mesh.pages)]
     ends = np.cumsum([len(page) for page in pages], dtype=np.int64)
-    if ends[-1] + 2 > MOST_WORDS:
-        raise InputError(
-            f"the scene's meshes have {4 * ends[-1] / 2**30:.1f} GiB of pages, and less than "
-            f"{4 * MOST_WORDS / 2**30:.0f} can be resident at once: give Renderer pool_bytes=, and pages are loaded as "
-            "they are needed"
-        )
     words = np.concatenate([*pages, np.zeros(2, np.int32)])  # a read of two words may begin at the last
     return uploaded(device, words), uploaded(device, np.concatenate([[0], ends[:-1]]).astype(np.int64))
 

@@ -13,7 +13,7 @@ import warp as wp
 from rooftop.launch.warp_launch import launch_warp
 from rooftop.scene.streaming.page_graph import PageGraph
 from rooftop.scene.streaming.plans import Use
-from rooftop.scene.streaming.requests import COUNTERS, LIST, LISTED, MISSING, OLDEST, WANTED, Requests, collect
+from rooftop.scene.streaming.requests import COUNTERS, LIST, LISTED, MISSING, OLDEST, REFUSED, WANTED, Requests, collect
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,14 @@ class Answer:
     Attributes:
         counters: of the frame.
         wanted: how many pages it wanted; missing: the absent ones, the most wanted first; pixels: how much each is.
+        refused: a page in which kernels would not stay inside; the frame is wrong.
     """
 
     counters: list[int]
     wanted: int
     missing: npt.NDArray[np.int64]
     pixels: npt.NDArray[np.float32]
+    refused: int | None
 
 
 class RequestBuffers:
@@ -50,6 +52,7 @@ class RequestBuffers:
             "first_group": of(graph.first_group),
             "wanted": of(np.zeros(graph.count)),
             "ages": of(np.full(graph.count, OLDEST)),
+            "refused": of(np.zeros(1)),
             "answer": of(np.zeros(LIST + 2 * LISTED)),
         }
         self.values: Any = Requests()
@@ -79,7 +82,8 @@ class RequestBuffers:
             missing = np.flatnonzero((wanted != 0) & (self.page_at.cpu().numpy() < 0))
             pixels = wanted[missing].view(np.float32)
         order = np.lexsort((missing, -pixels))
-        return Answer(words[:COUNTERS].tolist(), int(words[WANTED]), missing[order], pixels[order])
+        refused = int(words[REFUSED]) - 1 if words[REFUSED] else None
+        return Answer(words[:COUNTERS].tolist(), int(words[WANTED]), missing[order], pixels[order], refused)
 
     def use(self) -> Use:
         """How pages were used; two copies from the device."""

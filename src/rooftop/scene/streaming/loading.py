@@ -129,10 +129,10 @@ def _work(
 
 
 def _read(geometry: Geometry, page: int, file: int, words: np.ndarray[Any, Any]) -> int:
-    """A page into memory, checked; its bytes.
+    """A page into memory, its checksum checked; its bytes.
 
     Raises:
-        GeometryFileError: it cannot be read, or is not what the file's table says.
+        GeometryFileError: it cannot be read, or is not what was written.
     """
     start, length = int(geometry.page_offsets[page]), int(geometry.page_lengths[page])
     into, held = words.data.cast("B")[:length], 0
@@ -146,7 +146,7 @@ def _read(geometry: Geometry, page: int, file: int, words: np.ndarray[Any, Any])
             what = f"page {page} is cut off after {held:,} of {length:,} bytes"
             raise GeometryFileError(geometry.path, what, start + held)
         held += count
-    geometry.check_page(page, words[: length // 4])
+    geometry.check_sum(page, words[: length // 4])
     return length
 
 

@@ -9,16 +9,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rooftop.errors import InputError
+from rooftop.errors import GeometryFileError, InputError
+from rooftop.launch.warp_launch import launch_warp
 from rooftop.scene import layouts
 from rooftop.scene.gbuffers import StreamingStats
 from rooftop.scene.geometry import Geometry
+from rooftop.scene.streaming import admission
 from rooftop.scene.streaming.answers import Answer, RequestBuffers
 from rooftop.scene.streaming.loading import SLOT_WORDS, Arrival, Loader
 from rooftop.scene.streaming.page_graph import PageGraph
 from rooftop.scene.streaming.plans import Plan, best_that_fit, give_up_beside, plan_all, plan_some
 from rooftop.scene.streaming.slots import RESIDENT, Slots
 
+MOST_WORDS = 2**31 - 1  # of an array of Warp
 MOST_IN_FLIGHT = 128  # pages: what 8 threads read in a few frames; a page that is loading takes a slot
 AT_ONCE, AHEAD = 0.0, 1.0  # what a frame waits for, and wants, is read before what is only expected
 
@@ -44,6 +47,7 @@ class Pool:
         # A read of two words may begin at the last.
         self.words = torch.empty(count * SLOT_WORDS + 2, dtype=torch.int32, device=device)
         self.page_at = torch.full((self.graph.count,), -1, dtype=torch.int64, device=device)
+        self._words = self.words[:MOST_WORDS]  # all that Warp may know of; its kernels read what is behind, too
         self.requests = RequestBuffers(self.graph, self.page_at)
         self.loader = Loader(self.graph, self.words)
         self._changed: set[int] = set()  # pages whose place the device does not know yet
@@ -139,12 +143,30 @@ class Pool:
         """The device learns where pages are; frames that were drawn before have ended."""
         if not self._changed:
             return
-        pages = np.array(sorted(self._changed), np.int64)
+        pages, device = np.array(sorted(self._changed), np.int64), self.page_at.device
         there = self.slots.state[pages] == RESIDENT
-        places = np.where(there, self.slots.slot_of[pages].astype(np.int64) * SLOT_WORDS, -1)
-        both = torch.from_numpy(np.stack([pages, places])).to(self.page_at.device)
-        self.page_at[both[0]] = both[1]
+        self.page_at[torch.from_numpy(pages[~there]).to(device)] = -1
+        pages = pages[there]
+        if len(pages):
+            places = self.slots.slot_of[pages].astype(np.int64) * SLOT_WORDS
+            rows = np.concatenate([np.stack([pages, places], 1), self.graph.limits[pages]], axis=1)
+            arriving = torch.from_numpy(rows).to(device)
+            wrong = torch.zeros(len(pages), dtype=torch.int32, device=device)
+            launch_warp(admission.check_pages, (len(pages) * admission.LANES,), self._words, arriving, wrong)
+            admitting = (arriving, wrong, self.page_at, self.requests.tensors["refused"])
+            launch_warp(admission.admit_pages, (len(pages),), *admitting)
         self._changed.clear()
+
+    def refuse(self, page: int) -> None:
+        """Say what is wrong with a page that the device has refused.
+
+        Raises:
+            GeometryFileError: always.
+        """
+        mesh, number = self.graph.place(page)
+        self.graph.meshes[mesh].page(number)
+        where = int(self.graph.meshes[mesh].page_offsets[number])
+        raise GeometryFileError(self.graph.meshes[mesh].path, f"page {number} is not what its structure says", where)
 
 
 def slots_of(graph: PageGraph, pool_bytes: int) -> int:

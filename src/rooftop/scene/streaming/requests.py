@@ -11,7 +11,7 @@ from rooftop.scene.rendering import buffers
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 COUNTERS = 2 * buffers.PASS  # of a frame; they come first in an answer
-WANTED, MISSING, LIST = (wp.constant(COUNTERS + place) for place in range(3))  # behind them; the list is pairs
+WANTED, MISSING, REFUSED, LIST = (wp.constant(COUNTERS + place) for place in range(4))  # behind; the list is pairs
 LISTED = 1024  # absent pages that an answer names; of more, the host reads all of `wanted`
 OLDEST = wp.constant(2**30)
 
@@ -24,12 +24,15 @@ class Requests:
     first_group: wp.array(dtype=wp.int32)  # (meshes,) where the groups of each begin
     wanted: wp.array(dtype=wp.int32)  # (pages,) bits of a float32: pixels that a picture is off without it, or 0
     ages: wp.array(dtype=wp.int32)  # (pages,) frames since it was wanted
+    refused: wp.array(dtype=wp.int32)  # (1,) a page that is not what it should be, plus one, or 0; by admission.py
     answer: wp.array(dtype=wp.int32)  # (LIST + 2 * LISTED,): the frame's counters; counts; pages and their `wanted`
 
 
 @wp.kernel
 def collect(requests: Requests, page_at: wp.array(dtype=wp.int64), aging: wp.int32, stride: wp.int32):
     """The ages, and the answer. `aging`: whether what was not wanted becomes older."""
+    if wp.tid() == 0:
+        requests.answer[REFUSED] = requests.refused[0]
     for page in range(wp.tid(), requests.wanted.shape[0], stride):
         wanted = requests.wanted[page]
         if wanted != 0:

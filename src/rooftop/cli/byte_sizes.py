@@ -1,0 +1,19 @@
+"""Sizes in bytes, as options take them: 2GB, 512MiB, 800000000."""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def byte_size(context: click.Context, option: click.Parameter, text: str | None) -> int | None:
+    """The callback of an option."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    if found is None or found[2].lower() not in UNITS or not float(found[1]):
+        raise click.BadParameter(f"{text!r}: expected a size such as 2GB, 512MiB or 800000000", param=option)
+    return int(float(found[1]) * UNITS[found[2].lower()])
