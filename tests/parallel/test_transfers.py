@@ -132,7 +132,7 @@ def test_receives_are_posted_ahead_of_what_needs_them() -> None:
         "F of micro-batch 1 at stage 1",
     ]
     when_needed = [type(step) for step in program_of(schedule_of("1f1b", 2, 3), 1, ahead=0)]
-    assert when_needed[:6] == [Receive, Instruction, Instruction, Send, Receive, Instruction]
+    assert when_needed[:6] == [Receive, Instruction, Instruction, Receive, Send, Instruction]
 
 
 def test_the_check_sees_an_order_that_waits_for_ever() -> None:
