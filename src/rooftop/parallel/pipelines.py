@@ -32,7 +32,7 @@ from rooftop.parallel.deferred import Deferral, Later
 from rooftop.parallel.exchanges import Group, place_in
 from rooftop.parallel.progress import Progress
 from rooftop.parallel.schedules import Instruction, Schedule
-from rooftop.parallel.transfers import Receive, Send, Transfer, program_of, stage_after
+from rooftop.parallel.transfers import AHEAD, Receive, Send, Transfer, program_of, stage_after
 
 Compute = Callable[[int, int, Tensor | None], Tensor]
 """(stage, micro-batch, what the stage before gave; None at the first stage) -> what the next stage takes; of the last
@@ -80,7 +80,7 @@ class Pipeline:
         self.schedule, self.group = schedule, group
         self.shape, self.dtype, self.device = tuple(shape), dtype, device
         self.deferral = deferral
-        self.program = program_of(schedule, self.rank)
+        self.program = program_of(schedule, self.rank, 0 if device.type == "cuda" else AHEAD)
         self.progress = Progress(self._places(), device) if device.type == "cuda" else None
 
     def _places(self) -> Iterator[str]:

@@ -8,7 +8,8 @@ order here is that in which the simulated schedule makes what is sent. Whatever 
 that order, so the first transfer that is not done can always be done, however long instructions really take.
 
 A rank posts a receive ahead of the instruction that needs it, as far as the order allows: it is on its way while the
-instruction before is computed.
+instruction before is computed. On a GPU a receive that waits keeps multiprocessors from that instruction: there it is
+posted when it is needed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 from rooftop.parallel.schedules import Instruction, Schedule, simulate
 
-AHEAD = 0  # instructions whose receives are posted early: one that waits on a GPU keeps multiprocessors from others
+AHEAD = 1  # instructions whose receives are posted early; each more holds a buffer more
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,9 @@ def stage_after(instruction: Instruction, stages: int) -> int | None:
     return stage if 0 <= stage < stages else None
 
 
-def program_of(schedule: Schedule, rank: int) -> list[Step]:
-    """What a rank does in a step: its instructions, and when it posts its sends and receives.
+def program_of(schedule: Schedule, rank: int, ahead: int = AHEAD) -> list[Step]:
+    """What a rank does in a step: its instructions, and when it posts its sends and receives, so many instructions
+    ahead. The others need not post them as early.
 
     Receives and sends stand in the order of `transfers_of`. An instruction's receives come before it, its send directly
     after it.
@@ -92,7 +94,7 @@ def program_of(schedule: Schedule, rank: int) -> list[Step]:
             program.append(Receive(waiting.pop(0)))
 
     for place, each in enumerate(own):
-        soon = own[place : place + 1 + AHEAD]
+        soon = own[place : place + 1 + ahead]
         needed = [receives[before] for later in soon for before in schedule.needs(later) if before in receives]
         post_receives(max(needed, default=-1))
         program.append(each)
