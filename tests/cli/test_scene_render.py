@@ -431,7 +431,7 @@ def test_help_teaches(run: Run) -> None:
     assert status == 0
     known = {name for option in render_command.params for name in option.opts}
     examples = re.findall(r"^ +rooftop scene render (.*)", out, re.MULTILINE)
-    assert len(examples) == 6
+    assert len(examples) == 7
     for example in examples:
         assert set(re.findall(r"(?:^|\s)(--?[a-z-]+)", example)) <= known
     for key in ("eye", "fov_y_degrees", "view_height", "world_to_camera"):
