@@ -33,6 +33,8 @@ class FrameStats:
         second_pass_clusters: of `clusters`, those that the second pass has found to be visible after all.
         large_triangles: drawn in tiles.
         stage_ms: milliseconds of each stage, where they were asked for.
+        nodes: of the trees of all instances, whose children culling has asked.
+        groups: whose clusters culling has asked: those are the candidates, `clusters` is what is left of them.
     """
 
     clusters: int
@@ -42,6 +44,8 @@ class FrameStats:
     second_pass_clusters: int
     large_triangles: int
     stage_ms: dict[str, float] = field(default_factory=dict)
+    nodes: int = 0
+    groups: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import warp as wp
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rooftop.scene.cameras import MOST, Camera, same_size
+from rooftop.scene.cameras import MOST, Camera, real_numbers, same_size
 from rooftop.scene.gbuffers import OUTPUTS, FrameStats, GBuffer
 from rooftop.scene.rendering import buffers, cuda_sources
 from rooftop.scene.rendering.memory import MOST_THREADS, ROOM, FrameMemory
@@ -19,7 +19,7 @@ from rooftop.scene.rendering.stages import THREADS_OF_A_MULTIPROCESSOR, Clock, S
 from rooftop.scene.rendering.uploads import Inputs, Meshes
 from rooftop.scene.scenes import Scene
 
-LIGHT = wp.vec3(*(np.array((0.4, 0.3, 0.85)) / np.linalg.norm((0.4, 0.3, 0.85))).tolist())
+LIGHT = (0.4, 0.3, 0.85)  # from where it comes
 # In each of several views: where one begins is to Warp an int32 of bytes, and a pixel has up to three float32.
 MOST_PIXELS_OF_SEVERAL = (2**31 - 1) // 12
 BACKGROUND = {  # else -1
@@ -42,10 +42,12 @@ class Renderer:
         pixel_error: by how many pixels the surface may be off; 0 draws it as fine as it is.
         occlusion: whether what is hidden is left out. It changes no pixel.
         one_sided: whether triangles that are seen from behind (clockwise) are left out.
+        light: the direction in the world from which the light of "color" comes, of any length.
         kernels: "warp" runs everywhere; "cuda", in CUDA C++, is faster and takes a GPU and `rooftop[cuda]`; None is
             "cuda" where it can. Each pixel is the same, bit for bit.
 
     Attributes:
+        pixel_error, light: as given; may be set between frames.
         kernels: which of them draw, "warp" or "cuda".
 
     Example:
@@ -62,6 +64,7 @@ class Renderer:
         pixel_error: float = 1.0,
         occlusion: bool = True,
         one_sided: bool = False,
+        light: Sequence[float] = LIGHT,
         kernels: str | None = None,
     ) -> None:
         if kernels not in (None, "warp", "cuda"):
@@ -70,6 +73,7 @@ class Renderer:
             raise ValueError(f"scene={scene!r}: expected a scene.Scene with instances of meshes")
         self.scene, self.device = scene, _device(device)
         self.pixel_error, self.occlusion, self.one_sided = _checked_error(pixel_error), occlusion, one_sided
+        self.light = _checked_light(light)
         if kernels == "cuda":
             cuda_sources.require(self.device)
         self.kernels = kernels or ("cuda" if cuda_sources.is_there(self.device) else "warp")
@@ -110,6 +114,7 @@ class Renderer:
         cameras = (cameras,) if isinstance(cameras, Camera) else tuple(cameras)
         width, height = same_size(cameras)
         outputs = _checked_outputs(outputs)
+        light = wp.vec3(*_checked_light(self.light))
         mesh_of, transforms = self.scene.instances()
         _check_sizes(len(cameras), width, height, len(mesh_of))
         if not len(mesh_of):
@@ -143,7 +148,7 @@ class Renderer:
             else:
                 stages.draw(history)
             pictures, targets = _pictures(outputs, (len(cameras), height, width), self.device)
-            stages.emit(targets, LIGHT, outputs)
+            stages.emit(targets, light, outputs)
             counters = memory.tensors["counters"].tolist()  # waits for the frame
             room = memory.wanted_room(counters)
             if room == memory.room:
@@ -213,6 +218,19 @@ def _checked_error(pixel_error: Any) -> float:
     return number
 
 
+def _checked_light(light: Any) -> tuple[float, ...]:
+    """Of length 1.
+
+    Raises:
+        ValueError: it is no direction.
+    """
+    direction = real_numbers(light, "light", "three numbers that are not all 0")
+    if direction.shape != (3,) or not np.isfinite(direction).all() or not direction.any():
+        raise ValueError(f"light={light!r}: expected a direction, three finite numbers that are not all 0")
+    direction /= abs(direction).max()  # so that no square is too large or too small
+    return tuple((direction / np.linalg.norm(direction)).tolist())
+
+
 def _pictures(
     outputs: Sequence[str], shape: tuple[int, int, int], device: torch.device
 ) -> tuple[dict[str, Tensor], Any]:
@@ -239,6 +257,8 @@ def _stats(counters: list[int], stage_ms: dict[str, float]) -> FrameStats:
         second_pass_clusters=second[buffers.VISIBLE],
         large_triangles=first[buffers.LARGE] + second[buffers.LARGE],
         stage_ms=stage_ms,
+        nodes=sum(first[buffers.LEVEL :]) + sum(second[buffers.LEVEL :]),
+        groups=first[buffers.GROUPS] + second[buffers.GROUPS],
     )
 
 
