@@ -17,8 +17,9 @@ from PIL import Image
 from rooftop import scene
 from rooftop.cli.commands.scene_render import render_command
 from rooftop.cli.main import main
-from rooftop.cli.scene_cameras import Choice, chosen_cameras, outline, turned
+from rooftop.cli.scene_cameras import Choice, chosen_cameras, turned
 from rooftop.scene import Camera
+from rooftop.scene.framing import outline
 
 Run = Callable[..., tuple[int, str, str]]
 NIGHT = (16, 19, 26)

@@ -15,16 +15,11 @@ from numpy.typing import NDArray
 
 from rooftop.errors import InputError
 from rooftop.scene.cameras import Camera
-from rooftop.scene.layouts import PAGE_CLUSTERS
-from rooftop.scene.scenes import Scene
+from rooftop.scene.framing import NEAR, THREE_QUARTERS, around, distance_that_frames, outward
 
 Floats = NDArray[np.float64]
 Numbers = tuple[float, ...]
 
-THREE_QUARTERS = (-50.0, 25.0)  # degrees: azimuth and elevation of the view that nobody chose
-MARGIN = 0.94  # of the picture, that the scene may fill
-FEW = 256  # instances, of which the outline is found by their vertices
-NEAR = 1e-5  # of the scene's size: depths are equally exact wherever the near plane is
 LOOKING = {"eye", "target", "up", "fov_y_degrees", "view_height"}
 CALIBRATED = {"K", "world_to_camera"}
 EITHER = {"width", "height", "near"}
@@ -79,21 +74,6 @@ class Choice:
     near: float | None = None
 
 
-def outline(world: Scene) -> Floats:
-    """Points (N, 3) in the world that are seen where the scene is: vertices of its coarsest levels, or its boxes."""
-    mesh_of, transforms = world.instances()
-    found = []
-    for number, mesh in enumerate(world.meshes):
-        placed = transforms[mesh_of == number]
-        low, high = np.add(mesh.meta["bounds"], mesh.meta["origin"])
-        points = np.array([np.where([k & 1, k & 2, k & 4], high, low) for k in range(8)])
-        if mesh.meta.get("roots") == 1 and len(placed) <= FEW:  # then all of the mesh is in its first page
-            clusters = range(int(mesh.page(0)[PAGE_CLUSTERS]))
-            points = np.concatenate([mesh.decode(cluster).positions for cluster in clusters])
-        found.append((points @ placed[:, :3, :3].transpose(0, 2, 1) + placed[:, None, :3, 3]).reshape(-1, 3))
-    return np.concatenate(found)
-
-
 def chosen_cameras(choice: Choice, points: Floats) -> list[Camera]:
     """The cameras to render with: one, or those of a file.
 
@@ -131,17 +111,6 @@ def turned(camera: Camera, degrees: float, center: Floats, up: Numbers) -> Camer
     return replace(camera, world_to_camera=camera.world_to_camera @ world)
 
 
-def around(up: Numbers) -> Floats:
-    """(3, 3): two directions that are level, azimuth 0 and 90 degrees, and up."""
-    if len(up) != 3 or not np.isfinite(up).all() or not np.any(up):
-        raise InputError(f"up={list(up)}: expected a direction, three numbers that are not all 0")
-    axis = np.asarray(up) / np.linalg.norm(up)
-    first = np.eye(3)[0] if abs(axis[0]) < 0.9 else np.eye(3)[1]
-    first = first - (first @ axis) * axis
-    first /= np.linalg.norm(first)
-    return np.stack([first, np.cross(axis, first), axis])
-
-
 def _check_together(choice: Choice) -> None:
     ways = {"--camera": choice.camera, "--intrinsics": choice.intrinsics, "--eye": choice.eye, "--orbit": choice.orbit}
     given = [name for name, value in ways.items() if value is not None]
@@ -173,14 +142,15 @@ def _looking(choice: Choice, points: Floats, bounds: Floats, width: int, height:
         raise click.BadParameter(f"the elevation is -90 to 90 degrees, not {elevation:g}", param_hint="--orbit")
     if distances and distances[0] <= 0:
         raise click.BadParameter(f"the distance is more than 0, not {distances[0]:g}", param_hint="--orbit")
-    first, second, axis = around(up)
-    level = math.cos(math.radians(azimuth)) * first + math.sin(math.radians(azimuth)) * second
-    outward = math.cos(math.radians(elevation)) * level + math.sin(math.radians(elevation)) * axis
+    axis = around(up)[2]
     if abs(elevation) > 89.9:  # straight from above, the upper edge is what lies ahead
-        axis = -level if elevation > 0 else level
+        axis = -math.copysign(1, elevation) * outward(azimuth, 0, up)
     size = float(np.linalg.norm(bounds[1] - bounds[0]))
-    camera = _view(target + size * outward, target, axis, fov, choice.parallel, width, height, near)
-    distance = distances[0] if distances else size if choice.parallel is not None else _framing(camera, points - target)
+    eye = target + size * outward(azimuth, elevation, up)
+    camera = _view(eye, target, axis, fov, choice.parallel, width, height, near)
+    distance = distances[0] if distances else size
+    if not distances and choice.parallel is None:
+        distance = distance_that_frames(camera, points - target)
     matrix = camera.world_to_camera.copy()
     matrix[:3, 3] += (0, 0, distance - size)
     return replace(camera, world_to_camera=matrix)
@@ -192,13 +162,6 @@ def _view(
     if parallel is not None:
         return Camera.parallel(eye, target, up, parallel, width, height, near)
     return Camera.look_at(eye, target, up, fov, width, height, near)
-
-
-def _framing(camera: Camera, points: Floats) -> float:
-    """How far from the target a perspective view has all points in the picture; points are given from the target."""
-    x, y, z = camera.world_to_camera[:3, :3] @ points.T
-    wide, high = (MARGIN * side / 2 / focal for side, focal in ((camera.width, camera.fx), (camera.height, camera.fy)))
-    return float(max((np.abs(x) / wide - z).max(), (np.abs(y) / high - z).max(), (camera.near - z).max()))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -25,8 +25,9 @@ from rooftop.analysis.report import write_text
 from rooftop.analysis.text import WIDTH
 from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
 from rooftop.cli.progress import progress_bar
-from rooftop.cli.scene_cameras import Choice, Numbers, around, chosen_cameras, outline, turned
+from rooftop.cli.scene_cameras import Choice, Numbers, chosen_cameras, turned
 from rooftop.errors import InputError, RooftopError
+from rooftop.scene.framing import around, outline
 from rooftop.scene.gbuffers import FrameStats
 
 Bytes = NDArray[np.uint8]
@@ -62,7 +63,7 @@ def run_render(
 
     where = pick_device(None if device == "auto" else device)
     shows = tuple(dict.fromkeys(shows))
-    world = _world(files, instances, up or (0.0, 0.0, 1.0))
+    world = world_of(files, instances, up or (0.0, 0.0, 1.0))
     if "uv" in shows and not any(mesh.meta["has_uv"] for mesh in world.meshes):
         raise click.UsageError("--show uv: no FILE has texture coordinates")
     if "vertex_color" in shows and not any(mesh.meta["has_colors"] for mesh in world.meshes):
@@ -85,7 +86,7 @@ def run_render(
     if json_path is not None and not to_stdout:
         check_writable(json_path, read)
 
-    with _wrong_call():
+    with wrong_call():
         renderer = scene.Renderer(world, where, pixel_error=pixel_error, occlusion=not no_occlusion)
     found: list[FrameStats] = []
     with progress_bar() as progress, _memory_of(where):
@@ -93,7 +94,7 @@ def run_render(
         for number, (each, of_frame) in enumerate(zip(cameras, names, strict=True)):
             again = 0 if number else 2 if where.type == "cuda" else 1
             for timed in (False, True, True)[2 - again :]:
-                with _wrong_call():
+                with wrong_call():
                     frame = renderer.render(each, shows, timings=timed)
             found.append(frame.stats)
             progress(f"frame {number + 1} of {len(cameras)}", (number + 0.5) / len(cameras))
@@ -119,7 +120,7 @@ def run_render(
         click.echo(f"statistics: {json_path}")
 
 
-def _world(files: Sequence[Path], instances: int | None, up: Numbers) -> scene.Scene:
+def world_of(files: Sequence[Path], instances: int | None, up: Numbers) -> scene.Scene:
     """Each mesh once, or `instances` of them in a square grid on the level."""
     world = scene.Scene()
     for path in files:
@@ -273,7 +274,7 @@ def _plain(
 
 
 @contextmanager
-def _wrong_call() -> Iterator[None]:
+def wrong_call() -> Iterator[None]:
     """What the library refuses was asked for by the options."""
     try:
         yield

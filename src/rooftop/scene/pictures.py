@@ -237,13 +237,10 @@ def _oklch(lightness: Tensor, chroma: Tensor, hue_degrees: Tensor) -> Tensor:
     """sRGB of Oklab in polar coordinates, by the matrices of Ottosson's definition."""
     lightness, chroma, hue = lightness.float(), chroma.float(), torch.deg2rad(hue_degrees).float()
     a, b = chroma * torch.cos(hue), chroma * torch.sin(hue)
-    cones = [
-        (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3,
-        (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3,
-        (lightness - 0.0894841775 * a - 1.2914855480 * b) ** 3,
-    ]
-    linear = torch.stack([sum(f * cone for f, cone in zip(row, cones, strict=True)) for row in TO_RGB], 1)
-    linear = linear.clamp(0, 1)
+    long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3  # the three kinds of cones
+    medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
+    short = (lightness - 0.0894841775 * a - 1.2914855480 * b) ** 3
+    linear = torch.stack([of[0] * long + of[1] * medium + of[2] * short for of in TO_RGB], 1).clamp(0, 1)
     return _bytes(torch.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055))
 
 
