@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from rooftop.errors import InputError
 from rooftop.scene.cameras import Camera
 from rooftop.scene.framing import NEAR, THREE_QUARTERS, around, distance_that_frames, outward
+from rooftop.scene.viewing.recorded_paths import RecordedPath
 
 Floats = NDArray[np.float64]
 Numbers = tuple[float, ...]
 
+PATH_RATE = 30  # pictures for each second of a path
 LOOKING = {"eye", "target", "up", "fov_y_degrees", "view_height"}
 CALIBRATED = {"K", "world_to_camera"}
 EITHER = {"width", "height", "near"}
@@ -72,10 +74,12 @@ class Choice:
     camera: Path | None = None
     size: tuple[int, int] | None = None
     near: float | None = None
+    path: Path | None = None
+    frames: int | None = None
 
 
 def chosen_cameras(choice: Choice, points: Floats) -> list[Camera]:
-    """The cameras to render with: one, or those of a file.
+    """The cameras to render with: one, or those of a file, or those along a path.
 
     Args:
         points: (N, 3), of the scene's outline.
@@ -91,6 +95,8 @@ def chosen_cameras(choice: Choice, points: Floats) -> list[Camera]:
     try:
         if choice.camera is not None:
             return _of_file(choice.camera, choice.size, near)
+        if choice.path is not None:
+            return _along(choice.path, choice.frames, (width, height), bounds, choice.near)
         if choice.intrinsics is not None:
             assert choice.pose is not None
             matrix = _intrinsics(choice.intrinsics)
@@ -112,7 +118,8 @@ def turned(camera: Camera, degrees: float, center: Floats, up: Numbers) -> Camer
 
 
 def _check_together(choice: Choice) -> None:
-    ways = {"--camera": choice.camera, "--intrinsics": choice.intrinsics, "--eye": choice.eye, "--orbit": choice.orbit}
+    ways: dict[str, object] = {"--camera": choice.camera, "--path": choice.path, "--intrinsics": choice.intrinsics}
+    ways |= {"--eye": choice.eye, "--orbit": choice.orbit}
     given = [name for name, value in ways.items() if value is not None]
     if len(given) > 1:
         raise click.UsageError(f"{' and '.join(given)} each say where the camera is: expected one of them")
@@ -121,10 +128,10 @@ def _check_together(choice: Choice) -> None:
     lens = {"--fov": choice.fov_y_degrees, "--parallel": choice.parallel}
     if None not in lens.values():
         raise click.UsageError("--fov is of a perspective view, and --parallel is none: expected one of them")
-    if given and given[0] in ("--camera", "--intrinsics"):
+    if given and given[0] in ("--camera", "--path", "--intrinsics"):
         rest = {**lens, "--target": choice.target, "--up": choice.up}
-        if given[0] == "--intrinsics":
-            del rest["--up"]  # around which --frames turns
+        if given[0] != "--camera":
+            del rest["--up"]  # around which --frames turns, or on which --instances stand
         extra = [name for name, value in rest.items() if value is not None]
         if extra:
             raise click.UsageError(f"{extra[0]} does not go with {given[0]}, which says it")
@@ -201,6 +208,14 @@ def _of_object(view: Any, where: str, size: tuple[int, int] | None, near: float)
         return make(**arguments, width=shape[0], height=shape[1], near=view.get("near", near))
     except (TypeError, ValueError) as error:
         raise InputError(f"{where}: {error}") from None
+
+
+def _along(path: Path, frames: int | None, size: tuple[int, int], bounds: Floats, near: float | None) -> list[Camera]:
+    """Cameras of a path that the viewer recorded, the same time apart."""
+    recorded = RecordedPath.read(path)
+    views = recorded.evenly(frames or 1 + round(recorded.duration * PATH_RATE))
+    cameras = [view.camera(size, float(np.linalg.norm(bounds[1] - bounds[0]))) for view in views]
+    return cameras if near is None else [replace(camera, near=near) for camera in cameras]
 
 
 def _intrinsics(text: str) -> Any:

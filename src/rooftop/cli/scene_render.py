@@ -29,6 +29,7 @@ from rooftop.cli.scene_cameras import Choice, Numbers, chosen_cameras, turned
 from rooftop.errors import InputError, RooftopError
 from rooftop.scene.framing import around, outline
 from rooftop.scene.gbuffers import FrameStats
+from rooftop.scene.rendering.renderer import LIGHT
 
 Bytes = NDArray[np.uint8]
 
@@ -49,12 +50,14 @@ def run_render(
     intrinsics: str | None,
     pose: Path | None,
     camera: Path | None,
+    path: Path | None,
     near: float | None,
     size: tuple[int, int] | None,
-    frames: int,
+    frames: int | None,
     instances: int | None,
     pixel_error: float,
     no_occlusion: bool,
+    light: Numbers | None,
     device: str,
     json_path: Path | None,
 ) -> None:
@@ -69,16 +72,16 @@ def run_render(
     if "vertex_color" in shows and not any(mesh.meta["has_colors"] for mesh in world.meshes):
         raise click.UsageError("--show vertex_color: no FILE has colours of vertices")
     bounds = world.bounds()
-    choice = Choice(eye, target, up, fov, orbit, parallel, intrinsics, pose, camera, size, near)
+    choice = Choice(eye, target, up, fov, orbit, parallel, intrinsics, pose, camera, size, near, path, frames)
     cameras = chosen_cameras(choice, outline(world))
-    if frames > 1:
+    if frames is not None and frames > 1 and path is None:
         if len(cameras) > 1:
             raise click.UsageError(f"--frames turns one camera, and {camera} has {len(cameras)}")
         center = np.asarray(bounds.mean(0) if target is None else target)
         axis = around(up or (0.0, 0.0, 1.0))[2]
         cameras = [turned(cameras[0], 360 * step / frames, center, tuple(axis)) for step in range(frames)]
     names = _names(out, shows, len(cameras))
-    read = [*files, *(path for path in (pose, camera) if path is not None)]
+    read = [*files, *(each for each in (pose, camera, path) if each is not None)]
     read += [Path(intrinsics)] if intrinsics is not None and "," not in intrinsics else []
     for name in (each for of_frame in names for each in of_frame.values()):
         check_writable(name, read)
@@ -87,7 +90,9 @@ def run_render(
         check_writable(json_path, read)
 
     with wrong_call():
-        renderer = scene.Renderer(world, where, pixel_error=pixel_error, occlusion=not no_occlusion)
+        renderer = scene.Renderer(
+            world, where, pixel_error=pixel_error, occlusion=not no_occlusion, light=light or LIGHT
+        )
     found: list[FrameStats] = []
     with progress_bar() as progress, _memory_of(where):
         progress("loading kernels and pages", 0.0)
@@ -99,8 +104,8 @@ def run_render(
             found.append(frame.stats)
             progress(f"frame {number + 1} of {len(cameras)}", (number + 0.5) / len(cameras))
             colored = {show: scene.picture(frame, show) for show in shows}
-            for picture, path in _pictures(colored, of_frame):
-                _save(picture, path)
+            for picture, name in _pictures(colored, of_frame):
+                _save(picture, name)
             progress(f"frame {number + 1} of {len(cameras)}", (number + 1) / len(cameras))
 
     if json_path is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from rooftop.cli.scene_cameras import Numbers
-from rooftop.cli.scene_render import wrong_call, world_of
+from rooftop.cli.scene_render import world_of, wrong_call
 from rooftop.cli.words import Words
 from rooftop.scene.viewing.drawing import Drawing
 from rooftop.scene.viewing.serving import Viewer, is_loopback
@@ -27,11 +27,11 @@ def run_view(
     device: str,
 ) -> None:
     """Do what `rooftop.cli.commands.scene_view:view_command` says."""
-    from rooftop.cli.analyze import pick_device  # takes seconds, which the other verbs need not wait
-
-    where = pick_device(None if device == "auto" else device)
     x, y, z = up or (0.0, 0.0, 1.0)
     world = world_of(files, instances, (x, y, z))
+    from rooftop.cli.analyze import pick_device  # takes seconds, which a wrong call need not wait
+
+    where = pick_device(None if device == "auto" else device)
     with wrong_call():
         drawing = Drawing(world, where, pixel_error, (x, y, z), fov)
     viewer = Viewer(drawing, host, port)
@@ -50,17 +50,23 @@ def run_view(
     click.echo("Ctrl-C ends it.")
     sys.stdout.flush()
     try:
-        threading.Event().wait()
+        wait_for_interrupt()
     except KeyboardInterrupt:
         click.echo("\nended")
     finally:
         viewer.shutdown()
         viewer.server_close()
-        ended = drawing.stop()
+        drawing.stop()
     words = click.get_current_context().find_root().obj
-    if not ended and isinstance(words, Words) and words.ends_process:
+    if isinstance(words, Words) and words.ends_process:
         sys.stdout.flush()
-        os._exit(0)  # a picture is being drawn, which nobody will see: Python would wait for it
+        sys.stderr.flush()
+        os._exit(0)  # nothing is left to be written; Python would take seconds to take its libraries down
+
+
+def wait_for_interrupt() -> None:
+    """Until Ctrl-C, which raises KeyboardInterrupt."""
+    threading.Event().wait()
 
 
 def _this_machine() -> str:

@@ -18,6 +18,7 @@ Examples:
   rooftop scene render hall.rtg chairs.rtg -o hall.png --eye 4,1,1.7 --target 0,0,1 --fov 70
   rooftop scene render scan.rtg -o turn-{frame}.png --frames 36 --size 640x480
   rooftop scene render scan.rtg -o '{show}.png' --show color --show depth --camera photo.json
+  rooftop scene render scan.rtg -o flight-{frame}.png --path path.json
 
 \b
 The keys of --camera (a list of such objects gives a picture of each):
@@ -55,11 +56,16 @@ centre of the first pixel at 0, 0.
     "--pose", type=click.Path(path_type=Path), metavar="JSON", help="With --intrinsics: world_to_camera, 4 x 4."
 )
 @click.option("--camera", type=click.Path(path_type=Path), metavar="JSON", help="One camera or several; keys below.")
+@click.option(
+    "--path", type=click.Path(path_type=Path), metavar="JSON",
+    help="Along a path that `rooftop scene view` recorded: 30 pictures for each second, or --frames in all.",
+)  # fmt: skip
 @click.option("--near", type=float, metavar="LENGTH", help="What is nearer is not shown.  [default: 1e-5 of the scene]")
 @click.option("--size", callback=pixels, metavar="WIDTHxHEIGHT", help="In pixels.  [default: 1920x1080]")
 @click.option(
-    "--frames", type=click.IntRange(min=1), default=1, show_default=True,
-    help="So many pictures in a turn around the target, numbered. Each leaves out what the one before has hidden.",
+    "--frames", type=click.IntRange(min=1), metavar="N",
+    help="So many pictures in a turn around the target, numbered. Each leaves out what the one before has hidden.  "
+    "[default: 1]",
 )  # fmt: skip
 @click.option(
     "--instances", type=click.IntRange(min=1), metavar="N", help="N of them in a square on the level, FILEs in turn.",
@@ -68,6 +74,7 @@ centre of the first pixel at 0, 0.
     "--pixel-error", type=click.FloatRange(min=0), default=1.0, show_default=True, metavar="PIXELS",
     help="By how much a surface may be off in the picture; 0 draws all triangles.",
 )  # fmt: skip
+@click.option("--light", callback=numbers(3), metavar="X,Y,Z", help="From where color is lit.  [default: 0.4,0.3,0.85]")
 @click.option("--no-occlusion", is_flag=True, help="Draw also what is hidden. The picture is the same.")
 @click.option(
     "--device", default="auto", metavar="auto|cpu|cuda[:N]",

@@ -185,9 +185,8 @@ class Drawing:
         frame = self.renderer.render(camera, ("depth",))
         depth = torch.full_like(frame["depth"], torch.inf)
         depth[0, row, column] = frame["depth"][0, row, column]
-        found: list[list[float]] = points(
-            type(frame)(frame.stats, depth=depth), camera, dtype=torch.float64
-        ).xyz.tolist()
+        only = GBuffer(frame.stats, depth=depth)
+        found: list[list[float]] = points(only, camera, dtype=torch.float64).xyz.tolist()
         return found[0] if found else None
 
     # ---- the queue ---------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from rooftop.scene.viewing.modes import MODES, legend_of, modes_of
 from rooftop.scene.viewing.recorded_paths import RecordedPath
 
 MOST_BODY = {"/frame": 1 << 16, "/point": 1 << 16, "/path": 1 << 26}  # bytes
-LEFT_UNREAD = 1 << 16  # bytes of a body that nobody wants are read at most
+LEFT_UNREAD = 1 << 16  # bytes: a longer body that nobody wants is not read
 IDLE_S = 60.0  # that a connection without requests stays open
 SHARP = 90  # from this quality on, JPEG keeps colours at full resolution: edges of false colours stay edges
 HEADERS = {
@@ -94,8 +94,9 @@ class Viewer(ThreadingHTTPServer):
     def is_named(self, host: str | None) -> bool:
         """Whether a Host header names this server.
 
-        A port may be any, since a tunnel has its own. Names are "localhost" and, where it listens beyond loopback, those
-        of this machine; numbers cannot be made to point elsewhere by a name server, and on loopback they are loopback.
+        Any port will do, since a tunnel has its own. "localhost" and numbers of loopback are accepted. Where the server
+        listens beyond loopback, so are the names of this machine and all numbers: no name server of an attacker's can
+        make a number point here.
         """
         beyond = not is_loopback(self.host)
         try:
@@ -202,13 +203,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, routes: dict[str, Any]) -> None:
         self._unread = self.command == "POST"
         try:
-            address = urlsplit(self.path)
-            self._check_sender(parse_qs(address.query).get("token", [""])[0] if address.path == "/" else None)
-            if address.path not in routes:
+            path, _, query = self.path.partition("?")
+            self._check_sender(parse_qs(query).get("token", [""])[0] if path == "/" else None)
+            if path not in routes:
                 known = " or ".join(routes)
-                raise _RefusedError(HTTPStatus.NOT_FOUND, f"there is no {self.command} {address.path!r:.80}: {known}")
-            self._most_body = MOST_BODY.get(address.path, 0)
-            routes[address.path]()
+                raise _RefusedError(HTTPStatus.NOT_FOUND, f"there is no {self.command} {path!r:.80}: expected {known}")
+            self._most_body = MOST_BODY.get(path, 0)
+            routes[path]()
         except _RefusedError as error:
             self._send_error(error.status, str(error))
         except DroppedError:
@@ -299,7 +300,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_error(self, status: HTTPStatus, sentence: str) -> None:
         if self._unread:  # who still sends would not read the answer
-            self.rfile.read(min(max(self._body_bytes(), 0), LEFT_UNREAD))
+            length = self._body_bytes()
+            self.rfile.read(length if 0 < length <= LEFT_UNREAD else 0)
             self.close_connection = True
         self._send_json(status, {"error": sentence})
 

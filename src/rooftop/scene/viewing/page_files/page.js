@@ -6,8 +6,8 @@ const element = (id) => document.getElementById(id);
 const token = new URLSearchParams(location.search).get("token") ?? "";
 const tab = Math.random().toString(36).slice(2);
 const REST_MS = 180;  // without movement, before a picture of full size is drawn
-const SCALES = [1, 1 / 2, 1 / 3, 1 / 4, 1 / 6];  // of the size while moving; few, so that the renderer keeps its memory
-const SLOW_MS = 110, QUICK_MS = 70;  // a picture while moving that takes longer is made smaller; so long it may become
+const SCALES = [1, 1 / 2, 1 / 3, 1 / 4];  // of the size while moving; few, so that the renderer keeps its memory
+const SLOW_MS = 120, QUICK_MS = 80;  // a picture while moving that takes longer is made smaller; so long it may become
 const ORBIT_DEGREES = 180;  // of a drag over the picture's height
 const LONGEST_STEP_S = 0.25;  // of flying between two pictures, however long they take
 const FLIGHT_SIZES = 0.15;  // of the scene that flying goes in a second, at speed 0
@@ -63,9 +63,14 @@ const scaled = (size, by) => size.map((side) => Math.max(1, Math.round(side * by
 const wanted = (size, extra) => ({ tab, view, size, show: element("show").value, light, pixel_error: pixelError, ...extra });
 
 // ---- the loop ------------------------------------------------------------------------------------------------------
+function setSharp(on) {
+  sharp = on;
+  canvas.dataset.state = on ? "sharp" : "changing";
+}
+
 function change() {
   changed = true;
-  sharp = false;
+  setSharp(false);
   changedAt = performance.now();
   breakOff?.abort();
   wake();
@@ -99,11 +104,11 @@ async function draw(by, quality) {
     latest?.close();
     latest = bitmap;
     if (view === request.view) view = about.view;  // else home or a path has set it meanwhile
-    sharp = full && !changed;
     complain("");
     paint();
     keep();
     report(about, performance.now() - began, full);
+    setSharp(full && !changed);
     if (!full) adapt(performance.now() - began);
   } catch (error) {
     if (error.name === "AbortError") return;
@@ -111,7 +116,7 @@ async function draw(by, quality) {
     if (error.lost) {
       await new Promise((resolve) => setTimeout(resolve, 1500));
       changed = true;
-    } else sharp = true;  // asked again when something has changed
+    } else setSharp(true);  // asked again when something has changed
   } finally {
     breakOff = null;
   }
@@ -231,7 +236,7 @@ function follow() {
     const seconds = path.views[0].seconds + (now - replaying) / 1000;
     view = viewAt(seconds);
     changed = true;
-    sharp = false;
+    setSharp(false);
     changedAt = now;
     if (seconds >= path.views.at(-1).seconds) stopReplay();
   }
@@ -422,9 +427,13 @@ element("fov").addEventListener("input", () => {
 });
 element("detail").addEventListener("input", () => { pixelError = 2 ** Number(element("detail").value); showDetail(); change(); });
 element("speed").addEventListener("input", showSpeed);
-const showDetail = () => { element("detailText").textContent = `${Number(pixelError.toPrecision(2))} px`; };
-const showSpeed = () => { element("speedText").textContent = `${Number(speed().toPrecision(2))}/s`; };
-const faster = (by) => { element("speed").value = Number(element("speed").value) + by; showSpeed(); };
+
+function showDetail() { element("detailText").textContent = `${Number(pixelError.toPrecision(2))} px`; }
+function showSpeed() { element("speedText").textContent = `${Number(speed().toPrecision(2))}/s`; }
+function faster(by) {
+  element("speed").value = Number(element("speed").value) + by;
+  showSpeed();
+}
 
 const count = (number) => number.toLocaleString("en");
 const bytes = (number) => {
