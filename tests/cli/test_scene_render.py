@@ -327,6 +327,12 @@ def test_the_outline_of_a_scene_is_where_its_instances_are(ball: Path, box: Path
         (("--camera", "two.json", "--size", "8"), "expected WIDTHxHEIGHT"),
         (("--size", "0x8"), "width=0"),
         (("--size", "8x99999"), "height=99999"),
+        (("--light", "0,0,0"), "expected a direction"),
+        (("--path", "wrong.json"), "wrong.json: expected a path that `rooftop scene view` recorded"),
+        (("--path", "none.json"), "none.json cannot be read"),
+        (("--path", "text.json"), "text.json is no JSON"),
+        (("--path", "wrong.json", "--target", "1,2,3"), "--target does not go with --path"),
+        (("--path", "wrong.json", "--camera", "two.json"), "--camera and --path each say where the camera is"),
         (("--frames", "0"), "0 is not in the range"),
         (("--instances", "0"), "0 is not in the range"),
         (("--pixel-error", "-1"), "-1.0 is not in the range"),
@@ -396,7 +402,7 @@ def test_help_teaches(run: Run) -> None:
     assert status == 0
     known = {name for option in render_command.params for name in option.opts}
     examples = re.findall(r"^ +rooftop scene render (.*)", out, re.MULTILINE)
-    assert len(examples) == 5
+    assert len(examples) == 6
     for example in examples:
         assert set(re.findall(r"(?:^|\s)(--?[a-z-]+)", example)) <= known
     for key in ("eye", "fov_y_degrees", "view_height", "world_to_camera"):

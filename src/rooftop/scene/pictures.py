@@ -191,8 +191,11 @@ def _signed(word: int) -> int:
 
 
 def _of_level(level: Tensor) -> Tensor:
-    step = level.clamp(max=LEVELS - 1).double()
-    return _oklch(0.66 + 0.16 * (step % 2), torch.full_like(step, 0.15), 25 + LEVEL_HUE_DEGREES * step)
+    step = torch.arange(LEVELS, device=level.device)
+    colors = _oklch(
+        0.66 + 0.16 * (step % 2), torch.full_like(step, 0.15, dtype=torch.float32), 25 + LEVEL_HUE_DEGREES * step
+    )
+    return colors[level.clamp(max=LEVELS - 1).long()]
 
 
 def _of_velocity(velocity: Tensor) -> Tensor:
@@ -204,7 +207,8 @@ def _of_velocity(velocity: Tensor) -> Tensor:
 
 
 def _of_overdraw(times: Tensor) -> Tensor:
-    return _ramp(times.clamp(max=MOST_OVERDRAW).double().log2() / math.log2(MOST_OVERDRAW))
+    colors = _ramp(torch.arange(MOST_OVERDRAW + 1, device=times.device).log2() / math.log2(MOST_OVERDRAW))
+    return colors[times.clamp(max=MOST_OVERDRAW).long()]
 
 
 _COLORS: dict[str, Callable[[Tensor], Tensor]] = {
