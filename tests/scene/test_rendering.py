@@ -680,8 +680,8 @@ def test_light_comes_from_where_it_is_said_to(ball: Geometry, device: str) -> No
     left = renderer.render(camera, ("color",))["color"]
     renderer.light = (1e-30, 0.0, 0.0)
     right = renderer.render(camera, ("color",))["color"]
-    assert left[:, :, :32].sum() > 1.5 * left[:, :, 32:].sum()
-    assert right[:, :, 32:].sum() > 1.5 * right[:, :, :32].sum()
+    assert left[:, :, :32].sum() > 1.2 * left[:, :, 32:].sum()
+    assert right[:, :, 32:].sum() > 1.2 * right[:, :, :32].sum()
     usual, again = (Renderer(scene, device, light=light) for light in ((0.4, 0.3, 0.85), (4.0, 3.0, 8.5)))
     colors = [each.render(camera, ("color",))["color"] for each in (Renderer(scene, device), usual, again)]
     assert torch.equal(colors[0], colors[1])

@@ -226,7 +226,7 @@ def test_a_path_is_recorded_kept_loaded_and_replayed(opened: Open, tmp_path: Pat
     assert other.said == []
     other.page.set_input_files("#file", tmp_path / "none.json")
     other.page.wait_for_selector("#error:visible")
-    assert "none.json: path: expected views, a list of 1 to 1,000,000" in other.page.inner_text("#error")
+    assert "none.json: path: expected views, a list of 1 to 100,000" in other.page.inner_text("#error")
     assert found.said == []
 
 

@@ -19,7 +19,7 @@ from rooftop.errors import InputError
 from rooftop.scene.viewing.viewpoints import Viewpoint, finite_numbers
 
 FORMAT = 1
-MOST_VIEWS = 1_000_000
+MOST_VIEWS = 100_000
 MOST_SECONDS = 1e5
 
 

@@ -24,6 +24,7 @@ from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import numpy as np
 import torch
 from PIL import Image
 
@@ -129,16 +130,17 @@ def facts_of(drawing: Drawing) -> dict[str, Any]:
     """What the page says of the scene, for JSON."""
     world, device = drawing.world, drawing.renderer.device
     mesh_of = world.instances()[0]
-    whole = [int(mesh.meta["triangles"]) for mesh in world.meshes]
+    whole = np.array([mesh.meta["triangles"] for mesh in world.meshes])
     return {
         "files": [mesh.path.name for mesh in world.meshes],
         "bytes": sum(mesh.size_bytes for mesh in world.meshes),
         "page_bytes": sum(int(mesh.page_lengths.sum()) for mesh in world.meshes),
         "pages": sum(mesh.pages for mesh in world.meshes),
+        "resident_pages": sum(mesh.pages for mesh in world.meshes),  # the renderer uploads all of them
         "clusters": sum(int(mesh.meta["clusters"]) for mesh in world.meshes),
         "instances": len(world),
-        "triangles": sum(whole),
-        "instanced_triangles": sum(whole[mesh] for mesh in mesh_of.tolist()),
+        "triangles": int(whole.sum()),
+        "instanced_triangles": int(whole[mesh_of].sum()),
         "levels": max(len(mesh.meta["levels"]) for mesh in world.meshes),
         "bounds": world.bounds().tolist(),
         "size": drawing.scene_size,

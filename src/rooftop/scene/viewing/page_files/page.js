@@ -513,7 +513,7 @@ async function start() {
   element("scene").tBodies[0].replaceChildren(
     row("triangles", count(facts.triangles)), row("instances", count(facts.instances)), row("clusters", count(facts.clusters)),
     row("levels", count(facts.levels)), row("size", size.join(" × ")), row("files", bytes(facts.bytes)),
-    row("pages, all resident", `${count(facts.pages)}, ${bytes(facts.page_bytes)}`),
+    row("pages resident", `${count(facts.resident_pages)} of ${count(facts.pages)}`), row("pages", bytes(facts.page_bytes)),
     row("device", facts.device), row("kernels", facts.kernels === "cuda" ? "CUDA C++" : "Warp"));
   setShow("color");
   new ResizeObserver(() => { paint(); change(); }).observe(canvas);
