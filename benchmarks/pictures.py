@@ -153,10 +153,10 @@ def taken(page: Any, heading: str) -> Any:
     return page.locator("section", has=page.get_by_role("heading", name=heading, exact=True, level=2)).screenshot()
 
 
-def smaller(png: bytes) -> bytes:
-    """The same with at most 128 colours: half the size, and no difference that one sees."""
+def smaller(png: bytes, most: int = 128) -> bytes:
+    """The same with at most so many colours: half the size, and no difference that one sees."""
     packed = io.BytesIO()
-    colours = Image.open(io.BytesIO(png)).convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    colours = Image.open(io.BytesIO(png)).convert("RGB").quantize(most, dither=Image.Dither.NONE)
     colours.save(packed, "PNG", optimize=True)
     return packed.getvalue()
 

@@ -17,8 +17,9 @@ from PIL import Image
 from rooftop import scene
 from rooftop.cli.commands.scene_render import render_command
 from rooftop.cli.main import main
-from rooftop.cli.scene_cameras import Choice, chosen_cameras, outline, turned
+from rooftop.cli.scene_cameras import Choice, chosen_cameras, turned
 from rooftop.scene import Camera
+from rooftop.scene.framing import outline
 
 Run = Callable[..., tuple[int, str, str]]
 NIGHT = (16, 19, 26)
@@ -104,19 +105,15 @@ def test_several_outputs_stand_beside_each_other_with_captions(run: Run, ball: P
     assert np.array_equal(pixels("one.png"), below[16:, :64])
 
 
-def test_a_sun_casts_shadows(run: Run, ball: Path, box: Path) -> None:
-    status, _, err = run(
-        ball, box, "-o", "{show}.png", *SMALL, "--sun", "1,1,-2", "--show", "color", "--show", "shadow"
-    )
+def test_light_casts_shadows(run: Run, ball: Path, box: Path) -> None:
+    light = ("--light", "-1,-1,2", "--shadows")
+    status, _, err = run(ball, box, "-o", "{show}.png", *SMALL, *light, "--show", "color", "--show", "shadow")
     assert status == 0, err
-    run(ball, box, "-o", "plain.png", *SMALL)
+    run(ball, box, "-o", "plain.png", *SMALL, *light[:2])
     with Image.open("color.png") as shaded, Image.open("plain.png") as plain, Image.open("shadow.png") as shadow:
         assert shaded.tobytes() != plain.tobytes()
         assert len(shadow.getcolors(1 << 16)) >= 3  # background, lit, dark
-    status, _, err = run(ball, "-o", "x.png", *SMALL, "--show", "shadow")
-    assert status == 2
-    assert "--show shadow: give --sun" in err
-    status, _, err = run(ball, "-o", "x.png", *SMALL, "--sun", "0,0,0")
+    status, _, err = run(ball, "-o", "x.png", *SMALL, "--light", "0,0,0", "--shadows")
     assert status == 2
     assert "expected a direction, not zeros" in err
 
@@ -362,6 +359,12 @@ def test_the_outline_of_a_scene_is_where_its_instances_are(ball: Path, box: Path
         (("--camera", "two.json", "--size", "8"), "expected WIDTHxHEIGHT"),
         (("--size", "0x8"), "width=0"),
         (("--size", "8x99999"), "height=99999"),
+        (("--light", "0,0,0"), "expected a direction"),
+        (("--path", "wrong.json"), "wrong.json: expected a path that `rooftop scene view` recorded"),
+        (("--path", "none.json"), "none.json cannot be read"),
+        (("--path", "text.json"), "text.json is no JSON"),
+        (("--path", "wrong.json", "--target", "1,2,3"), "--target does not go with --path"),
+        (("--path", "wrong.json", "--camera", "two.json"), "--camera and --path each say where the camera is"),
         (("--frames", "0"), "0 is not in the range"),
         (("--instances", "0"), "0 is not in the range"),
         (("--pixel-error", "-1"), "-1.0 is not in the range"),
@@ -431,7 +434,7 @@ def test_help_teaches(run: Run) -> None:
     assert status == 0
     known = {name for option in render_command.params for name in option.opts}
     examples = re.findall(r"^ +rooftop scene render (.*)", out, re.MULTILINE)
-    assert len(examples) == 7
+    assert len(examples) == 8
     for example in examples:
         assert set(re.findall(r"(?:^|\s)(--?[a-z-]+)", example)) <= known
     for key in ("eye", "fov_y_degrees", "view_height", "world_to_camera"):

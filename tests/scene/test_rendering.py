@@ -672,6 +672,31 @@ def test_a_surface_is_lit_from_the_side_that_is_seen(built: Callable[..., Geomet
         assert (frame["normal"][shown][:, 2] > 0.9).all()
 
 
+def test_light_comes_from_where_it_is_said_to(ball: Geometry, device: str) -> None:
+    """Also where that is said anew before a frame; of its length nothing depends."""
+    scene, camera = Scene(), Camera.look_at((0, -6, 0), (0, 0, 0), width=64, height=64)
+    scene.add_instance(scene.add_mesh(ball))
+    renderer = Renderer(scene, device, light=(-1e30, 0, 0))
+    left = renderer.render(camera, ("color",))["color"]
+    renderer.light = (1e-30, 0.0, 0.0)
+    right = renderer.render(camera, ("color",))["color"]
+    assert left[:, :, :32].sum() > 1.2 * left[:, :, 32:].sum()
+    assert right[:, :, 32:].sum() > 1.2 * right[:, :, :32].sum()
+    usual, again = (Renderer(scene, device, light=light) for light in ((0.4, 0.3, 0.85), (4.0, 3.0, 8.5)))
+    colors = [each.render(camera, ("color",))["color"] for each in (Renderer(scene, device), usual, again)]
+    assert torch.equal(colors[0], colors[1])
+    assert torch.allclose(colors[0], colors[2], atol=1e-6)
+
+
+def test_statistics_count_what_culling_asked(ball: Geometry, device: str) -> None:
+    renderer = Renderer(row_of(ball, [3.0, 9.0]), device)
+    for _ in range(2):
+        stats = renderer.render(AHEAD).stats
+        assert stats.nodes >= 2  # a root of each instance
+        assert 0 < stats.clusters <= 32 * stats.groups
+    assert renderer.render(Camera.look_at((0, 0, 0), (-1, 0, 0), **SIZE)).stats.groups == 0  # behind
+
+
 def test_far_from_the_origin_is_as_near_it(ball: Geometry, device: str) -> None:
     far = np.array([3e7, -1e7, 2e6])
     frames = []
@@ -751,6 +776,10 @@ def test_outputs_that_were_not_asked_for_are_named(ball: Geometry) -> None:
         (lambda: Renderer("x.rtg", "cpu"), "scene='x.rtg': expected a scene.Scene"),  # type: ignore[arg-type]
         (lambda: Renderer(Scene(), "tpu"), "device='tpu': expected 'cuda' or 'cpu'"),
         (lambda: Renderer(Scene(), "cpu", pixel_error=1e39), "pixel_error=1e\\+39"),
+        (lambda: Renderer(Scene(), "cpu", light=(0, 0, 0)), "light=\\(0, 0, 0\\): expected a direction"),
+        (lambda: Renderer(Scene(), "cpu", light=(1, 0)), "light=\\(1, 0\\): expected a direction"),
+        (lambda: Renderer(Scene(), "cpu", light=(1, 0, np.nan)), "three finite numbers that are not all 0"),
+        (lambda: Renderer(Scene(), "cpu", light="up"), "light='up': expected three numbers"),  # type: ignore[arg-type]
         (lambda: Renderer(Scene(), "cpu", pixel_error=np.ones(2)), "pixel_error=array"),  # type: ignore[arg-type]
         (lambda: Camera.look_at((1, 0, 0), (0, 0, 0), fov_y_degrees=np.ones(2)), "fov_y_degrees=array"),  # type: ignore[arg-type]
         (lambda: Renderer(Scene(), "cpu").render([WIDE, WIDE]), "rendered one at a time"),

@@ -15,16 +15,13 @@ from numpy.typing import NDArray
 
 from rooftop.errors import InputError
 from rooftop.scene.cameras import Camera
-from rooftop.scene.layouts import PAGE_CLUSTERS
-from rooftop.scene.scenes import Scene
+from rooftop.scene.framing import NEAR, THREE_QUARTERS, around, distance_that_frames, outward
+from rooftop.scene.viewing.recorded_paths import RecordedPath
 
 Floats = NDArray[np.float64]
 Numbers = tuple[float, ...]
 
-THREE_QUARTERS = (-50.0, 25.0)  # degrees: azimuth and elevation of the view that nobody chose
-MARGIN = 0.94  # of the picture, that the scene may fill
-FEW = 256  # instances, of which the outline is found by their vertices
-NEAR = 1e-5  # of the scene's size: depths are equally exact wherever the near plane is
+PATH_RATE = 30  # pictures for each second of a path
 LOOKING = {"eye", "target", "up", "fov_y_degrees", "view_height"}
 CALIBRATED = {"K", "world_to_camera"}
 EITHER = {"width", "height", "near"}
@@ -77,25 +74,12 @@ class Choice:
     camera: Path | None = None
     size: tuple[int, int] | None = None
     near: float | None = None
-
-
-def outline(world: Scene) -> Floats:
-    """Points (N, 3) in the world that are seen where the scene is: vertices of its coarsest levels, or its boxes."""
-    mesh_of, transforms = world.instances()
-    found = []
-    for number, mesh in enumerate(world.meshes):
-        placed = transforms[mesh_of == number]
-        low, high = np.add(mesh.meta["bounds"], mesh.meta["origin"])
-        points = np.array([np.where([k & 1, k & 2, k & 4], high, low) for k in range(8)])
-        if mesh.meta.get("roots") == 1 and len(placed) <= FEW:  # then all of the mesh is in its first page
-            clusters = range(int(mesh.page(0)[PAGE_CLUSTERS]))
-            points = np.concatenate([mesh.decode(cluster).positions for cluster in clusters])
-        found.append((points @ placed[:, :3, :3].transpose(0, 2, 1) + placed[:, None, :3, 3]).reshape(-1, 3))
-    return np.concatenate(found)
+    path: Path | None = None
+    frames: int | None = None
 
 
 def chosen_cameras(choice: Choice, points: Floats) -> list[Camera]:
-    """The cameras to render with: one, or those of a file.
+    """The cameras to render with: one, or those of a file, or those along a path.
 
     Args:
         points: (N, 3), of the scene's outline.
@@ -111,6 +95,8 @@ def chosen_cameras(choice: Choice, points: Floats) -> list[Camera]:
     try:
         if choice.camera is not None:
             return _of_file(choice.camera, choice.size, near)
+        if choice.path is not None:
+            return _along(choice.path, choice.frames, (width, height), bounds, choice.near)
         if choice.intrinsics is not None:
             assert choice.pose is not None
             matrix = _intrinsics(choice.intrinsics)
@@ -131,19 +117,9 @@ def turned(camera: Camera, degrees: float, center: Floats, up: Numbers) -> Camer
     return replace(camera, world_to_camera=camera.world_to_camera @ world)
 
 
-def around(up: Numbers) -> Floats:
-    """(3, 3): two directions that are level, azimuth 0 and 90 degrees, and up."""
-    if len(up) != 3 or not np.isfinite(up).all() or not np.any(up):
-        raise InputError(f"up={list(up)}: expected a direction, three numbers that are not all 0")
-    axis = np.asarray(up) / np.linalg.norm(up)
-    first = np.eye(3)[0] if abs(axis[0]) < 0.9 else np.eye(3)[1]
-    first = first - (first @ axis) * axis
-    first /= np.linalg.norm(first)
-    return np.stack([first, np.cross(axis, first), axis])
-
-
 def _check_together(choice: Choice) -> None:
-    ways = {"--camera": choice.camera, "--intrinsics": choice.intrinsics, "--eye": choice.eye, "--orbit": choice.orbit}
+    ways: dict[str, object] = {"--camera": choice.camera, "--path": choice.path, "--intrinsics": choice.intrinsics}
+    ways |= {"--eye": choice.eye, "--orbit": choice.orbit}
     given = [name for name, value in ways.items() if value is not None]
     if len(given) > 1:
         raise click.UsageError(f"{' and '.join(given)} each say where the camera is: expected one of them")
@@ -152,10 +128,10 @@ def _check_together(choice: Choice) -> None:
     lens = {"--fov": choice.fov_y_degrees, "--parallel": choice.parallel}
     if None not in lens.values():
         raise click.UsageError("--fov is of a perspective view, and --parallel is none: expected one of them")
-    if given and given[0] in ("--camera", "--intrinsics"):
+    if given and given[0] in ("--camera", "--path", "--intrinsics"):
         rest = {**lens, "--target": choice.target, "--up": choice.up}
-        if given[0] == "--intrinsics":
-            del rest["--up"]  # around which --frames turns
+        if given[0] != "--camera":
+            del rest["--up"]  # around which --frames turns, or on which --instances stand
         extra = [name for name, value in rest.items() if value is not None]
         if extra:
             raise click.UsageError(f"{extra[0]} does not go with {given[0]}, which says it")
@@ -173,14 +149,15 @@ def _looking(choice: Choice, points: Floats, bounds: Floats, width: int, height:
         raise click.BadParameter(f"the elevation is -90 to 90 degrees, not {elevation:g}", param_hint="--orbit")
     if distances and distances[0] <= 0:
         raise click.BadParameter(f"the distance is more than 0, not {distances[0]:g}", param_hint="--orbit")
-    first, second, axis = around(up)
-    level = math.cos(math.radians(azimuth)) * first + math.sin(math.radians(azimuth)) * second
-    outward = math.cos(math.radians(elevation)) * level + math.sin(math.radians(elevation)) * axis
+    axis = around(up)[2]
     if abs(elevation) > 89.9:  # straight from above, the upper edge is what lies ahead
-        axis = -level if elevation > 0 else level
+        axis = -math.copysign(1, elevation) * outward(azimuth, 0, up)
     size = float(np.linalg.norm(bounds[1] - bounds[0]))
-    camera = _view(target + size * outward, target, axis, fov, choice.parallel, width, height, near)
-    distance = distances[0] if distances else size if choice.parallel is not None else _framing(camera, points - target)
+    eye = target + size * outward(azimuth, elevation, up)
+    camera = _view(eye, target, axis, fov, choice.parallel, width, height, near)
+    distance = distances[0] if distances else size
+    if not distances and choice.parallel is None:
+        distance = distance_that_frames(camera, points - target)
     matrix = camera.world_to_camera.copy()
     matrix[:3, 3] += (0, 0, distance - size)
     return replace(camera, world_to_camera=matrix)
@@ -192,13 +169,6 @@ def _view(
     if parallel is not None:
         return Camera.parallel(eye, target, up, parallel, width, height, near)
     return Camera.look_at(eye, target, up, fov, width, height, near)
-
-
-def _framing(camera: Camera, points: Floats) -> float:
-    """How far from the target a perspective view has all points in the picture; points are given from the target."""
-    x, y, z = camera.world_to_camera[:3, :3] @ points.T
-    wide, high = (MARGIN * side / 2 / focal for side, focal in ((camera.width, camera.fx), (camera.height, camera.fy)))
-    return float(max((np.abs(x) / wide - z).max(), (np.abs(y) / high - z).max(), (camera.near - z).max()))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -238,6 +208,14 @@ def _of_object(view: Any, where: str, size: tuple[int, int] | None, near: float)
         return make(**arguments, width=shape[0], height=shape[1], near=view.get("near", near))
     except (TypeError, ValueError) as error:
         raise InputError(f"{where}: {error}") from None
+
+
+def _along(path: Path, frames: int | None, size: tuple[int, int], bounds: Floats, near: float | None) -> list[Camera]:
+    """Cameras of a path that the viewer recorded, the same time apart."""
+    recorded = RecordedPath.read(path)
+    views = recorded.evenly(frames or 1 + round(recorded.duration * PATH_RATE))
+    cameras = [view.camera(size, float(np.linalg.norm(bounds[1] - bounds[0]))) for view in views]
+    return cameras if near is None else [replace(camera, near=near) for camera in cameras]
 
 
 def _intrinsics(text: str) -> Any:

@@ -25,9 +25,11 @@ from rooftop.analysis.report import write_text
 from rooftop.analysis.text import WIDTH
 from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
 from rooftop.cli.progress import progress_bar
-from rooftop.cli.scene_cameras import Choice, Numbers, around, chosen_cameras, outline, turned
+from rooftop.cli.scene_cameras import Choice, Numbers, chosen_cameras, turned
 from rooftop.errors import InputError, RooftopError
+from rooftop.scene.framing import around, outline
 from rooftop.scene.gbuffers import FrameStats
+from rooftop.scene.rendering.renderer import LIGHT
 
 Bytes = NDArray[np.uint8]
 
@@ -48,14 +50,16 @@ def run_render(
     intrinsics: str | None,
     pose: Path | None,
     camera: Path | None,
-    sun: Numbers | None,
+    path: Path | None,
     near: float | None,
     size: tuple[int, int] | None,
-    frames: int,
+    frames: int | None,
     instances: int | None,
     pixel_error: float,
     pool: int | None,
     no_occlusion: bool,
+    light: Numbers | None,
+    shadows: bool,
     device: str,
     json_path: Path | None,
 ) -> None:
@@ -64,27 +68,25 @@ def run_render(
 
     where = pick_device(None if device == "auto" else device)
     shows = tuple(dict.fromkeys(shows))
-    world = _world(files, instances, up or (0.0, 0.0, 1.0))
+    world = world_of(files, instances, up or (0.0, 0.0, 1.0))
     if "uv" in shows and not any(mesh.meta["has_uv"] for mesh in world.meshes):
         raise click.UsageError("--show uv: no FILE has texture coordinates")
     if "vertex_color" in shows and not any(mesh.meta["has_colors"] for mesh in world.meshes):
         raise click.UsageError("--show vertex_color: no FILE has colours of vertices")
-    if "shadow" in shows and sun is None:
-        raise click.UsageError("--show shadow: give --sun, the direction of the light that is shaded, such as 1,1,-2")
-    if sun is not None:
-        with _wrong_call():
-            world.add_light(scene.DirectionalLight(sun))
+    if shadows or "shadow" in shows:
+        with wrong_call():
+            world.add_light(scene.DirectionalLight([-number for number in light or LIGHT]))
     bounds = world.bounds()
-    choice = Choice(eye, target, up, fov, orbit, parallel, intrinsics, pose, camera, size, near)
+    choice = Choice(eye, target, up, fov, orbit, parallel, intrinsics, pose, camera, size, near, path, frames)
     cameras = chosen_cameras(choice, outline(world))
-    if frames > 1:
+    if frames is not None and frames > 1 and path is None:
         if len(cameras) > 1:
             raise click.UsageError(f"--frames turns one camera, and {camera} has {len(cameras)}")
         center = np.asarray(bounds.mean(0) if target is None else target)
         axis = around(up or (0.0, 0.0, 1.0))[2]
         cameras = [turned(cameras[0], 360 * step / frames, center, tuple(axis)) for step in range(frames)]
     names = _names(out, shows, len(cameras))
-    read = [*files, *(path for path in (pose, camera) if path is not None)]
+    read = [*files, *(each for each in (pose, camera, path) if each is not None)]
     read += [Path(intrinsics)] if intrinsics is not None and "," not in intrinsics else []
     for name in (each for of_frame in names for each in of_frame.values()):
         check_writable(name, read)
@@ -92,21 +94,27 @@ def run_render(
     if json_path is not None and not to_stdout:
         check_writable(json_path, read)
 
-    with _wrong_call():
-        renderer = scene.Renderer(world, where, pixel_error=pixel_error, occlusion=not no_occlusion, pool_bytes=pool)
+    with wrong_call():
+        renderer = scene.Renderer(
+            *(world, where),
+            pixel_error=pixel_error,
+            occlusion=not no_occlusion,
+            light=light or LIGHT,
+            pool_bytes=pool,
+        )
     found: list[FrameStats] = []
     with progress_bar() as progress, _memory_of(where):
         progress("loading kernels and pages", 0.0)
         for number, (each, of_frame) in enumerate(zip(cameras, names, strict=True)):
             again = 0 if number else 2 if where.type == "cuda" else 1
             for timed in (False, True, True)[2 - again :]:
-                with _wrong_call():
+                with wrong_call():
                     frame = renderer.render(each, shows, timings=timed)
             found.append(frame.stats)
             progress(f"frame {number + 1} of {len(cameras)}", (number + 0.5) / len(cameras))
             colored = {show: scene.picture(frame, show) for show in shows}
-            for picture, path in _pictures(colored, of_frame):
-                _save(picture, path)
+            for picture, name in _pictures(colored, of_frame):
+                _save(picture, name)
             progress(f"frame {number + 1} of {len(cameras)}", (number + 1) / len(cameras))
 
     if json_path is not None:
@@ -126,7 +134,7 @@ def run_render(
         click.echo(f"statistics: {json_path}")
 
 
-def _world(files: Sequence[Path], instances: int | None, up: Numbers) -> scene.Scene:
+def world_of(files: Sequence[Path], instances: int | None, up: Numbers) -> scene.Scene:
     """Each mesh once, or `instances` of them in a square grid on the level."""
     world = scene.Scene()
     for path in files:
@@ -287,7 +295,7 @@ def _plain(
 
 
 @contextmanager
-def _wrong_call() -> Iterator[None]:
+def wrong_call() -> Iterator[None]:
     """What the library refuses was asked for by the options."""
     try:
         yield

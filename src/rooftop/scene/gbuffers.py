@@ -59,6 +59,8 @@ class FrameStats:
         shadow_maps: that were drawn for this frame; the others are those of the frames before.
         stage_ms: milliseconds of each stage, where they were asked for.
         streaming: of the pages, where the renderer has a pool.
+        nodes: of the trees of all instances, whose children culling has asked.
+        groups: whose clusters culling has asked: those are the candidates, `clusters` is what is left of them.
     """
 
     clusters: int
@@ -70,6 +72,8 @@ class FrameStats:
     shadow_maps: int = 0
     stage_ms: dict[str, float] = field(default_factory=dict)
     streaming: StreamingStats | None = None
+    nodes: int = 0
+    groups: int = 0
 
 
 @dataclass(frozen=True)

@@ -208,9 +208,13 @@ class Geometry:
         """The page of a cluster, and which of the page's clusters it is."""
         if not 0 <= cluster < self.meta["clusters"]:
             raise IndexError(f"cluster {cluster} of {self.path}, which has {self.meta['clusters']}")
-        first = [self._first_cluster(page) for page in range(self.pages)]
+        first = self.first_clusters()
         page = int(np.searchsorted(first, cluster, side="right")) - 1
-        return page, cluster - first[page]
+        return page, cluster - int(first[page])
+
+    def first_clusters(self) -> npt.NDArray[np.int64]:
+        """(pages,): the number of each page's first cluster, over all pages."""
+        return np.array([self._first_cluster(page) for page in range(self.pages)], dtype=np.int64)
 
     def decode(self, cluster: int) -> DecodedCluster:
         """The triangles and vertices of a cluster, by its number over all pages."""

@@ -6,6 +6,7 @@ equal: distances as lightness, numbers as hues. Background is nearly black in ev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,6 @@ from rooftop.scene.cameras import Camera, same_size
 from rooftop.scene.gbuffers import OUTPUTS, GBuffer
 
 Bytes = NDArray[np.uint8]
-Floats = NDArray[np.float64]
 
 NIGHT = (16, 19, 26)  # background
 LEVEL_HUE_DEGREES = 29.0  # between levels of detail: from red over yellow, green and blue to violet in 11 steps
@@ -66,10 +66,22 @@ def picture(frame: GBuffer, name: str, view: int = 0) -> Bytes:
     output = frame[name]
     if not -len(output) <= view < len(output):
         raise IndexError(f"view {view} of a frame that has {len(output)}")
-    values = output[view].cpu().numpy()  # (H, W[, C])
+    colors: Bytes = colored(name, output[view]).cpu().numpy()
+    return colors
+
+
+def colored(name: str, values: Tensor) -> Tensor:
+    """Values of an output as colours, on the device where they are.
+
+    Args:
+        name: of the output.
+        values: (H, W[, C]), one view of it.
+
+    Returns:
+        (H, W, 3) uint8.
+    """
     covered = _COVERED.get(name, _known)(values)  # (H, W)
-    colors = np.empty((*covered.shape, 3), np.uint8)
-    colors[:] = NIGHT
+    colors = torch.tensor(NIGHT, dtype=torch.uint8, device=values.device).repeat(*covered.shape, 1)
     colors[covered] = _COLORS[name](values[covered])
     return colors
 
@@ -123,79 +135,90 @@ def _in_world(depth: Tensor, camera: Camera) -> Tensor:
 # ---- which pixels show something -------------------------------------------------------------------------------------
 
 
-def _known(numbers: NDArray[np.int32]) -> NDArray[np.bool_]:
+def _known(numbers: Tensor) -> Tensor:
     return numbers >= 0
 
 
-def _any(values: NDArray[np.float32]) -> NDArray[np.bool_]:
-    found: NDArray[np.bool_] = (values != 0).any(-1)
-    return found
+def _any(values: Tensor) -> Tensor:
+    return (values != 0).any(-1)
 
 
-_COVERED: dict[str, Callable[..., NDArray[np.bool_]]] = {  # of the others, whether the number is not -1
-    "depth": np.isfinite,
+_COVERED: dict[str, Callable[[Tensor], Tensor]] = {  # of the others, whether the number is not -1
+    "depth": torch.isfinite,
     "normal": _any,
-    "uv": lambda uv: np.isfinite(uv).all(-1),
-    "velocity": lambda velocity: np.isfinite(velocity).all(-1) & _any(velocity),
+    "uv": lambda uv: uv.isfinite().all(-1),
+    "velocity": lambda velocity: velocity.isfinite().all(-1) & _any(velocity),
     "color": _any,
-    "vertex_color": lambda color: np.isfinite(color).all(-1),
+    "vertex_color": lambda color: color.isfinite().all(-1),
     "overdraw": lambda times: times > 0,
-    "shadow": lambda shares: np.isfinite(shares).any(-1),  # without lights nothing
+    "shadow": lambda shares: shares.isfinite().any(-1),  # without lights nothing
 }
 
 # ---- colours (N, 3) of N values --------------------------------------------------------------------------------------
 
 
-def _of_color(color: NDArray[np.float32]) -> Bytes:
+def _of_color(color: Tensor) -> Tensor:
     return _bytes(color)
 
 
-def _of_depth(depth: NDArray[np.float32]) -> Bytes:
-    depth = depth.astype(np.float64)
-    low, high = (depth.min(), depth.max()) if len(depth) else (0.0, 0.0)
-    return _ramp(1 - (depth - low) / (high - low) if high > low else np.ones_like(depth))
+def _of_depth(depth: Tensor) -> Tensor:
+    depth = depth.double()
+    if not len(depth):
+        return _ramp(depth)
+    low, high = depth.aminmax()
+    return _ramp(torch.where(high > low, 1 - (depth - low) / (high - low), torch.ones_like(depth)))
 
 
-def _of_normal(normal: NDArray[np.float32]) -> Bytes:
+def _of_normal(normal: Tensor) -> Tensor:
     return _bytes((normal + 1) / 2)
 
 
-def _of_uv(uv: NDArray[np.float32]) -> Bytes:
-    return _bytes(np.column_stack([uv % 1, np.full(len(uv), 0.3)]))
+def _of_uv(uv: Tensor) -> Tensor:
+    return _bytes(torch.cat([uv % 1, torch.full_like(uv[:, :1], 0.3)], 1))
 
 
-def _of_number(number: NDArray[np.int32]) -> Bytes:
+def _of_number(number: Tensor) -> Tensor:
     """Neighbouring numbers look unlike: hue, lightness and chroma are parts of a hash (Steele 2014, SplitMix)."""
-    mixed = (number.astype(np.uint64) + 1) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (number.long() + 1) * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    parts = [((mixed >> np.uint64(shift)) & np.uint64(0xFFFF)) / 0x10000 for shift in (48, 32, 16)]
+        above = (mixed >> shift) & ((1 << (64 - shift)) - 1)  # as of an unsigned number
+        mixed = (mixed ^ above) * _signed(factor)
+    parts = [((mixed >> shift) & 0xFFFF).double() / 0x10000 for shift in (48, 32, 16)]
     return _oklch(0.5 + 0.38 * parts[1], 0.06 + 0.1 * parts[2], 360 * parts[0])
 
 
-def _of_level(level: NDArray[np.int32]) -> Bytes:
-    step = np.minimum(level, LEVELS - 1)
-    return _oklch(np.where(step % 2, 0.82, 0.66), np.full(len(step), 0.15), 25 + LEVEL_HUE_DEGREES * step)
+def _signed(word: int) -> int:
+    """The int64 of the same 64 bits; torch multiplies these, and drops what is above."""
+    return word - (1 << 64) if word >> 63 else word
 
 
-def _of_velocity(velocity: NDArray[np.float32]) -> Bytes:
-    velocity = velocity.astype(np.float64)
-    speed = np.hypot(velocity[:, 0], velocity[:, 1])
+def _of_level(level: Tensor) -> Tensor:
+    step = torch.arange(LEVELS, device=level.device)
+    colors = _oklch(
+        0.66 + 0.16 * (step % 2), torch.full_like(step, 0.15, dtype=torch.float32), 25 + LEVEL_HUE_DEGREES * step
+    )
+    return colors[level.clamp(max=LEVELS - 1).long()]
+
+
+def _of_velocity(velocity: Tensor) -> Tensor:
+    x, y = velocity.double().unbind(1)
+    speed = torch.hypot(x, y)
     share = speed / speed.max() if len(speed) else speed
-    angle = np.degrees(np.arctan2(-velocity[:, 1], velocity[:, 0]))  # counterclockwise, from the right
+    angle = torch.rad2deg(torch.atan2(-y, x))  # counterclockwise, from the right
     return _oklch(0.25 + 0.55 * share, 0.02 + 0.13 * share, angle)
 
 
-def _of_overdraw(times: NDArray[np.int32]) -> Bytes:
-    return _ramp(np.log2(np.minimum(times, MOST_OVERDRAW)) / np.log2(MOST_OVERDRAW))
+def _of_overdraw(times: Tensor) -> Tensor:
+    colors = _ramp(torch.arange(MOST_OVERDRAW + 1, device=times.device).log2() / math.log2(MOST_OVERDRAW))
+    return colors[times.clamp(max=MOST_OVERDRAW).long()]
 
 
-def _of_shadow(shares: NDArray[np.float32]) -> Bytes:
-    share = shares.astype(np.float64).sum(-1, keepdims=True) / max(1, shares.shape[-1])
-    return _bytes(np.repeat(0.2 + 0.75 * share, 3, axis=1))
+def _of_shadow(shares: Tensor) -> Tensor:
+    share = shares.double().sum(-1, keepdim=True) / max(1, shares.shape[-1])
+    return _bytes((0.2 + 0.75 * share).expand(-1, 3))
 
 
-_COLORS: dict[str, Callable[..., Bytes]] = {
+_COLORS: dict[str, Callable[[Tensor], Tensor]] = {
     **dict.fromkeys(OUTPUTS, _of_number),
     "color": _of_color,
     "vertex_color": _of_color,
@@ -209,33 +232,30 @@ _COLORS: dict[str, Callable[..., Bytes]] = {
 }
 
 
-def _ramp(share: Floats) -> Bytes:
+def _ramp(share: Tensor) -> Tensor:
     """From dark blue (0) over red to light yellow (1), lightness growing evenly."""
-    return _oklch(0.28 + 0.67 * share, 0.10 + 0.06 * np.sin(np.pi * share), 280 + 175 * share)
+    return _oklch(0.28 + 0.67 * share, 0.10 + 0.06 * torch.sin(math.pi * share), 280 + 175 * share)
 
 
-def _oklch(lightness: Floats, chroma: Floats, hue_degrees: Floats) -> Bytes:
+# From the cubes of Oklab's cones to linear red, green and blue.
+TO_RGB = (
+    (4.0767416621, -3.3077115913, 0.2309699292),
+    (-1.2684380046, 2.6097574011, -0.3413193965),
+    (-0.0041960863, -0.7034186147, 1.7076147010),
+)
+
+
+def _oklch(lightness: Tensor, chroma: Tensor, hue_degrees: Tensor) -> Tensor:
     """sRGB of Oklab in polar coordinates, by the matrices of Ottosson's definition."""
-    a, b = chroma * np.cos(np.radians(hue_degrees)), chroma * np.sin(np.radians(hue_degrees))
-    cones = np.stack(
-        [
-            lightness + 0.3963377774 * a + 0.2158037573 * b,
-            lightness - 0.1055613458 * a - 0.0638541728 * b,
-            lightness - 0.0894841775 * a - 1.2914855480 * b,
-        ]
-    )
-    to_rgb = np.array(
-        [
-            [4.0767416621, -3.3077115913, 0.2309699292],
-            [-1.2684380046, 2.6097574011, -0.3413193965],
-            [-0.0041960863, -0.7034186147, 1.7076147010],
-        ]
-    )
-    linear = (to_rgb @ cones**3).T.clip(0, 1)
-    return _bytes(np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055))
+    lightness, chroma, hue = lightness.float(), chroma.float(), torch.deg2rad(hue_degrees).float()
+    a, b = chroma * torch.cos(hue), chroma * torch.sin(hue)
+    long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3  # the three kinds of cones
+    medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
+    short = (lightness - 0.0894841775 * a - 1.2914855480 * b) ** 3
+    linear = torch.stack([of[0] * long + of[1] * medium + of[2] * short for of in TO_RGB], 1).clamp(0, 1)
+    return _bytes(torch.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055))
 
 
-def _bytes(values: NDArray[np.floating]) -> Bytes:
+def _bytes(values: Tensor) -> Tensor:
     """0..1 as 0..255."""
-    bytes_: Bytes = (values.clip(0, 1) * 255).round().astype(np.uint8)
-    return bytes_
+    return (values.clamp(0, 1) * 255).round().to(torch.uint8)

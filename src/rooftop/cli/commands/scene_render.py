@@ -20,7 +20,8 @@ Examples:
   rooftop scene render scan.rtg -o turn-{frame}.png --frames 36 --size 640x480
   rooftop scene render city/*.rtg -o city.png --pool 2GB
   rooftop scene render scan.rtg -o '{show}.png' --show color --show depth --camera photo.json
-  rooftop scene render scan.rtg -o shaded.png --sun 1,0.5,-2
+  rooftop scene render scan.rtg -o shaded.png --light -1,-0.5,2 --shadows
+  rooftop scene render scan.rtg -o flight-{frame}.png --path path.json
 
 \b
 The keys of --camera (a list of such objects gives a picture of each):
@@ -59,14 +60,15 @@ centre of the first pixel at 0, 0.
 )
 @click.option("--camera", type=click.Path(path_type=Path), metavar="JSON", help="One camera or several; keys below.")
 @click.option(
-    "--sun", callback=numbers(3), metavar="X,Y,Z",
-    help="Where sunlight shines to, such as 1,1,-2: colours get shadows, and --show shadow is how much of it arrives.",
+    "--path", type=click.Path(path_type=Path), metavar="JSON",
+    help="Along a path that `rooftop scene view` recorded: 30 pictures for each second, or --frames in all.",
 )  # fmt: skip
 @click.option("--near", type=float, metavar="LENGTH", help="What is nearer is not shown.  [default: 1e-5 of the scene]")
 @click.option("--size", callback=pixels, metavar="WIDTHxHEIGHT", help="In pixels.  [default: 1920x1080]")
 @click.option(
-    "--frames", type=click.IntRange(min=1), default=1, show_default=True,
-    help="So many pictures in a turn around the target, numbered. Each leaves out what the one before has hidden.",
+    "--frames", type=click.IntRange(min=1), metavar="N",
+    help="So many pictures in a turn around the target, numbered. Each leaves out what the one before has hidden.  "
+    "[default: 1]",
 )  # fmt: skip
 @click.option(
     "--instances", type=click.IntRange(min=1), metavar="N", help="N of them in a square on the level, FILEs in turn.",
@@ -80,6 +82,8 @@ centre of the first pixel at 0, 0.
     help="Of the pages, keep no more than SIZE (2GB, 512MiB) on the device; frames load what they need.  "
     "[default: all pages are loaded first]",
 )  # fmt: skip
+@click.option("--light", callback=numbers(3), metavar="X,Y,Z", help="From where color is lit.  [default: 0.4,0.3,0.85]")
+@click.option("--shadows", is_flag=True, help="What is lit casts shadows; --show shadow is how much light arrives.")
 @click.option("--no-occlusion", is_flag=True, help="Draw also what is hidden. The picture is the same.")
 @click.option(
     "--device", default="auto", metavar="auto|cpu|cuda[:N]",

@@ -12,7 +12,7 @@ import warp as wp
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rooftop.scene.cameras import MOST, Camera, same_size
+from rooftop.scene.cameras import MOST, Camera, real_numbers, same_size
 from rooftop.scene.gbuffers import OUTPUTS, FrameStats, GBuffer
 from rooftop.scene.rendering import buffers, cuda_sources
 from rooftop.scene.rendering.memory import MOST_THREADS, ROOM, FrameMemory
@@ -23,7 +23,7 @@ from rooftop.scene.scenes import Scene
 from rooftop.scene.streaming.page_graph import PageGraph
 from rooftop.scene.streaming.pool import Pool, checked_pool_bytes, slots_of
 
-LIGHT = wp.vec3(*(np.array((0.4, 0.3, 0.85)) / np.linalg.norm((0.4, 0.3, 0.85))).tolist())
+LIGHT = (0.4, 0.3, 0.85)  # from where it comes
 # In each of several views: where one begins is to Warp an int32 of bytes, and a pixel has up to three float32.
 MOST_PIXELS_OF_SEVERAL = (2**31 - 1) // 12
 BACKGROUND = {  # else -1
@@ -47,12 +47,14 @@ class Renderer:
         pixel_error: by how many pixels the surface may be off; 0 draws it as fine as it is.
         occlusion: whether what is hidden is left out. It changes no pixel.
         one_sided: whether triangles that are seen from behind (clockwise) are left out.
+        light: the direction in the world from which the light of "color" comes, of any length.
         kernels: "warp" runs everywhere; "cuda", in CUDA C++, is faster and takes a GPU and `rooftop[cuda]`; None is
             "cuda" where it can. Each pixel is the same, bit for bit.
         pool_bytes: of the device's memory, for the pages of the scene's meshes: they are loaded as frames need them. By
             default all pages are loaded before the first frame, and stay.
 
     Attributes:
+        pixel_error, light: as given; may be set between frames.
         kernels: which of them draw, "warp" or "cuda".
         pool: the pages that are on the device, where there are `pool_bytes`; else None.
 
@@ -74,6 +76,7 @@ class Renderer:
         pixel_error: float = 1.0,
         occlusion: bool = True,
         one_sided: bool = False,
+        light: Sequence[float] = LIGHT,
         kernels: str | None = None,
         pool_bytes: int | None = None,
     ) -> None:
@@ -83,6 +86,7 @@ class Renderer:
             raise ValueError(f"scene={scene!r}: expected a scene.Scene with instances of meshes")
         self.scene, self.device = scene, _device(device)
         self.pixel_error, self.occlusion, self.one_sided = _checked_error(pixel_error), occlusion, one_sided
+        self.light = _checked_light(light)
         if kernels == "cuda":
             cuda_sources.require(self.device)
         self.kernels = kernels or ("cuda" if cuda_sources.is_there(self.device) else "warp")
@@ -135,6 +139,7 @@ class Renderer:
         cameras = (cameras,) if isinstance(cameras, Camera) else tuple(cameras)
         width, height = same_size(cameras)
         outputs = _checked_outputs(outputs)
+        light = wp.vec3(*_checked_light(self.light))
         mesh_of, transforms = self.scene.instances()
         _check_sizes(len(cameras), width, height, len(mesh_of))
         if not len(mesh_of):
@@ -174,7 +179,7 @@ class Renderer:
                 if pool is not None:
                     pool.requests.collect(memory.tensors["counters"], self._threads, aging=False)
             pictures, targets = _pictures(emitted, (len(cameras), height, width), len(lights), self.device)
-            stages.emit(targets, LIGHT, self._shadows.values if lights else buffers.Lights(), emitted)
+            stages.emit(targets, light, self._shadows.values if lights else buffers.Lights(), emitted)
             answer = pool.requests.read() if pool is not None else None  # waits for the frame, as the next line does
             if pool is not None and answer is not None and answer.refused is not None:
                 self._drop_pool()
@@ -352,6 +357,19 @@ def _checked_error(pixel_error: Any) -> float:
     return number
 
 
+def _checked_light(light: Any) -> tuple[float, ...]:
+    """Of length 1.
+
+    Raises:
+        ValueError: it is no direction.
+    """
+    direction = real_numbers(light, "light", "three numbers that are not all 0")
+    if direction.shape != (3,) or not np.isfinite(direction).all() or not direction.any():
+        raise ValueError(f"light={light!r}: expected a direction, three finite numbers that are not all 0")
+    direction /= abs(direction).max()  # so that no square is too large or too small
+    return tuple((direction / np.linalg.norm(direction)).tolist())
+
+
 def _pictures(
     outputs: Sequence[str], shape: tuple[int, int, int], lights: int, device: torch.device
 ) -> tuple[dict[str, Tensor], Any]:
@@ -380,6 +398,8 @@ def _stats(counters: list[int], shadow_maps: int, stage_ms: dict[str, float]) ->
         large_triangles=first[buffers.LARGE] + second[buffers.LARGE],
         shadow_maps=shadow_maps,
         stage_ms=stage_ms,
+        nodes=sum(first[buffers.LEVEL :]) + sum(second[buffers.LEVEL :]),
+        groups=first[buffers.GROUPS] + second[buffers.GROUPS],
     )
 
 

@@ -1,0 +1,75 @@
+"""`rooftop scene view`: the viewer's server, from the printed address to Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import click
+
+from rooftop.cli.scene_cameras import Numbers
+from rooftop.cli.scene_render import world_of, wrong_call
+from rooftop.cli.words import Words
+from rooftop.scene.viewing.drawing import Drawing
+from rooftop.scene.viewing.serving import Viewer, is_loopback
+
+
+def run_view(
+    files: tuple[Path, ...],
+    port: int,
+    host: str,
+    up: Numbers | None,
+    fov: float,
+    instances: int | None,
+    pixel_error: float,
+    device: str,
+) -> None:
+    """Do what `rooftop.cli.commands.scene_view:view_command` says."""
+    x, y, z = up or (0.0, 0.0, 1.0)
+    world = world_of(files, instances, (x, y, z))
+    from rooftop.cli.analyze import pick_device  # takes seconds, which a wrong call need not wait
+
+    where = pick_device(None if device == "auto" else device)
+    with wrong_call():
+        drawing = Drawing(world, where, pixel_error, (x, y, z), fov)
+    viewer = Viewer(drawing, host, port)
+    serving = threading.Thread(target=viewer.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
+    serving.start()
+    drawing.warm_up()
+    if not is_loopback(host):
+        click.echo(
+            f"warning: --host {host} lets other machines ask. Nothing is encrypted: who sees the address or listens on "
+            "the network sees the scene. `ssh -L` to 127.0.0.1 is safer.",
+            err=True,
+        )
+    click.echo(f"open {viewer.url}")
+    if is_loopback(host):
+        click.echo(f"from another machine, first: ssh -L {viewer.port}:127.0.0.1:{viewer.port} {_this_machine()}")
+    click.echo("Ctrl-C ends it.")
+    sys.stdout.flush()
+    try:
+        wait_for_interrupt()
+    except KeyboardInterrupt:
+        click.echo("\nended")
+    finally:
+        viewer.shutdown()
+        viewer.server_close()
+        drawing.stop()
+    words = click.get_current_context().find_root().obj
+    if isinstance(words, Words) and words.ends_process:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # nothing is left to be written; Python would take seconds to take its libraries down
+
+
+def wait_for_interrupt() -> None:
+    """Until Ctrl-C, which raises KeyboardInterrupt."""
+    threading.Event().wait()
+
+
+def _this_machine() -> str:
+    import socket
+
+    return socket.gethostname()

@@ -1,0 +1,66 @@
+"""From where a whole scene is seen: its outline, directions around it, and how far away a camera has all of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rooftop.errors import InputError
+from rooftop.scene.cameras import Camera
+from rooftop.scene.layouts import PAGE_CLUSTERS
+from rooftop.scene.scenes import Scene
+
+Floats = NDArray[np.float64]
+
+THREE_QUARTERS = (-50.0, 25.0)  # degrees: azimuth and elevation of the view that nobody chose
+MARGIN = 0.94  # of the picture, that the scene may fill
+NEAR = 1e-5  # of the scene's size: depths are equally exact wherever the near plane is
+FEW = 256  # instances, of which the outline is found by their vertices
+
+
+def outline(world: Scene) -> Floats:
+    """Points (N, 3) in the world that are seen where the scene is: vertices of its coarsest levels, or its boxes."""
+    mesh_of, transforms = world.instances()
+    found = []
+    for number, mesh in enumerate(world.meshes):
+        placed = transforms[mesh_of == number]
+        low, high = np.add(mesh.meta["bounds"], mesh.meta["origin"])
+        points = np.array([np.where([k & 1, k & 2, k & 4], high, low) for k in range(8)])
+        if mesh.meta.get("roots") == 1 and len(placed) <= FEW:  # then all of the mesh is in its first page
+            clusters = range(int(mesh.page(0)[PAGE_CLUSTERS]))
+            points = np.concatenate([mesh.decode(cluster).positions for cluster in clusters])
+        found.append((points @ placed[:, :3, :3].transpose(0, 2, 1) + placed[:, None, :3, 3]).reshape(-1, 3))
+    return np.concatenate(found)
+
+
+def around(up: Sequence[float]) -> Floats:
+    """(3, 3): two directions that are level, azimuth 0 and 90 degrees, and up.
+
+    Raises:
+        InputError: `up` is no direction.
+    """
+    if len(up) != 3 or not np.isfinite(up).all() or not np.any(up):
+        raise InputError(f"up={list(up)}: expected a direction, three numbers that are not all 0")
+    axis = np.asarray(up) / np.linalg.norm(up)
+    first = np.eye(3)[0] if abs(axis[0]) < 0.9 else np.eye(3)[1]
+    first = first - (first @ axis) * axis
+    first /= np.linalg.norm(first)
+    return np.stack([first, np.cross(axis, first), axis])
+
+
+def outward(azimuth_degrees: float, elevation_degrees: float, up: Sequence[float]) -> Floats:
+    """(3,), of length 1: the direction from the scene's middle to a camera there."""
+    azimuth, elevation = math.radians(azimuth_degrees), math.radians(elevation_degrees)
+    level = (math.cos(azimuth), math.sin(azimuth))
+    direction: Floats = np.array([*(math.cos(elevation) * part for part in level), math.sin(elevation)]) @ around(up)
+    return direction
+
+
+def distance_that_frames(camera: Camera, points: Floats) -> float:
+    """How far from the target a perspective view has all points in the picture; points are given from the target."""
+    x, y, z = camera.world_to_camera[:3, :3] @ points.T
+    wide, high = (MARGIN * side / 2 / focal for side, focal in ((camera.width, camera.fx), (camera.height, camera.fy)))
+    return float(max((np.abs(x) / wide - z).max(), (np.abs(y) / high - z).max(), (camera.near - z).max()))

@@ -1,0 +1,234 @@
+"""One thread that draws for all pages: the newest picture that each of them wants, one page after the other."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rooftop.errors import InputError, RooftopError
+from rooftop.scene.framing import outline
+from rooftop.scene.gbuffers import GBuffer
+from rooftop.scene.pictures import points
+from rooftop.scene.rendering.renderer import Renderer
+from rooftop.scene.scenes import Scene
+from rooftop.scene.viewing.asking import Asked
+from rooftop.scene.viewing.modes import MODES, Pages, image_of
+from rooftop.scene.viewing.viewpoints import FOV_Y_DEGREES, Vector, Viewpoint
+
+WARM_UP = (64, 48)  # pixels of the picture that loads kernels and pages before anybody asks
+
+
+class DroppedError(Exception):
+    """A newer picture for the same tab came before this one was drawn, or the viewer has ended."""
+
+
+class DrawingError(RooftopError, RuntimeError):
+    """The renderer failed; the message says how."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A picture, and what it took.
+
+    Attributes:
+        image: (height, width, 3) uint8.
+        view: from where it was taken.
+        stats: of the frame, as plain values.
+        ms: milliseconds: of each of the renderer's stages, then "colours", which ends with the image on the host.
+        memory_bytes: of a GPU, what PyTorch has allocated there; None on a CPU.
+    """
+
+    image: NDArray[np.uint8]
+    view: Viewpoint
+    stats: dict[str, Any]
+    ms: dict[str, float]
+    memory_bytes: int | None
+
+
+@dataclass
+class _Job:
+    """Work for the thread, and how it ended."""
+
+    work: Callable[[], Any]
+    done: threading.Event = field(default_factory=threading.Event)
+    result: Any = None
+    error: BaseException | None = None
+
+    def end(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.done.set()
+
+
+class Drawing:
+    """Draws a scene for pages; any thread may ask.
+
+    Args:
+        world: is not changed while this draws.
+        device: as of `Renderer`.
+        pixel_error: as of `Renderer`, where a page does not say another.
+        up, fov_y_degrees: of the home view.
+
+    Attributes:
+        renderer: only its thread may draw with it.
+        scene_size: the diagonal of the scene's box, in world units.
+
+    Raises:
+        ValueError: the scene has no instances, or the renderer refuses the device.
+    """
+
+    def __init__(
+        self,
+        world: Scene,
+        device: str | torch.device | None = None,
+        pixel_error: float = 1.0,
+        up: Vector = (0.0, 0.0, 1.0),
+        fov_y_degrees: float = FOV_Y_DEGREES,
+    ) -> None:
+        low, high = world.bounds()
+        self.world, self.scene_size = world, max(float(np.linalg.norm(high - low)), 1e-9)
+        self._outline, self._up, self._fov = outline(world), up, fov_y_degrees
+        self.home((16, 16)).camera((16, 16), self.scene_size)  # refuses an up or an angle that is none
+        self.renderer = Renderer(world, device, pixel_error=pixel_error)
+        self._usual_error, self._usual_light = self.renderer.pixel_error, self.renderer.light
+        self._pages: Pages | None = None
+        self._waiting: dict[str, _Job] = {}  # the newest of each tab; the tab that waits longest is first
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="drawing", daemon=True)
+        self._thread.start()
+
+    def home(self, size: tuple[int, int]) -> Viewpoint:
+        """The view at the beginning, of a picture of this size."""
+        return Viewpoint.home(self._outline, self._up, self._fov, size)
+
+    def warm_up(self) -> None:
+        """Draw a small picture, so that kernels and pages are loaded when somebody asks."""
+        self._submit("warm up", _Job(lambda: self.renderer.render(self.home(WARM_UP).camera(WARM_UP, self.scene_size))))
+
+    def picture(self, asked: Asked) -> Drawn:
+        """What a page asks for; waits for it.
+
+        Raises:
+            InputError: the view has moved to where no camera can be.
+            DroppedError: a newer one came for the same tab, or `stop` was called.
+            DrawingError: the renderer failed.
+        """
+        view = self._view(asked)
+        drawn: Drawn = self._wait(f"picture {asked.tab}", lambda: self._draw(asked, view))
+        return drawn
+
+    def point(self, asked: Asked) -> tuple[list[float] | None, Viewpoint]:
+        """The point in the world that the pixel `asked.at` shows, and the view turned towards it.
+
+        Where it shows background, None, and the view as it is.
+
+        Raises:
+            InputError: no pixel is given. And as of `picture`.
+        """
+        if asked.at is None:
+            raise InputError("at is missing: expected the pixel's column and row")
+        view = self._view(asked)
+        found: list[float] | None = self._wait(f"point {asked.tab}", lambda: self._find(asked, view))
+        return found, view if found is None else view.towards(found)
+
+    def stop(self, patience_s: float = 0.5) -> bool:
+        """End the thread; who waits for a picture gets DroppedError.
+
+        Returns:
+            Whether it has ended within so many seconds. A picture that is being drawn cannot be broken off.
+        """
+        with self._changed:
+            self._stopped = True
+            for job in self._waiting.values():
+                job.end(DroppedError())
+            self._waiting.clear()
+            self._changed.notify_all()
+        self._thread.join(patience_s)
+        return not self._thread.is_alive()
+
+    def _view(self, asked: Asked) -> Viewpoint:
+        view = self.home(asked.size) if asked.view is None else asked.view
+        view = view.moved(asked.move, self.scene_size)
+        try:
+            view = view.framed(self._outline, asked.size) if asked.framed else view
+            view.camera(asked.size, self.scene_size)
+        except ValueError as error:
+            raise InputError(f"no camera can be there: {error}") from None
+        return view
+
+    def _draw(self, asked: Asked, view: Viewpoint) -> Drawn:
+        self.renderer.light = self._usual_light if asked.light is None else asked.light
+        self.renderer.pixel_error = self._usual_error if asked.pixel_error is None else asked.pixel_error
+        camera = view.camera(asked.size, self.scene_size)
+        frame = self.renderer.render(camera, MODES[asked.show].outputs, timings=True)
+        began = time.perf_counter()
+        self._pages = self._pages or Pages(self.world, self.renderer.device)
+        image = image_of(frame, asked.show, self._pages).cpu().numpy()
+        stats = asdict(frame.stats)
+        ms = stats.pop("stage_ms") | {"colours": 1e3 * (time.perf_counter() - began)}
+        on_gpu = self.renderer.device.type == "cuda"
+        memory = torch.cuda.memory_allocated(self.renderer.device) if on_gpu else None
+        return Drawn(image, view, stats, ms, memory)
+
+    def _find(self, asked: Asked, view: Viewpoint) -> list[float] | None:
+        camera = view.camera(asked.size, self.scene_size)
+        assert asked.at is not None
+        column, row = asked.at
+        frame = self.renderer.render(camera, ("depth",))
+        depth = torch.full_like(frame["depth"], torch.inf)
+        depth[0, row, column] = frame["depth"][0, row, column]
+        only = GBuffer(frame.stats, depth=depth)
+        found: list[list[float]] = points(only, camera, dtype=torch.float64).xyz.tolist()
+        return found[0] if found else None
+
+    # ---- the queue ---------------------------------------------------------------------------------------------------
+
+    def _wait(self, tab: str, work: Callable[[], Any]) -> Any:
+        job = _Job(work)
+        self._submit(tab, job)
+        job.done.wait()
+        if job.error is not None:
+            raise job.error
+        return job.result
+
+    def _submit(self, tab: str, job: _Job) -> None:
+        with self._changed:
+            if self._stopped:
+                job.end(DroppedError())
+                return
+            older = self._waiting.get(tab)
+            self._waiting[tab] = job  # takes the older one's place in the queue
+            self._changed.notify()
+        if older is not None:
+            older.end(DroppedError())
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped or self._waiting)
+                if self._stopped:
+                    return
+                job = self._waiting.pop(next(iter(self._waiting)))
+            try:
+                job.result = job.work()
+                job.end()
+            except torch.cuda.OutOfMemoryError:
+                where = self.renderer.device
+                job.end(
+                    DrawingError(
+                        f"the scene or the picture does not fit into the memory of {where}; make the window smaller"
+                    )
+                )
+            except RooftopError as error:
+                job.end(error)
+            except Exception as error:
+                traceback.print_exc()
+                job.end(DrawingError(f"{type(error).__name__}: {error}"))

@@ -1,0 +1,119 @@
+"""What the page can show: the shaded surface, and false colours of what the renderer does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rooftop.scene.gbuffers import GBuffer
+from rooftop.scene.layouts import MAX_TRIANGLES
+from rooftop.scene.pictures import LEVELS, MOST_OVERDRAW, colored
+from rooftop.scene.scenes import Scene
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to show a frame.
+
+    Attributes:
+        label: on the page.
+        meaning: a sentence for the page.
+        outputs: what the renderer fills for it.
+        needs: the entry of a geometry file's meta data that says whether a mesh has it; "" if all have.
+        numbers: (H, W[, C]) values to be coloured as the output of the mode's name; the output itself if None.
+    """
+
+    label: str
+    meaning: str
+    outputs: tuple[str, ...]
+    needs: str = ""
+    numbers: Callable[[GBuffer, Pages], Tensor] | None = None
+
+
+class Pages:
+    """Which page of its file each pixel is drawn from; pages are counted over all meshes of a scene.
+
+    Attributes:
+        count: how many pages there are.
+    """
+
+    def __init__(self, world: Scene, device: torch.device) -> None:
+        firsts = [(number << 32) + mesh.first_clusters() for number, mesh in enumerate(world.meshes)]
+        self.count = sum(map(len, firsts))
+        self._firsts = torch.from_numpy(np.concatenate(firsts)).to(device)  # mesh << 32 | cluster, ascending
+        self._mesh_of = torch.from_numpy(world.instances()[0]).to(device)
+
+    def of(self, frame: GBuffer) -> Tensor:
+        """(H, W) int64, -1 for background, of a frame with "instance" and "cluster"."""
+        instance, cluster = frame["instance"][0], frame["cluster"][0]
+        key = (self._mesh_of[instance.clamp(min=0)].long() << 32) + cluster
+        page = torch.searchsorted(self._firsts, key, right=True) - 1
+        return torch.where(instance >= 0, page, -1)
+
+
+def _triangles(frame: GBuffer, _: Pages) -> Tensor:
+    """Those of neighbouring clusters have numbers of their own."""
+    return torch.where(frame["cluster"][0] >= 0, frame["cluster"][0].long() * MAX_TRIANGLES + frame["triangle"][0], -1)
+
+
+MODES = {
+    "color": Mode("shaded", "Lit by one distant light, which you can move.", ("color",)),
+    "normal": Mode("normals", "In the world: x is red, y green, z blue.", ("normal",)),
+    "depth": Mode("depth", "The nearest point of this picture is light, the farthest dark.", ("depth",)),
+    "instance": Mode("instances", "A colour for each instance.", ("instance",)),
+    "cluster": Mode("clusters", "A colour for each cluster of up to 128 triangles.", ("cluster",)),
+    "triangle": Mode("triangles", "A colour for each triangle.", ("cluster", "triangle"), numbers=_triangles),
+    "level": Mode("levels of detail", "The level of each cluster; 0 is the mesh as it is.", ("level",)),
+    "overdraw": Mode("overdraw", "How many of the drawn triangles cover the pixel.", ("overdraw",)),
+    "page": Mode(
+        "pages",
+        "A colour for each page of up to 128 KB that the pixel is drawn from.",
+        ("instance", "cluster"),
+        numbers=lambda frame, pages: pages.of(frame),
+    ),
+    "material": Mode("materials", "A colour for each material.", ("material",)),
+    "vertex_color": Mode("vertex colours", "As the mesh has them, not lit.", ("vertex_color",), "has_colors"),
+    "uv": Mode("texture coordinates", "u is red, v is green.", ("uv",), "has_uv"),
+}
+
+
+def modes_of(world: Scene) -> list[str]:
+    """The modes for which some mesh has what they show."""
+    metas = [mesh.meta for mesh in world.meshes]
+    return [name for name, mode in MODES.items() if not mode.needs or any(meta[mode.needs] for meta in metas)]
+
+
+def image_of(frame: GBuffer, name: str, pages: Pages) -> Tensor:
+    """(H, W, 3) uint8 on the frame's device; the frame has the mode's outputs."""
+    numbers = MODES[name].numbers
+    return colored(_PAINTED_AS.get(name, name), frame[name][0] if numbers is None else numbers(frame, pages))
+
+
+_PAINTED_AS = {"page": "cluster"}  # as numbers are
+
+
+def legend_of(name: str) -> list[dict[str, Any]]:
+    """Colours and what they stand for, {"color": "#rrggbb", "label": text}; empty where the meaning says it all."""
+    if name == "level":
+        labels = [*map(str, range(LEVELS - 1)), f"{LEVELS - 1}+"]
+        return _entries(_hexes("level", range(LEVELS), torch.int32), labels)
+    if name == "overdraw":
+        times = [1, 2, 4, 8, 16, MOST_OVERDRAW]
+        return _entries(_hexes("overdraw", times, torch.int32), [*map(str, times[:-1]), f"{MOST_OVERDRAW}+"])
+    if name == "depth":
+        return _entries(_hexes("depth", (0, 1, 2, 3, 4), torch.float32), ["near", "", "", "", "far"])
+    return []
+
+
+def _entries(colors: Sequence[str], labels: Sequence[str]) -> list[dict[str, Any]]:
+    return [{"color": color, "label": label} for color, label in zip(colors, labels, strict=True)]
+
+
+def _hexes(name: str, values: Sequence[int], dtype: torch.dtype) -> list[str]:
+    rows = colored(name, torch.tensor([list(values)], dtype=dtype))[0].tolist()
+    return ["#" + "".join(f"{part:02x}" for part in row) for row in rows]

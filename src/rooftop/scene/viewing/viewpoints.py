@@ -1,0 +1,225 @@
+"""Where a person looks from, and how that moves: around a point, aside, nearer, and through the scene.
+
+A drag is such that what is under the pointer follows it. "Up" stays up: azimuth and elevation change, nothing rolls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rooftop.errors import InputError, did_you_mean
+from rooftop.scene.cameras import MOST, Camera
+from rooftop.scene.framing import NEAR, THREE_QUARTERS, around, distance_that_frames, outward
+
+Floats = NDArray[np.float64]
+Vector = tuple[float, float, float]
+
+FOV_Y_DEGREES = 50.0
+MOST_ELEVATION_DEGREES = 89.5  # beyond, "up" would be along the view
+NEAREST, FARTHEST = 1e-6, 1e6  # that zooming comes to the target and goes from it, in sizes of the scene
+NEAR_OF_DISTANCE = 1e-3  # the near plane, in distances to the target, where that is nearer than NEAR
+KEYS = ("eye", "target", "up", "fov_y_degrees")
+
+
+@dataclass(frozen=True)
+class Viewpoint:
+    """A perspective view, without the size of its picture. All methods return another one.
+
+    Attributes:
+        eye: where the camera is, in the world.
+        target: where it looks, and what it goes around.
+        up: what stays up.
+        fov_y_degrees: from the lower to the upper edge.
+    """
+
+    eye: Vector
+    target: Vector
+    up: Vector = (0.0, 0.0, 1.0)
+    fov_y_degrees: float = FOV_Y_DEGREES
+
+    @classmethod
+    def home(cls, points: Floats, up: Vector, fov_y_degrees: float, size: tuple[int, int]) -> Viewpoint:
+        """From the front, the right and a little above; all of the scene is in the picture.
+
+        Args:
+            points: (N, 3), the scene's outline.
+            size: width and height of the picture, in pixels.
+        """
+        middle = (points.min(0) + points.max(0)) / 2
+        far = max(float(np.linalg.norm(np.ptp(points, axis=0))), 1e-9)
+        eye = middle + far * outward(*THREE_QUARTERS, up)
+        return cls(_vector(eye), _vector(middle), up, fov_y_degrees).framed(points, size)
+
+    @property
+    def distance(self) -> float:
+        """From the eye to the target."""
+        return float(np.linalg.norm(np.subtract(self.target, self.eye)))
+
+    def camera(self, size: tuple[int, int], scene_size: float) -> Camera:
+        """The camera that takes the picture.
+
+        Args:
+            size: width and height in pixels.
+            scene_size: world units, from which the near plane follows.
+
+        Raises:
+            ValueError: the view is along `up`, or a number is too large.
+        """
+        near = min(NEAR * scene_size, NEAR_OF_DISTANCE * self.distance)
+        return Camera.look_at(self.eye, self.target, self.up, self.fov_y_degrees, *size, near=near)
+
+    def framed(self, points: Floats, size: tuple[int, int]) -> Viewpoint:
+        """In the same direction, with all points (N, 3) in the picture."""
+        middle = (points.min(0) + points.max(0)) / 2
+        far = max(float(np.linalg.norm(np.ptp(points, axis=0))), 1e-9)
+        backward = np.subtract(self.eye, self.target) / self.distance
+        moved = replace(self, eye=_vector(middle + far * backward), target=_vector(middle))
+        distance = distance_that_frames(moved.camera(size, far), points - middle)
+        return replace(moved, eye=_vector(middle + distance * backward))
+
+    def orbited(self, right_degrees: float, down_degrees: float) -> Viewpoint:
+        """Around the target, at the same distance; the near side of the scene goes right and down."""
+        offset = np.subtract(self.eye, self.target)
+        return replace(self, eye=_vector(self.target + self._turned(offset, -right_degrees, down_degrees)))
+
+    def looked(self, right_degrees: float, down_degrees: float) -> Viewpoint:
+        """From the same place to the right and down; the target comes along at the same distance."""
+        ahead = np.subtract(self.target, self.eye)
+        return replace(self, target=_vector(self.eye + self._turned(ahead, -right_degrees, -down_degrees)))
+
+    def panned(self, right: float, down: float) -> Viewpoint:
+        """Aside: what is at the target moves right and down in the picture, by so many of its heights."""
+        across, below, _ = self._axes()
+        height = 2 * self.distance * math.tan(math.radians(self.fov_y_degrees) / 2)
+        return self._shifted(-height * (right * across + down * below))
+
+    def zoomed(self, doublings: float, scene_size: float) -> Viewpoint:
+        """Towards the target (doublings < 0) or away from it, by powers of two of the distance."""
+        low, high = NEAREST * scene_size, FARTHEST * scene_size
+        distance = min(max(self.distance * 2.0 ** min(max(doublings, -99.0), 99.0), low), high)
+        offset = np.subtract(self.eye, self.target)
+        return replace(self, eye=_vector(self.target + distance / self.distance * offset))
+
+    def flown(self, right: float, up: float, forward: float) -> Viewpoint:
+        """Through the scene, in world units: along the view, aside, and along `up`."""
+        across, _, ahead = self._axes()
+        return self._shifted(right * across + up * around(self.up)[2] + forward * ahead)
+
+    def towards(self, point: Sequence[float]) -> Viewpoint:
+        """From the same place at a point, which is then what the camera goes around; as it is, if it is there."""
+        target = _vector(point)
+        return self if target == self.eye else replace(self, target=target)
+
+    def moved(self, move: Mapping[str, tuple[float, ...]], scene_size: float) -> Viewpoint:
+        """By all that a page has gathered since its last picture; `MOVES` has the names."""
+        view = self
+        for name, amounts in move.items():
+            view = MOVES[name].apply(view, amounts, scene_size)
+        return view
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON, as `rooftop scene render --camera` reads it."""
+        return {name: list(value) if isinstance(value := getattr(self, name), tuple) else value for name in KEYS}
+
+    @classmethod
+    def of_plain(cls, content: object, where: str = "camera") -> Viewpoint:
+        """From an object of JSON.
+
+        Raises:
+            InputError: it is another object, or no view; `where` begins the message.
+        """
+        if not isinstance(content, Mapping):
+            raise InputError(f"{where}: expected an object with {', '.join(KEYS)}, not {content!r:.80}")
+        missing = [name for name in ("eye", "target") if name not in content]
+        extra = sorted(set(content) - set(KEYS))
+        if missing or extra:
+            problem = f"{missing[0]} is missing" if missing else f"{extra[0]!r} is not known"
+            raise InputError(f"{where}: {problem}; expected eye and target, and perhaps up and fov_y_degrees")
+        x, y, z = finite_numbers(content.get("up", (0.0, 0.0, 1.0)), 3, f"{where}: up")
+        (fov,) = finite_numbers([content.get("fov_y_degrees", FOV_Y_DEGREES)], 1, f"{where}: fov_y_degrees")
+        eye, target = (_vector(finite_numbers(content[name], 3, f"{where}: {name}")) for name in ("eye", "target"))
+        view = cls(eye, target, (x, y, z), fov)
+        try:
+            view.camera((16, 16), 1.0)
+        except ValueError as error:
+            raise InputError(f"{where}: {error}") from None
+        return view
+
+    def _axes(self) -> Floats:
+        """(3, 3): right, down and forward, of length 1."""
+        ahead = np.subtract(self.target, self.eye) / self.distance
+        across = np.cross(ahead, around(self.up)[2])
+        across /= np.linalg.norm(across)
+        return np.stack([across, np.cross(ahead, across), ahead])
+
+    def _shifted(self, by: Floats) -> Viewpoint:
+        return replace(self, eye=_vector(self.eye + by), target=_vector(self.target + by))
+
+    def _turned(self, direction: Floats, azimuth_degrees: float, elevation_degrees: float) -> Floats:
+        """A direction turned around `up`, and then up by so much, as far as that goes; its length stays."""
+        length = float(np.linalg.norm(direction))
+        x, y, z = around(self.up) @ (direction / length)
+        azimuth = math.degrees(math.atan2(y, x)) + azimuth_degrees
+        elevation = math.degrees(math.asin(min(max(z, -1.0), 1.0))) + elevation_degrees
+        elevation = min(max(elevation, -MOST_ELEVATION_DEGREES), MOST_ELEVATION_DEGREES)
+        return length * outward(azimuth % 360, elevation, self.up)
+
+
+@dataclass(frozen=True)
+class Move:
+    """A way to move.
+
+    Attributes:
+        amounts: how many numbers say how far.
+        apply: the view after (view, these numbers, size of the scene).
+    """
+
+    amounts: int
+    apply: Callable[[Viewpoint, tuple[float, ...], float], Viewpoint]
+
+
+MOVES = {
+    "orbit_degrees": Move(2, lambda view, by, _: view.orbited(*by)),
+    "look_degrees": Move(2, lambda view, by, _: view.looked(*by)),
+    "pan_heights": Move(2, lambda view, by, _: view.panned(*by)),
+    "zoom_doublings": Move(1, lambda view, by, size: view.zoomed(by[0], size)),
+    "fly": Move(3, lambda view, by, _: view.flown(*by)),
+}
+"""What a page may ask for, in the names of its JSON."""
+
+
+def finite_numbers(content: object, count: int, where: str) -> tuple[float, ...]:
+    """As many numbers of JSON.
+
+    Raises:
+        InputError: it is something else, or one is not finite or too large.
+    """
+    values = content if isinstance(content, list | tuple) else ()
+    if len(values) != count or not all(type(value) in (int, float) and abs(value) <= MOST for value in values):
+        raise InputError(f"{where} is {content!r:.80}: expected {count} finite numbers")
+    return tuple(map(float, values))
+
+
+def checked_moves(content: object) -> dict[str, tuple[float, ...]]:
+    """The moves of a request, by their names.
+
+    Raises:
+        InputError: one is not known, or has other than its numbers.
+    """
+    if not isinstance(content, Mapping):
+        raise InputError(f"move is {content!r:.80}: expected an object with any of {', '.join(MOVES)}")
+    for name in content:
+        if name not in MOVES:
+            raise InputError(f"move {name!r} is not known{did_you_mean(name, MOVES)}; there are {', '.join(MOVES)}")
+    return {name: finite_numbers(content[name], MOVES[name].amounts, f"move: {name}") for name in content}
+
+
+def _vector(values: Sequence[float] | Floats) -> Vector:
+    x, y, z = map(float, values)
+    return (x, y, z)

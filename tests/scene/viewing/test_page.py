@@ -1,0 +1,281 @@
+"""The viewer's page in a real browser: mouse, keys and buttons do what they say, and nobody else may read it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from rooftop.scene.viewing.recorded_paths import RecordedPath
+from rooftop.scene.viewing.serving import Viewer
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+FLAGS += ["--disable-sync", "--no-first-run"]
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or google-chrome")]
+
+Open = Callable[..., "Page"]
+
+
+class Page:
+    """The viewer in a tab, with everything that the console said or that was asked of anybody else."""
+
+    def __init__(self, tab: Any, viewer: Viewer) -> None:
+        self.page, self.said = tab, []
+        tab.on("console", lambda message: self.said.append(message.text))
+        tab.on("pageerror", lambda error: self.said.append(str(error)))
+        ours = (f"http://127.0.0.1:{viewer.port}/", "data:", "blob:")
+        tab.on("request", lambda request: request.url.startswith(ours) or self.said.append(f"request: {request.url}"))
+        tab.goto(viewer.url)
+        self.settle()
+
+    def settle(self) -> None:
+        """Until the picture of full size is there."""
+        self.page.wait_for_selector("#picture[data-state=sharp]", timeout=60_000)
+
+    def pixels(self) -> NDArray[np.int64]:
+        """(H, W, 3): what the canvas shows, when it rests."""
+        self.settle()
+        url = self.page.evaluate("document.getElementById('picture').toDataURL('image/png')")
+        with Image.open(io.BytesIO(base64.b64decode(url.split(",")[1]))) as image:
+            return np.asarray(image.convert("RGB")).astype(np.int64)
+
+    def view(self) -> Any:
+        self.settle()
+        return self.page.evaluate("view")
+
+    def drag(self, right: int, down: int, button: str = "left") -> None:
+        """From the middle of the picture."""
+        mouse, box = self.page.mouse, self.page.locator("#picture").bounding_box()
+        x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        mouse.move(x, y)
+        mouse.down(button=button)
+        for part in (1, 2, 3):
+            mouse.move(x + right * part / 3, y + down * part / 3)
+        mouse.up(button=button)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def opened(chromium: Any, viewer: Viewer) -> Iterator[Open]:
+    """Opens the viewer in a tab of its own."""
+    contexts = []
+
+    def open_(width: int = 720, height: int = 340, scheme: str = "light") -> Page:
+        contexts.append(chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme))
+        return Page(contexts[-1].new_page(), viewer)
+
+    yield open_
+    for context in contexts:
+        context.close()
+
+
+def apart(a: NDArray[np.int64], b: NDArray[np.int64]) -> float:
+    """Which share of the pixels differ by more than JPEG makes of it."""
+    return float((np.abs(a - b).max(-1) > 40).mean())
+
+
+def test_the_picture_follows_the_camera_and_comes_back(opened: Open) -> None:
+    found = opened()
+    first, view = found.pixels(), found.view()
+    assert first.shape[:2] == (340, 720 - 310)
+    assert (first.sum(-1) > 150).mean() > 0.03
+    found.drag(90, 30)
+    assert apart(found.pixels(), first) > 0.02
+    moved = found.view()
+    assert moved["target"] == view["target"]
+    assert np.linalg.norm(np.subtract(moved["eye"], view["eye"])) > 1
+    found.drag(-90, -30)
+    np.testing.assert_allclose(found.view()["eye"], view["eye"], atol=1e-6)
+    assert apart(found.pixels(), first) < 0.002
+    assert found.said == []
+
+
+def test_mouse_and_keys_move_as_the_help_says(opened: Open) -> None:
+    found = opened()
+    home = found.view()
+
+    def distance(view: Any) -> float:
+        return float(np.linalg.norm(np.subtract(view["eye"], view["target"])))
+
+    found.drag(50, 0, button="right")
+    panned = found.view()
+    assert distance(panned) == pytest.approx(distance(home))
+    assert np.linalg.norm(np.subtract(panned["target"], home["target"])) > 0.1
+    found.page.mouse.wheel(0, -400)
+    assert distance(found.view()) == pytest.approx(distance(home) / 2)
+    found.page.keyboard.press("h")
+    assert found.view()["eye"] == pytest.approx(home["eye"])
+    found.page.keyboard.down("w")
+    found.page.wait_for_timeout(150)
+    found.page.keyboard.up("w")
+    flown = found.view()
+    ahead = np.subtract(home["target"], home["eye"]) / distance(home)
+    way = np.subtract(flown["eye"], home["eye"])
+    assert way @ ahead > 0.01
+    np.testing.assert_allclose(way, (way @ ahead) * ahead, atol=1e-6)
+    found.page.keyboard.press("f")
+    assert found.view()["eye"] == pytest.approx(home["eye"], abs=1e-5)
+    found.page.keyboard.press("o")
+    found.drag(40, 0)
+    looked = found.view()
+    assert looked["eye"] == pytest.approx(home["eye"], abs=1e-5)
+    assert looked["target"] != pytest.approx(home["target"], abs=0.1)
+    found.page.keyboard.press("?")
+    assert found.page.locator("#keys").is_visible()
+    found.page.keyboard.press("Escape")
+    assert not found.page.locator("#keys").is_visible()
+    assert found.said == []
+
+
+def test_a_double_click_sets_what_is_orbited(opened: Open) -> None:
+    found = opened()
+    home = found.view()
+    row, column = np.argwhere(found.pixels().sum(-1) > 150)[0]  # the uppermost, of the ball
+    found.page.mouse.dblclick(float(column), float(row) + 6)
+    found.page.wait_for_timeout(300)
+    view = found.view()
+    assert view["eye"] == home["eye"]
+    assert np.linalg.norm(view["target"]) == pytest.approx(1, abs=0.05)  # on the ball
+    assert found.said == []
+
+
+def test_false_colours_light_and_detail(opened: Open, tmp_path: Path) -> None:
+    found = opened()
+    shaded = found.pixels()
+    names = found.page.evaluate("[...document.getElementById('show').options].map(option => option.value)")
+    found.page.keyboard.press("7")
+    assert found.page.input_value("#show") == names[6] == "level"
+    levels = found.pixels()
+    assert apart(levels, shaded) > 0.03
+    assert found.page.locator("#legend li").count() == 12
+    drawn = found.page.evaluate("document.querySelector('#drawn td').textContent")
+    found.page.locator("#detail").fill("6")
+    assert apart(found.pixels(), levels) > 0.01
+    assert found.page.evaluate("document.querySelector('#drawn td').textContent") != drawn
+    found.page.keyboard.press("1")
+    coarse = found.pixels()
+    found.page.locator("#light").click(position={"x": 6, "y": 36})
+    assert apart(found.pixels(), coarse) > 0.02
+    found.page.click("#lightUsual")
+    assert apart(found.pixels(), coarse) < 0.001
+    found.page.locator("#fov").fill("90")
+    assert found.view()["fov_y_degrees"] == 90
+    stages = found.page.evaluate("[...document.querySelectorAll('#stages th')].map(name => name.textContent)")
+    assert {"rasterize", "hzb", "base pass", "colours", "jpeg"} <= set(stages)
+    assert found.said == []
+
+
+def test_a_screenshot_is_the_picture_at_full_size(opened: Open) -> None:
+    found = opened()
+    shown = found.pixels()
+    with found.page.expect_download() as download:
+        found.page.keyboard.press("p")
+    assert download.value.suggested_filename == "ball-color.png"
+    with Image.open(download.value.path()) as image:
+        assert image.format == "PNG"
+        assert apart(np.asarray(image.convert("RGB")).astype(np.int64), shown) < 0.005
+    assert found.said == []
+
+
+def test_a_path_is_recorded_kept_loaded_and_replayed(opened: Open, tmp_path: Path) -> None:
+    found = opened()
+    home = found.view()
+    found.page.keyboard.press("r")
+    found.drag(60, 10)
+    there = found.view()
+    found.page.keyboard.press("r")
+    with found.page.expect_download() as download:
+        found.page.click("#download")
+    path = RecordedPath.read(Path(download.value.path()))
+    assert path.views[0].eye == pytest.approx(home["eye"])
+    assert path.views[-1].eye == pytest.approx(there["eye"])
+    assert 0.01 < path.duration < 60
+
+    other = opened()  # another tab, at home
+    assert other.view()["eye"] == pytest.approx(home["eye"])
+    kept = json.loads(Path(download.value.path()).read_text())
+    first = kept["views"][0]["seconds"]
+    for number, view in enumerate(kept["views"]):
+        view["seconds"] = first + 0.3 * number / len(kept["views"])  # however slow this machine is today
+    (tmp_path / "path.json").write_text(json.dumps(kept))
+    (tmp_path / "none.json").write_text('{"rooftop_path": 1, "views": []}')
+    other.page.set_input_files("#file", tmp_path / "path.json")
+    other.page.wait_for_selector("#replay:enabled")
+    other.page.keyboard.press(" ")
+    other.page.wait_for_timeout(500)
+    assert other.view()["eye"] == pytest.approx(there["eye"])
+    assert other.said == []
+    other.page.set_input_files("#file", tmp_path / "none.json")
+    other.page.wait_for_selector("#error:visible")
+    assert "none.json: path: expected views, a list of 1 to 100,000" in other.page.inner_text("#error")
+    assert found.said == []
+
+
+def test_an_error_in_rendering_is_shown_and_goes_away(
+    opened: Open, viewer: Viewer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = opened()
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the kernel is broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(viewer.drawing.renderer, "render", broken)
+        found.drag(20, 0)
+        found.page.wait_for_selector("#error:visible")
+        assert found.page.inner_text("#error") == "RuntimeError: the kernel is broken"
+        found.settle()
+    found.drag(20, 0)
+    found.page.wait_for_selector("#error", state="hidden")
+    found.settle()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_it_fits_its_window_in_both_schemes(width: int, scheme: str, opened: Open) -> None:
+    found = opened(width, 500, scheme)
+    assert found.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    assert found.page.evaluate(
+        "(() => { const p = document.getElementById('panel'); return p.scrollWidth <= p.clientWidth })()"
+    )
+    assert found.page.evaluate("document.documentElement.dataset.theme") == scheme
+    found.page.click("#close")
+    found.settle()
+    assert found.pixels().shape[:2] == (500, width)
+    found.page.click("#open")
+    assert found.page.locator("#panel").is_visible()
+    assert found.said == []
+
+
+def test_other_pages_can_neither_read_nor_frame_it(chromium: Any, viewer: Viewer, tmp_path: Path) -> None:
+    """Even one that has the token."""
+    other = tmp_path / "other.html"
+    other.write_text(f"<!doctype html><title>other</title><iframe src='{viewer.url}'></iframe>")
+    page = chromium.new_page()
+    page.goto(other.as_uri())
+    frames = [frame for frame in page.frames if frame != page.main_frame]
+    assert all("picture" not in frame.content() for frame in frames)
+    headers = {"Authorization": f"Bearer {viewer.token}"}
+    for request in ({"headers": headers}, {"method": "POST", "body": '{"size": [8, 8]}'}, {}):
+        address = f"http://127.0.0.1:{viewer.port}/scene" if request else viewer.url
+        ask = f"fetch({address!r}, {json.dumps(request)}).then(() => 'read', () => 'refused')"
+        assert page.evaluate(ask) == "refused", request
+    page.close()
