@@ -400,7 +400,7 @@ def test_the_file_does_not_depend_on_threads(kind: str, tmp_path: Path, monkeypa
     monkeypatch.setattr(levels, "PIECE_TRIANGLES", 2000)
     monkeypatch.setattr(levels, "BATCH_TRIANGLES", 4000)  # so that there is something to do side by side
     for threads in (1, 3):
-        scene.build(points, faces, tmp_path / f"{threads}.rtg", "smooth", uv, threads=threads)
+        scene.build(points, faces, tmp_path / f"{threads}.rtg", "smooth", uv, workers=threads)
     assert (tmp_path / "1.rtg").read_bytes() == (tmp_path / "3.rtg").read_bytes()
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from rooftop.scene import layouts
 from rooftop.scene.building import meshopt
 from rooftop.scene.building.encoding import Encoded, encode
+from rooftop.scene.building.excerpts import numbered
 from rooftop.scene.building.meshes import Vertices
 from rooftop.scene.building.ragged import rows_of, starts_of, taken
 from rooftop.scene.building.spheres import around_points
@@ -42,6 +43,16 @@ class Clusters:
     spheres: npt.NDArray[np.float32]
     encoded: Encoded
 
+    def part(self, chosen: Ints) -> Clusters:
+        """These clusters, ascending."""
+        if len(chosen) == len(self.triangles):
+            return self
+        rows = taken(starts_of(self.triangles)[chosen], self.triangles[chosen])
+        return Clusters(
+            self.corners[rows], self.triangles[chosen], self.pieces[chosen], self.spheres[chosen],
+            self.encoded.part(chosen),
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Local:
@@ -65,12 +76,15 @@ def localized(corners: Corners, counts: Ints) -> Local:
         corners: (T, 3) of all pieces, one after another, as numbers of the mesh's vertices.
         counts: (P,) how many triangles each piece has.
     """
-    keys = (corners + (rows_of(counts) << 32)[:, None]).ravel()
-    ordered = np.sort(keys)
-    ordered = ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])] if len(ordered) else ordered
-    starts = np.searchsorted(ordered, np.arange(len(counts) + 1) << 32)
-    local = np.searchsorted(ordered, keys) - np.repeat(starts[:-1], 3 * counts)
-    return Local(ordered & 0xFFFFFFFF, starts, local.astype(np.uint32).reshape(-1, 3))
+    if len(counts) == 1:
+        vertices, local = numbered(corners, int(corners.max(initial=0)) + 1)
+        return Local(vertices.astype(np.int64), np.array([0, len(vertices)]), local)
+    below = int(corners.max(initial=0)) + 1
+    keys = corners + (rows_of(counts) * below)[:, None]
+    ordered, number = numbered(keys, below * len(counts))
+    starts = np.searchsorted(ordered, np.arange(len(counts) + 1) * below)
+    local = number - np.repeat(starts[:-1], counts)[:, None].astype(np.uint32)
+    return Local(ordered - np.repeat(np.arange(len(counts)) * below, np.diff(starts)), starts, local)
 
 
 def local_points(vertices: Vertices, local: Local) -> npt.NDArray[np.float32]:

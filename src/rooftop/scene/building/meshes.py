@@ -234,16 +234,6 @@ def without_repetition(faces: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     return faces[number > seen[:-1]]
 
 
-def non_manifold_edges(mesh: Mesh) -> int:
-    """How many edges, by place, more than two faces share."""
-    corners = mesh.vertices.place[mesh.faces].astype(np.int64)
-    following = corners[:, [1, 2, 0]]
-    edges = (np.minimum(corners, following) << 32 | np.maximum(corners, following)).ravel()
-    edges.sort()
-    third = np.flatnonzero(edges[2:] == edges[:-2]) + 2  # the third face of an edge, the fourth, ...
-    return len(np.unique(edges[third]))
-
-
 def _numbers(name: str, values: npt.ArrayLike, width: int, count: int | None = None) -> Floats:
     array = np.asarray(values)
     if array.dtype.kind not in "fiu":

@@ -22,6 +22,17 @@ def morton_codes(points: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     return codes
 
 
+def order_along_curve(points: npt.NDArray[Any], of: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """The order (N,) of things along the curve, each at one of the points; of equal ones, as they are.
+
+    By the upper 30 bits of the codes, 16 at a time, which NumPy sorts by counting.
+    """
+    codes = (morton_codes(points) >> np.uint64(3 * BITS - 30)).astype(np.uint32)[of]
+    order: npt.NDArray[np.int64] = np.argsort((codes & 0xFFFF).astype(np.uint16), kind="stable")
+    upper = (codes >> 16).astype(np.uint16)
+    return order[np.argsort(upper[order], kind="stable")]
+
+
 def _spread(cells: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Each bit i of numbers below 2^21 moved to bit 3 i."""
     for shift, mask in (
