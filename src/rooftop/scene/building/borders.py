@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.errors import MissingExtraError
-from rooftop.scene.building.excerpts import Excerpt, numbered
+from rooftop.scene.building.excerpts import Excerpt
 from rooftop.scene.building.meshes import Vertices
-from rooftop.scene.building.ragged import starts_of
-from rooftop.scene.building.workers import Workers, shared
+from rooftop.scene.building.ragged import numbered, starts_of
+from rooftop.scene.building.workers import ALONE, Workers, shared
 
 Ints = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.uint32]
 
-ALONE = 1 << 18  # triangles up to which one process is as fast as several that have to be started
+FEW = 1 << 18  # triangles up to which one process is as fast as several that have to be started
 
 
 class SharedPlaces:
@@ -46,7 +46,7 @@ class SharedPlaces:
         """
         if places > len(self.owner):
             self.owner, self.several = shared(places, np.int32), shared(places, np.uint8)
-        workers = self.workers if triangles > ALONE else Workers(1)
+        workers = self.workers if triangles > FEW else ALONE
 
         def own(batch: Any) -> None:
             at, owners = used(batch)

@@ -103,7 +103,7 @@ def build(
         raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into")
     show = progress or (lambda what, fraction: None)
     show("checking the mesh", 0.0)
-    mesh = checked_mesh(vertices, faces, normals, uv, materials, precision, colors)
+    mesh = checked_mesh(vertices, faces, normals, uv, materials, precision, colors, team)
     hierarchy = build_levels(mesh, show, team, lock_borders)
     mesh = replace(mesh, repairs=replace(mesh.repairs, non_manifold_edges=hierarchy.non_manifold_edges))
     show(f"writing {target.name}", 1.0)

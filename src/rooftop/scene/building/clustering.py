@@ -16,9 +16,8 @@ import numpy.typing as npt
 from rooftop.scene import layouts
 from rooftop.scene.building import meshopt
 from rooftop.scene.building.encoding import Encoded, encode
-from rooftop.scene.building.excerpts import numbered
 from rooftop.scene.building.meshes import Vertices
-from rooftop.scene.building.ragged import rows_of, starts_of, taken
+from rooftop.scene.building.ragged import numbered, rows_of, starts_of, taken
 from rooftop.scene.building.spheres import around_points
 
 Ints = npt.NDArray[np.int64]

@@ -6,17 +6,15 @@ A batch is worked on by itself: in arrays of its own size, whatever the size of 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rooftop.scene.building.meshes import Vertices
 from rooftop.scene.building.parts import Added
+from rooftop.scene.building.ragged import numbered
 
 Numbers = npt.NDArray[np.uint32]
-
-DENSE = 8  # values that there could be, over those that there are, up to which a mark for each is faster than sorting
 
 
 @dataclass(frozen=True)
@@ -53,20 +51,3 @@ class Excerpt:
         """The same as numbers of the mesh, which has so many vertices; those that were added follow behind."""
         numbers = np.concatenate([self.numbers, np.arange(vertices, vertices + len(added.sources), dtype=np.uint32)])
         return numbers[corners], replace(added, sources=self.numbers[added.sources].astype(np.int64))
-
-
-def numbered(values: npt.NDArray[Any], below: int) -> tuple[npt.NDArray[Any], Numbers]:
-    """The different values, ascending, and for each value which of them it is.
-
-    Args:
-        values: whole numbers from 0.
-        below: which they are.
-    """
-    if below <= DENSE * values.size:
-        there = np.zeros(below, bool)
-        there[values] = True
-        return np.flatnonzero(there).astype(values.dtype), (np.cumsum(there, dtype=np.uint32) - np.uint32(1))[values]
-    ordered = np.sort(values, axis=None)
-    if len(ordered):
-        ordered = ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])]
-    return ordered, np.searchsorted(ordered, values).astype(np.uint32)

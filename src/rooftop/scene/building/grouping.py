@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from rooftop.scene import layouts
 from rooftop.scene.building import meshopt
-from rooftop.scene.building.excerpts import numbered
 from rooftop.scene.building.orders import morton_codes
+from rooftop.scene.building.ragged import numbered
 
 Ints = npt.NDArray[np.int64]
 

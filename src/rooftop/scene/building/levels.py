@@ -30,7 +30,7 @@ from rooftop.scene.building.parts import Added
 from rooftop.scene.building.ragged import rows_of, starts_of, taken
 from rooftop.scene.building.simplifying import simplify
 from rooftop.scene.building.spheres import around_spheres
-from rooftop.scene.building.workers import Workers, shared
+from rooftop.scene.building.workers import ALONE, Workers, shared
 
 Ints = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float32]
@@ -282,7 +282,7 @@ class _Levels:
             len(batches),
             lambda fraction: self.progress(what, self._fraction(len(front.triangles), total) + soon * fraction),
         )
-        workers = self.workers if int(triangles.sum()) > LEAST_TRIANGLES else Workers(1)
+        workers = self.workers if int(triangles.sum()) > LEAST_TRIANGLES else ALONE
         found = workers.run(work, batches, what, done)
         self._numbered(found)
 

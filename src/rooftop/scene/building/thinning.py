@@ -21,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.scene.building import meshopt
-from rooftop.scene.building.meshes import Vertices, repeats
+from rooftop.scene.building.meshes import Vertices
 from rooftop.scene.building.orders import morton_codes
 from rooftop.scene.building.parts import Added
 from rooftop.scene.building.ragged import rows_of, within
+from rooftop.scene.building.welding import repeats
 
 Ints = npt.NDArray[np.int64]
 Corners = npt.NDArray[np.uint32]

@@ -86,6 +86,9 @@ class Workers:
         return _Team(work, items, count, what).results(done)
 
 
+ALONE = Workers(1)  # no process but the calling one
+
+
 def cpus() -> int:
     """CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
