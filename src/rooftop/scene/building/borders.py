@@ -6,7 +6,7 @@ touches a place that several batches use is looked at again, by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,24 +17,23 @@ from rooftop.errors import MissingExtraError
 from rooftop.scene.building.excerpts import Excerpt
 from rooftop.scene.building.meshes import Vertices
 from rooftop.scene.building.ragged import numbered, starts_of
-from rooftop.scene.building.workers import ALONE, Workers, shared
+from rooftop.scene.building.workers import Stage, shared
 
 Ints = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.uint32]
-
-FEW = 1 << 18  # triangles up to which one process is as fast as several that have to be started
 
 
 class SharedPlaces:
     """Which places are used by several owners (batches, or groups)."""
 
-    def __init__(self, workers: Workers) -> None:
-        self.workers = workers
+    def __init__(self) -> None:
         self.owner = np.empty(0, np.int32)
         self.several = np.empty(0, np.uint8)
 
-    def find(self, batches: list[Any], used: Callable[[Any], tuple[Numbers, Any]], places: int, triangles: int) -> None:
-        """Fill `several` (places,): 1 where more than one owner uses a place; of places that none uses it says nothing.
+    def stages(
+        self, batches: Sequence[Any], used: Callable[[Any], tuple[Numbers, Any]], places: int, held: Numbers
+    ) -> list[Stage]:
+        """What fills `several` (places,): 1 where more than one owner uses a place; says nothing of unused places.
 
         Workers write to the same arrays. Whichever owner of a place comes last, the others find another one there.
 
@@ -42,11 +41,10 @@ class SharedPlaces:
             batches: of triangles.
             used: the places (T, 3) that a batch uses, and the owner of each triangle.
             places: how many there are.
-            triangles: of all batches.
+            held: places that count as used by several.
         """
         if places > len(self.owner):
             self.owner, self.several = shared(places, np.int32), shared(places, np.uint8)
-        workers = self.workers if triangles > FEW else ALONE
 
         def own(batch: Any) -> None:
             at, owners = used(batch)
@@ -57,8 +55,10 @@ class SharedPlaces:
             at, owners = used(batch)
             self.several[at[self.owner[at] != np.asarray(owners, np.int32)[..., None]]] = 1
 
-        workers.run(own, batches, "looking for borders")
-        workers.run(mark, batches, "looking for borders")
+        def hold(places: Numbers) -> None:
+            self.several[places] = 1
+
+        return [(own, batches), (mark, batches), (hold, [held] if len(held) else [])]
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,6 @@ class Connections:
         Args:
             excerpt: the batch.
             several: (places,) whether other batches use a place.
-
-        Raises:
-            MissingExtraError: scipy is not installed.
         """
         at = excerpt.vertices.place
         places, own = numbered(at, int(at.max()) + 1)
@@ -186,12 +183,23 @@ def _parts(batches: list[Connections], used: Callable[[int], Numbers], vertices:
     return found
 
 
-def _components(begin: Ints, end: Ints, count: int) -> tuple[int, npt.NDArray[np.int32]]:
+def load_scipy() -> None:
+    """Load what finds parts, once, before workers would each load it.
+
+    Raises:
+        MissingExtraError: scipy is not installed.
+    """
     try:
-        from scipy.sparse import csr_matrix
-        from scipy.sparse.csgraph import connected_components
+        import scipy.sparse.csgraph  # noqa: F401
     except ImportError as error:
         raise MissingExtraError('building a scene needs scipy: pip install "rooftop[scene]"') from error
+
+
+def _components(begin: Ints, end: Ints, count: int) -> tuple[int, npt.NDArray[np.int32]]:
+    """How many parts so many things are, and the part of each, if these pairs are connected."""
+    from scipy.sparse import csr_matrix
+    from scipy.sparse.csgraph import connected_components
+
     graph = csr_matrix((np.ones(len(begin), np.int8), (begin, end)), (count, count))
     parts, labels = connected_components(graph, directed=False)
     return int(parts), labels

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.scene import layouts
-from rooftop.scene.building.borders import Connections, SharedPlaces, Whole
+from rooftop.scene.building.borders import Connections, SharedPlaces, Whole, load_scipy
 from rooftop.scene.building.clustering import Clusters, cut
 from rooftop.scene.building.encoding import Encoded
 from rooftop.scene.building.excerpts import Excerpt
@@ -163,8 +163,9 @@ class _Levels:
         self.workers = workers
         self.progress = progress
         self.lock_borders = lock_borders
+        self.places = int(mesh.vertices.place.max()) + 1
         self.step = math.ldexp(1.0, mesh.vertices.exponent)
-        self.shared_places = SharedPlaces(workers)
+        self.shared_places = SharedPlaces()
         self.held: Words = np.empty(0, np.uint32)  # places that no level may leave
         self.non_manifold_edges = 0
         self.heads: list[Words] = []
@@ -200,22 +201,23 @@ class _Levels:
 
     def _finest(self) -> Front:
         """The mesh's own faces as clusters."""
+        load_scipy()
         what = f"cutting {len(self.mesh.faces):,} triangles"
         self.progress(what, 0.0)
         vertices = self.mesh.vertices
-        order = order_along_curve(vertices.grid, self.mesh.faces[:, 0])
+        order = order_along_curve(vertices.grid, self.mesh.faces[:, 0], self.workers)
         corners = shared(self.mesh.faces.shape, np.uint32)
-        np.take(self.mesh.faces, order, axis=0, out=corners)
+        np.take(self.mesh.faces, order, axis=0, out=corners, mode="clip")  # otherwise it makes a copy first
         self.mesh = replace(self.mesh, faces=np.empty((0, 3), np.uint32))
         del order
         count = len(corners)
         ends = np.linspace(0, count, -(-count // PIECE_TRIANGLES) + 1).astype(np.int64)
         pieces = [ends[i : i + PIECES + 1] for i in range(0, len(ends) - 1, PIECES)]
-        self.shared_places.find(
+        shared_by = self.shared_places.stages(
             list(enumerate(pieces)),
             lambda batch: (vertices.place[corners[batch[1][0] : batch[1][-1]]], batch[0]),
-            int(vertices.place.max()) + 1,
-            count,
+            self.places,
+            self.held,
         )
 
         def work(batch: Ints) -> _Cut:
@@ -228,7 +230,7 @@ class _Levels:
             return _Cut(clusters.triangles, clusters.spheres, clusters.encoded, connections)
 
         done = _Fraction(len(pieces), lambda fraction: self.progress(what, CUTTING * fraction))
-        found = self.workers.run(work, pieces, "cutting triangles", done)
+        found = self.workers.run(work, pieces, "cutting triangles", done, shared_by)
         whole = Whole.of(
             [each.connections for each in found],
             lambda number: np.unique(corners[pieces[number][0] : pieces[number][-1]]),
@@ -262,13 +264,12 @@ class _Levels:
             chosen = order[starts[batch[0]] : starts[batch[1]]]
             return front.corners[taken(own_starts[chosen], front.triangles[chosen])]
 
-        self.shared_places.find(
+        shared_by = self.shared_places.stages(
             batches,
             lambda batch: (vertices.place[own_corners(batch)], np.repeat(np.arange(*batch), triangles[slice(*batch)])),
-            int(vertices.place.max()) + 1,
-            int(triangles.sum()),
+            self.places,
+            self.held,
         )
-        self.shared_places.several[self.held] = 1
         spheres = around_spheres(self.spheres.all()[numbers[order]], counts)
         least = np.maximum.reduceat(self.errors.all()[numbers[order]], starts[:-1]).astype(np.float64) * GROWTH
         levels = np.maximum.reduceat(self.levels.all()[numbers[order]], starts[:-1]) + 1
@@ -283,7 +284,7 @@ class _Levels:
             lambda fraction: self.progress(what, self._fraction(len(front.triangles), total) + soon * fraction),
         )
         workers = self.workers if int(triangles.sum()) > LEAST_TRIANGLES else ALONE
-        found = workers.run(work, batches, what, done)
+        found = workers.run(work, batches, what, done, shared_by)
         self._numbered(found)
 
         fronts, stuck = [], []
@@ -373,6 +374,7 @@ class _Levels:
             return
         added = Added.joined([each.added for each in found])
         self.mesh = replace(self.mesh, vertices=added.behind(self.mesh.vertices))
+        self.places = int(self.mesh.vertices.place.max()) + 1
         for each, start in zip(found, starts[:-1].tolist(), strict=True):
             if start and each.clusters is not None:
                 each.clusters.corners[each.clusters.corners >= first] += start

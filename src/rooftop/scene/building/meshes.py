@@ -18,8 +18,8 @@ import numpy.typing as npt
 from rooftop.scene import layouts
 from rooftop.scene.building import meshopt
 from rooftop.scene.building.normals import from_octahedral, octahedral, smooth_normals, unit_vectors
-from rooftop.scene.building.welding import chunks, weld
-from rooftop.scene.building.workers import ALONE, Workers
+from rooftop.scene.building.welding import weld
+from rooftop.scene.building.workers import ALONE, Workers, chunks
 
 Floats = npt.NDArray[np.float64]
 
@@ -167,7 +167,8 @@ def checked_mesh(
             raise ValueError(f"materials are 0 to {MOST_MATERIALS - 1}, not {ids.min()} to {ids.max()}")
 
     meant = points if used.all() else points[used]
-    low, high = meant.min(0), meant.max(0)
+    low = np.array([column.min() for column in meant.T])
+    high = np.array([column.max() for column in meant.T])
     exponent, coarser = _grid_exponent(points, triangles, high - low, precision)
     step = math.ldexp(1.0, exponent)
     origin = np.rint((low + (high - low) / 2) / step) * step

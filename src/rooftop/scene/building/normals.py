@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.scene.building.ragged import numbered
-from rooftop.scene.building.welding import chunks, equal_to
-from rooftop.scene.building.workers import ALONE, Workers
+from rooftop.scene.building.welding import equal_to
+from rooftop.scene.building.workers import ALONE, Workers, chunks
 from rooftop.scene.layouts import NORMAL_MIDDLE
 
 Floats = npt.NDArray[np.float64]

@@ -5,6 +5,7 @@ Rows are divided by a hash of what is in them: equal ones are in one part, each 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,26 +14,21 @@ import numpy.typing as npt
 
 from rooftop.scene.building import meshopt
 from rooftop.scene.building.ragged import starts_of
-from rooftop.scene.building.workers import ALONE, Workers, shared
+from rooftop.scene.building.workers import ALONE, Stage, Workers, chunks, shared
 
 Ints = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.uint32]
 
-CHUNK = 1 << 18  # rows that are looked at together
 PART = 1 << 17  # rows of a part, about
 
 
-def chunks(count: int, size: int = CHUNK) -> list[slice]:
-    """Slices that cover so many rows."""
-    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
-
-
-def equal_to(rows: npt.NDArray[Any], workers: Workers) -> Numbers:
+def equal_to(rows: npt.NDArray[Any], workers: Workers, before: Sequence[Stage] = ()) -> Numbers:
     """The first row that is equal to each (N,), by its bytes.
 
     Args:
         rows: (N, K), of 32 or 64 bits a number.
         workers: that look.
+        before: stages that fill the rows, if these are in memory that workers share.
     """
     rows = np.ascontiguousarray(rows)
     words = rows.view(np.uint32).reshape(len(rows), -1)
@@ -41,15 +37,13 @@ def equal_to(rows: npt.NDArray[Any], workers: Workers) -> Numbers:
     pieces = chunks(len(rows))
     order = shared(len(rows) if bits else 0, np.uint32)  # of the rows of a chunk, part by part
 
-    def divide(piece: slice) -> Ints:
+    starts = shared((len(pieces), (1 << bits) + 1), np.int64)  # of the parts, in each chunk
+
+    def divide(number: int) -> None:
+        piece = pieces[number]
         parts = (_hashed(words[piece]) >> np.uint32(32 - bits)).astype(np.uint16)
         order[piece] = np.argsort(parts, kind="stable") + piece.start
-        return np.bincount(parts, minlength=1 << bits)
-
-    starts = [
-        starts_of(counts) + piece.start
-        for piece, counts in zip(pieces, workers.run(divide, pieces, "welding") if bits else [], strict=bool(bits))
-    ]
+        starts[number] = starts_of(np.bincount(parts, minlength=1 << bits)) + piece.start
 
     def look(part: int) -> tuple[Numbers, Numbers]:
         if bits:
@@ -65,7 +59,8 @@ def equal_to(rows: npt.NDArray[Any], workers: Workers) -> Numbers:
         first = own[is_first]
         return own[~is_first], first[number[~is_first]]
 
-    for later, first in workers.run(look, range(1 << bits), "welding"):
+    stages = [*before, (divide, range(len(pieces)) if bits else [])]
+    for later, first in workers.run(look, range(1 << bits), "welding", before=stages):
         found[later] = first
     return found
 
@@ -134,17 +129,15 @@ def weld(
     number -= np.uint32(1)
     kept = np.flatnonzero(used).astype(np.uint32)
     if flat.any():
-        corners = np.ascontiguousarray(corners[~flat])
+        left = corners[~flat]
+        corners = shared(left.shape, np.uint32)
+        corners[:] = left
         pieces = chunks(len(corners))
-        parallel = ALONE  # this array is not shared
-    else:
-        parallel = workers
 
     def renumber(piece: slice) -> None:
         corners[piece] = lowest_first(number[corners[piece]])
 
-    parallel.run(renumber, pieces, "welding")
-    first = equal_to(corners, workers)
+    first = equal_to(corners, workers, [(renumber, pieces)])
     once = first == np.arange(len(first), dtype=np.uint32)
     duplicates = len(once) - int(once.sum())
     if duplicates:

@@ -33,10 +33,12 @@ from rooftop.errors import BuildError
 T = TypeVar("T")
 R = TypeVar("R")
 V = TypeVar("V", bound=np.generic)
+Stage = tuple[Callable[[Any], Any], Sequence[Any]]  # what is called, and with what
 
 TOKEN = struct.Struct("<I")
 MOST_TOKENS = 8192  # a pipe holds 16,384 of four bytes
 PIPE_BYTES = 1 << 20  # of results: the usual 64 KB make a worker wait for its reader
+CHUNK = 1 << 18  # rows of an array that are worked on together
 _DONE, _RESULT, _ERROR = range(3)
 
 
@@ -61,7 +63,7 @@ class Workers:
 
     def run(
         self, work: Callable[[T], R], items: Sequence[T], what: str = "working",
-        done: Callable[[int], None] | None = None,
+        done: Callable[[int], None] | None = None, before: Sequence[Stage] = (),
     ) -> list[R]:  # fmt: skip
         """The results of all items, in order.
 
@@ -70,20 +72,25 @@ class Workers:
             items: that it is called with, in order.
             what: is being done, for messages.
             done: is called with the number of each item whose result has come.
+            before: stages that come first, each in all workers before the next: what they return is lost.
 
         Raises:
             Exception: what `work` raised, with the worker's traceback as a note.
             BuildError: a worker was ended from outside.
         """
-        count = min(self.count, len(items))
+        stages = [*before, (work, items)]
+        count = min(self.count, max(len(each) for _, each in stages))
         if count < 2 or sys.platform != "linux":
+            for earlier, own in before:
+                for each in own:
+                    earlier(each)
             results = []
             for number, item in enumerate(items):
                 results.append(work(item))
                 if done is not None:
                     done(number)
             return results
-        return _Team(work, items, count, what).results(done)
+        return _Team(stages, count, what).results(done)
 
 
 ALONE = Workers(1)  # no process but the calling one
@@ -100,26 +107,33 @@ def shared(shape: int | tuple[int, ...], dtype: type[V]) -> npt.NDArray[V]:
     return np.frombuffer(mmap.mmap(-1, max(size, 1)), dtype, int(np.prod(shape))).reshape(shape)
 
 
+def chunks(count: int, size: int = CHUNK) -> list[slice]:
+    """Slices that cover so many rows."""
+    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
+
 class _Team:
     """The processes of one `Workers.run`."""
 
-    def __init__(self, work: Callable[[T], R], items: Sequence[T], count: int, what: str) -> None:
-        self.items, self.count, self.what = items, count, what
+    def __init__(self, stages: Sequence[Stage], count: int, what: str) -> None:
+        self.stages, self.count, self.what = stages, count, what
         self.processes: dict[Connection, tuple[int, int]] = {}  # its number and its process
-        run = -(-len(items) // MOST_TOKENS)  # items of a token
-        tokens, end = os.pipe()
-        with contextlib.ExitStack() as open_files:
-            open_files.callback(os.close, tokens)
-            with os.fdopen(end, "wb") as file:
-                file.write(b"".join(TOKEN.pack(first) for first in range(0, len(items), run)))
-            try:
-                for number in range(count):
-                    self._start(number, work, tokens, run)
-            except BaseException:
-                self._end()
-                raise
+        self.tokens: list[int] = []  # of each stage, a pipe with the items that nobody has taken yet
+        self.gates: list[tuple[int, int]] = []  # before each stage but the first, a pipe that is closed to open it
+        try:
+            for _, items in stages:
+                read, write = os.pipe()
+                self.tokens.append(read)
+                with os.fdopen(write, "wb") as file:
+                    file.write(b"".join(TOKEN.pack(first) for first in range(0, len(items), _run(items))))
+            self.gates = [os.pipe() for _ in stages[1:]]
+            for number in range(count):
+                self._start(number)
+        except BaseException:
+            self._end()
+            raise
 
-    def _start(self, number: int, work: Callable[[T], R], tokens: int, run: int) -> None:
+    def _start(self, number: int) -> None:
         read, write = os.pipe()
         with contextlib.suppress(ImportError, OSError):
             import fcntl
@@ -140,27 +154,55 @@ class _Team:
             os.close(read)
             for other in self.processes:
                 other.close()
+            for _, gate in self.gates:
+                os.close(gate)
             with Connection(write, readable=False) as results:
-                _work(work, self.items, tokens, run, results)
+                self._work(results)
         finally:
             os._exit(0)  # nothing of the parent is cleaned up twice
 
-    def results(self, done: Callable[[int], None] | None) -> list[Any]:
-        found: list[Any] = [None] * len(self.items)
+    def _work(self, results: Connection) -> None:
+        """What a worker does."""
         try:
-            working = set(self.processes)
-            while working:
-                for connection in wait(list(working)):
-                    assert isinstance(connection, Connection)
-                    kind, number, value = self._received(connection)
-                    if kind == _DONE:
-                        working.discard(connection)
-                    elif kind == _ERROR:
-                        raise _error(value)
-                    else:
-                        found[number] = value
-                        if done is not None:
-                            done(number)
+            for stage, (work, items) in enumerate(self.stages):
+                last = stage == len(self.stages) - 1
+                if stage:
+                    os.read(self.gates[stage - 1][0], 1)  # nothing is there: it comes back when the gate is closed
+                while token := os.read(self.tokens[stage], TOKEN.size):
+                    first = TOKEN.unpack(token)[0]
+                    for number in range(first, min(first + _run(items), len(items))):
+                        result = work(items[number])
+                        if last:
+                            _send(results, _RESULT, number, result)
+                _send(results, _DONE, stage, None)
+        except BaseException as error:
+            text = "".join(traceback.format_exception(error))
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:  # it cannot be sent as it is
+                error = BuildError(f"{type(error).__name__}: {error}")
+            _send(results, _ERROR, 0, (error, text))
+
+    def results(self, done: Callable[[int], None] | None) -> list[Any]:
+        found: list[Any] = [None] * len(self.stages[-1][1])
+        try:
+            for stage in range(len(self.stages)):
+                if stage:
+                    os.close(self.gates[stage - 1][1])
+                    self.gates[stage - 1] = (self.gates[stage - 1][0], -1)
+                working = set(self.processes)
+                while working:
+                    for connection in wait(list(working)):
+                        assert isinstance(connection, Connection)
+                        kind, number, value = self._received(connection)
+                        if kind == _DONE:
+                            working.discard(connection)
+                        elif kind == _ERROR:
+                            raise _error(value)
+                        else:
+                            found[number] = value
+                            if done is not None:
+                                done(number)
         finally:
             self._end()
         return found
@@ -195,24 +237,15 @@ class _Team:
                 os.kill(process, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(process, 0)
-        self.processes = {}
+        for file in (*self.tokens, *(end for gate in self.gates for end in gate)):
+            if file >= 0:
+                os.close(file)
+        self.processes, self.tokens, self.gates = {}, [], []
 
 
-def _work(work: Callable[[Any], Any], items: Sequence[Any], tokens: int, run: int, results: Connection) -> None:
-    try:
-        while token := os.read(tokens, TOKEN.size):
-            first = TOKEN.unpack(token)[0]
-            for number in range(first, min(first + run, len(items))):
-                _send(results, _RESULT, number, work(items[number]))
-    except BaseException as error:
-        text = "".join(traceback.format_exception(error))
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # it cannot be sent as it is
-            error = BuildError(f"{type(error).__name__}: {error}")
-        _send(results, _ERROR, 0, (error, text))
-    else:
-        _send(results, _DONE, 0, None)
+def _run(items: Sequence[Any]) -> int:
+    """How many items a token stands for."""
+    return -(-len(items) // MOST_TOKENS) or 1
 
 
 def _send(results: Connection, kind: int, number: int, value: Any) -> None:
