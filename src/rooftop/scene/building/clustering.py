@@ -19,6 +19,7 @@ from rooftop.scene.building.encoding import Encoded, encode
 from rooftop.scene.building.meshes import Vertices
 from rooftop.scene.building.ragged import numbered, rows_of, starts_of, taken
 from rooftop.scene.building.spheres import around_points
+from rooftop.scene.building.sweeps import swept
 
 Ints = npt.NDArray[np.int64]
 Corners = npt.NDArray[np.uint32]
@@ -120,10 +121,12 @@ def cut(vertices: Vertices, corners: Corners, counts: Ints, levels: Ints) -> Clu
     flat = np.concatenate([each[2] for each in cut_pieces])[taken(offsets + meshlets["triangle"], 3 * triangles)]
     own_corners = flat.reshape(-1, 3)
 
+    grid = vertices.grid[owned]
+    own_corners = own_corners[swept(grid, triangles, members, own_corners)]
     starts = starts_of(members)
     used = owned[own_corners + np.repeat(starts[:-1], triangles)[:, None]].astype(np.uint32)
     step = math.ldexp(1.0, vertices.exponent)
-    spheres = around_points(vertices.grid[owned] * step, starts)
+    spheres = around_points(grid * step, starts)
     return Clusters(
         used, triangles, pieces, spheres, encode(vertices, triangles, members, own_corners, owned, levels[pieces])
     )
@@ -148,9 +151,6 @@ def _meshlets(
         SPLIT_FACTOR if len(corners) > SPLIT_FROM else 0.0,
     )  # fmt: skip
     found = found[:count]
-    at_vertex, at_corner = meshopt.address(owned), meshopt.address(flat)
-    for vertex, triangle, members, triangles in found.tolist():
-        library.meshopt_optimizeMeshlet(at_vertex + 4 * vertex, at_corner + triangle, triangles, members)
     if not count:
         return found, owned[:0], flat[:0]
     last = found[-1]
