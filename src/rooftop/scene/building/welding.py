@@ -30,6 +30,8 @@ def equal_to(rows: npt.NDArray[Any], workers: Workers, before: Sequence[Stage] =
         workers: that look.
         before: stages that fill the rows, if these are in memory that workers share.
     """
+    if not len(rows):
+        return np.empty(0, np.uint32)
     rows = np.ascontiguousarray(rows)
     words = rows.view(np.uint32).reshape(len(rows), -1)
     found = np.arange(len(rows), dtype=np.uint32)
