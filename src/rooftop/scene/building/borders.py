@@ -190,7 +190,7 @@ def load_scipy() -> None:
         MissingExtraError: scipy is not installed.
     """
     try:
-        import scipy.sparse.csgraph  # noqa: F401
+        from scipy.sparse import csgraph  # noqa: F401
     except ImportError as error:
         raise MissingExtraError('building a scene needs scipy: pip install "rooftop[scene]"') from error
 

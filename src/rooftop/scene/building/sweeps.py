@@ -32,29 +32,39 @@ def swept(
     first, starts = starts_of(members), starts_of(triangles)
     at, of_triangle = rows_of(members), rows_of(triangles)
     low = lowest(points, first)
-    extent = highest(points, first).astype(np.int64) - low
-    axes = np.argsort(-extent, axis=1, kind="stable")[:, :2].astype(np.int64)
+    extent = highest(points, first) - low
+    axes = np.argsort(-extent, axis=1, kind="stable")
     rows = np.arange(len(points))
-    along, across = ((points[rows, axis[at]] - low[rows_of(members), axis[at]]).astype(np.float64) for axis in axes.T)
-    scale = (1 << KEY_BITS - 2) / np.maximum(extent.max(1), 1)
-    base = (first[:-1])[of_triangle][:, None] + corners
-    place, vertex = within(members), at << (KEY_BITS + VERTEX_BITS)
+    along, across = ((points[rows, axes[:, axis][at]] - low[rows_of(members), axes[:, axis][at]]) for axis in range(2))
+    scale = ((1 << KEY_BITS - 2) / np.maximum(extent.max(1), 1))[at]
+    along, across = along * scale, across * scale
+    base = corners.T.astype(np.int32) + first[:-1].astype(np.int32)[of_triangle]  # (3, T)
+    place = within(members)
+    cluster = at << (KEY_BITS + VERTEX_BITS) | place
 
-    best = np.full(len(triangles), 256)
-    ranks = np.zeros(corners.shape, np.int64)
+    best, ranks = np.full(len(triangles), 255, np.uint8), np.zeros(base.shape, np.uint8)
+    rank = np.empty(len(points), np.uint8)
     for share, other in WAYS:
-        keys = ((share * along + other * across) * scale[at]).astype(np.int64) + (1 << KEY_BITS - 1)
-        keys = np.sort(vertex | keys << VERTEX_BITS | place)
-        rank = np.empty(len(points), np.int64)
+        keys = (share * along + other * across).astype(np.int64) + (1 << KEY_BITS - 1)
+        keys = np.sort(cluster | keys << VERTEX_BITS)
         rank[first[at] + (keys & (1 << VERTEX_BITS) - 1)] = place
         own = rank[base]
-        width = highest(own.max(1) - own.min(1), starts)
+        width = np.maximum.reduceat(_most(own) - _least(own), starts[:-1])
         better = width < best
         best = np.where(better, width, best)
-        ranks = np.where(better[of_triangle][:, None], own, ranks)
-    ranks.sort(axis=1)
+        ranks = np.where(better[of_triangle], own, ranks)
+    least, most = _least(ranks), _most(ranks)
+    middle = ranks[0] ^ ranks[1] ^ ranks[2] ^ least ^ most
     keys = of_triangle
-    for corner in (2, 1, 0):  # a triangle comes with its last vertex
-        keys = keys << VERTEX_BITS | ranks[:, corner]
+    for corner in (most, middle, least):  # a triangle comes with its last vertex
+        keys = keys << VERTEX_BITS | corner
     keys = np.sort(keys << TRIANGLE_BITS | within(triangles))
     return starts[of_triangle] + (keys & (1 << TRIANGLE_BITS) - 1)
+
+
+def _least(ranks: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    return np.minimum(np.minimum(ranks[0], ranks[1]), ranks[2])
+
+
+def _most(ranks: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    return np.maximum(np.maximum(ranks[0], ranks[1]), ranks[2])

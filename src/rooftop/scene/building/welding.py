@@ -85,7 +85,7 @@ class Welded:
     Attributes:
         kept: (V,) the rows that its vertices are, ascending.
         places: (V,) equal for vertices at the same place, from 0 without gaps.
-        faces: (F, 3), each once, those without area left out, the lowest corner first.
+        faces: (F, 3), each once, those without area left out.
         flat: of the faces given, whether two corners are at one place.
         duplicate_faces, equal_vertices, unused_vertices: that were left out.
     """
@@ -136,10 +136,7 @@ def weld(
         corners[:] = left
         pieces = chunks(len(corners))
 
-    def renumber(piece: slice) -> None:
-        corners[piece] = lowest_first(number[corners[piece]])
-
-    first = equal_to(corners, workers, [(renumber, pieces)])
+    first = _same_faces(corners, number, pieces, workers)
     once = first == np.arange(len(first), dtype=np.uint32)
     duplicates = len(once) - int(once.sum())
     if duplicates:
@@ -156,6 +153,17 @@ def weld(
         equal_vertices=int(drawn.sum()) - len(kept),
         unused_vertices=len(known) - int(known.sum()),
     )
+
+
+def _same_faces(corners: Numbers, number: Numbers, pieces: list[slice], workers: Workers) -> Numbers:
+    """Renumber the corners (F, 3), and find the first face that is the same as each."""
+    turned = shared(corners.shape, np.uint32)
+
+    def renumber(piece: slice) -> None:
+        corners[piece] = number[corners[piece]]
+        turned[piece] = lowest_first(corners[piece])
+
+    return equal_to(turned, workers, [(renumber, pieces)])
 
 
 def repeats(corners: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
