@@ -111,6 +111,8 @@ def build(
     fill = sum(level.triangles for level in levels) / (layouts.MAX_TRIANGLES * len(hierarchy.levels))
     roots = int((hierarchy.errors[hierarchy.groups] == layouts.NEVER).sum())
     why = None if roots == 1 else f"{hierarchy.unshrunk:,} clusters were in no group that could be simplified further"
+    if why and lock_borders:
+        why += ": borders are locked"
     with renamed_when_done(target) as file:
         written = write(file, hierarchy, math.ldexp(1.0, mesh.vertices.exponent), _meta(mesh, hierarchy, levels, why))
     size = written["bytes"]
