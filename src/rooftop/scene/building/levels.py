@@ -161,7 +161,7 @@ class _Levels:
     def __init__(self, mesh: Mesh, workers: Workers, progress: Progress, lock_borders: bool) -> None:
         self.mesh = mesh
         self.workers = workers
-        self.progress = progress
+        self._told, self._progress = 0.0, progress
         self.lock_borders = lock_borders
         self.places = int(mesh.vertices.place.max()) + 1
         self.step = math.ldexp(1.0, mesh.vertices.exponent)
@@ -312,6 +312,11 @@ class _Levels:
         rest = front.part(left[~over])
         fronts.append(replace(rest, tries=tries[~over]))
         return _joined(fronts)
+
+    def progress(self, what: str, fraction: float) -> None:
+        """Tell what is being done; a front that shrinks less than was expected does not turn back what was told."""
+        self._told = max(self._told, fraction)
+        self._progress(what, self._told)
 
     def _fraction(self, left: int, total: int) -> float:
         """Of the whole build, where so many of the finest clusters' number are left."""

@@ -107,8 +107,9 @@ def shared(shape: int | tuple[int, ...], dtype: type[V]) -> npt.NDArray[V]:
     return np.frombuffer(mmap.mmap(-1, max(size, 1)), dtype, int(np.prod(shape))).reshape(shape)
 
 
-def chunks(count: int, size: int = CHUNK) -> list[slice]:
-    """Slices that cover so many rows."""
+def chunks(count: int, size: int | None = None) -> list[slice]:
+    """Slices of so many rows, by default CHUNK, that cover all."""
+    size = size or CHUNK
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
