@@ -51,7 +51,7 @@ class LaunchError(RooftopError, RuntimeError):
 
 
 class BuildError(RooftopError, RuntimeError):
-    """A scene could not be built: a worker process was ended, or its error cannot be passed on; the message says which."""
+    """A scene could not be built: a worker process was ended from outside, or its error cannot be passed on."""
 
 
 class GeometryFileError(RooftopError, ValueError):

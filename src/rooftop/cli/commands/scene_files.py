@@ -29,8 +29,8 @@ from rooftop.cli.outputs import json_option
 )  # fmt: skip
 @click.option(
     "--lock-borders", is_flag=True,
-    help="Keep all vertices of open borders in all levels, so that tiles of a scan meet without cracks. Build each tile "
-    "with the same --precision.",
+    help="Keep all vertices of open borders in all levels, so that tiles of a scan meet without cracks. Build each "
+    "tile with the same --precision.",
 )  # fmt: skip
 @done_by("rooftop.cli.scene_files:run_build")
 def build_command() -> None:
