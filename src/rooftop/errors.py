@@ -53,6 +53,10 @@ class LaunchError(RooftopError, RuntimeError):
     """A CUDA C++ kernel could not be launched, or (with ROOFTOP_SYNC=1) failed while it ran; the message names it."""
 
 
+class BuildError(RooftopError, RuntimeError):
+    """A scene could not be built: a worker process was ended from outside, or its error cannot be passed on."""
+
+
 class GeometryFileError(RooftopError, ValueError):
     """A geometry file that is damaged, cut off or of another format; the message says what is wrong and where.
 

@@ -7,6 +7,8 @@ are made by thresholds, and by cameras, and the triangles of each are looked at 
 from __future__ import annotations
 
 import functools
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,8 @@ from numpy.typing import NDArray
 
 from rooftop import scene
 from rooftop.scene import Geometry, layouts
-from rooftop.scene.building import grouping, levels
+from rooftop.scene.building import grouping, levels, normals, welding
+from rooftop.scene.building import workers as worker_pool
 from rooftop.scene.geometry import DecodedCluster
 
 Floats = NDArray[np.float64]
@@ -391,16 +394,37 @@ def test_a_geometry_with_normals_takes_less_than_15_bytes_a_triangle(tmp_path: P
     assert report.fill >= 0.85
 
 
-@pytest.mark.parametrize("kind", ["ring", "leaves"])
-def test_the_file_does_not_depend_on_threads(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["ring", "leaves", "scattered"])
+def test_the_file_does_not_depend_on_workers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     points, faces, uv = ring(128, 96)
     if kind == "leaves":
         points, faces = leaves(9000, 0.05)
         uv = points[:, :2]
-    monkeypatch.setattr(levels, "PIECE_TRIANGLES", 2000)
-    monkeypatch.setattr(levels, "BATCH_TRIANGLES", 4000)  # so that there is something to do side by side
-    for threads in (1, 3):
-        scene.build(points, faces, tmp_path / f"{threads}.rtg", "smooth", uv, threads=threads)
+    if kind == "scattered":  # vertices and faces in no order, and each face with vertices of its own
+        random = np.random.default_rng(0)
+        faces = random.permutation(faces)
+        points, uv = points[faces].reshape(-1, 3), uv[faces].reshape(-1, 2)
+        order = random.permutation(len(points))
+        points, uv, faces = points[order], uv[order], np.argsort(order).reshape(-1, 3)
+    monkeypatch.setattr(levels, "PIECE_TRIANGLES", 1000)  # so that there is something to do side by side
+    monkeypatch.setattr(levels, "LEAST_TRIANGLES", 2000)
+    monkeypatch.setattr(levels, "RUN_CLUSTERS", 60)
+    monkeypatch.setattr(welding, "PART", 2000)
+    monkeypatch.setattr(worker_pool, "CHUNK", 3000)
+    monkeypatch.setattr(normals, "FACES", 3000)
+    forked: list[int] = []
+    fork = os.fork
+
+    def counted() -> int:
+        forked.append(fork())
+        return forked[-1]
+
+    monkeypatch.setattr(os, "fork", counted)
+    for workers in (1, 2, 3):
+        forked.clear()
+        scene.build(points, faces, tmp_path / f"{workers}.rtg", "smooth", uv, workers=workers)
+        assert (len(forked) > 12) == (workers > 1 and sys.platform == "linux")
+    assert (tmp_path / "1.rtg").read_bytes() == (tmp_path / "2.rtg").read_bytes()
     assert (tmp_path / "1.rtg").read_bytes() == (tmp_path / "3.rtg").read_bytes()
 
 

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from rooftop import scene
 from rooftop.errors import InputError
 from rooftop.scene import Geometry
-from rooftop.scene.building.meshes import checked_mesh, non_manifold_edges
+from rooftop.scene.building.borders import Whole
+from rooftop.scene.building.meshes import Mesh, checked_mesh
 from rooftop.scene.building.normals import from_octahedral, smooth_normals
 
 BALL = trimesh.creation.icosphere(3)
@@ -75,6 +76,10 @@ def test_repairs_are_counted() -> None:
     assert mesh.repairs.equal_vertices >= 1
     assert len(mesh.faces) == 1280
     assert len(mesh.vertices.grid) == 642
+
+
+def non_manifold_edges(mesh: Mesh) -> int:
+    return Whole.of_faces(mesh.vertices, mesh.faces).non_manifold_edges
 
 
 def test_edges_that_more_than_two_faces_share_are_kept_and_counted(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from rooftop import scene
 from rooftop.errors import MissingExtraError
 from rooftop.scene import Camera, Geometry, Renderer, Scene
+from rooftop.scene.building.borders import Whole
 from rooftop.scene.building.meshes import checked_mesh
-from rooftop.scene.building.parts import parts_of
 from rooftop.scene.building.thinning import LooseParts
 
 Floats = NDArray[np.float64]
@@ -238,7 +238,7 @@ def test_pictures_of_needles_have_few_samples(tmp_path: Path) -> None:
     points = np.stack([foot, foot + way, foot + 0.002 * side], 1).reshape(-1, 3)
     corners = np.arange(900, dtype=np.uint32).reshape(-1, 3)
     mesh = checked_mesh(points, corners)
-    vertices = dataclasses.replace(mesh.vertices, parts=parts_of(mesh.vertices, mesh.faces))
+    vertices = dataclasses.replace(mesh.vertices, parts=Whole.of_faces(mesh.vertices, mesh.faces).parts)
     loose = LooseParts(vertices, mesh.faces, np.zeros(len(points), bool))
     assert len(loose) > 200
     assert loose._side < 100

@@ -21,12 +21,16 @@ from rooftop.scene.layouts import MAX_TRIANGLES
 
 
 def run_build(
-    mesh: Path, out: Path | None, normals: Literal["file", "smooth", "flat"], precision: float | None
-) -> None:
+    mesh: Path, out: Path | None, normals: Literal["file", "smooth", "flat"], precision: float | None,
+    workers: int | None, lock_borders: bool,
+) -> None:  # fmt: skip
     """Do what `rooftop.cli.commands.scene_files:build_command` says."""
     try:
         with progress_bar() as show:
-            report = build_file(mesh, out, normals=normals, precision=precision, progress=show)
+            report = build_file(
+                mesh, out, normals=normals, precision=precision, progress=show, workers=workers,
+                lock_borders=lock_borders,
+            )  # fmt: skip
     except FileNotFoundError as error:
         raise InputError(str(error)) from None
     except ValueError as error:

@@ -23,11 +23,20 @@ from rooftop.cli.outputs import json_option
     help="Positions are rounded to a grid at most this coarse, in the mesh's units. By default 1/64 of the mean edge, "
     "or 1/16384 of the mesh if that is finer.",
 )  # fmt: skip
+@click.option(
+    "--workers", type=click.IntRange(min=1), metavar="N",
+    help="Processes that work side by side; by default one for each core. The file is the same whatever their number.",
+)  # fmt: skip
+@click.option(
+    "--lock-borders", is_flag=True,
+    help="Keep all vertices of open borders in all levels, so that tiles of a scan meet without cracks. Build each "
+    "tile with the same --precision.",
+)  # fmt: skip
 @done_by("rooftop.cli.scene_files:run_build")
 def build_command() -> None:
     """Build MESH (.glb, .obj, .ply, .stl and more) into a geometry file.
 
-    This is done once for each mesh, on the CPU, on all of its cores. Several parts become one mesh, with a material
+    This is done once for each mesh, on the CPU. Several parts become one mesh, with a material
     number each. What the mesh had that cannot be drawn (faces without area, faces that are there twice) is dropped,
     and said.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +15,9 @@ import numpy.typing as npt
 from rooftop.errors import InputError
 from rooftop.scene import layouts
 from rooftop.scene.building.levels import Hierarchy, build_levels
-from rooftop.scene.building.meshes import Mesh, Repairs, checked_mesh, non_manifold_edges
+from rooftop.scene.building.meshes import Mesh, Repairs, checked_mesh
 from rooftop.scene.building.reading import read_mesh
+from rooftop.scene.building.workers import Workers
 from rooftop.scene.building.writing import renamed_when_done, write
 
 
@@ -70,7 +70,8 @@ def build(
     colors: npt.ArrayLike | None = None,
     precision: float | None = None,
     progress: Callable[[str, float], None] | None = None,
-    threads: int | None = None,
+    workers: int | None = None,
+    lock_borders: bool = False,
 ) -> BuildReport:
     """Write a mesh as a geometry file, with all its levels of detail.
 
@@ -85,29 +86,33 @@ def build(
         precision: positions are rounded to a grid whose step is a power of two, at most this. By default 1/64 of the
             mean edge, or 1/16384 of the mesh's extent if that is less.
         progress: called with what is being done and the fraction done.
-        threads: by default as many as there are CPUs. The file does not depend on it.
+        workers: processes, by default as many as there are CPUs. The file does not depend on it.
+        lock_borders: vertices of edges that have a single face stay where they are, in all levels: tiles of a scan that
+            meet there (at equal positions, with the same power of two as `precision`) meet in all levels.
 
     Raises:
         FileNotFoundError: there is no folder to write into.
         TypeError, ValueError: a mesh that cannot be built from; the message says what is wrong with it.
         MissingExtraError: meshoptimizer is not installed.
+        BuildError: a worker was ended from outside.
     """
     began = time.perf_counter()
+    team = Workers.of(workers)
     target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into")
     show = progress or (lambda what, fraction: None)
     show("checking the mesh", 0.0)
-    mesh = checked_mesh(vertices, faces, normals, uv, materials, precision, colors)
-    with ThreadPoolExecutor(1) as beside:
-        counted = beside.submit(non_manifold_edges, mesh)
-        hierarchy = build_levels(mesh, show, threads)
-        mesh = replace(mesh, repairs=replace(mesh.repairs, non_manifold_edges=counted.result()))
+    mesh = checked_mesh(vertices, faces, normals, uv, materials, precision, colors, team)
+    hierarchy = build_levels(mesh, show, team, lock_borders)
+    mesh = replace(mesh, repairs=replace(mesh.repairs, non_manifold_edges=hierarchy.non_manifold_edges))
     show(f"writing {target.name}", 1.0)
     levels = _levels(hierarchy)
     fill = sum(level.triangles for level in levels) / (layouts.MAX_TRIANGLES * len(hierarchy.levels))
     roots = int((hierarchy.errors[hierarchy.groups] == layouts.NEVER).sum())
     why = None if roots == 1 else f"{hierarchy.unshrunk:,} clusters were in no group that could be simplified further"
+    if why and lock_borders:
+        why += ": borders are locked"
     with renamed_when_done(target) as file:
         written = write(file, hierarchy, math.ldexp(1.0, mesh.vertices.exponent), _meta(mesh, hierarchy, levels, why))
     size = written["bytes"]
@@ -125,7 +130,8 @@ def build_file(
     normals: Literal["file", "smooth", "flat"] = "file",
     precision: float | None = None,
     progress: Callable[[str, float], None] | None = None,
-    threads: int | None = None,
+    workers: int | None = None,
+    lock_borders: bool = False,
 ) -> BuildReport:
     """Write a mesh file as a geometry file.
 
@@ -137,7 +143,7 @@ def build_file(
         path: where the file is written; by default beside the mesh, with the suffix .rtg.
         normals: "file": as all parts of the file have them, or none; "smooth": computed; "flat": none are stored, a
             renderer uses those of the faces.
-        precision, progress, threads: as for `build`.
+        precision, progress, workers, lock_borders: as for `build`.
 
     Raises:
         FileNotFoundError, InputError: the file is missing, cannot be read or has no triangles.
@@ -154,7 +160,7 @@ def build_file(
     chosen = {"file": found.normals, "smooth": "smooth", "flat": None}[normals]
     return build(
         found.vertices, found.faces, target, chosen, found.uv, found.materials if found.materials.any() else None,
-        colors=found.colors, precision=precision, progress=progress, threads=threads,
+        colors=found.colors, precision=precision, progress=progress, workers=workers, lock_borders=lock_borders,
     )  # fmt: skip
 
 

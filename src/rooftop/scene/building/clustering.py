@@ -17,8 +17,9 @@ from rooftop.scene import layouts
 from rooftop.scene.building import meshopt
 from rooftop.scene.building.encoding import Encoded, encode
 from rooftop.scene.building.meshes import Vertices
-from rooftop.scene.building.ragged import rows_of, starts_of, taken
+from rooftop.scene.building.ragged import numbered, rows_of, starts_of, taken
 from rooftop.scene.building.spheres import around_points
+from rooftop.scene.building.sweeps import swept
 
 Ints = npt.NDArray[np.int64]
 Corners = npt.NDArray[np.uint32]
@@ -41,6 +42,16 @@ class Clusters:
     pieces: Ints
     spheres: npt.NDArray[np.float32]
     encoded: Encoded
+
+    def part(self, chosen: Ints) -> Clusters:
+        """These clusters, ascending."""
+        if len(chosen) == len(self.triangles):
+            return self
+        rows = taken(starts_of(self.triangles)[chosen], self.triangles[chosen])
+        return Clusters(
+            self.corners[rows], self.triangles[chosen], self.pieces[chosen], self.spheres[chosen],
+            self.encoded.part(chosen),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,12 +76,15 @@ def localized(corners: Corners, counts: Ints) -> Local:
         corners: (T, 3) of all pieces, one after another, as numbers of the mesh's vertices.
         counts: (P,) how many triangles each piece has.
     """
-    keys = (corners + (rows_of(counts) << 32)[:, None]).ravel()
-    ordered = np.sort(keys)
-    ordered = ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])] if len(ordered) else ordered
-    starts = np.searchsorted(ordered, np.arange(len(counts) + 1) << 32)
-    local = np.searchsorted(ordered, keys) - np.repeat(starts[:-1], 3 * counts)
-    return Local(ordered & 0xFFFFFFFF, starts, local.astype(np.uint32).reshape(-1, 3))
+    if len(counts) == 1:
+        vertices, local = numbered(corners, int(corners.max(initial=0)) + 1)
+        return Local(vertices.astype(np.int64), np.array([0, len(vertices)]), local)
+    below = int(corners.max(initial=0)) + 1
+    keys = corners + (rows_of(counts) * below)[:, None]
+    ordered, number = numbered(keys, below * len(counts))
+    starts = np.searchsorted(ordered, np.arange(len(counts) + 1) * below)
+    local = number - np.repeat(starts[:-1], counts)[:, None].astype(np.uint32)
+    return Local(ordered - np.repeat(np.arange(len(counts)) * below, np.diff(starts)), starts, local)
 
 
 def local_points(vertices: Vertices, local: Local) -> npt.NDArray[np.float32]:
@@ -107,10 +121,12 @@ def cut(vertices: Vertices, corners: Corners, counts: Ints, levels: Ints) -> Clu
     flat = np.concatenate([each[2] for each in cut_pieces])[taken(offsets + meshlets["triangle"], 3 * triangles)]
     own_corners = flat.reshape(-1, 3)
 
+    grid = vertices.grid[owned]
+    own_corners = own_corners[swept(grid, triangles, members, own_corners)]
     starts = starts_of(members)
     used = owned[own_corners + np.repeat(starts[:-1], triangles)[:, None]].astype(np.uint32)
     step = math.ldexp(1.0, vertices.exponent)
-    spheres = around_points(vertices.grid[owned] * step, starts)
+    spheres = around_points(grid * step, starts)
     return Clusters(
         used, triangles, pieces, spheres, encode(vertices, triangles, members, own_corners, owned, levels[pieces])
     )
@@ -135,9 +151,6 @@ def _meshlets(
         SPLIT_FACTOR if len(corners) > SPLIT_FROM else 0.0,
     )  # fmt: skip
     found = found[:count]
-    at_vertex, at_corner = meshopt.address(owned), meshopt.address(flat)
-    for vertex, triangle, members, triangles in found.tolist():
-        library.meshopt_optimizeMeshlet(at_vertex + 4 * vertex, at_corner + triangle, triangles, members)
     if not count:
         return found, owned[:0], flat[:0]
     last = found[-1]

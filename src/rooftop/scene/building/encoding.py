@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from rooftop.scene import layouts
 from rooftop.scene.building.meshes import Vertices
-from rooftop.scene.building.ragged import highest, lowest, rows_of, starts_of, within
+from rooftop.scene.building.ragged import highest, lowest, rows_of, starts_of, taken, within
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
@@ -36,6 +36,11 @@ class Encoded:
     heads: Words
     streams: Words
     counts: Ints
+
+    def part(self, chosen: Ints) -> Encoded:
+        """These clusters, in this order."""
+        words = taken(starts_of(self.counts)[chosen], self.counts[chosen])
+        return Encoded(self.heads[chosen], self.streams[words], self.counts[chosen])
 
 
 def encode(

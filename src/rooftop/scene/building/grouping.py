@@ -8,6 +8,7 @@ import numpy.typing as npt
 from rooftop.scene import layouts
 from rooftop.scene.building import meshopt
 from rooftop.scene.building.orders import morton_codes
+from rooftop.scene.building.ragged import numbered
 
 Ints = npt.NDArray[np.int64]
 
@@ -32,8 +33,8 @@ def group(places: npt.NDArray[np.uint32], triangles: Ints, spheres: npt.NDArray[
         parts = np.zeros(clusters, np.int64)
     else:
         counts = (3 * triangles).astype(np.uint32)
-        numbers = np.ascontiguousarray(places.ravel())
-        parts = meshopt.partition(numbers, counts, int(numbers.max()) + 1, USUAL).astype(np.int64)
+        different, numbers = numbered(places, int(places.max()) + 1)
+        parts = meshopt.partition(numbers.ravel(), counts, len(different), USUAL).astype(np.int64)
         parts = _small_ones_joined(parts, spheres)
     return _divided(_along_curve(parts, spheres), sizes)
 

@@ -3,14 +3,15 @@
 A step takes the front (the coarsest clusters so far), groups it, and replaces each group by the clusters of what it was
 simplified to. Clusters of a group that does not shrink stay in the front, to be grouped otherwise the next time; after
 a few times, and when nothing shrinks any more, they stay for good: nothing replaces them.
+
+Batches of groups are worked on side by side. How the mesh is divided into batches, and where groups may lie, depends on
+the mesh alone: the file is the same, bit for bit, whatever the number of workers.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -18,28 +19,35 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.scene import layouts
+from rooftop.scene.building.borders import Connections, SharedPlaces, Whole, load_scipy
 from rooftop.scene.building.clustering import Clusters, cut
+from rooftop.scene.building.encoding import Encoded
+from rooftop.scene.building.excerpts import Excerpt
 from rooftop.scene.building.grouping import group
 from rooftop.scene.building.meshes import Mesh
-from rooftop.scene.building.orders import morton_codes
-from rooftop.scene.building.parts import Added, parts_of
+from rooftop.scene.building.orders import order_along_curve
+from rooftop.scene.building.parts import Added
 from rooftop.scene.building.ragged import rows_of, starts_of, taken
-from rooftop.scene.building.simplifying import Simplified, simplify
+from rooftop.scene.building.simplifying import simplify
 from rooftop.scene.building.spheres import around_spheres
+from rooftop.scene.building.workers import ALONE, Workers, shared
 
 Ints = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
 Progress = Callable[[str, float], None]
-T = TypeVar("T")
-R = TypeVar("R")
 V = TypeVar("V", bound=np.generic)
 
 PIECE_TRIANGLES = 1 << 14  # of the mesh as given, cut together: clusters do not cross from one piece into another
-BATCH_TRIANGLES = 1 << 16  # a task of one thread
+PIECES = 4  # of a batch
+BATCH_TRIANGLES = 1 << 16  # of groups that are simplified together, at most
+BATCHES = 64  # that there are at least, of
+LEAST_TRIANGLES = 1 << 13  # each: as long as there is enough to do, 16 workers and more have it
+RUN_CLUSTERS = 1 << 11  # neighbours among which groups are found: no group crosses from one run into another
 GROWTH = 1 + 2**-10 + 2**-20  # an error is larger than those below it by 1 + 2^-10, also when rounded to float32
 TRIES = 3
 MOST_LEVELS = 255
+CUTTING = 0.45  # of the time of a build, about
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,7 @@ class Hierarchy:
         levels: (C,).
         groups: (C,) the group of each cluster.
         spheres: (G, 4) float32, errors: (G,) float32: of each group; the error of terminal ones is NEVER.
+        non_manifold_edges: of the mesh.
         unshrunk: how many clusters nothing replaces because no group with them shrank.
     """
 
@@ -88,16 +97,19 @@ class Hierarchy:
     spheres: Reals
     errors: Reals
     unshrunk: int
+    non_manifold_edges: int
 
 
-def build_levels(mesh: Mesh, progress: Progress, threads: int | None = None) -> Hierarchy:
-    """Clusters of all levels, from the mesh's own faces to the root."""
-    with ThreadPoolExecutor(threads or len(os.sched_getaffinity(0))) as pool:
-        try:
-            return _Levels(mesh, pool, progress).build()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+def build_levels(mesh: Mesh, progress: Progress, workers: Workers, lock_borders: bool = False) -> Hierarchy:
+    """Clusters of all levels, from the mesh's own faces to the root.
+
+    Args:
+        mesh: to build from.
+        progress: is told what is being done, and which fraction is done.
+        workers: that do it.
+        lock_borders: whether vertices of edges with a single face stay where they are in all levels.
+    """
+    return _Levels(mesh, workers, progress, lock_borders).build()
 
 
 class _Column(Generic[V]):
@@ -115,14 +127,47 @@ class _Column(Generic[V]):
         return self._pieces[0]
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """What a worker sends back of the mesh's own triangles, whose corners it has put into order in place."""
+
+    triangles: Ints
+    spheres: Reals
+    encoded: Encoded
+    connections: Connections
+
+
+@dataclass(frozen=True)
+class _Next:
+    """What a worker sends back of a batch of groups.
+
+    Attributes:
+        errors: (G,) of simplifying, in object units. shrunk: (G,) whether a group has become fewer clusters.
+        spheres: (G, 4) around the clusters of a group, and what replaces them if vertices were added.
+        clusters: what replaces the groups that shrank, if any did.
+        added: vertices; corners name them by numbers from V on, whatever other batches add.
+    """
+
+    errors: npt.NDArray[np.float64]
+    shrunk: npt.NDArray[np.bool_]
+    spheres: Reals
+    clusters: Clusters | None
+    added: Added
+
+
 class _Levels:
     """What is made step by step."""
 
-    def __init__(self, mesh: Mesh, pool: ThreadPoolExecutor, progress: Progress) -> None:
+    def __init__(self, mesh: Mesh, workers: Workers, progress: Progress, lock_borders: bool) -> None:
         self.mesh = mesh
-        self.pool = pool
-        self.progress = progress
+        self.workers = workers
+        self._told, self._progress = 0.0, progress
+        self.lock_borders = lock_borders
+        self.places = int(mesh.vertices.place.max()) + 1
         self.step = math.ldexp(1.0, mesh.vertices.exponent)
+        self.shared_places = SharedPlaces()
+        self.held: Words = np.empty(0, np.uint32)  # places that no level may leave
+        self.non_manifold_edges = 0
         self.heads: list[Words] = []
         self.streams: list[Words] = []
         self.lengths: list[Ints] = []
@@ -136,15 +181,13 @@ class _Levels:
         self.group_errors: list[Reals] = []
         self.groups = 0
         self.unshrunk = 0
+        self.steps = 0
 
     def build(self) -> Hierarchy:
-        parts = self.pool.submit(parts_of, self.mesh.vertices, self.mesh.faces)
         front = self._finest()
-        self.mesh = replace(self.mesh, vertices=replace(self.mesh.vertices, parts=parts.result()))
         total = len(front.triangles)
         while len(front.triangles) > 1:
-            self.progress(f"simplifying {len(front.triangles):,} clusters", 1 - len(front.triangles) / total)
-            front = self._next(front)
+            front = self._next(front, total)
         if len(front.triangles):
             self._end(front.numbers, np.zeros(len(front.numbers), np.int64))
         groups = np.full(self.clusters, -1)
@@ -153,151 +196,218 @@ class _Levels:
         return Hierarchy(
             np.concatenate(self.heads), self.streams, np.concatenate(self.lengths), self.levels.all(), groups,
             np.concatenate(self.group_spheres), np.concatenate(self.group_errors), self.unshrunk,
+            self.non_manifold_edges,
         )  # fmt: skip
 
     def _finest(self) -> Front:
         """The mesh's own faces as clusters."""
-        self.progress(f"cutting {len(self.mesh.faces):,} triangles", 0.0)
-        faces = self.mesh.faces
-        order = np.argsort(morton_codes(self.mesh.vertices.grid)[faces[:, 0]], kind="stable")
-        pieces = np.array_split(order, -(-len(order) // PIECE_TRIANGLES))
-        batches = [pieces[i : i + 4] for i in range(0, len(pieces), 4)]
-
-        def work(batch: list[Ints]) -> Clusters:
-            counts = np.array([len(piece) for piece in batch])
-            return cut(self.mesh.vertices, faces[np.concatenate(batch)], counts, np.zeros(len(batch), np.int64))
-
-        cut_pieces = self._run(work, batches)
-        return _joined(
-            [self._keep(each, each.spheres, np.zeros(len(each.triangles), np.float32)) for each in cut_pieces]
+        load_scipy()
+        what = f"cutting {len(self.mesh.faces):,} triangles"
+        self.progress(what, 0.0)
+        vertices = self.mesh.vertices
+        order = order_along_curve(vertices.grid, self.mesh.faces[:, 0], self.workers)
+        corners = shared(self.mesh.faces.shape, np.uint32)
+        np.take(self.mesh.faces, order, axis=0, out=corners, mode="clip")  # otherwise it makes a copy first
+        self.mesh = replace(self.mesh, faces=np.empty((0, 3), np.uint32))
+        del order
+        count = len(corners)
+        ends = np.linspace(0, count, -(-count // PIECE_TRIANGLES) + 1).astype(np.int64)
+        pieces = [ends[i : i + PIECES + 1] for i in range(0, len(ends) - 1, PIECES)]
+        shared_by = self.shared_places.stages(
+            list(enumerate(pieces)),
+            lambda batch: (vertices.place[corners[batch[1][0] : batch[1][-1]]], batch[0]),
+            self.places,
+            self.held,
         )
 
-    def _next(self, front: Front) -> Front:
+        def work(batch: Ints) -> _Cut:
+            own = corners[batch[0] : batch[-1]]
+            excerpt = Excerpt.of(vertices, own)
+            counts = np.diff(batch)
+            clusters = cut(excerpt.vertices, excerpt.corners, counts, np.zeros(len(counts), np.int64))
+            own[:] = excerpt.numbers[clusters.corners]
+            connections = Connections.of(excerpt, self.shared_places.several)
+            return _Cut(clusters.triangles, clusters.spheres, clusters.encoded, connections)
+
+        done = _Fraction(len(pieces), lambda fraction: self.progress(what, CUTTING * fraction))
+        found = self.workers.run(work, pieces, "cutting triangles", done, shared_by)
+        whole = Whole.of(
+            [each.connections for each in found],
+            lambda number: np.unique(corners[pieces[number][0] : pieces[number][-1]]),
+            vertices,
+        )
+        self.non_manifold_edges = whole.non_manifold_edges
+        if self.lock_borders:
+            self.held = whole.open_places
+        self.mesh = replace(self.mesh, vertices=replace(vertices, parts=whole.parts))
+        numbers = [
+            self._keep(each.encoded, each.spheres, np.zeros(len(each.triangles), np.float32), None) for each in found
+        ]
+        triangles = np.concatenate([each.triangles for each in found])
+        return Front(corners, triangles, np.concatenate(numbers), np.zeros(len(triangles), np.int64))
+
+    def _next(self, front: Front, total: int) -> Front:
         """One step."""
+        what = f"simplifying {len(front.triangles):,} clusters"
+        self.progress(what, self._fraction(len(front.triangles), total))
         numbers = front.numbers
-        parts = group(
-            self.mesh.vertices.place[front.corners],
-            front.triangles,
-            self.spheres.all()[numbers],
-            self.sizes.all()[numbers],
-        )
-        front = front.part(np.argsort(parts, kind="stable"))
-        parts = np.sort(parts)
+        parts = self._grouped(front)
+        order = np.argsort(parts, kind="stable")  # clusters, group by group
         counts = np.bincount(parts)  # clusters of each group
-        locked = self._locked(front, parts)
-
-        spheres = around_spheres(self.spheres.all()[front.numbers], counts)
         starts = starts_of(counts)
-        least = np.maximum.reduceat(self.errors.all()[front.numbers], starts[:-1]).astype(np.float64) * GROWTH
-        levels = np.maximum.reduceat(self.levels.all()[front.numbers], starts[:-1]) + 1
-        triangles = np.add.reduceat(front.triangles, starts[:-1])
-        ends = starts_of(triangles)
+        vertices = self.mesh.vertices
+        triangles = np.add.reduceat(front.triangles[order], starts[:-1])
         batches = _batches(triangles)
+        own_starts = starts_of(front.triangles)
 
-        def simplified(batch: tuple[int, int]) -> Simplified:
+        def own_corners(batch: tuple[int, int]) -> Words:
+            chosen = order[starts[batch[0]] : starts[batch[1]]]
+            return front.corners[taken(own_starts[chosen], front.triangles[chosen])]
+
+        shared_by = self.shared_places.stages(
+            batches,
+            lambda batch: (vertices.place[own_corners(batch)], np.repeat(np.arange(*batch), triangles[slice(*batch)])),
+            self.places,
+            self.held,
+        )
+        spheres = around_spheres(self.spheres.all()[numbers[order]], counts)
+        least = np.maximum.reduceat(self.errors.all()[numbers[order]], starts[:-1]).astype(np.float64) * GROWTH
+        levels = np.maximum.reduceat(self.levels.all()[numbers[order]], starts[:-1]) + 1
+
+        def work(batch: tuple[int, int]) -> _Next:
             a, b = batch
-            return simplify(self.mesh, front.corners[ends[a] : ends[b]], triangles[a:b], locked)
+            return self._replaced(own_corners(batch), triangles[a:b], counts[a:b], levels[a:b], spheres[a:b])
 
-        def again_cut(batch: tuple[tuple[int, int], Simplified]) -> tuple[Clusters | None, npt.NDArray[np.bool_]]:
-            (a, b), found = batch
-            if not len(found.corners):
-                return None, np.zeros(b - a, bool)
-            clusters = cut(self.mesh.vertices, found.corners, found.counts, levels[a:b])
-            fewer = np.bincount(clusters.pieces, minlength=b - a)
-            return clusters, (fewer > 0) & (fewer < counts[a:b]) & (levels[a:b] <= MOST_LEVELS)
+        soon = self._fraction(len(front.triangles) // 2, total) - self._fraction(len(front.triangles), total)
+        done = _Fraction(
+            len(batches),
+            lambda fraction: self.progress(what, self._fraction(len(front.triangles), total) + soon * fraction),
+        )
+        workers = self.workers if int(triangles.sum()) > LEAST_TRIANGLES else ALONE
+        found = workers.run(work, batches, what, done, shared_by)
+        self._numbered(found)
 
-        found = self._numbered(self._run(simplified, batches))
         fronts, stuck = [], []
-        again = self._run(again_cut, list(zip(batches, found, strict=True)))
-        for (a, b), each, (clusters, shrunk) in zip(batches, found, again, strict=True):
-            errors = np.maximum(each.errors * self.step, least[a:b]).astype(np.float32)
-            if clusters is not None and len(each.added.sources):
-                both = np.concatenate([np.arange(b - a), clusters.pieces])
-                order = np.argsort(both, kind="stable")
-                all_spheres = np.concatenate([spheres[a:b], clusters.spheres])[order]
-                spheres[a:b] = around_spheres(all_spheres, np.bincount(both))
+        for (a, b), each in zip(batches, found, strict=True):
+            errors = np.maximum(each.errors, least[a:b]).astype(np.float32)
             inside = rows_of(counts[a:b])
-            own = front.numbers[starts[a] : starts[b]]
-            number = np.cumsum(shrunk) - 1 + self.groups
-            self.members.append((own[shrunk[inside]], number[inside][shrunk[inside]]))
-            self.group_spheres.append(spheres[a:b][shrunk])
-            self.group_errors.append(errors[shrunk])
-            self.groups += int(shrunk.sum())
-            stuck.append(np.flatnonzero(~shrunk[inside]) + starts[a])
-            if clusters is not None:
-                fronts.append(
-                    self._keep(clusters, spheres[a:b][clusters.pieces], errors[clusters.pieces], number, shrunk)
-                )
-        left = front.part(np.concatenate(stuck))
-        tries = left.tries + 1
-        over = tries >= TRIES if fronts and sum(len(each.triangles) for each in fronts) else np.ones(len(tries), bool)
+            own = order[starts[a] : starts[b]]
+            number = np.cumsum(each.shrunk) - 1 + self.groups
+            self.members.append((numbers[own[each.shrunk[inside]]], number[inside][each.shrunk[inside]]))
+            self.group_spheres.append(each.spheres[each.shrunk])
+            self.group_errors.append(errors[each.shrunk])
+            self.groups += int(each.shrunk.sum())
+            stuck.append(own[~each.shrunk[inside]])
+            if (clusters := each.clusters) is not None:
+                of = clusters.pieces
+                kept = self._keep(clusters.encoded, each.spheres[of], errors[of], number[of])
+                fronts.append(Front(clusters.corners, clusters.triangles, kept, np.zeros(len(kept), np.int64)))
+        left = np.concatenate(stuck)
+        tries = front.tries[left] + 1
+        over = tries >= TRIES if sum(len(each.triangles) for each in fronts) else np.ones(len(tries), bool)
         if over.any():
             self.unshrunk += int(over.sum())
-            _, part = np.unique(parts[np.concatenate(stuck)][over], return_inverse=True)
-            self._end(left.numbers[over], part)
-        rest = np.flatnonzero(~over)
-        fronts.append(left.part(rest))
-        joined = _joined(fronts)
-        joined.tries[len(joined.tries) - len(rest) :] = tries[rest]
-        return joined
+            _, part = np.unique(parts[left[over]], return_inverse=True)
+            self._end(numbers[left[over]], part)
+        rest = front.part(left[~over])
+        fronts.append(replace(rest, tries=tries[~over]))
+        return _joined(fronts)
 
-    def _numbered(self, found: list[Simplified]) -> list[Simplified]:
-        """With vertices that were added numbered over all batches; the mesh gets them."""
+    def progress(self, what: str, fraction: float) -> None:
+        """Tell what is being done; a front that shrinks less than was expected does not turn back what was told."""
+        self._told = max(self._told, fraction)
+        self._progress(what, self._told)
+
+    def _fraction(self, left: int, total: int) -> float:
+        """Of the whole build, where so many of the finest clusters' number are left."""
+        return 1 - (1 - CUTTING) * left / total
+
+    def _grouped(self, front: Front) -> Ints:
+        """The group of each cluster. Every other step the runs among which they are found lie elsewhere."""
+        count = len(front.triangles)
+        runs = -(-count // RUN_CLUSTERS)
+        ends = np.linspace(0, count, runs + 1)
+        if self.steps % 2 and runs > 1:
+            ends = np.concatenate([[0], (ends[1:] + ends[:-1]) / 2, [count]])
+        self.steps += 1
+        ends = ends.astype(np.int64)
+        starts = starts_of(front.triangles)
+        spheres, sizes = self.spheres.all()[front.numbers], self.sizes.all()[front.numbers]
+        place = self.mesh.vertices.place
+
+        def work(run: int) -> Ints:
+            a, b = ends[run], ends[run + 1]
+            return group(place[front.corners[starts[a] : starts[b]]], front.triangles[a:b], spheres[a:b], sizes[a:b])
+
+        found = self.workers.run(work, range(len(ends) - 1), "grouping clusters")
+        first = starts_of([int(each.max()) + 1 for each in found])
+        return np.concatenate([each + start for each, start in zip(found, first[:-1].tolist(), strict=True)])
+
+    def _replaced(self, corners: Words, triangles: Ints, counts: Ints, levels: Ints, spheres: Reals) -> _Next:
+        """Groups simplified and cut again.
+
+        Args:
+            corners: (T, 3) of all groups.
+            triangles, counts: (G,) how many triangles and clusters each has.
+            levels: (G,) of what replaces it.
+            spheres: (G, 4) around its clusters.
+        """
+        whole = len(self.mesh.vertices.grid)
+        excerpt = Excerpt.of(self.mesh.vertices, corners)
+        mesh = replace(self.mesh, vertices=excerpt.vertices)
+        locked = self.shared_places.several[excerpt.vertices.place].astype(bool)
+        found = simplify(mesh, excerpt.corners, triangles, locked)
+        errors = found.errors * self.step
+        if not len(found.corners):
+            return _Next(errors, np.zeros(len(counts), bool), spheres, None, Added.none())
+        clusters = cut(found.added.behind(excerpt.vertices), found.corners, found.counts, levels)
+        if len(found.added.sources):
+            both = np.concatenate([np.arange(len(counts)), clusters.pieces])
+            around = np.concatenate([spheres, clusters.spheres])[np.argsort(both, kind="stable")]
+            spheres = around_spheres(around, np.bincount(both))
+        fewer = np.bincount(clusters.pieces, minlength=len(counts))
+        shrunk = (fewer > 0) & (fewer < counts) & (levels <= MOST_LEVELS)
+        kept, added = excerpt.in_mesh(clusters.corners, found.added, whole)
+        clusters = replace(clusters, corners=kept).part(np.flatnonzero(shrunk[clusters.pieces]))
+        return _Next(errors, shrunk, spheres, clusters, added)
+
+    def _numbered(self, found: list[_Next]) -> None:
+        """Number vertices that were added over all batches; the mesh gets them."""
         first = len(self.mesh.vertices.grid)
         starts = starts_of([len(each.added.sources) for each in found])
-        if starts[-1]:
-            added = Added.joined([each.added for each in found])
-            self.mesh = replace(self.mesh, vertices=added.behind(self.mesh.vertices))
+        if not starts[-1]:
+            return
+        added = Added.joined([each.added for each in found])
+        self.mesh = replace(self.mesh, vertices=added.behind(self.mesh.vertices))
+        self.places = int(self.mesh.vertices.place.max()) + 1
         for each, start in zip(found, starts[:-1].tolist(), strict=True):
-            each.corners[each.corners >= first] += start
-        return found
+            if start and each.clusters is not None:
+                each.clusters.corners[each.clusters.corners >= first] += start
 
-    def _locked(self, front: Front, parts: Ints) -> npt.NDArray[np.bool_]:
-        """Whether a vertex's place is used by more than one group."""
-        place = self.mesh.vertices.place
-        at = place[front.corners]
-        of = np.repeat(parts, front.triangles).astype(np.int32)[:, None]
-        owner = np.zeros(int(place.max()) + 1, np.int32)
-        owner[at] = of  # the last one to write
-        shared = np.zeros(len(owner), bool)
-        shared[at[owner[at] != of]] = True
-        return shared[place]
-
-    def _keep(
-        self, clusters: Clusters, spheres: Reals, errors: Reals, sources: Ints | None = None,
-        chosen: npt.NDArray[np.bool_] | None = None,
-    ) -> Front:  # fmt: skip
+    def _keep(self, encoded: Encoded, spheres: Reals, errors: Reals, sources: Ints | None) -> Ints:
         """Number new clusters and remember what will be written of them.
 
         Args:
-            clusters: as they were cut.
+            encoded: the clusters.
             spheres, errors: of each; those of its group, but for the finest.
-            sources: (pieces,) the group that each piece replaces; none at the finest level.
-            chosen: (pieces,) from which pieces clusters are kept; by default from all.
+            sources: the group that each replaces; none at the finest level.
         """
-        encoded = clusters.encoded
-        kept = np.arange(len(clusters.triangles)) if chosen is None else np.flatnonzero(chosen[clusters.pieces])
-        front = Front(clusters.corners, clusters.triangles, kept, np.zeros(len(kept), np.int64))
-        heads, streams = encoded.heads[kept], encoded.streams
-        if len(kept) < len(clusters.triangles):
-            rows = taken(starts_of(clusters.triangles)[kept], clusters.triangles[kept])
-            front = Front(clusters.corners[rows], clusters.triangles[kept], kept, front.tries)
-            streams = streams[taken(starts_of(encoded.counts)[kept], encoded.counts[kept])]
+        heads, count = encoded.heads, len(encoded.heads)
         words = heads.view(np.float32)
-        words[:, layouts.CLUSTER_SPHERE : layouts.CLUSTER_SPHERE + 4] = spheres[kept]
-        words[:, layouts.CLUSTER_ERROR] = errors[kept]
-        replaced = np.full(len(kept), -1) if sources is None else sources[clusters.pieces[kept]]
+        words[:, layouts.CLUSTER_SPHERE : layouts.CLUSTER_SPHERE + 4] = spheres
+        words[:, layouts.CLUSTER_ERROR] = errors
+        replaced = np.full(count, -1) if sources is None else sources
         heads[:, layouts.CLUSTER_SOURCE] = replaced.astype(np.int32).view(np.uint32)
         self.heads.append(heads)
-        self.streams.append(streams)
-        self.lengths.append(encoded.counts[kept])
-        numbers = np.arange(len(kept)) + self.clusters
-        self.clusters += len(kept)
-        self.spheres.append(spheres[kept])
-        self.errors.append(errors[kept])
+        self.streams.append(encoded.streams)
+        self.lengths.append(encoded.counts)
+        numbers = np.arange(count) + self.clusters
+        self.clusters += count
+        self.spheres.append(spheres)
+        self.errors.append(errors)
         self.levels.append((heads[:, layouts.CLUSTER_COUNTS] >> 24).astype(np.int64))
-        self.sizes.append(4 * (encoded.counts[kept] + layouts.CLUSTER_WORDS))
-        return Front(front.corners, front.triangles, numbers, front.tries)
+        self.sizes.append(4 * (encoded.counts + layouts.CLUSTER_WORDS))
+        return numbers
 
     def _end(self, clusters: Ints, parts: Ints) -> None:
         """Groups of clusters that nothing replaces."""
@@ -308,15 +418,22 @@ class _Levels:
         self.group_errors.append(np.full(len(counts), layouts.NEVER, np.float32))
         self.groups += len(counts)
 
-    def _run(self, work: Callable[[T], R], batches: list[T]) -> list[R]:
-        """The results of all batches, in order."""
-        futures: list[Future[R]] = [self.pool.submit(work, batch) for batch in batches]
-        return [future.result() for future in futures]
+
+class _Fraction:
+    """Tells what fraction of items is done, as they are."""
+
+    def __init__(self, items: int, told: Callable[[float], None]) -> None:
+        self.items, self.told, self.done = items, told, 0
+
+    def __call__(self, _: int) -> None:
+        self.done += 1
+        self.told(self.done / self.items)
 
 
 def _batches(triangles: Ints) -> list[tuple[int, int]]:
-    """Consecutive groups of about BATCH_TRIANGLES together: first and end of each batch."""
-    of = starts_of(triangles)[:-1] // BATCH_TRIANGLES
+    """Consecutive groups of about as many triangles together: first and end of each batch."""
+    size = min(max(int(triangles.sum()) // BATCHES, LEAST_TRIANGLES), BATCH_TRIANGLES)
+    of = starts_of(triangles)[:-1] // size
     first = np.flatnonzero(np.concatenate([[True], of[1:] != of[:-1]]))
     return list(zip(first.tolist(), [*first[1:].tolist(), len(triangles)], strict=True))
 

@@ -18,6 +18,8 @@ import numpy.typing as npt
 from rooftop.scene import layouts
 from rooftop.scene.building import meshopt
 from rooftop.scene.building.normals import from_octahedral, octahedral, smooth_normals, unit_vectors
+from rooftop.scene.building.welding import weld
+from rooftop.scene.building.workers import ALONE, Workers, chunks
 
 Floats = npt.NDArray[np.float64]
 
@@ -26,11 +28,10 @@ STEPS = 1 << 14  # and than the mesh is: a quarter of a pixel where it fills a p
 MOST_STEPS = 1 << 24  # along an axis: whole numbers up to here are exact in float32, in which renderers compute
 STEPS_PER_SMALL_EDGE = 16  # and than the edges of most faces that it would swallow otherwise
 NEEDLE = 0.01  # height of a face over its longest edge, below which it may be swallowed
-UV_STEPS_PER_EDGE = 32
+UV_STEPS_PER_EDGE = 8  # or more, by the step below: a texture that is finer than a mesh decides
 UV_STEP = 2.0**-13  # half a texel of a texture 4096 wide
 MOST_UV_STEPS = 1 << 30
 LARGEST, SMALLEST = 2.0**60, 2.0**-60  # a mesh, and a step of its grid: squares stay far from float32's limits
-NOT_USED = 0xFFFFFFFF
 MOST_MATERIALS = 1 << layouts.MATERIAL_BITS
 
 
@@ -111,6 +112,7 @@ def checked_mesh(
     materials: npt.ArrayLike | None = None,
     precision: float | None = None,
     colors: npt.ArrayLike | None = None,
+    workers: Workers = ALONE,
 ) -> Mesh:
     """Check, mend and round a mesh.
 
@@ -123,6 +125,7 @@ def checked_mesh(
         precision: the greatest step of the grid, in object units; by default about 1/64 of the mean edge, and where
             faces would be smaller than that, 1/16 of theirs.
         colors: (V, 3), 0 to 1, or uint8.
+        workers: that help.
 
     Raises:
         TypeError: an array that does not hold numbers, or not whole ones.
@@ -148,11 +151,10 @@ def checked_mesh(
     if isinstance(normals, str):
         if normals != "smooth":
             raise ValueError(f"normals is {normals!r}; it is an array, 'smooth' or None")
-        directions = smooth_normals(points, triangles)
+        directions = smooth_normals(points, triangles, workers)
     elif normals is not None:
         directions = _numbers("normals", normals, 3, len(points))
         _refuse_non_finite("normal", directions, used)
-        directions = unit_vectors(directions)
     texture = None
     if uv is not None:
         texture = _numbers("uv", uv, 2, len(points))
@@ -165,83 +167,81 @@ def checked_mesh(
             raise ValueError(f"materials are 0 to {MOST_MATERIALS - 1}, not {ids.min()} to {ids.max()}")
 
     meant = points if used.all() else points[used]
-    low, high = meant.min(0), meant.max(0)
+    low = np.array([column.min() for column in meant.T])
+    high = np.array([column.max() for column in meant.T])
     exponent, coarser = _grid_exponent(points, triangles, high - low, precision)
     step = math.ldexp(1.0, exponent)
     origin = np.rint((low + (high - low) / 2) / step) * step
-    grid = np.zeros((len(points), 3), np.int32)
-    np.rint((points - origin) / step, out=grid, casting="unsafe", where=used[:, None])
+    grid = _rounded(points, origin, step, used)
 
-    attributes, uv_exponent = [], 0
+    attributes: list[npt.NDArray[np.int32]] = []
+    uv_exponent = 0
     if directions is not None:
-        attributes.append(octahedral(directions).astype(np.int32))
+        attributes.append(_octahedral(directions))
+        directions = None
     if texture is not None:
         uv_exponent = _uv_exponent(texture, triangles, used)
-        rounded = np.zeros((len(points), 2), np.int32)
-        np.rint(texture / math.ldexp(1.0, uv_exponent), out=rounded, casting="unsafe", where=used[:, None])
-        attributes.append(rounded)
+        attributes.append(_rounded(texture, np.zeros(2), math.ldexp(1.0, uv_exponent), used))
     if shades is not None:
         attributes.append(shades)
     if ids is not None and ids.any():
         triangles, source, of_vertex = _split_by_material(triangles, ids, len(points))
         grid, attributes = grid[source], [*(each[source] for each in attributes), of_vertex[:, None]]
 
-    rows, welded, repairs, flat = _welded(grid, attributes, triangles)
+    rows = np.concatenate([grid, *attributes], axis=1) if attributes else None
+    welded = weld(grid, rows, triangles, workers)
+    flat = welded.flat
     small = _edges_of_small(points, np.asarray(faces)[flat]) if flat.any() else np.empty(0)
     if len(small) and precision is None:
         finer = _finer_exponent(small, float((high - low).max()))
         if finer is not None and finer < exponent:
-            return checked_mesh(positions, faces, normals, uv, materials, math.ldexp(1.0, finer), colors)
+            return checked_mesh(positions, faces, normals, uv, materials, math.ldexp(1.0, finer), colors, workers)
     if flat.all():
         raise ValueError(
             f"none of the mesh's {len(flat):,} faces has an area on its grid; give a finer precision if they are meant"
         )
-    repairs = replace(repairs, degenerate_faces=int(flat.sum()) - len(small), small_faces=len(small))
-    columns = iter(np.split(rows, np.cumsum([3, *(each.shape[1] for each in attributes)])[:-1], axis=1))
-    places = np.ascontiguousarray(next(columns))
+    repairs = Repairs(
+        degenerate_faces=int(flat.sum()) - len(small),
+        small_faces=len(small),
+        duplicate_faces=welded.duplicate_faces,
+        unused_vertices=welded.unused_vertices,
+        equal_vertices=welded.equal_vertices,
+        coarser_grid=coarser,
+    )
+    columns = iter([each[welded.kept] for each in attributes])
+    places = grid[welded.kept]
     vertices = Vertices(
         grid=places,
-        place=meshopt.same_rows(places)[1] if attributes else np.arange(len(rows), dtype=np.uint32),
-        normals=next(columns).astype(np.uint16) if directions is not None else None,
+        place=welded.places,
+        normals=next(columns).astype(np.uint16) if normals is not None else None,
         uv=np.ascontiguousarray(next(columns)) if texture is not None else None,
         colors=next(columns).astype(np.uint8) if shades is not None else None,
         materials=last[:, 0].astype(np.uint16) if (last := next(columns, None)) is not None else None,
-        merged=np.arange(len(rows), dtype=np.uint32),
+        merged=np.arange(len(places), dtype=np.uint32),
         exponent=exponent,
         uv_exponent=uv_exponent,
     )
     uv_length = 0.0
     if vertices.uv is not None:
-        uv_length = _mean_edge(places, welded) / (_mean_edge(vertices.uv, welded) or 1.0)
-    return Mesh(_with_merged(vertices), welded, origin, replace(repairs, coarser_grid=coarser), uv_length)
+        uv_length = _mean_edge(places, welded.faces) / (_mean_edge(vertices.uv, welded.faces) or 1.0)
+    return Mesh(_with_merged(vertices), welded.faces, origin, repairs, uv_length)
 
 
-def repeats(corners: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Whether two of a triangle's corners (T, 3) are equal."""
-    a, b, c = corners.T
-    return (a == b) | (b == c) | (c == a)
+def _rounded(values: Floats, origin: Floats, step: float, used: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
+    """(V, K) in whole steps from the origin; 0 where a vertex is not used."""
+    found = np.zeros(values.shape, np.int32)
+    for rows in chunks(len(values)):
+        steps = (values[rows] - origin) / step
+        np.rint(steps, out=found[rows], casting="unsafe", where=used[rows, None])
+    return found
 
 
-def without_repetition(faces: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """Each face (F, 3) once: those with the same corners the same way round are one."""
-    a, b, c = faces.T
-    turned = np.where(((b < a) & (b < c))[:, None], faces[:, [1, 2, 0]], faces)  # the lowest corner first
-    turned = np.where(((c < a) & (c < b))[:, None], faces[:, [2, 0, 1]], turned)
-    differing, number = meshopt.same_rows(np.ascontiguousarray(turned))
-    if differing == len(faces):
-        return faces
-    seen = np.maximum.accumulate(np.concatenate([[-1], number.astype(np.int64)]))
-    return faces[number > seen[:-1]]
-
-
-def non_manifold_edges(mesh: Mesh) -> int:
-    """How many edges, by place, more than two faces share."""
-    corners = mesh.vertices.place[mesh.faces].astype(np.int64)
-    following = corners[:, [1, 2, 0]]
-    edges = (np.minimum(corners, following) << 32 | np.maximum(corners, following)).ravel()
-    edges.sort()
-    third = np.flatnonzero(edges[2:] == edges[:-2]) + 2  # the third face of an edge, the fourth, ...
-    return len(np.unique(edges[third]))
+def _octahedral(directions: Floats) -> npt.NDArray[np.int32]:
+    """(V, 2) of directions of any length."""
+    found = np.empty((len(directions), 2), np.int32)
+    for rows in chunks(len(directions)):
+        found[rows] = octahedral(unit_vectors(directions[rows]))
+    return found
 
 
 def _numbers(name: str, values: npt.ArrayLike, width: int, count: int | None = None) -> Floats:
@@ -372,37 +372,6 @@ def _split_by_material(
     faces[other] = vertices + number
     source = np.concatenate([np.arange(vertices), added // MOST_MATERIALS])
     return faces, source, np.concatenate([material, added % MOST_MATERIALS]).astype(np.int32)
-
-
-def _welded(
-    grid: npt.NDArray[np.int32],
-    attributes: list[npt.NDArray[np.int32]],
-    faces: npt.NDArray[np.int64],
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32], Repairs, npt.NDArray[np.bool_]]:
-    """Vertices as rows (V, 3 + attributes), each once, in the order of their use; faces, each once; what was done; and
-    which of the faces given have two corners at one place."""
-    used = np.zeros(len(grid), bool)
-    used[faces] = True
-    _, place = meshopt.same_rows(grid)
-    corners = place[faces]
-    flat = repeats(corners)
-    faces = faces[~flat]
-    if not len(faces):
-        return np.empty((0, 0), np.int32), np.empty((0, 3), np.uint32), Repairs(), flat
-    rows = np.ascontiguousarray(np.concatenate([grid, *attributes], axis=1))
-    count, numbers = meshopt.same_rows(rows, np.ascontiguousarray(faces, np.uint32))
-    kept = np.empty((count, rows.shape[1]), np.int32)
-    known = numbers != NOT_USED
-    kept[numbers[known]] = rows[known]
-    welded = numbers[faces]
-
-    welded = without_repetition(welded)
-    repairs = Repairs(
-        duplicate_faces=len(faces) - len(welded),
-        unused_vertices=len(grid) - int(used.sum()),
-        equal_vertices=int(known.sum()) - count,
-    )
-    return kept, np.ascontiguousarray(welded), repairs, flat
 
 
 def _with_merged(vertices: Vertices) -> Vertices:

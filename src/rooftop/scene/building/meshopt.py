@@ -1,4 +1,4 @@
-"""meshoptimizer, which cuts, orders and simplifies meshes: the one place that calls it.
+"""meshoptimizer, which cuts and simplifies meshes: the one place that calls it.
 
 The package on the index wraps part of its functions; these are called in its library directly, which lets go of the
 interpreter while it works, so threads run side by side. Pointers are addresses: the caller keeps the arrays alive and
@@ -23,13 +23,12 @@ NO_LIMIT = 1e18  # an error that no mesh reaches, whose square is a float32 stil
 MESHLET = np.dtype([("vertex", "<u4"), ("triangle", "<u4"), ("vertices", "<u4"), ("triangles", "<u4")])  # two starts
 
 _P, _SIZE, _F, _U = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_float, ctypes.c_uint
-_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+_SIGNATURES: dict[str, tuple[type, list[type]]] = {
     "meshopt_generateVertexRemap": (_SIZE, [_P, _P, _SIZE, _P, _SIZE, _SIZE]),
     "meshopt_buildMeshletsFlex": (
         _SIZE,
         [_P, _P, _P, _P, _SIZE, _P, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _F, _F],
     ),
-    "meshopt_optimizeMeshlet": (None, [_P, _P, _SIZE, _SIZE]),
     "meshopt_partitionClusters": (_SIZE, [_P, _P, _SIZE, _P, _SIZE, _SIZE, _SIZE]),
     "meshopt_simplifyWithAttributes": (
         _SIZE,

@@ -7,10 +7,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.scene.building import meshopt
+from rooftop.scene.building.ragged import numbered
+from rooftop.scene.building.welding import equal_to
+from rooftop.scene.building.workers import ALONE, Workers, chunks
 from rooftop.scene.layouts import NORMAL_MIDDLE
 
 Floats = npt.NDArray[np.float64]
+
+FACES = 1 << 16  # whose sums are made together: the sums of all are the same whatever the number of workers
 
 
 def unit_vectors(vectors: npt.NDArray[Any]) -> Floats:
@@ -24,26 +28,36 @@ def unit_vectors(vectors: npt.NDArray[Any]) -> Floats:
     return np.column_stack([x / lengths, y / lengths, z / lengths])
 
 
-def smooth_normals(points: Floats, faces: npt.NDArray[np.int64]) -> Floats:
+def smooth_normals(points: Floats, faces: npt.NDArray[np.int64], workers: Workers = ALONE) -> Floats:
     """A normal (V, 3) for each vertex: the mean of its faces', weighted by their angles there.
 
     Vertices at the same place share one, also along seams. (Thuermer and Wuethrich, Computing Vertex Normals from
     Polygonal Facets, 1998.)
     """
-    _, place = meshopt.same_rows(np.ascontiguousarray(points + 0.0))  # -0.0 is 0.0
-    corners = points[faces]  # (F, 3, 3)
-    edges = unit_vectors((np.roll(corners, -1, 1) - corners).reshape(-1, 3)).reshape(-1, 3, 3)
-    across = np.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0])
-    has_area = (across[:, 0] != 0) | (across[:, 1] != 0) | (across[:, 2] != 0)
-    across = unit_vectors(across) * has_area[:, None]  # a face without area has no say
-    sums = np.zeros((len(points), 3))
-    for corner in range(3):
-        cosines = -np.einsum("ij,ij->i", edges[:, corner], edges[:, corner - 1])
-        angles = np.arccos(np.clip(cosines, -1, 1))
-        at = place[faces[:, corner]]
-        for axis in range(3):
-            sums[:, axis] += np.bincount(at, angles * across[:, axis], len(points))
-    return unit_vectors(sums)[place]
+    place = equal_to(points + 0.0, workers)  # -0.0 is 0.0
+
+    def of_faces(rows: slice) -> tuple[npt.NDArray[np.uint32], Floats]:
+        """The sums of these faces at each of their places."""
+        used, local = numbered(place[faces[rows]], len(points))
+        corners = points[used][local]  # (F, 3, 3)
+        edges = unit_vectors((np.roll(corners, -1, 1) - corners).reshape(-1, 3)).reshape(-1, 3, 3)
+        across = np.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0])
+        has_area = (across[:, 0] != 0) | (across[:, 1] != 0) | (across[:, 2] != 0)
+        across = unit_vectors(across) * has_area[:, None]  # a face without area has no say
+        sums = np.zeros((len(used), 3))
+        for corner in range(3):
+            cosines = -np.einsum("ij,ij->i", edges[:, corner], edges[:, corner - 1])
+            angles = np.arccos(np.clip(cosines, -1, 1))
+            for axis in range(3):
+                sums[:, axis] += np.bincount(local[:, corner], angles * across[:, axis], len(used))
+        return used, sums
+
+    total = np.zeros(points.shape)
+    for used, sums in workers.run(of_faces, chunks(len(faces), FACES), "computing normals"):
+        total[used] += sums
+    for rows in chunks(len(points)):
+        total[rows] = unit_vectors(total[rows])
+    return total if len(place) == 0 or (place == np.arange(len(place))).all() else total[place]
 
 
 def octahedral(directions: Floats) -> npt.NDArray[np.uint16]:

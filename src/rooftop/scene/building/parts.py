@@ -1,41 +1,18 @@
-"""Parts of a mesh that hang together, and vertices that they get when they grow (see `thinning`)."""
+"""Vertices that parts of a mesh get when they grow (see `thinning`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.errors import MissingExtraError
 from rooftop.scene.building.meshes import Vertices
 from rooftop.scene.building.ragged import starts_of
 
 Ints = npt.NDArray[np.int64]
-Numbers = npt.NDArray[np.uint32]
 T = TypeVar("T", bound=np.generic)
-
-
-def parts_of(vertices: Vertices, faces: Numbers) -> Numbers | None:
-    """The part of each vertex (V,): those that faces connect, by place, have one number. None if there is one part.
-
-    Raises:
-        MissingExtraError: scipy is not installed.
-    """
-    try:
-        from scipy.sparse import csr_matrix
-        from scipy.sparse.csgraph import connected_components
-    except ImportError as error:
-        raise MissingExtraError('building a scene needs scipy: pip install "rooftop[scene]"') from error
-    triangles, places = len(faces), int(vertices.place.max()) + 1
-    # A graph of triangles and places: each triangle is a row with its three places.
-    number: type[np.signedinteger[Any]] = np.int32 if 3 * triangles + places < 1 << 31 else np.int64
-    ends = np.minimum(3 * np.arange(triangles + places + 1), 3 * triangles).astype(number)
-    columns = (vertices.place[faces].ravel().astype(np.int64) + triangles).astype(number)
-    graph = csr_matrix((np.ones(len(columns), np.int8), columns, ends), (triangles + places,) * 2)
-    count, labels = connected_components(graph, directed=False)
-    return None if count == 1 else labels[triangles:][vertices.place].astype(np.uint32)
 
 
 @dataclass(frozen=True)

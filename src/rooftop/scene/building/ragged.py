@@ -1,4 +1,7 @@
-"""Rows of different lengths, one behind the other in one array: where they start, and sums and extremes of each."""
+"""Rows of different lengths, one behind the other in one array: where they start, and sums and extremes of each.
+
+And numbers for what is in them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[Any]
 Counts = npt.NDArray[np.int64]
+
+DENSE = 8  # values that there could be, over those that there are, up to which a mark for each is faster than sorting
 
 
 def starts_of(counts: npt.ArrayLike) -> Counts:
@@ -46,3 +51,20 @@ def lowest(values: Numbers, starts: Counts) -> Numbers:
 def highest(values: Numbers, starts: Counts) -> Numbers:
     """The highest value of each row, none of which is empty."""
     return np.maximum.reduceat(values, starts[:-1], axis=0)
+
+
+def numbered(values: Numbers, below: int) -> tuple[Numbers, npt.NDArray[np.uint32]]:
+    """The different values, ascending, and for each value which of them it is.
+
+    Args:
+        values: whole numbers from 0.
+        below: which they are.
+    """
+    if below <= DENSE * values.size:
+        there = np.zeros(below, bool)
+        there[values] = True
+        return np.flatnonzero(there).astype(values.dtype), (np.cumsum(there, dtype=np.uint32) - np.uint32(1))[values]
+    ordered = np.sort(values, axis=None)
+    if len(ordered):
+        ordered = ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])]
+    return ordered, np.searchsorted(ordered, values).astype(np.uint32)

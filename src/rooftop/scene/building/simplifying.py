@@ -25,11 +25,12 @@ import numpy.typing as npt
 from rooftop.scene import layouts
 from rooftop.scene.building import meshopt
 from rooftop.scene.building.clustering import local_points, localized
-from rooftop.scene.building.meshes import Mesh, Vertices, repeats, without_repetition
+from rooftop.scene.building.meshes import Mesh, Vertices
 from rooftop.scene.building.normals import from_octahedral
 from rooftop.scene.building.parts import Added
 from rooftop.scene.building.ragged import starts_of
 from rooftop.scene.building.thinning import MISSING, LooseParts, Pairs, Thinned
+from rooftop.scene.building.welding import repeats, without_repetition
 
 Ints = npt.NDArray[np.int64]
 Corners = npt.NDArray[np.uint32]

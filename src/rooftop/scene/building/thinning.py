@@ -21,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.scene.building import meshopt
-from rooftop.scene.building.meshes import Vertices, repeats
+from rooftop.scene.building.meshes import Vertices
 from rooftop.scene.building.orders import morton_codes
 from rooftop.scene.building.parts import Added
 from rooftop.scene.building.ragged import rows_of, within
+from rooftop.scene.building.welding import repeats
 
 Ints = npt.NDArray[np.int64]
 Corners = npt.NDArray[np.uint32]
@@ -397,7 +398,12 @@ def _covered(triangles: npt.NDArray[Any], low: npt.NDArray[Any], high: npt.NDArr
     """Samples that triangles (T, 3, 3) cover in pictures of a box from all sides, each of `side` times `side`."""
     spacing = max(float(np.sqrt(((high - low) ** 2.0).sum())), 1.0) / side
     points = (triangles - (low + high) / 2) / spacing
-    return sum(_covered_along(points @ frame + (side - 1) / 2, side) for frame in _FRAMES)
+    return sum(_covered_along(_along(points, frame) + (side - 1) / 2, side) for frame in _FRAMES)
+
+
+def _along(points: Floats, frame: Floats) -> Floats:
+    """points @ frame, without the threads of a BLAS, of which a forked process has none."""
+    return sum(points[..., axis, None] * frame[axis] for axis in range(3))  # type: ignore[return-value]
 
 
 def _covered_along(triangles: Floats, side: int) -> int:

@@ -1,0 +1,194 @@
+"""Builds of virtual geometry: seconds, memory and bytes on disk, by how many workers and of how many triangles.
+
+    python benchmarks/scene_build.py [--out benchmarks/results/h200/scene_build.json] [--triangles 1000000]
+
+The hills of `scene.py`, plain and with normals and uv, built in a process of their own by 1, 2 and as many workers as
+there are cores. Of each: seconds of the build, and of the processors of all its processes; the most memory that these
+processes had together, in bytes a triangle with the arrays that were given (memory that they share counts once: PSS of
+Linux, looked at 20 times a second); bytes on disk a triangle, and what they are; whether the files are equal. `ratio`
+is the time of one worker over this one's: all rows of a mesh are from one run, `--rounds` of them one after another, of
+which the fastest counts.
+
+`--quick` shows that the script runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rooftop import scene
+from rooftop.scene import layouts
+
+LOOK_S = 0.05
+KINDS = {"plain": (), "normals and uv": ("normals", "uv")}
+
+
+def hills(triangles: int) -> tuple[np.ndarray, np.ndarray]:
+    """A square of about so many triangles, rough at all scales: the same as in `scene.py`, made in less memory."""
+    side = round((triangles / 2) ** 0.5)
+    random = np.random.default_rng(0)
+    line = np.linspace(0, 1, side + 1)
+    z = np.zeros((side + 1, side + 1))
+    for octave in range(10):
+        for _ in range(3):
+            a, b, shift = 3 * 1.9**octave * random.normal(), 3 * 1.9**octave * random.normal(), random.uniform(0, 6.28)
+            across = b * line + shift
+            height = 0.03 * 0.55**octave
+            z += np.outer(height * np.sin(a * line), np.cos(across))
+            z += np.outer(height * np.cos(a * line), np.sin(across))
+    vertices = np.empty((side + 1, side + 1, 3))
+    vertices[..., 0], vertices[..., 1], vertices[..., 2] = line[:, None], line, z
+    corner = (np.arange(side)[:, None] * (side + 1) + np.arange(side)).ravel()
+    faces = np.stack([corner, corner + side + 1, corner + 1, corner + 1, corner + side + 1, corner + side + 2], 1)
+    return vertices.reshape(-1, 3), faces.reshape(-1, 3)
+
+
+def build_once(triangles: int, kind: str, workers: int, path: Path) -> dict[str, Any]:
+    """One build in this process."""
+    vertices, faces = hills(triangles)
+    options: dict[str, Any] = {}
+    if "uv" in KINDS[kind]:
+        options["uv"] = vertices[:, :2].copy()
+    if "normals" in KINDS[kind]:
+        options["normals"] = "smooth"
+    peak = Peak()
+    before = cpu_seconds()
+    report = scene.build(vertices, faces, path, workers=workers, **options)
+    return {
+        "triangles": len(faces),
+        "seconds": round(report.seconds, 3),
+        "cpu_seconds": round(cpu_seconds() - before, 3),
+        "memory_bytes_per_triangle": round(peak.end() / len(faces), 1),
+        "bytes_per_triangle": round(report.bytes_per_triangle, 3),
+        "fill": round(report.fill, 4),
+        "levels": len(report.levels),
+        "roots": report.roots,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    } | parts_of_file(path)
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it has ended."""
+    return sum(
+        used.ru_utime + used.ru_stime
+        for used in (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+    )
+
+
+class Peak:
+    """The most memory that this process and its children have together, in bytes."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self.over = threading.Event()
+        self.looking = threading.Thread(target=self._look)
+        self.looking.start()
+
+    def end(self) -> int:
+        self.over.set()
+        self.looking.join()
+        return self.most
+
+    def _look(self) -> None:
+        own = os.getpid()
+        while not self.over.wait(LOOK_S):
+            children = Path(f"/proc/{own}/task/{own}/children")
+            each = [own, *map(int, children.read_text().split())] if children.exists() else [own]
+            self.most = max(self.most, sum(map(memory, each)))
+
+
+def memory(process: int) -> int:
+    try:
+        text = Path(f"/proc/{process}/smaps_rollup").read_text()
+    except OSError:  # it has ended
+        return 0
+    return 1024 * next((int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")), 0)
+
+
+def parts_of_file(path: Path) -> dict[str, Any]:
+    """Bytes a triangle on disk, by what they are."""
+    geometry = scene.Geometry.open(path)
+    heads = geometry.clusters()
+    counts = heads[:, layouts.CLUSTER_COUNTS].astype(np.int64)
+    triangles, vertices, bits = (counts & 255) + 1, (counts >> 8 & 255) + 1, counts >> 16 & 255
+
+    def widths(first: int, columns: int) -> np.ndarray:
+        return np.frexp(heads[:, first : first + columns].astype(float))[1].sum(1)
+
+    sizes = {
+        "heads": 32 * layouts.CLUSTER_WORDS * len(heads),
+        "new": 32 * layouts.NEW_WORDS * len(heads),
+        "references": int(((3 * triangles - vertices) * bits).sum()),
+        "positions": int((widths(layouts.CLUSTER_EXTENT, 3) * vertices).sum()),
+        "normals": int(2 * layouts.NORMAL_BITS * vertices.sum()) * geometry.meta["has_normals"],
+        "uv": int((widths(layouts.CLUSTER_UV_EXTENT, 2) * vertices).sum()) * geometry.meta["has_uv"],
+    }
+    of_all = {name: round(size / 8 / geometry.meta["triangles"], 3) for name, size in sizes.items()}
+    return {"bytes_by_part": of_all, "reference_bits": round(float(bits.mean()), 3)}
+
+
+def in_a_process(triangles: int, kind: str, workers: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--once", str(triangles), kind, str(workers), f"{folder}/mesh.rtg"]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> int:
+    cores = len(os.sched_getaffinity(0))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--triangles", nargs="+", type=int, default=[1_000_000, 3_000_000, 10_000_000])
+    parser.add_argument("--workers", nargs="+", type=int, default=sorted({1, 2, cores}))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="small: shows that the script runs")
+    parser.add_argument("--once", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.once:
+        triangles, kind, workers, path = options.once
+        print(json.dumps(build_once(int(triangles), kind, int(workers), Path(path))))
+        return 0
+    if options.quick:
+        options.triangles, options.workers, options.rounds = [20_000], [1, 2], 1
+    found: dict[str, Any] = {
+        "environment": {"cores": cores, "machine": platform.processor() or platform.machine()},
+        "rows": [],
+    }
+    for triangles in options.triangles:
+        for kind in options.kinds:
+            tries: dict[int, list[dict[str, Any]]] = {workers: [] for workers in options.workers}
+            for _ in range(options.rounds):
+                for workers, rows in tries.items():
+                    rows.append(in_a_process(triangles, kind, workers))
+            fastest = {workers: min(rows, key=lambda row: row["seconds"]) for workers, rows in tries.items()}
+            first = fastest[options.workers[0]]
+            for workers, row in fastest.items():
+                least = min(each["cpu_seconds"] for each in tries[workers])
+                row = {"mesh": "hills", "kind": kind, "workers": workers} | row | {"cpu_seconds": least}
+                row |= {"ratio": round(first["seconds"] / row["seconds"], 2)}
+                row |= {"same_file": row.pop("sha256") == first["sha256"]}
+                found["rows"].append(row)
+                print(json.dumps(row), flush=True)
+            if options.out is not None:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0 if all(row["same_file"] for row in found["rows"]) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

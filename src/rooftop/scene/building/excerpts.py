@@ -1,0 +1,53 @@
+"""Excerpts of a mesh: the vertices that a batch of triangles uses, numbered from 0.
+
+A batch is worked on by itself: in arrays of its own size, whatever the size of the mesh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.scene.building.meshes import Vertices
+from rooftop.scene.building.parts import Added
+from rooftop.scene.building.ragged import numbered
+
+Numbers = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """Triangles and their vertices.
+
+    Attributes:
+        vertices: those that the triangles use, and those that stand for them (`Vertices.merged`).
+        numbers: (V,) what each is in the mesh, ascending.
+        corners: (T, 3) as numbers of these vertices.
+    """
+
+    vertices: Vertices
+    numbers: Numbers
+    corners: Numbers
+
+    @classmethod
+    def of(cls, vertices: Vertices, corners: Numbers) -> Excerpt:
+        """Of these triangles (T, 3)."""
+        numbers, local = numbered(corners, len(vertices.grid))
+        merged = vertices.merged[numbers]
+        if (merged != numbers).any():
+            numbers = np.union1d(numbers, merged).astype(np.uint32)
+            merged = vertices.merged[numbers]
+            local = np.searchsorted(numbers, corners).astype(np.uint32)
+        rows = {
+            name: None if (column := getattr(vertices, name)) is None else column[numbers]
+            for name in ("grid", "place", "normals", "uv", "colors", "materials", "parts")
+        }
+        merged = np.searchsorted(numbers, merged).astype(np.uint32)
+        return cls(replace(vertices, merged=merged, **rows), numbers, local)
+
+    def in_mesh(self, corners: Numbers, added: Added, vertices: int) -> tuple[Numbers, Added]:
+        """The same as numbers of the mesh, which has so many vertices; those that were added follow behind."""
+        numbers = np.concatenate([self.numbers, np.arange(vertices, vertices + len(added.sources), dtype=np.uint32)])
+        return numbers[corners], replace(added, sources=self.numbers[added.sources].astype(np.int64))

@@ -1,0 +1,187 @@
+"""Forked workers: results in order, errors in their own words, nothing that outlives a build, bounded memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trimesh
+
+from rooftop import scene
+from rooftop.errors import BuildError
+from rooftop.scene.building import levels
+from rooftop.scene.building.workers import Workers, shared
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
+
+
+def no_process_is_left() -> bool:
+    try:
+        return os.waitpid(-1, os.WNOHANG) == (0, 0)  # some that others started
+    except ChildProcessError:
+        return True
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_results_stand_in_the_order_of_the_items(count: int) -> None:
+    came: list[int] = []
+    found = Workers(count).run(lambda item: np.full(item, item), range(50), done=came.append)
+    assert [len(each) for each in found] == list(range(50))
+    assert all((each == number).all() for number, each in enumerate(found))
+    assert sorted(came) == list(range(50))
+    assert no_process_is_left()
+
+
+def test_more_items_than_a_pipe_has_room_for() -> None:
+    assert Workers(2).run(lambda item: -item, range(30_000)) == [-item for item in range(30_000)]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_stage_begins_when_the_one_before_is_done_everywhere(count: int) -> None:
+    values = shared(40, np.int64)
+
+    def write(item: int) -> None:
+        time.sleep(0.002 * (item % 3))
+        values[item] = item
+
+    found = Workers(count).run(lambda item: int(values.sum()), range(40), before=[(write, range(40))])
+    assert found == [sum(range(40))] * 40
+
+
+@linux
+def test_the_work_is_done_by_other_processes() -> None:
+    def work(item: int) -> int:
+        time.sleep(0.01)
+        return os.getpid()
+
+    found = set(Workers(3).run(work, range(30)))
+    assert len(found) == 3
+    assert os.getpid() not in found
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_error_is_raised_as_it_was(count: int) -> None:
+    def work(item: int) -> int:
+        if item == 5:
+            raise ValueError("five is not wanted")
+        return item
+
+    with pytest.raises(ValueError, match="five") as raised:
+        Workers(count).run(work, range(9))
+    assert str(raised.value) == "five is not wanted"
+    assert count == 1 or "in work" in raised.value.__notes__[0]  # where, in the worker
+    assert no_process_is_left()
+
+
+@linux
+def test_an_error_that_cannot_be_sent_keeps_its_words() -> None:
+    class Odd(Exception):
+        def __init__(self, a: int, b: int) -> None:
+            super().__init__(f"{a} and {b}")
+
+    def work(item: int) -> int:
+        raise Odd(1, 2)
+
+    with pytest.raises(BuildError, match="Odd: 1 and 2"):
+        Workers(2).run(work, range(2))
+
+
+@linux
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_worker_that_is_killed_is_named(stage: int) -> None:
+    def die(item: int) -> None:
+        if item == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.01)
+
+    def rest(item: int) -> None:
+        time.sleep(0.01)
+
+    stages = [(die, range(9)), (rest, range(9))]
+    work, items = stages[1 - stage]
+    words = r"worker \d of 2 \(process \d+\) was ended by SIGKILL while counting; .*give fewer workers"
+    with pytest.raises(BuildError, match=words):
+        Workers(2).run(work, items, "counting", before=[stages[stage]])
+    assert no_process_is_left()
+
+
+@linux
+def test_an_interruption_ends_all_workers() -> None:
+    def stop(number: int) -> None:
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        Workers(3).run(lambda item: time.sleep(0 if item == 0 else 60), range(3), done=stop)
+    assert time.monotonic() - began < 10
+    assert no_process_is_left()
+
+
+def test_no_worker_is_refused() -> None:
+    with pytest.raises(ValueError, match="workers is 0; give 1 or more"):
+        Workers.of(0)
+    assert Workers.of(None).count >= 1
+
+
+# ---- builds ----------------------------------------------------------------------------------------------------------
+
+
+@linux
+def test_a_build_whose_worker_is_killed_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "PIECE_TRIANGLES", 2000)
+    monkeypatch.setattr(levels, "cut", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    ball = trimesh.creation.icosphere(5)
+    with pytest.raises(BuildError, match="while cutting triangles; nothing was written"):
+        scene.build(ball.vertices, ball.faces, tmp_path / "ball.rtg", workers=2)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_progress_never_goes_back(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "PIECE_TRIANGLES", 2000)
+    told: list[tuple[str, float]] = []
+    ball = trimesh.creation.icosphere(5)
+    scene.build(
+        ball.vertices, ball.faces, tmp_path / "ball.rtg", workers=workers, progress=lambda *each: told.append(each)
+    )
+    fractions = [fraction for _, fraction in told]
+    assert fractions == sorted(fractions)
+    assert (fractions[0], fractions[-1]) == (0.0, 1.0)
+    words = [what.split()[0] for what, _ in told]
+    assert list(dict.fromkeys(words)) == ["checking", "cutting", "simplifying", "writing"]
+    assert len(set(fractions)) > 6
+
+
+PEAK = """
+import sys, numpy as np
+from rooftop import scene
+side = int(sys.argv[1])
+line = np.linspace(0, 1, side + 1)
+noise = np.random.default_rng(0).random((side + 1, side + 1))
+height = 0.02 * np.sin(90 * line)[:, None] * np.cos(70 * line)[None] + 0.001 * noise
+vertices = np.stack([*np.meshgrid(line, line, indexing="ij"), height], -1).reshape(-1, 3)
+corner = (np.arange(side)[:, None] * (side + 1) + np.arange(side)).ravel()
+faces = np.stack([corner, corner + side + 1, corner + 1, corner + 1, corner + side + 1, corner + side + 2], 1)
+uv = vertices[:, :2].copy()
+scene.build(vertices, faces.reshape(-1, 3), sys.argv[2], "smooth", uv, workers=1)
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+
+
+@linux
+def test_a_triangle_takes_less_than_200_bytes_of_memory(tmp_path: Path) -> None:
+    """With normals and uv. Everything is counted, the arrays that were given as well."""
+    peaks, triangles = [], []
+    for side in (240, 480):
+        command = [sys.executable, "-c", PEAK, str(side), str(tmp_path / "mesh.rtg")]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        peaks.append(1024 * int(done.stdout))
+        triangles.append(2 * side * side)
+    each = (peaks[1] - peaks[0]) / (triangles[1] - triangles[0])
+    assert 50 < each < 200
