@@ -10,7 +10,7 @@ llama-1b with 24 layers, sequences of 4,096 tokens, eight micro-batches of one, 
 
 Ours are launched by the host, and replayed from a CUDA graph. The faster of both on one GPU, divided by the ranks, is
 what a pipeline without bubbles and transfers would take: `beside_bubble_free` is a step by that. Steps are timed one by
-one after some others; the median of the slowest rank.
+one after some others; the median of the slowest rank. One more step, under the profiler, says how long ranks compute.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from parallel_native import Llama, cross_entropy_of, fill, share
+from timelines import STEP, communication
 from torch import Tensor, nn
 from worlds import Ended, Row, largest, rows_of, told, written
 
@@ -131,6 +133,7 @@ def steps(device: torch.device, quick: bool) -> Iterator[Row]:
         )
         loss = float(trainer.advance()[0])
         row = {"variant": name, "first_loss": loss, **summary(times(trainer.advance, device))}
+        row |= computing(trainer.advance, device)
         if trainer.schedule is not None:
             row["bubble"] = simulate(trainer.schedule).bubble
         del trainer
@@ -185,7 +188,7 @@ def gradients(device: torch.device, quick: bool) -> Iterator[Row]:
 
 
 def measured(name: str, run: Callable[[], object], model: nn.Module, device: torch.device) -> Row:
-    found = summary(times(run, device))
+    found = summary(times(run, device)) | computing(run, device)
     norms = [p.grad.float().norm() for p in model.parameters() if p.grad is not None]
     return {"variant": name, **found, "gradient": float(torch.stack(norms).norm()), **peak(device)}
 
@@ -363,6 +366,25 @@ def times(run: Callable[[], object], device: torch.device) -> list[float]:
         if number >= WARM_UP:
             found.append(largest(first.elapsed_time(last)))
     return found
+
+
+def computing(run: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """How long the busiest rank computes in a step, and the least busy one, and how long any of them only waits for
+    transfers: what is left of a step then is idle."""
+    if device.type != "cuda":
+        return {}
+    with tempfile.NamedTemporaryFile(suffix=".json") as trace:
+        with torch.profiler.profile(acc_events=True) as profile, torch.profiler.record_function(STEP):
+            run()
+            torch.cuda.synchronize()
+        profile.export_chrome_trace(trace.name)
+        found = communication(Path(trace.name))
+    own = found.busy_ms - found.exposed_ms
+    return {
+        "most_computing_ms": largest(own),
+        "least_computing_ms": -largest(-own),
+        "exposed_ms": largest(found.exposed_ms),
+    }
 
 
 def summary(found: list[float]) -> dict[str, float]:
