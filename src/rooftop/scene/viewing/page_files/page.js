@@ -60,7 +60,7 @@ const fullSize = () => {
   return [box.width, box.height].map((side) => Math.max(1, Math.floor(side * ratio * fit)));
 };
 const scaled = (size, by) => size.map((side) => Math.max(1, Math.round(side * by)));
-const wanted = (size, extra) => ({ tab, view, size, show: element("show").value, light, pixel_error: pixelError, ...extra });
+const wanted = (size, extra) => ({ tab, view, size, window: fullSize(), show: element("show").value, light, pixel_error: pixelError, ...extra });
 
 // ---- the loop ------------------------------------------------------------------------------------------------------
 function setSharp(on) {
