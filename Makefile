@@ -42,7 +42,7 @@ demo: setup
 	@$(BIN)/python examples/photographs.py build/photographs
 	@$(BIN)/rooftop analyze resnet50 --input build/photographs -o build/report.html
 
-# The report is tested in a real browser. Without root and without one installed, those tests are skipped and say so.
+# The report and the viewer are tested in a real browser. Without root and without one installed, those tests are skipped and say so.
 browser:
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || echo "no chromium: the browser tests will be skipped (apt-get install chromium)"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -46,7 +47,8 @@ def run_view(
         )
     click.echo(f"open {viewer.url}")
     if is_loopback(host):
-        click.echo(f"from another machine, first: ssh -L {viewer.port}:127.0.0.1:{viewer.port} {_this_machine()}")
+        there = f"[{host}]" if ":" in host else host
+        click.echo(f"from another machine, first: ssh -L {viewer.port}:{there}:{viewer.port} {socket.gethostname()}")
     click.echo("Ctrl-C ends it.")
     sys.stdout.flush()
     try:
@@ -67,9 +69,3 @@ def run_view(
 def wait_for_interrupt() -> None:
     """Until Ctrl-C, which raises KeyboardInterrupt."""
     threading.Event().wait()
-
-
-def _this_machine() -> str:
-    import socket
-
-    return socket.gethostname()

@@ -175,6 +175,7 @@ def test_false_colours_light_and_detail(opened: Open, tmp_path: Path) -> None:
     coarse = found.pixels()
     found.page.locator("#light").click(position={"x": 6, "y": 36})
     assert apart(found.pixels(), coarse) > 0.02
+    assert found.page.get_attribute("#light", "title").startswith("--light ")
     found.page.click("#lightUsual")
     assert apart(found.pixels(), coarse) < 0.001
     found.page.locator("#fov").fill("90")

@@ -174,6 +174,14 @@ def test_home_and_framing_show_all_of_the_scene(client: Client) -> None:
         assert not covered[:, [0, -1]].any()
 
 
+def test_home_is_the_same_whatever_the_size_of_the_picture_while_moving(client: Client) -> None:
+    full = client.frame(size=[100, 211]).about["view"]
+    small = client.frame(size=[25, 53], window=[100, 211], view=VIEW, framed=True).about["view"]
+    assert client.frame(size=[25, 53], window=[100, 211]).about["view"] == full
+    assert client.frame(size=[25, 53]).about["view"] != full
+    assert client.frame(size=[100, 211], view=VIEW, framed=True).about["view"] == small
+
+
 def test_light_comes_from_where_it_is_asked_to(client: Client) -> None:
     ball = VIEW | {"eye": [0, -4, 0], "target": [0, 0, 0]}
     left, right, usual = (
@@ -314,6 +322,7 @@ def test_beyond_loopback_names_of_the_machine_count(world: scene.Scene, monkeypa
         ({"size": [16384, 16384]}, "size is 16384 x 16384: expected at most 33,554,432 pixels"),
         ({"size": [8.0, 8]}, "size is 8.0: expected a whole number"),
         ({"size": [True, 8]}, "size is True"),
+        ({"size": [8, 8], "window": [8, -8]}, "window is -8"),
         ({"size": [8, 8], "zoom": 3}, "'zoom' is not known"),
         ({"size": [8, 8], "shwo": "color"}, r"'shwo' is not known \(did you mean show\?\)"),
         ({"size": [8, 8], "show": "levle"}, r"show is 'levle' \(did you mean level\?\): expected one of color, normal"),

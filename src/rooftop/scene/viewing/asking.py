@@ -27,6 +27,8 @@ class Asked:
         move: how the view moves before it is drawn.
         framed: whether all of the scene is to be in the picture.
         size: width and height in pixels.
+        window: the size for which home and framed views are made; other than `size`, where a smaller picture will do
+            while the camera moves.
         show: what, of `modes.MODES`.
         light: from where it comes; None for where the renderer has it.
         pixel_error: as of `Renderer`; None for as it was started.
@@ -40,6 +42,7 @@ class Asked:
     move: Mapping[str, tuple[float, ...]]
     framed: bool
     size: tuple[int, int]
+    window: tuple[int, int]
     show: str
     light: tuple[float, ...] | None
     pixel_error: float | None
@@ -86,13 +89,14 @@ def asked(content: object, modes: Collection[str]) -> Asked:
     tab = content.get("tab", "")
     if not isinstance(tab, str) or len(tab) > TAB_LETTERS:
         raise InputError(f"tab is {tab!r:.80}: expected a name of at most {TAB_LETTERS} letters")
-    size = _size(content.get("size"))
+    size = _size("size", content.get("size"))
     return Asked(
         tab=tab,
         view=None if view is None else Viewpoint.of_plain(view, "view"),
         move=checked_moves(content.get("move", {})),
         framed=_one_of("framed", content.get("framed", False), (False, True)),
         size=size,
+        window=_size("window", content["window"]) if "window" in content else size,
         show=_one_of("show", content.get("show", "color"), modes),
         light=None if light is None else _direction(light),
         pixel_error=None if error is None else _between("pixel_error", error, 0, MOST_PIXEL_ERROR),
@@ -127,10 +131,10 @@ def _pair(name: str, content: Any) -> tuple[Any, Any]:
     return content[0], content[1]
 
 
-def _size(content: Any) -> tuple[int, int]:
-    width, height = (_whole("size", side, 1, MAX_SIDE) for side in _pair("size", content))
+def _size(name: str, content: Any) -> tuple[int, int]:
+    width, height = (_whole(name, side, 1, MAX_SIDE) for side in _pair(name, content))
     if width * height > MOST_PIXELS:
-        raise InputError(f"size is {width} x {height}: expected at most {MOST_PIXELS:,} pixels")
+        raise InputError(f"{name} is {width} x {height}: expected at most {MOST_PIXELS:,} pixels")
     return width, height
 
 

@@ -155,10 +155,10 @@ class Drawing:
         return not self._thread.is_alive()
 
     def _view(self, asked: Asked) -> Viewpoint:
-        view = self.home(asked.size) if asked.view is None else asked.view
+        view = self.home(asked.window) if asked.view is None else asked.view
         view = view.moved(asked.move, self.scene_size)
         try:
-            view = view.framed(self._outline, asked.size) if asked.framed else view
+            view = view.framed(self._outline, asked.window) if asked.framed else view
             view.camera(asked.size, self.scene_size)
         except ValueError as error:
             raise InputError(f"no camera can be there: {error}") from None

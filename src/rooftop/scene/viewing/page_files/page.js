@@ -60,7 +60,7 @@ const fullSize = () => {
   return [box.width, box.height].map((side) => Math.max(1, Math.floor(side * ratio * fit)));
 };
 const scaled = (size, by) => size.map((side) => Math.max(1, Math.round(side * by)));
-const wanted = (size, extra) => ({ tab, view, size, show: element("show").value, light, pixel_error: pixelError, ...extra });
+const wanted = (size, extra) => ({ tab, view, size, window: fullSize(), show: element("show").value, light, pixel_error: pixelError, ...extra });
 
 // ---- the loop ------------------------------------------------------------------------------------------------------
 function setSharp(on) {
@@ -335,7 +335,8 @@ function axes() {
 
 function paintLight() {
   if (!view || !facts) return;
-  const [x, y, z] = axes().map((axis) => dot(axis, unit(light ?? facts.light)));
+  const from = unit(light ?? facts.light), [x, y, z] = axes().map((axis) => dot(axis, from));
+  ball.title = `--light ${from.map((part) => part.toFixed(3)).join(",")}`;
   const middle = ball.width / 2, radius = middle - 3;
   const shade = chalk.createRadialGradient(middle + x * radius * 0.8, middle - y * radius * 0.8, 2, middle, middle, radius * 1.25);
   shade.addColorStop(0, z > 0 ? "#fff6df" : "#59626b");
