@@ -209,6 +209,8 @@ class Renderer:
         if not isinstance(cameras, Camera | Iterable):
             raise ValueError(f"cameras={cameras!r}: expected a scene.Camera, or a list of them")
         cameras = (cameras,) if isinstance(cameras, Camera) else tuple(cameras)
+        if not cameras:
+            return  # the path is at its end
         size = same_size(cameras)
         mesh_of, transforms = self.scene.instances()
         _check_sizes(1, *size, len(mesh_of))
