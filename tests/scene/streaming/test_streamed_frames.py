@@ -361,6 +361,35 @@ def test_in_a_pool_too_small_the_error_grows_and_no_history_shows(paged_ball: Ge
     assert len(set(errors)) == 4
 
 
+def test_what_was_hidden_before_does_not_choose_the_pages_of_a_pool_too_small(
+    paged_ball: Geometry, paged_knot: Geometry, device: str
+) -> None:
+    """A frame with a frame before it, and one without: what hides what differs in these, the picture does not."""
+    scene, camera = crowd(paged_ball, paged_knot), flight(5)[4]
+    names = [name for name in SHOWN if name != "velocity"]
+    pool_bytes = int(0.12 * (paged_ball.pages + paged_knot.pages)) * SLOT
+    fresh, used = (Renderer(scene, device, pixel_error=0.5, pool_bytes=pool_bytes) for _ in range(2))
+    occluded = 0
+    for other in flight(5)[:4]:
+        occluded += used.render(other, wait=False).stats.occluded
+    assert occluded > 0
+    ours, theirs = used.render(camera, SHOWN), fresh.render(camera, SHOWN)
+    assert ours.stats.streaming is not None
+    assert ours.stats.streaming.missing > 0
+    assert same(ours, theirs, names)
+
+
+def test_nothing_stays_beside_the_pages_that_are_chosen_alone(paged_ball: Geometry, device: str) -> None:
+    renderer = Renderer(alone(paged_ball), device, pixel_error=0.5, pool_bytes=2**30)
+    renderer.render(turns(1)[0])
+    pool = renderer.pool
+    assert pool is not None
+    assert (pool.slots.state == RESIDENT).sum() > 20
+    pool.load(pool.graph.roots, alone=True)
+    assert ((pool.slots.state == RESIDENT) == pool.graph.roots).all()
+    assert ((pool.page_at.cpu().numpy() >= 0) == pool.graph.roots).all()
+
+
 def test_a_camera_that_rests_in_a_pool_too_small_does_not_load_for_ever(paged_ball: Geometry, device: str) -> None:
     renderer = Renderer(alone(paged_ball), device, pixel_error=0.3, pool_bytes=slots_for(paged_ball, 0.1))
     loaded = []
