@@ -361,16 +361,17 @@ def test_in_a_pool_too_small_the_error_grows_and_no_history_shows(paged_ball: Ge
     assert len(set(errors)) == 4
 
 
+@pytest.mark.parametrize("share", [0.12, 0.16, 0.2])
 def test_what_was_hidden_before_does_not_choose_the_pages_of_a_pool_too_small(
-    paged_ball: Geometry, paged_knot: Geometry, device: str
+    paged_ball: Geometry, paged_knot: Geometry, share: float, device: str
 ) -> None:
     """A frame with a frame before it, and one without: what hides what differs in these, the picture does not."""
     scene, camera = crowd(paged_ball, paged_knot), flight(5)[4]
     names = [name for name in SHOWN if name != "velocity"]
-    pool_bytes = int(0.12 * (paged_ball.pages + paged_knot.pages)) * SLOT
+    pool_bytes = int(share * (paged_ball.pages + paged_knot.pages)) * SLOT
     fresh, used = (Renderer(scene, device, pixel_error=0.5, pool_bytes=pool_bytes) for _ in range(2))
     occluded = 0
-    for other in flight(5)[:4]:
+    for other in [*flight(5)[:4], camera]:
         occluded += used.render(other, wait=False).stats.occluded
     assert occluded > 0
     ours, theirs = used.render(camera, SHOWN), fresh.render(camera, SHOWN)

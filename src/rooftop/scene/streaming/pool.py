@@ -72,10 +72,14 @@ class Pool:
         order = dict(zip(pages, pixels, strict=True))
         self._carry_out(plan, lambda page: (AT_ONCE if urgent else AHEAD, -order.get(page, np.inf)))
 
-    def target(self) -> Mask | None:
-        """(pages,) what the last frame wanted, with what that needs; None if the slots cannot hold it."""
-        target = self.graph.roots | self.graph.with_needs(self.requests.use().pixels > 0)
+    def target(self, first: bool = False) -> Mask | None:
+        """(pages,) what the last frame wanted, or its first pass, with what that needs; None if it does not fit."""
+        target = self.graph.roots | self.graph.with_needs(self.requests.use(first).pixels > 0)
         return target if target.sum() <= self.slots.count else None
+
+    def has(self, target: Mask) -> bool:
+        """Whether all of a target is resident."""
+        return bool((self.slots.state[target] == RESIDENT).all())
 
     def best_target(self) -> Mask:
         """(pages,) of that, what comes first and fits."""
