@@ -281,9 +281,9 @@ class Renderer:
 def _filled(pool: Pool, history: bool) -> tuple[bool, bool]:
     """Load what a frame has missed. How the frame is to be drawn again must not depend on what was there by chance.
 
-    What the first pass wants depends on the frame before alone. Once that is there, the pass draws what it draws with all
-    pages, and so what the second pass wants is known, too. If both do not fit, the next frame is drawn without the frame
-    before: what it wants depends on nothing, and from that is chosen.
+    What the first pass wants depends on the frame before alone. Once that is there, the pass draws what it draws with
+    all pages, and so what the second pass wants is known, too. If both do not fit, the frame is drawn without the frame
+    before: what it wants then depends on nothing, and from that is chosen.
 
     Returns:
         Whether the pages are the best that fit, and more cannot be loaded; whether to ask the frame before.
