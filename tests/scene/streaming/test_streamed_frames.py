@@ -361,6 +361,41 @@ def test_in_a_pool_too_small_the_error_grows_and_no_history_shows(paged_ball: Ge
     assert len(set(errors)) == 4
 
 
+def test_what_was_hidden_before_does_not_choose_the_pages_of_a_pool_too_small(
+    paged_ball: Geometry, paged_knot: Geometry, cube: Geometry, device: str
+) -> None:
+    """A ball beside a wall, which hides a knot. That is known to the renderer that has drawn it before."""
+    scene, names = Scene(), [name for name in SHOWN if name != "velocity"]
+    scene.add_instance(scene.add_mesh(paged_ball), moved(4, 2, 0))
+    scene.add_instance(scene.add_mesh(paged_knot), moved(4, -2, 0) @ np.diag([0.8, 0.8, 0.8, 1]))
+    scene.add_instance(scene.add_mesh(cube), moved(2.2, -1.2, 0) @ np.diag([0.05, 1, 1, 1]))
+    camera = Camera.look_at((0, 0, 0), (1, 0, 0), fov_y_degrees=80, **SIZE)
+    errors = []
+    for slots in (8, 16, 32):
+        fresh, used = (Renderer(scene, device, pixel_error=0.1, pool_bytes=slots * SLOT) for _ in range(2))
+        for _ in range(3):
+            occluded = used.render(camera, wait=False).stats.occluded
+            settle(used)
+        assert occluded > 0
+        ours, theirs = used.render(camera, SHOWN), fresh.render(camera, SHOWN)
+        assert ours.stats.streaming is not None
+        assert ours.stats.streaming.missing > 0
+        assert same(ours, theirs, names)
+        errors.append(ours.stats.streaming.error_pixels)
+    assert errors[0] > errors[1] > errors[2] > 0.1
+
+
+def test_nothing_stays_beside_the_pages_that_are_chosen_alone(paged_ball: Geometry, device: str) -> None:
+    renderer = Renderer(alone(paged_ball), device, pixel_error=0.5, pool_bytes=2**30)
+    renderer.render(turns(1)[0])
+    pool = renderer.pool
+    assert pool is not None
+    assert (pool.slots.state == RESIDENT).sum() > 20
+    pool.load(pool.graph.roots, alone=True)
+    assert ((pool.slots.state == RESIDENT) == pool.graph.roots).all()
+    assert ((pool.page_at.cpu().numpy() >= 0) == pool.graph.roots).all()
+
+
 def test_a_camera_that_rests_in_a_pool_too_small_does_not_load_for_ever(paged_ball: Geometry, device: str) -> None:
     renderer = Renderer(alone(paged_ball), device, pixel_error=0.3, pool_bytes=slots_for(paged_ball, 0.1))
     loaded = []

@@ -196,14 +196,7 @@ class Renderer:
             if not wait:
                 pool.ask(answer)
                 break
-            target = pool.target()
-            if target is not None:
-                pool.load(target)
-            elif history:  # what is left out for want of room must not depend on what was drawn before
-                history = False
-            else:
-                pool.load(pool.best_target(), alone=True)
-                best = True
+            best, history = _filled(pool, history)
         if "overdraw" in outputs:
             pictures["overdraw"] = memory.tensors["fragments"].clone()
         if emitted is not outputs:
@@ -229,6 +222,8 @@ class Renderer:
         if not isinstance(cameras, Camera | Iterable):
             raise ValueError(f"cameras={cameras!r}: expected a scene.Camera, or a list of them")
         cameras = (cameras,) if isinstance(cameras, Camera) else tuple(cameras)
+        if not cameras:
+            return  # the path is at its end
         size = same_size(cameras)
         mesh_of, transforms = self.scene.instances()
         _check_sizes(1, *size, len(mesh_of))
@@ -322,6 +317,28 @@ class Renderer:
 
     def _forget(self) -> None:
         self._transforms, self._cameras, self._has_depths = np.zeros((0, 4, 4)), (), False
+
+
+def _filled(pool: Pool, history: bool) -> tuple[bool, bool]:
+    """Load what a frame has missed. How the frame is to be drawn again must not depend on what was there by chance.
+
+    What the first pass wants depends on the frame before alone. Once that is there, the pass draws what it draws with
+    all pages, and so what the second pass wants is known, too. If both do not fit, the frame is drawn without the frame
+    before: what it wants then depends on nothing, and from that is chosen.
+
+    Returns:
+        Whether the pages are the best that fit, and more cannot be loaded; whether to ask the frame before.
+    """
+    target = pool.target()
+    if target is None and not history:
+        pool.load(pool.best_target(), alone=True)
+        return True, False
+    if target is None:
+        target = pool.target(first=True)
+        if target is None or pool.has(target):
+            return False, False
+    pool.load(target)
+    return False, history
 
 
 def _checked_outputs(outputs: Sequence[str]) -> tuple[str, ...]:

@@ -124,6 +124,8 @@ class Stages:
         if not self.occlusion:
             return
         if history:
+            if self.requests is not None:
+                self.requests.keep_first()
             self._build_hzb()
             with self.clock.of("instance_cull"):
                 self._clear_lists()

@@ -37,7 +37,7 @@ class RequestBuffers:
     """The memory of requests on the device, and how the host reads it.
 
     Attributes:
-        tensors: by the names of `Requests`; values: the same as Warp's kernels take them.
+        tensors: by the names of `Requests`, and `wanted_first`; values: the same as Warp's kernels take them.
     """
 
     def __init__(self, graph: PageGraph, page_at: torch.Tensor) -> None:
@@ -58,6 +58,11 @@ class RequestBuffers:
         self.values: Any = Requests()
         for name, tensor in self.tensors.items():
             setattr(self.values, name, wp.from_torch(tensor))
+        self.tensors["wanted_first"] = torch.zeros_like(self.tensors["wanted"])  # the host's alone
+
+    def keep_first(self) -> None:
+        """What the first pass of a frame has wanted: that depends on nothing that the frame has drawn."""
+        self.tensors["wanted_first"].copy_(self.tensors["wanted"])
 
     def clear(self) -> None:
         """For a frame: nothing is wanted yet."""
@@ -85,7 +90,8 @@ class RequestBuffers:
         refused = int(words[REFUSED]) - 1 if words[REFUSED] else None
         return Answer(words[:COUNTERS].tolist(), int(words[WANTED]), missing[order], pixels[order], refused)
 
-    def use(self) -> Use:
-        """How pages were used; two copies from the device."""
-        wanted, ages = (self.tensors[name].cpu().numpy().copy() for name in ("wanted", "ages"))
+    def use(self, first: bool = False) -> Use:
+        """How pages were used, or by the first pass alone; two copies from the device."""
+        names = ("wanted_first" if first else "wanted", "ages")
+        wanted, ages = (self.tensors[name].cpu().numpy().copy() for name in names)
         return Use(wanted.view(np.float32), ages)

@@ -58,9 +58,9 @@ def plan_some(
         chain = slots.lacking(page)
         if len(chain) > most - len(plan.loads):
             break
-        missing = int((slots.state[chain] == ABSENT).sum()) - slots.free
+        missing = sum(slots.slot_of[each] < 0 for each in chain) - slots.free
         if missing > 0:
-            victims = victims or _Victims(slots, use())
+            victims = victims or _Victims(slots, use(), 2 * most)
             keep = set(chain).union(*(slots.graph.needs.of(each).tolist() for each in chain))
             found = victims.take(missing, wanted if urgent else 0.0, keep)
             if found is None:
@@ -73,9 +73,13 @@ def plan_some(
 class _Victims:
     """Pages in the order in which they go: the oldest, of equals the least wanted, of those the finest."""
 
-    def __init__(self, slots: Slots, use: Use) -> None:
+    def __init__(self, slots: Slots, use: Use, most: int) -> None:
         self.slots, self.use = slots, use
         pages = slots.candidates()
+        if len(pages) > most:  # of thousands only the first are needed, and all that are equal to the last of them
+            pixels = np.minimum(use.pixels[pages], np.float32(2**31)).astype(np.float64)
+            worth = pixels - use.ages[pages] * 2.0**32
+            pages = pages[worth <= np.partition(worth, most - 1)[most - 1]]
         self.pages = pages[np.lexsort((-pages, use.pixels[pages], -use.ages[pages]))].tolist()
         self.next = 0
 

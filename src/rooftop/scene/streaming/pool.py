@@ -22,6 +22,7 @@ from rooftop.scene.streaming.plans import Plan, best_that_fit, give_up_beside, p
 from rooftop.scene.streaming.slots import RESIDENT, Slots
 
 MOST_WORDS = 2**31 - 1  # of an array of Warp
+MOST_OF_A_FRAME = 32  # pages: planning takes the host about 40 microseconds for each
 MOST_IN_FLIGHT = 128  # pages: what 8 threads read in a few frames; a page that is loading takes a slot
 AT_ONCE, AHEAD = 0.0, 1.0  # what a frame waits for, and wants, is read before what is only expected
 
@@ -65,16 +66,20 @@ class Pool:
 
     def ask(self, answer: Answer, urgent: bool = True) -> None:
         """Begin to load what is missing, as much as there is room for. `urgent`: whether a frame has shown it."""
-        most = min(MOST_IN_FLIGHT, self.slots.count) - self.loader.in_flight
+        most = min(MOST_OF_A_FRAME, min(MOST_IN_FLIGHT, self.slots.count) - self.loader.in_flight)
         pages, pixels = answer.missing.tolist(), answer.pixels.tolist()
         plan = plan_some(self.slots, pages, pixels, most, self.requests.use, urgent)
         order = dict(zip(pages, pixels, strict=True))
         self._carry_out(plan, lambda page: (AT_ONCE if urgent else AHEAD, -order.get(page, np.inf)))
 
-    def target(self) -> Mask | None:
-        """(pages,) what the last frame wanted, with what that needs; None if the slots cannot hold it."""
-        target = self.graph.roots | self.graph.with_needs(self.requests.use().pixels > 0)
+    def target(self, first: bool = False) -> Mask | None:
+        """(pages,) what the last frame wanted, or its first pass, with what that needs; None if it does not fit."""
+        target = self.graph.roots | self.graph.with_needs(self.requests.use(first).pixels > 0)
         return target if target.sum() <= self.slots.count else None
+
+    def has(self, target: Mask) -> bool:
+        """Whether all of a target is resident."""
+        return bool((self.slots.state[target] == RESIDENT).all())
 
     def best_target(self) -> Mask:
         """(pages,) of that, what comes first and fits."""

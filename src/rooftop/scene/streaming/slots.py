@@ -6,8 +6,6 @@ needs resident. So a page is given up only if no held page needs it, and becomes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import numpy.typing as npt
 
@@ -48,6 +46,8 @@ class Slots:
 
     def lacking(self, page: int) -> list[int]:
         """What has to be read for a page: itself and what it needs, where absent or lost; coarser ones first."""
+        if self.state[page] == ABSENT and (self.state[self.graph.needs.of(page)] == RESIDENT).all():
+            return [page]  # nearly always: what it needs was wanted more
         seen, found, new = {page}, [], [page]
         while new:
             at = new.pop()
@@ -103,8 +103,8 @@ class Slots:
         self._free.append(slot)
         self.dependents[self.graph.needs.of(page)] -= 1
 
-    def candidates(self, keep: Iterable[int] = ()) -> npt.NDArray[np.int64]:
+    def candidates(self) -> npt.NDArray[np.int64]:
         """Pages that may be given up now: no held page needs them, they are no roots and not loading."""
         pages = self.held()
         fits = (self.state[pages] != LOADING) & (self.dependents[pages] == 0) & ~self.graph.roots[pages]
-        return pages[fits & ~np.isin(pages, list(keep))]
+        return pages[fits]
