@@ -19,8 +19,12 @@ Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
 
 # With which corner a triangle begins so that its new corners are its last, by which corners are new (bits 0, 1, 2).
-_BEGIN = np.array([0, 1, 2, 2, 0, 1, 0, 0], np.int64)
+_BEGIN = np.array([0, 1, 2, 2, 0, 1, 0, 0], np.int32)
+_TURN = (_BEGIN[:, None] + np.arange(3, dtype=np.int32)) % 3
 _NEW = np.array([0, 1, 1, 2, 1, 2, 2, 3], np.int64)
+# By how many corners of a triangle are new: which of them are, and which new one each is.
+_NEW_CORNER = np.arange(3) - 3 + np.arange(4)[:, None]
+_IS_NEW = _NEW_CORNER >= 0
 
 
 @dataclass(frozen=True)
@@ -62,20 +66,19 @@ def encode(
     of_triangle = rows_of(triangles)
 
     # Number the vertices by first use; turn triangles so that new corners are last.
-    keys = corners + (of_triangle * 256)[:, None]
-    flat = keys.ravel()
-    seen = np.empty(clusters * 256, np.int64)
-    seen[flat[::-1]] = np.arange(len(flat))[::-1]  # of equal keys the last assignment stays: the first use
-    uses_first = (seen[flat] == np.arange(len(flat))).reshape(-1, 3).astype(np.int64)
+    flat = (corners + (of_triangle.astype(np.int32) * 256)[:, None]).ravel()
+    place_of_corner = np.arange(len(flat), dtype=np.int32)
+    seen = np.empty(clusters * 256, np.int32)
+    seen[flat[::-1]] = place_of_corner[::-1]  # of equal keys the last assignment stays: the first use
+    uses_first = (seen[flat] == place_of_corner).reshape(-1, 3).view(np.uint8)
     pattern = uses_first[:, 0] | uses_first[:, 1] << 1 | uses_first[:, 2] << 2
-    turn = (_BEGIN[pattern][:, None] + np.arange(3)) % 3
-    keys = flat[turn + 3 * np.arange(len(pattern))[:, None]]
+    keys = flat[_TURN[pattern] + place_of_corner[::3, None]]
     new = _NEW[pattern]
     before = starts_of(new)[:-1]
     before -= np.repeat(before[starts[:-1]], triangles)  # vertices of the cluster before this triangle
-    is_new = np.arange(3) >= (3 - new)[:, None]
+    is_new = _IS_NEW[new]
     numbers = np.empty(clusters * 256, np.int64)
-    numbers[keys[is_new]] = (before[:, None] + np.arange(3) - (3 - new)[:, None])[is_new]
+    numbers[keys[is_new]] = (before[:, None] + _NEW_CORNER[new])[is_new]
     local = numbers[keys]  # (T, 3)
 
     at = rows_of(members)
@@ -97,7 +100,7 @@ def encode(
     heads[:, layouts.CLUSTER_EXTENT : layouts.CLUSTER_EXTENT + 3] = extent
     heads[:, layouts.CLUSTER_EDGE] = _longest_edges(grid, local + first[of_triangle][:, None], starts, vertices)
     heads[:, layouts.CLUSTER_COUNTS] = (triangles - 1) | (members - 1) << 8 | reference_bits << 16 | levels << 24
-    columns = [(grid - base[at])[:, axis] for axis in range(3)]
+    columns = [grid[:, axis] - base[at, axis] for axis in range(3)]
     position_bits = bit_lengths(extent)
 
     attribute_columns: list[Ints] = []
@@ -111,7 +114,7 @@ def encode(
         uv_base, uv_extent = _box(uv, first)
         heads[:, layouts.CLUSTER_UV_BASE : layouts.CLUSTER_UV_BASE + 2] = uv_base.astype(np.int32).view(np.uint32)
         heads[:, layouts.CLUSTER_UV_EXTENT : layouts.CLUSTER_UV_EXTENT + 2] = uv_extent
-        attribute_columns += [(uv - uv_base[at])[:, axis] for axis in range(2)]
+        attribute_columns += [uv[:, axis] - uv_base[at, axis] for axis in range(2)]
         attribute_bits += list(bit_lengths(uv_extent).T)
 
     if vertices.colors is not None:
@@ -193,9 +196,10 @@ def _box(values: Ints, starts: Ints) -> tuple[Ints, Ints]:
 
 
 def _longest_edges(grid: Ints, corners: Ints, starts: Ints, vertices: Vertices) -> Words:
-    points = grid.astype(np.float64)[corners.T]  # (3, T, 3)
     longest = np.zeros(corners.shape[0])
-    for corner in range(3):
-        x, y, z = (points[corner] - points[corner - 1]).T
+    axes = [grid[:, axis].astype(np.float64) for axis in range(3)]
+    first, second, third = np.ascontiguousarray(corners.T)
+    for begin, end in ((first, second), (second, third), (third, first)):
+        x, y, z = (axis[begin] - axis[end] for axis in axes)
         np.maximum(longest, x * x + y * y + z * z, out=longest)
     return np.ldexp(np.sqrt(highest(longest, starts)), vertices.exponent).astype(np.float32).view(np.uint32)

@@ -6,6 +6,7 @@ A batch is worked on by itself: in arrays of its own size, whatever the size of 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,7 @@ class Excerpt:
             numbers = np.union1d(numbers, merged).astype(np.uint32)
             merged = vertices.merged[numbers]
             local = np.searchsorted(numbers, corners).astype(np.uint32)
-        rows = {
+        rows: dict[str, Any] = {
             name: None if (column := getattr(vertices, name)) is None else column[numbers]
             for name in ("grid", "place", "normals", "uv", "colors", "materials", "parts")
         }
