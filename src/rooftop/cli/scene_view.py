@@ -25,6 +25,8 @@ def run_view(
     fov: float,
     instances: int | None,
     pixel_error: float,
+    pool: int | None,
+    shadows: bool,
     device: str,
 ) -> None:
     """Do what `rooftop.cli.commands.scene_view:view_command` says."""
@@ -34,7 +36,7 @@ def run_view(
 
     where = pick_device(None if device == "auto" else device)
     with wrong_call():
-        drawing = Drawing(world, where, pixel_error, (x, y, z), fov)
+        drawing = Drawing(world, where, pixel_error, (x, y, z), fov, pool, shadows)
     viewer = Viewer(drawing, host, port)
     serving = threading.Thread(target=viewer.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
     serving.start()

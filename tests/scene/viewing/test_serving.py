@@ -24,7 +24,7 @@ from rooftop import scene
 from rooftop.cli.main import main
 from rooftop.errors import InputError
 from rooftop.scene.pictures import NIGHT, picture
-from rooftop.scene.viewing import serving
+from rooftop.scene.viewing import asking, serving
 from rooftop.scene.viewing.drawing import Drawing, DroppedError
 from rooftop.scene.viewing.modes import MODES, Pages, legend_of
 from rooftop.scene.viewing.serving import Viewer, page
@@ -131,6 +131,35 @@ def test_a_frame_comes_with_its_statistics(client: Client) -> None:
     assert answer.about["memory_bytes"] is None  # of a GPU
 
 
+def test_with_a_pool_and_shadows_pictures_become_what_they_are_without(world: scene.Scene) -> None:
+    """Frames do not wait for pages; light that moves moves the shadows."""
+    plain = scene.Scene()
+    for number, mesh in enumerate(world.meshes):
+        plain.add_mesh(mesh)
+        plain.add_instance(number)
+    drawing = Drawing(plain, "cpu", pool_bytes=10**8, shadows=True)
+    try:
+        lights = [(0.4, 0.3, 0.85), (1.0, 0.0, 0.1)]
+        for light in lights:
+            asked = asking.asked({"tab": "a", "size": [48, 32], "light": list(light), "view": VIEW}, MODES)
+            for _ in range(50):
+                drawn = drawing.picture(asked)
+                if not drawn.stats["streaming"]["missing"]:
+                    break
+            assert drawn.stats["streaming"]["resident"] > 0
+            found = drawing.picture(asked).image
+            lit = scene.Scene()
+            for number, mesh in enumerate(world.meshes):
+                lit.add_mesh(mesh)
+                lit.add_instance(number)
+            lit.add_light(scene.DirectionalLight([-each for each in light]))
+            camera = drawn.view.camera((48, 32), drawing.scene_size)
+            frame = scene.Renderer(lit, "cpu").render(camera, ("color",))
+            assert np.array_equal(found, scene.picture(frame, "color"))
+    finally:
+        assert drawing.stop(60)
+
+
 def test_every_mode_shows_something_of_its_own(client: Client) -> None:
     facts = client.ask("GET", "/scene").json
     names = [mode["name"] for mode in facts["modes"]]
@@ -149,7 +178,8 @@ def test_the_facts_of_the_scene(client: Client, world: scene.Scene) -> None:
     assert facts["files"] == ["ball.rtg", "box.rtg"]
     assert facts["triangles"] == facts["instanced_triangles"] == 1280 + 12
     assert facts["bytes"] == sum(mesh.path.stat().st_size for mesh in world.meshes)
-    assert facts["resident_pages"] == facts["pages"] == sum(mesh.pages for mesh in world.meshes)
+    assert not facts["streamed"]
+    assert facts["pages"] == sum(mesh.pages for mesh in world.meshes)
     assert facts["device"] == "CPU"
     np.testing.assert_allclose(facts["bounds"], [[-1, -1, -1], [3.5, 1, 1]], atol=0.01)
 

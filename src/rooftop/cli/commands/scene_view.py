@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from rooftop.cli.byte_sizes import byte_size
 from rooftop.cli.commands.deferred import done_by
 from rooftop.cli.scene_cameras import numbers
 
@@ -13,7 +14,8 @@ EXAMPLES = """\b
 Examples:
   rooftop scene view scan.rtg
   rooftop scene view hall.rtg chairs.rtg --up 0,1,0 --fov 70
-  rooftop scene view rock.rtg --instances 10000
+  rooftop scene view rock.rtg --instances 10000 --shadows
+  rooftop scene view city/*.rtg --pool 2GB
 
 \b
 On another machine, through a tunnel, with the same port at both ends:
@@ -46,6 +48,12 @@ A path that the page has recorded can be rendered:
     "--pixel-error", type=click.FloatRange(min=0), default=1.0, show_default=True, metavar="PIXELS",
     help="By how much a surface may be off in the picture; 0 draws all triangles. The page can change it.",
 )  # fmt: skip
+@click.option(
+    "--pool", callback=byte_size, metavar="SIZE",
+    help="Of the pages, keep no more than SIZE (2GB, 512MiB) on the device; pictures are drawn from what is there.  "
+    "[default: all pages are loaded first]",
+)  # fmt: skip
+@click.option("--shadows", is_flag=True, help="What the light shines on casts shadows.")
 @click.option(
     "--device", default="auto", metavar="auto|cpu|cuda[:N]",
     help="Where to render.  [default: auto, the GPU if there is one]",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from rooftop.errors import InputError, RooftopError
 from rooftop.scene.framing import outline
 from rooftop.scene.gbuffers import GBuffer
+from rooftop.scene.lights import DirectionalLight
 from rooftop.scene.pictures import points
 from rooftop.scene.rendering.renderer import Renderer
 from rooftop.scene.scenes import Scene
@@ -71,10 +72,12 @@ class Drawing:
     """Draws a scene for pages; any thread may ask.
 
     Args:
-        world: is not changed while this draws.
+        world: is not changed while this draws; with `shadows` its first light is put where a page has it.
         device: as of `Renderer`.
         pixel_error: as of `Renderer`, where a page does not say another.
         up, fov_y_degrees: of the home view.
+        pool_bytes: as of `Renderer`. Pictures are then drawn from the pages that are there.
+        shadows: whether what is lit casts shadows. The scene must have no lights.
 
     Attributes:
         renderer: only its thread may draw with it.
@@ -91,12 +94,18 @@ class Drawing:
         pixel_error: float = 1.0,
         up: Vector = (0.0, 0.0, 1.0),
         fov_y_degrees: float = FOV_Y_DEGREES,
+        pool_bytes: int | None = None,
+        shadows: bool = False,
     ) -> None:
         low, high = world.bounds()
         self.world, self.scene_size = world, max(float(np.linalg.norm(high - low)), 1e-9)
         self._outline, self._up, self._fov = outline(world), up, fov_y_degrees
         self.home((16, 16)).camera((16, 16), self.scene_size)  # refuses an up or an angle that is none
-        self.renderer = Renderer(world, device, pixel_error=pixel_error)
+        self.renderer = Renderer(world, device, pixel_error=pixel_error, pool_bytes=pool_bytes)
+        self._sun: tuple[float, ...] | None = None  # from where the light comes that casts shadows
+        if shadows:
+            self._sun = tuple(self.renderer.light)
+            world.add_light(_sun_from(self._sun))
         self._usual_error, self._usual_light = self.renderer.pixel_error, self.renderer.light
         self._pages: Pages | None = None
         self._waiting: dict[str, _Job] = {}  # the newest of each tab; the tab that waits longest is first
@@ -167,8 +176,11 @@ class Drawing:
     def _draw(self, asked: Asked, view: Viewpoint) -> Drawn:
         self.renderer.light = self._usual_light if asked.light is None else asked.light
         self.renderer.pixel_error = self._usual_error if asked.pixel_error is None else asked.pixel_error
+        if self._sun is not None and self._sun != tuple(self.renderer.light):
+            self._sun = tuple(self.renderer.light)
+            self.world.set_light(0, _sun_from(self._sun))
         camera = view.camera(asked.size, self.scene_size)
-        frame = self.renderer.render(camera, MODES[asked.show].outputs, timings=True)
+        frame = self.renderer.render(camera, MODES[asked.show].outputs, timings=True, wait=False)
         began = time.perf_counter()
         self._pages = self._pages or Pages(self.world, self.renderer.device)
         image = image_of(frame, asked.show, self._pages).cpu().numpy()
@@ -182,7 +194,7 @@ class Drawing:
         camera = view.camera(asked.size, self.scene_size)
         assert asked.at is not None
         column, row = asked.at
-        frame = self.renderer.render(camera, ("depth",))
+        frame = self.renderer.render(camera, ("depth",), wait=False)
         depth = torch.full_like(frame["depth"], torch.inf)
         depth[0, row, column] = frame["depth"][0, row, column]
         only = GBuffer(frame.stats, depth=depth)
@@ -232,3 +244,8 @@ class Drawing:
             except Exception as error:
                 traceback.print_exc()
                 job.end(DrawingError(f"{type(error).__name__}: {error}"))
+
+
+def _sun_from(light: Sequence[float]) -> DirectionalLight:
+    """A light that comes from a direction."""
+    return DirectionalLight([-number for number in light])

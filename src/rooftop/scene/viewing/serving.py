@@ -136,7 +136,7 @@ def facts_of(drawing: Drawing) -> dict[str, Any]:
         "bytes": sum(mesh.size_bytes for mesh in world.meshes),
         "page_bytes": sum(int(mesh.page_lengths.sum()) for mesh in world.meshes),
         "pages": sum(mesh.pages for mesh in world.meshes),
-        "resident_pages": sum(mesh.pages for mesh in world.meshes),  # the renderer uploads all of them
+        "streamed": drawing.renderer.pool_bytes is not None,
         "clusters": sum(int(mesh.meta["clusters"]) for mesh in world.meshes),
         "instances": len(world),
         "triangles": int(whole.sum()),

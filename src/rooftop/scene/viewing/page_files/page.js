@@ -108,7 +108,7 @@ async function draw(by, quality) {
     paint();
     keep();
     report(about, performance.now() - began, full);
-    setSharp(full && !changed);
+    setSharp(full && !changed && !comesMore(about.stats));
     if (!full) adapt(performance.now() - began);
   } catch (error) {
     if (error.name === "AbortError") return;
@@ -120,6 +120,13 @@ async function draw(by, quality) {
   } finally {
     breakOff = null;
   }
+}
+
+// Whether pages are on their way that make the picture finer. Of a pool that is too small some are always missing.
+let framesWithoutPages = 0;
+function comesMore({ streaming }) {
+  framesWithoutPages = streaming?.loaded ? 0 : framesWithoutPages + 1;
+  return Boolean(streaming?.missing) && framesWithoutPages < 20;
 }
 
 function adapt(ms) {
@@ -484,6 +491,10 @@ function report(about, ms, full) {
     row("candidate groups", count(stats.groups)), row("nodes visited", count(stats.nodes)),
     row("set aside as hidden", count(stats.occluded)), row("found visible after all", count(stats.second_pass_clusters)),
     row("large triangles", count(stats.large_triangles)), row("levels of detail", runs(stats.levels)),
+    ...(!stats.streaming ? [] : [
+      row("pages resident", count(stats.streaming.resident)), row("pages missing", count(stats.streaming.missing)),
+      row("off by, pixels", Number(stats.streaming.error_pixels.toPrecision(3)))]),
+    ...(stats.shadow_maps ? [row("shadow maps drawn", count(stats.shadow_maps))] : []),
     ...(about.memory_bytes === null ? [] : [row("memory on the device", bytes(about.memory_bytes))]));
   element("status").textContent = `${about.size.join(" × ")}${full ? "" : " while moving"} · ${milliseconds(ms)} ms from asking to seeing`;
   element("fov").value = about.view.fov_y_degrees;
@@ -514,7 +525,8 @@ async function start() {
   element("scene").tBodies[0].replaceChildren(
     row("triangles", count(facts.triangles)), row("instances", count(facts.instances)), row("clusters", count(facts.clusters)),
     row("levels", count(facts.levels)), row("size", size.join(" × ")), row("files", bytes(facts.bytes)),
-    row("pages resident", `${count(facts.resident_pages)} of ${count(facts.pages)}`), row("pages", bytes(facts.page_bytes)),
+    row("pages", count(facts.pages)), row("of them resident", facts.streamed ? "as frames need them" : "all"),
+    row("their size", bytes(facts.page_bytes)),
     row("device", facts.device), row("kernels", facts.kernels === "cuda" ? "CUDA C++" : "Warp"));
   setShow("color");
   new ResizeObserver(() => { paint(); change(); }).observe(canvas);
