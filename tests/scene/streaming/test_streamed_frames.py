@@ -368,8 +368,8 @@ def test_what_was_hidden_before_does_not_choose_the_pages_of_a_pool_too_small(
     scene, names = Scene(), [name for name in SHOWN if name != "velocity"]
     scene.add_instance(scene.add_mesh(paged_ball), moved(4, 2, 0))
     scene.add_instance(scene.add_mesh(paged_knot), moved(4, -2, 0) @ np.diag([0.8, 0.8, 0.8, 1]))
-    scene.add_instance(scene.add_mesh(cube), moved(2.2, -1.2, 0) @ np.diag([0.05, 1, 1, 1]))
-    camera = Camera.look_at((0, 0, 0), (1, 0, 0), fov_y_degrees=80, **SIZE)
+    scene.add_instance(scene.add_mesh(cube), moved(2.2, -1.8, 0) @ np.diag([0.05, 1.7, 1.7, 1]))
+    camera = Camera.look_at((0, 0, 0), (1, 0, 0), fov_y_degrees=80, width=240, height=180)
     errors = []
     for slots in (8, 16, 32):
         fresh, used = (Renderer(scene, device, pixel_error=0.1, pool_bytes=slots * SLOT) for _ in range(2))
