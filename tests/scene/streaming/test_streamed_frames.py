@@ -717,6 +717,33 @@ def test_a_file_that_is_removed_while_it_is_drawn_serves_on(paged_ball: Geometry
     assert frame.stats.streaming.loaded > 0
 
 
+def test_an_interrupted_wait_loses_no_page(paged_ball: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = Renderer(alone(paged_ball), "cpu", pixel_error=0.5, pool_bytes=2**30)
+    renderer.render(turns(1)[0], wait=False)
+    assert renderer.pool is not None
+    loader, there = renderer.pool.loader, renderer.pool.loader._done
+    in_flight = loader.in_flight
+    assert in_flight > 3
+
+    class Interrupted:
+        calls = 0
+
+        def get(self) -> Arrival:
+            self.calls += 1
+            if self.calls > 3:
+                raise KeyboardInterrupt
+            return there.get()
+
+        put = there.put
+
+    loader._done = Interrupted()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        loader.wait()
+    loader._done = there
+    assert loader.in_flight == in_flight
+    assert len(loader.wait()) == in_flight
+
+
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
 
 
