@@ -547,6 +547,7 @@ def test_threads_end_with_their_renderer(paged_ball: Geometry) -> None:
     assert len(os.listdir("/proc/self/fd")) <= files
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.large])])
 def test_slots_beyond_8_gib(paged_ball: Geometry, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Of a pool of 9 GB, the last slots: only what is touched takes memory."""
 
