@@ -368,8 +368,8 @@ def test_what_was_hidden_before_does_not_choose_the_pages_of_a_pool_too_small(
     scene, names = Scene(), [name for name in SHOWN if name != "velocity"]
     scene.add_instance(scene.add_mesh(paged_ball), moved(4, 2, 0))
     scene.add_instance(scene.add_mesh(paged_knot), moved(4, -2, 0) @ np.diag([0.8, 0.8, 0.8, 1]))
-    scene.add_instance(scene.add_mesh(cube), moved(2.2, -1.2, 0) @ np.diag([0.05, 1, 1, 1]))
-    camera = Camera.look_at((0, 0, 0), (1, 0, 0), fov_y_degrees=80, **SIZE)
+    scene.add_instance(scene.add_mesh(cube), moved(2.2, -1.8, 0) @ np.diag([0.05, 1.7, 1.7, 1]))
+    camera = Camera.look_at((0, 0, 0), (1, 0, 0), fov_y_degrees=80, width=240, height=180)
     errors = []
     for slots in (8, 16, 32):
         fresh, used = (Renderer(scene, device, pixel_error=0.1, pool_bytes=slots * SLOT) for _ in range(2))
@@ -547,6 +547,7 @@ def test_threads_end_with_their_renderer(paged_ball: Geometry) -> None:
     assert len(os.listdir("/proc/self/fd")) <= files
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.large])])
 def test_slots_beyond_8_gib(paged_ball: Geometry, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Of a pool of 9 GB, the last slots: only what is touched takes memory."""
 
@@ -715,6 +716,33 @@ def test_a_file_that_is_removed_while_it_is_drawn_serves_on(paged_ball: Geometry
     frame = renderer.render(turns(4)[2], ("depth",))
     assert frame.stats.streaming is not None
     assert frame.stats.streaming.loaded > 0
+
+
+def test_an_interrupted_wait_loses_no_page(paged_ball: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = Renderer(alone(paged_ball), "cpu", pixel_error=0.5, pool_bytes=2**30)
+    renderer.render(turns(1)[0], wait=False)
+    assert renderer.pool is not None
+    loader, there = renderer.pool.loader, renderer.pool.loader._done
+    in_flight = loader.in_flight
+    assert in_flight > 3
+
+    class Interrupted:
+        calls = 0
+
+        def get(self) -> Arrival:
+            self.calls += 1
+            if self.calls > 3:
+                raise KeyboardInterrupt
+            return there.get()
+
+        put = there.put
+
+    loader._done = Interrupted()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        loader.wait()
+    loader._done = there
+    assert loader.in_flight == in_flight
+    assert len(loader.wait()) == in_flight
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ class Stages:
         """The visibility buffer, and what the culls have asked for. `history`: whether the frame before may say what is
         hidden."""
         if self.requests is not None:
-            self.requests.clear()
+            self.requests.clear()  # whatever culls between here and `collect`, for whatever views, asks for its pages
         self._draw(history)
         if self.requests is not None:
             with self.clock.of("requests"):

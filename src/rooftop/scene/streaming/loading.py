@@ -79,8 +79,16 @@ class Loader:
 
     def wait(self) -> list[Arrival]:
         """All that is in flight."""
-        found = [self._done.get() for _ in range(self.in_flight)]
-        self.in_flight = 0
+        found: list[Arrival] = []
+        try:
+            while self.in_flight:
+                found.append(self._done.get())
+                self.in_flight -= 1
+        except BaseException:  # somebody has interrupted the program, and may go on with it
+            for each in found:
+                self._done.put(each)
+            self.in_flight += len(found)
+            raise
         return found
 
 

@@ -67,7 +67,8 @@ class Pool:
     def ask(self, answer: Answer, urgent: bool = True) -> None:
         """Begin to load what is missing, as much as there is room for. `urgent`: whether a frame has shown it."""
         most = min(MOST_OF_A_FRAME, min(MOST_IN_FLIGHT, self.slots.count) - self.loader.in_flight)
-        pages, pixels = answer.missing.tolist(), answer.pixels.tolist()
+        first = 2 * MOST_IN_FLIGHT  # more is not asked for at once, even if half of it is in flight
+        pages, pixels = answer.missing[:first].tolist(), answer.pixels[:first].tolist()
         plan = plan_some(self.slots, pages, pixels, most, self.requests.use, urgent)
         order = dict(zip(pages, pixels, strict=True))
         self._carry_out(plan, lambda page: (AT_ONCE if urgent else AHEAD, -order.get(page, np.inf)))
