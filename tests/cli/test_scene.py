@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import trimesh
 
@@ -37,6 +38,19 @@ def test_a_mesh_is_built_and_looked_into(mesh: Path, capsys: pytest.CaptureFixtu
     assert found["roots"] == 1
 
 
+def test_workers_and_borders_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = np.meshgrid(np.arange(60.0), np.arange(60.0), indexing="ij")
+    corner = (np.arange(59)[:, None] * 60 + np.arange(59)).ravel()
+    faces = np.stack([corner, corner + 60, corner + 1, corner + 1, corner + 60, corner + 61], 1).reshape(-1, 3)
+    points = np.stack([x, y, np.sin(x) * np.cos(y)], -1).reshape(-1, 3)
+    trimesh.Trimesh(points, faces, process=False).export(tmp_path / "tile.ply")
+    for options in (["--workers", "1"], ["--workers", "2"]):
+        out = str(tmp_path / f"{options[1]}.rtg")
+        assert main(["scene", "build", str(tmp_path / "tile.ply"), "-o", out, "--lock-borders", *options]) == 0
+        assert "borders are locked" in capsys.readouterr().out
+    assert (tmp_path / "1.rtg").read_bytes() == (tmp_path / "2.rtg").read_bytes()
+
+
 def test_repairs_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "two.obj").write_text("v 0 0 0\nv 1 0 0\nv 0 1 0\nv 0 0 1\nf 1 2 3\nf 2 3 1\nf 1 1 2\nf 1 2 4\n")
     assert main(["scene", "build", str(tmp_path / "two.obj"), "-o", str(tmp_path / "out.rtg")]) == 0
@@ -54,6 +68,7 @@ def test_repairs_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["build", "ball.ply", "--precision", "0"], 2, "precision"),
         (["build", "ball.ply", "--precision", "1e-20"], 2, "too fine"),
         (["build", "ball.ply", "--normals", "odd"], 2, "normals"),
+        (["build", "ball.ply", "--workers", "0"], 2, "workers"),
         (["info", "none.rtg"], 2, "no file"),
         (["info", "ball.ply"], 1, "does not begin as a geometry file"),
     ],

@@ -394,6 +394,24 @@ def test_a_geometry_with_normals_takes_less_than_15_bytes_a_triangle(tmp_path: P
     assert report.fill >= 0.85
 
 
+def test_references_are_short(of_kind: Callable[[str], Built]) -> None:
+    """In the order in which meshlets are made they take 5.8 bits on average."""
+    for kind in ("ball", "noisy ball", "ring with seams"):
+        words = of_kind(kind).geometry.clusters()[:, layouts.CLUSTER_COUNTS]
+        assert (words >> 16 & 255).mean() < 4.8
+
+
+def test_uv_are_within_a_sixteenth_of_an_edge(of_kind: Callable[[str], Built]) -> None:
+    built = of_kind("ring with seams")
+    _, faces, options = EACH["ring with seams"]()
+    step = 2.0 ** built.geometry.meta["uv_exponent"]
+    assert step <= np.linalg.norm(options["uv"][faces[:, 0]] - options["uv"][faces[:, 1]], axis=1).mean() / 8
+    places = {tuple(place) for place in np.rint(options["uv"] / step).astype(int).tolist()}
+    for cluster in built.clusters[:20]:
+        assert cluster.uv is not None
+        assert {tuple(place) for place in np.rint(cluster.uv / step).astype(int).tolist()} <= places
+
+
 @pytest.mark.parametrize("kind", ["ring", "leaves", "scattered"])
 def test_the_file_does_not_depend_on_workers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     points, faces, uv = ring(128, 96)

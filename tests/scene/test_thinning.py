@@ -216,6 +216,16 @@ def test_without_scipy_it_is_said_what_to_install(tmp_path: Path, monkeypatch: p
     assert not list(tmp_path.iterdir())
 
 
+def test_half_a_part_too_many_still_comes_to_one_cluster(tmp_path: Path) -> None:
+    """65 squares in two clusters: 114 triangles are left, of 230 vertices, one more than is aimed at."""
+    random = np.random.default_rng(4)
+    sizes = 10.0 ** random.uniform(-3, -1, 65)
+    points, faces = parts(SQUARE, random.uniform(-1, 1, (65, 3)), sizes, 65)
+    random.random(65)
+    materials = np.repeat(random.integers(0, 3, 65), 2)
+    assert scene.build(points, faces, tmp_path / "parts.rtg", materials=materials).roots == 1
+
+
 @pytest.mark.parametrize("count", [25, 30, 300])
 def test_small_bodies_whose_faces_share_no_vertices_come_to_one_cluster(count: int, tmp_path: Path) -> None:
     """120 triangles of 360 vertices are two clusters, though one could hold as many triangles."""

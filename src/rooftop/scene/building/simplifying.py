@@ -154,7 +154,7 @@ def _shrunk(kept: Corners, before: int) -> bool:
     if 0 < len(kept) <= SHRUNK * before:
         return True
     fits = 0 < len(kept) <= layouts.MAX_TRIANGLES
-    return fits and len(np.unique(kept)) <= VERTICES_USED * layouts.MAX_VERTICES
+    return fits and len(np.unique(kept)) <= layouts.MAX_VERTICES
 
 
 def _attempt(
