@@ -122,7 +122,7 @@ def test_a_pool_of_5_percent_leaves_no_hole(paged_tunnel: Geometry, wait: bool, 
     renderer = Renderer(alone(paged_tunnel), device, pixel_error=2.0, occlusion=False, pool_bytes=pool_bytes)
     reads = watch(renderer, within(0.0))
     evicted, levels, missing, errors = 0, set(), 0, set()
-    for x in [0, 4, 8, 12, 16, 18, 12, 6, 0, -6, -12, -16, -18, -12, -4, 0, 6, 12, 17]:
+    for x in [0, 4, 8, 12, 16, 18, 12, 6, 0, -6, -12, -16, -18, -12, -4, 0, 6, 12, 17, 12, 4, -4, -12, -17]:
         frame = renderer.render(within(x), ("depth", "overdraw", "level"), wait=wait)
         streaming = frame.stats.streaming
         assert streaming is not None
@@ -151,7 +151,7 @@ def test_on_every_path_one_cluster_is_drawn_while_pages_come(paged_ball: Geometr
     renderer.render(camera, wait=False)
     assert renderer.pool is not None
     renderer.pool.loader = Late(renderer.pool.loader, 0)  # type: ignore[assignment]
-    for _ in range(24):
+    for _ in range(60):  # a few pages come with each, those that others need as often last as first
         frame = renderer.render(camera, ("depth",), wait=False)
         counts |= counts_along_paths(paged_ball, drawn_clusters(renderer, frame))
         levels.add(frame.stats.levels)
@@ -501,7 +501,7 @@ def test_what_lies_ahead_is_there_when_it_is_drawn(paged_ball: Geometry, device:
 
 
 def test_looking_ahead_changes_no_picture_and_takes_nothing_from_it(paged_ball: Geometry, device: str) -> None:
-    renderer = Renderer(alone(paged_ball), device, pixel_error=0.5, pool_bytes=slots_for(paged_ball, 0.35))
+    renderer = Renderer(alone(paged_ball), device, pixel_error=0.5, pool_bytes=slots_for(paged_ball, 0.45))
     here, elsewhere = turns(2)
     first = renderer.render(here, SHOWN)
     assert first.stats.streaming is not None
