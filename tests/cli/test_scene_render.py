@@ -110,8 +110,9 @@ def test_light_casts_shadows(run: Run, ball: Path, box: Path) -> None:
     status, _, err = run(ball, box, "-o", "{show}.png", *SMALL, *light, "--show", "color", "--show", "shadow")
     assert status == 0, err
     run(ball, box, "-o", "plain.png", *SMALL, *light[:2])
-    with Image.open("color.png") as shaded, Image.open("plain.png") as plain, Image.open("shadow.png") as shadow:
-        assert shaded.tobytes() != plain.tobytes()
+    in_shadow = (pixels("color.png").astype(int) - pixels("plain.png")).sum(-1)
+    assert (in_shadow <= 0).all()  # shadows only darken
+    with Image.open("shadow.png") as shadow:
         assert len(shadow.getcolors(1 << 16)) >= 3  # background, lit, dark
     status, _, err = run(ball, "-o", "x.png", *SMALL, "--light", "0,0,0", "--shadows")
     assert status == 2
@@ -225,7 +226,8 @@ def test_a_finer_picture_draws_more_and_what_is_hidden_changes_none(run: Run, ba
     drawn = {}
     for name, words in {"usual": (), "fine": ("--pixel-error", 0), "all": ("--no-occlusion",)}.items():
         status, out, err = run(
-            ball, "-o", f"{name}.png", "--instances", 4, "--orbit", "0,0", "--json", "-", *words, *SMALL
+            *(ball, "-o", f"{name}.png", "--instances", 4, "--orbit", "0,0", "--json", "-", *words),
+            *("--size", "192x144", "--device", "cpu"),
         )
         assert status == 0, err
         drawn[name] = json.loads(out)["frames"][0]["statistics"]

@@ -260,7 +260,8 @@ def product(
 
     While training an activation is that of `linear_act_and_before`, whatever is recomputed.
     """
-    if deferral is None and activation in KEPT and residual is None and torch.is_grad_enabled():
+    training = torch.is_grad_enabled() and not torch._C._is_tracing()  # a trace has no functions of Python
+    if deferral is None and activation in KEPT and residual is None and training:
         return linear_act_and_before(x, weight, bias, activation)[0]
     if deferral is None:
         return linear_act(x, weight, bias, activation, residual)
