@@ -454,10 +454,10 @@ def test_a_field_of_rocks_draws_few_of_its_triangles(run: Run, tmp_path: Path) -
 
 
 def test_a_network_learns_from_rendered_points(run: Run, tmp_path: Path) -> None:
-    words = ("--views", 3, "--size", 64, "--steps", 24, "--device", "cpu", "--out", tmp_path / "points.npy")
+    words = ("--views", 3, "--size", 64, "--steps", 48, "--device", "cpu", "--out", tmp_path / "points.npy")
     out = run("mesh_to_points", *words)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
-    assert losses[-1] < losses[0] / 2
+    assert losses[-1] < losses[0] / 3
     assert float(re.search(r"^floor +([\d.]+)%", out, re.MULTILINE)[1]) > 80  # type: ignore[index]
     points = numpy.load(tmp_path / "points.npy")
     assert points.shape[0] > 3000

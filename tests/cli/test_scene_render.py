@@ -106,12 +106,14 @@ def test_several_outputs_stand_beside_each_other_with_captions(run: Run, ball: P
 
 
 def test_light_casts_shadows(run: Run, ball: Path, box: Path) -> None:
-    light = ("--light", "-1,-1,2", "--shadows")
-    status, _, err = run(ball, box, "-o", "{show}.png", *SMALL, *light, "--show", "color", "--show", "shadow")
+    """Of the box on the ball behind it."""
+    light = (*SMALL, "--orbit", "-110,20", "--light", "-1,0,0.2")
+    status, _, err = run(ball, box, "-o", "{show}.png", *light, "--shadows", "--show", "color", "--show", "shadow")
     assert status == 0, err
-    run(ball, box, "-o", "plain.png", *SMALL, *light[:2])
-    in_shadow = (pixels("color.png").astype(int) - pixels("plain.png")).sum(-1)
-    assert (in_shadow <= 0).all()  # shadows only darken
+    run(ball, box, "-o", "plain.png", *light)
+    darker = pixels("plain.png").astype(int) - pixels("color.png")
+    assert (darker >= 0).all()  # shadows only darken
+    assert (darker.sum(-1) > 30).sum() > 10
     with Image.open("shadow.png") as shadow:
         assert len(shadow.getcolors(1 << 16)) >= 3  # background, lit, dark
     status, _, err = run(ball, "-o", "x.png", *SMALL, "--light", "0,0,0", "--shadows")

@@ -56,7 +56,7 @@ def layers_of_stages(config: GptConfig, placement: Sequence[Sequence[int]], leng
 
     Time is counted in flops of matrix products: those of attention several times, as its kernels are slower, and bytes
     of norms, activations and sums as the flops that are done meanwhile. On an H100 the head of llama-1b takes as
-    long as 0.85 layers of 4,096 tokens, of which this makes 0.86. The embedding is looked up: it counts as its bytes.
+    long as 0.85 layers of 4,096 tokens; the estimate is 0.86. The embedding, a lookup, counts as its bytes.
 
     Args:
         config: of the whole model.

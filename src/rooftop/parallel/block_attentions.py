@@ -78,7 +78,9 @@ class Blocks:
             unit.attend(query, key, value, scale, out, lse)
 
     def gradients(self, given: Given, key: Tensor, value: Tensor, dtype: torch.dtype) -> Three:
-        """Of queries, keys and values, as of `empty_like_rows`, by causal blocks that have each of them once.
+        """The gradients of queries, keys and values, laid out as by `empty_like_rows`.
+
+        The blocks must be causal, and contain each query and each key once.
 
         Args:
             given: of the queries.

@@ -84,7 +84,7 @@ class Pipeline:
         self.progress = Progress(self._places(), device) if device.type == "cuda" else None
 
     def _places(self) -> Iterator[str]:
-        """Of each instruction what is awaited for it, and that it is computed."""
+        """Two places for each instruction: what it waits for, and its computation."""
         arriving = {each.transfer.made_by: each.transfer for each in self.program if isinstance(each, Receive)}
         for instruction in (each for each in self.program if isinstance(each, Instruction)):
             awaited = [arriving[each] for each in self.schedule.needs(instruction) if each in arriving]

@@ -234,6 +234,11 @@ def whole_pixels(name: str, value: object) -> int:
 
 
 def number_in(name: str, value: object, low: float, high: float) -> float:
+    """A number from `low` to `high`.
+
+    Raises:
+        ValueError: it is none, or outside; the message begins with `name`.
+    """
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):

@@ -37,7 +37,7 @@ def smooth_normals(points: Floats, faces: npt.NDArray[np.int64], workers: Worker
     place = equal_to(points + 0.0, workers)  # -0.0 is 0.0
 
     def of_faces(rows: slice) -> tuple[npt.NDArray[np.uint32], Floats]:
-        """The sums of these faces at each of their places."""
+        """For each vertex of these faces, the sum over the faces that use it."""
         used, local = numbered(place[faces[rows]], len(points))
         corners = points[used][local]  # (F, 3, 3)
         edges = unit_vectors((np.roll(corners, -1, 1) - corners).reshape(-1, 3)).reshape(-1, 3, 3)

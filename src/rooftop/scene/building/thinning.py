@@ -402,7 +402,7 @@ def _covered(triangles: npt.NDArray[Any], low: npt.NDArray[Any], high: npt.NDArr
 
 
 def _along(points: Floats, frame: Floats) -> Floats:
-    """points @ frame, without the threads of a BLAS, of which a forked process has none."""
+    """points @ frame, without BLAS: its threads do not exist in a forked process."""
     return sum(points[..., axis, None] * frame[axis] for axis in range(3))  # type: ignore[return-value]
 
 

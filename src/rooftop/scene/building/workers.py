@@ -102,7 +102,7 @@ def cpus() -> int:
 
 
 def shared(shape: int | tuple[int, ...], dtype: type[V]) -> npt.NDArray[V]:
-    """An array of zeros that processes forked later write to, too."""
+    """An array of zeros in memory that is shared with processes forked later."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     return np.frombuffer(mmap.mmap(-1, max(size, 1)), dtype, int(np.prod(shape))).reshape(shape)
 

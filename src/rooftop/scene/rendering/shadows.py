@@ -139,7 +139,7 @@ def is_free(lights: Lights, light: wp.int32, number: wp.int32, x: wp.int32, y: w
 
 @wp.func
 def share_of(lights: Lights, light: wp.int32, number: wp.int32, point: wp.vec3d):
-    """How much of the light reaches a point: of four texels, each as near as it is."""
+    """How much of the light reaches a point, interpolated between the four texels around it."""
     at = seen_from(lights, number, point)
     place = on_map(lights, number, at)
     x = wp.int32(wp.floor(place[0]))

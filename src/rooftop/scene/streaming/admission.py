@@ -1,4 +1,4 @@
-"""Pages that have arrived become visible to the kernels of frames, if those stay inside of them.
+"""Makes arrived pages visible to the kernels, if all offsets in them stay inside the page.
 
 A checksum says that a page is what was written, not that it was written right. `Geometry.check_page` looks at the
 structure in NumPy, which takes half a millisecond of Python's lock for a page: as long as a frame. So the device looks,

@@ -43,7 +43,7 @@ class Loader:
     """Reads pages in the order of their urgency.
 
     Attributes:
-        in_flight: pages that were asked for and of which `arrived` has not told.
+        in_flight: pages that were requested and that `arrived` has not returned yet.
         host_bytes: of the threads' memory.
     """
 

@@ -66,7 +66,7 @@ class Viewpoint:
 
         Args:
             size: width and height in pixels.
-            scene_size: world units, from which the near plane follows.
+            scene_size: in world units; the near plane is a fixed part of it.
 
         Raises:
             ValueError: the view is along `up`, or a number is too large.
