@@ -104,7 +104,7 @@ def main() -> None:
     total = plain.triangles + options.rocks * stone.triangles
     print(f"{options.rocks:,} rocks of {stone.triangles:,} triangles, built in {stone.seconds:.1f} s", flush=True)
 
-    shown = SHOWN
+    shown: tuple[str, ...] = SHOWN
     if options.sun:
         world.add_light(scene.DirectionalLight([float(number) for number in options.sun.split(",")]))
         shown = (*SHOWN, "shadow")
