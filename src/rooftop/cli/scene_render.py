@@ -226,7 +226,7 @@ def _mean_ms(found: Sequence[FrameStats]) -> dict[str, float]:
 
 
 def _lines(found: Sequence[FrameStats], world: scene.Scene) -> list[str]:
-    whole = sum(int(world.meshes[mesh].meta["triangles"]) for mesh in world.instances()[0].tolist())
+    whole = world.triangles
     levels = sorted({level for each in found for level in each.levels})
     drawn, clusters, large, hidden = (
         _span([getattr(each, name) for each in found])

@@ -23,7 +23,7 @@ FEW = 256  # instances, of which the outline is found by their vertices
 
 def outline(world: Scene) -> Floats:
     """Points (N, 3) in the world that are seen where the scene is: vertices of its coarsest levels, or its boxes."""
-    mesh_of, transforms = world.instances()
+    mesh_of, transforms = world.placed.mesh_of, world.placed.transforms
     found = []
     for number, mesh in enumerate(world.meshes):
         placed = transforms[mesh_of == number]

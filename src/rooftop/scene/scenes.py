@@ -11,7 +11,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from rooftop.scene.cameras import affine, real_numbers
 from rooftop.scene.geometry import Geometry
+from rooftop.scene.instances import REMOVED, Instances, first_flat
 from rooftop.scene.lights import DirectionalLight, Light, PointLight, SpotLight
+from rooftop.scene.world_bounds import WorldBounds
 
 MAX_INSTANCES = 2**27
 MOST_SCALE = 1e15
@@ -28,15 +30,15 @@ class Scene:
     """
 
     def __init__(self) -> None:
+        self.placed = Instances()  # what renderers read; `instances` is for everyone
         self._meshes: list[Geometry] = []
-        self._mesh_of: list[NDArray[np.int32]] = []
-        self._transforms: list[NDArray[np.float64]] = []
-        self._given_away = False
         self._lights: list[Light] = []
+        self._bounds = WorldBounds()
+        self._given: tuple[int, tuple[NDArray[np.int32], NDArray[np.float64]]] | None = None
 
     def __len__(self) -> int:
         """How many instances there are."""
-        return sum(map(len, self._mesh_of))
+        return self.placed.live
 
     @property
     def meshes(self) -> tuple[Geometry, ...]:
@@ -69,12 +71,12 @@ class Scene:
         if isinstance(mesh, bool) or not hasattr(mesh, "__index__") or not 0 <= mesh < len(self.meshes):
             raise ValueError(f"mesh={mesh!r}: expected what add_mesh returned, 0 to {len(self.meshes) - 1}")
         matrices = _checked(transforms)
-        first = len(self)
-        if first + len(matrices) > MAX_INSTANCES:
-            raise ValueError(f"{first + len(matrices):,} instances: a scene has at most {MAX_INSTANCES:,}")
-        self._mesh_of.append(np.full(len(matrices), mesh, dtype=np.int32))
-        self._transforms.append(matrices)
-        return range(first, first + len(matrices))
+        if self.placed.count + len(matrices) > MAX_INSTANCES:
+            raise ValueError(
+                f"{self.placed.count + len(matrices):,} instances: a scene has at most {MAX_INSTANCES:,}, those that "
+                "were removed among them; begin a new scene"
+            )
+        return self.placed.add(mesh, matrices)
 
     def move(self, instance: int, transform: ArrayLike) -> None:
         """Put an instance elsewhere; the next frame's velocity says how far it has come.
@@ -85,19 +87,53 @@ class Scene:
         self.move_all([instance], affine(transform, "transform")[None])
 
     def move_all(self, instances: Sequence[int], transforms: ArrayLike) -> None:
-        """Put many elsewhere at once: as many numbers, each once, as there are transforms (N, 4, 4)."""
-        matrices, numbers = _checked(transforms), np.asarray(instances)
-        if numbers.shape != (len(matrices),) or (len(numbers) and numbers.dtype.kind not in "iu"):
-            raise ValueError(f"instances={instances!r}: expected {len(matrices)} whole numbers, one for each transform")
-        wrong = numbers[(numbers < 0) | (numbers >= len(self))]
+        """Put many elsewhere at once: as many numbers, each once, as there are transforms (N, 4, 4).
+
+        Raises:
+            ValueError: as of `move`; then none is moved.
+        """
+        matrices = _checked(transforms)
+        self.placed.move(self._numbers(instances, len(matrices)), matrices)
+
+    def remove(self, instance: int) -> None:
+        """Take an instance out of the scene. The others keep their numbers; its own is not given away again.
+
+        Raises:
+            ValueError: there is no such instance.
+        """
+        self.remove_all([instance])
+
+    def remove_all(self, instances: Sequence[int]) -> None:
+        """Take many out of the scene at once: their numbers, each once.
+
+        Raises:
+            ValueError: as of `remove`; then none is removed.
+        """
+        self.placed.remove(self._numbers(instances))
+
+    def _numbers(self, instances: Sequence[int], expected: int | None = None) -> NDArray[np.int64]:
+        """Of instances that there are, each once.
+
+        Raises:
+            ValueError: they are not.
+        """
+        given = np.asarray(instances)
+        whole = given.ndim == 1 and (given.dtype.kind in "iu" or not len(given))
+        if not whole or (expected is not None and len(given) != expected):
+            many = "whole numbers" if expected is None else f"{expected} whole numbers, one for each transform"
+            raise ValueError(f"instances={instances!r}: expected {many}")
+        wrong = given[(given < 0) | (given >= self.placed.count)]
         if len(wrong):
-            raise ValueError(f"instance={wrong[0]}: expected 0 to {len(self) - 1}")
-        mesh_of, placed = self._joined()
-        if self._given_away:  # to a renderer, for which it is the frame before
-            placed = placed.copy()
-            self._given_away = False
-        placed[numbers.astype(np.int64)] = matrices
-        self._mesh_of, self._transforms = [mesh_of], [placed]
+            raise ValueError(f"instance={wrong[0]}: expected {_up_to(self.placed.count)}")
+        numbers = given.astype(np.int64)
+        gone = numbers[self.placed.mesh_of[numbers] == REMOVED]
+        if len(gone):
+            raise ValueError(f"instance={gone[0]} was removed from the scene: add_instance gives a new number")
+        if (np.diff(numbers) <= 0).any():
+            found, times = np.unique(numbers, return_counts=True)
+            if len(found) < len(numbers):
+                raise ValueError(f"instance={found[times.argmax()]} is named {times.max()} times: expected each once")
+        return numbers
 
     @property
     def lights(self) -> tuple[Light, ...]:
@@ -126,17 +162,22 @@ class Scene:
         self._lights[number] = _light(light)
 
     def instances(self) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        """The mesh of each, (N,), and its transform, (N, 4, 4). The arrays are new ones after each change."""
-        joined = self._joined()
-        self._given_away = True
-        return joined
+        """By number: the mesh of each instance, (N,), and its transform, (N, 4, 4). The mesh of one that was removed is
+        -1. The arrays are copies, which cannot be written to; after a change there are new ones."""
+        version = self.placed.changes.version
+        if self._given is None or self._given[0] != version:
+            copies = self.placed.mesh_of.copy(), self.placed.transforms.copy()
+            for array in copies:
+                array.setflags(write=False)
+            self._given = version, copies
+        return self._given[1]
 
-    def _joined(self) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        if len(self._mesh_of) != 1:
-            self._mesh_of = [np.concatenate(self._mesh_of) if self._mesh_of else np.zeros(0, np.int32)]
-            self._transforms = [np.concatenate(self._transforms) if self._transforms else np.zeros((0, 4, 4))]
-            self._given_away = False
-        return self._mesh_of[0], self._transforms[0]
+    @property
+    def triangles(self) -> int:
+        """Of all instances, as fine as their meshes are."""
+        mesh_of = self.placed.mesh_of
+        times = np.bincount(mesh_of[mesh_of != REMOVED], minlength=len(self.meshes))
+        return sum(int(count) * int(mesh.meta["triangles"]) for count, mesh in zip(times, self.meshes, strict=True))
 
     def bounds(self) -> NDArray[np.float64]:
         """(2, 3): the lowest and highest corner of a box around all instances, in the world.
@@ -144,15 +185,9 @@ class Scene:
         Raises:
             ValueError: there are no instances.
         """
-        mesh_of, transforms = self.instances()
-        if not len(mesh_of):
+        if not len(self):
             raise ValueError("the scene has no instances: add_instance puts a mesh into it")
-        boxes = np.array([np.add(mesh.meta["bounds"], mesh.meta["origin"]) for mesh in self.meshes])
-        boxes = boxes[mesh_of]  # (N, 2, 3)
-        center, half = boxes.mean(1), (boxes[:, 1] - boxes[:, 0]) / 2
-        center = np.einsum("nij,nj->ni", transforms[:, :3, :3], center) + transforms[:, :3, 3]
-        half = np.einsum("nij,nj->ni", abs(transforms[:, :3, :3]), half)
-        return np.stack([(center - half).min(0), (center + half).max(0)])
+        return self._bounds.of(self.placed, self.meshes)
 
 
 def _light(light: object) -> Light:
@@ -177,8 +212,11 @@ def _checked(transforms: ArrayLike) -> NDArray[np.float64]:
     if abs(matrices).max(initial=0) > MOST_SCALE:
         at = int(np.argwhere(abs(matrices) > MOST_SCALE)[0, 0])
         raise ValueError(f"transform {at} has entries beyond {MOST_SCALE:g}, which no float32 can be multiplied with")
-    stretch = np.linalg.svd(matrices[:, :3, :3], compute_uv=False)  # (N, 3), the largest first
-    flat = (stretch[:, 2] < stretch[:, 0] / 1e7) | (stretch[:, 0] < 1 / MOST_SCALE)
-    if flat.any():
-        raise ValueError(f"transform {flat.argmax()} makes the mesh flat: its 3 x 3 part cannot be inverted")
+    flat = first_flat(matrices[:, :3, :3], 1e-7, 1 / MOST_SCALE)
+    if flat is not None:
+        raise ValueError(f"transform {flat} makes the mesh flat: its 3 x 3 part cannot be inverted")
     return matrices
+
+
+def _up_to(count: int) -> str:
+    return f"0 to {count - 1}" if count else "none: the scene has no instances"

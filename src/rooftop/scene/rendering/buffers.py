@@ -1,12 +1,13 @@
 """The data that the stages of a frame share: each field once, with its shape, who writes it and who reads it.
 
-A *pair* is an instance as one view sees it: pair = view * instances + instance. Lists have a fixed capacity and a
+A *pair* is an instance as one view sees it: pair = view * instances + instance, where `instances` are the places for
+them: some may be empty. Lists have a fixed capacity and a
 counter; what does not fit is counted and not written, and the renderer draws the frame again with more room.
 """
 
 import warp as wp
 
-# ---- the scene, written by uploads.py --------------------------------------------------------------------------------
+# ---- the scene: meshes written by uploads.py, instances by init_context.py -------------------------------------------
 
 
 @wp.struct
@@ -19,7 +20,7 @@ class Resident:
     mesh: wp.array2d(dtype=wp.int32)  # (meshes, 4): first node, first page, which attributes (HAS_NORMALS, ...), 0
     mesh_steps: wp.array2d(dtype=wp.float32)  # (meshes, 2): the grids of positions and of uv
     mesh_box: wp.array2d(dtype=wp.float32)  # (meshes, 6): centre and half size
-    instance_mesh: wp.array(dtype=wp.int32)  # (instances,)
+    instance_mesh: wp.array(dtype=wp.int32)  # (instances,); -1: there is none in this place
     instance_scale: wp.array(dtype=wp.float32)  # (instances,) the largest by which it stretches; < 0: it mirrors
     instance_to_world: wp.array2d(dtype=wp.float64)  # (instances, 12): 3 x 4, from the mesh's origin
     instance_before: wp.array2d(dtype=wp.float64)  # in the frame before

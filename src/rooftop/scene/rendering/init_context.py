@@ -1,10 +1,68 @@
-"""Stage 1: the counters are emptied, and each instance gets its transform to each view."""
+"""Stage 1: instances that have changed are put in their places, the counters are emptied, and each instance gets its
+transform to each view."""
 
 import warp as wp
 
 from rooftop.scene.rendering.buffers import Frame, Resident, Views
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
+
+SENT = 14  # numbers of an instance that has changed: its own, its mesh, and its transform, 3 x 4, object to world
+SLACK = wp.constant(wp.float64(1.0 + 1e-6))  # by which a scale is rounded up
+
+
+@wp.func
+def most_stretch(linear: wp.mat33d):
+    """The largest factor by which a map makes anything longer: the root of the largest eigenvalue of its square, which
+    is the root of a cubic."""
+    squared = wp.transpose(linear) * linear
+    mean = wp.trace(squared) / wp.float64(3.0)
+    rest = squared - mean * wp.identity(n=3, dtype=wp.float64)
+    spread = wp.sqrt(wp.ddot(rest, rest) / wp.float64(6.0))
+    if spread == wp.float64(0.0):
+        return wp.sqrt(mean)
+    rest = rest / spread
+    cosine = wp.clamp(wp.determinant(rest) / wp.float64(2.0), wp.float64(-1.0), wp.float64(1.0))
+    return wp.sqrt(mean + wp.float64(2.0) * spread * wp.cos(wp.acos(cosine) / wp.float64(3.0)))
+
+
+@wp.kernel
+def put_instances(
+    resident: Resident, origins: wp.array2d(dtype=wp.float64), sent: wp.array2d(dtype=wp.float64), framed: wp.int32
+):
+    """Those that have changed, a thread each. `origins`: of the meshes, which their positions count from. Instances from
+    number `framed` on were in no frame yet: they were where they are."""
+    i = wp.tid()
+    row = wp.int32(sent[i, 0])
+    mesh = wp.int32(sent[i, 1])
+    resident.instance_mesh[row] = mesh
+    if mesh >= 0:
+        linear = wp.mat33d()
+        for axis in range(3):
+            shift = sent[i, 2 + 4 * axis + 3]
+            for inner in range(3):
+                part = sent[i, 2 + 4 * axis + inner]
+                linear[axis, inner] = part
+                shift += part * origins[mesh, inner]
+                resident.instance_to_world[row, 4 * axis + inner] = part
+            resident.instance_to_world[row, 4 * axis + 3] = shift
+        if row >= framed:
+            for k in range(12):
+                resident.instance_before[row, k] = resident.instance_to_world[row, k]
+        stretch = most_stretch(linear) * SLACK
+        normals = stretch * wp.transpose(wp.inverse(linear))
+        for axis in range(3):
+            for inner in range(3):
+                resident.instance_normals[row, 3 * axis + inner] = wp.float32(normals[axis, inner])
+        resident.instance_scale[row] = wp.float32(wp.where(wp.determinant(linear) < wp.float64(0.0), -stretch, stretch))
+
+
+@wp.kernel
+def settle_instances(resident: Resident, sent: wp.array2d(dtype=wp.float64)):
+    """After a frame, those that had changed, a thread each."""
+    row = wp.int32(sent[wp.tid(), 0])
+    for k in range(12):
+        resident.instance_before[row, k] = resident.instance_to_world[row, k]
 
 
 @wp.func

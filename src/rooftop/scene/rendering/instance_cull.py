@@ -95,6 +95,8 @@ def cull_instances(
     for pair in range(wp.tid(), pairs, stride):
         view = pair // frame.instances
         mesh = resident.instance_mesh[pair - view * frame.instances]
+        if mesh < 0:
+            continue
         center = mesh_center(resident, mesh)
         half = mesh_half(resident, mesh)
         at = transformed(frame.to_view, pair, center)

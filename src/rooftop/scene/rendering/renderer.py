@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 import warp as wp
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rooftop.scene.cameras import MOST, Camera, real_numbers, same_size
 from rooftop.scene.gbuffers import OUTPUTS, FrameStats, GBuffer
 from rooftop.scene.rendering import buffers, cuda_sources
 from rooftop.scene.rendering.memory import MOST_THREADS, ROOM, FrameMemory
+from rooftop.scene.rendering.placing import Placed
 from rooftop.scene.rendering.shadow_maps import Drawing, ShadowMaps
 from rooftop.scene.rendering.stages import THREADS_OF_A_MULTIPROCESSOR, Clock, Stages
-from rooftop.scene.rendering.uploads import Inputs, Meshes
+from rooftop.scene.rendering.uploads import Inputs, Meshes, Uploaded
 from rooftop.scene.scenes import Scene
 from rooftop.scene.streaming.page_graph import PageGraph
 from rooftop.scene.streaming.pool import Pool, checked_pool_bytes, slots_of
@@ -103,9 +103,9 @@ class Renderer:
         self._memory: FrameMemory | None = None
         self._inputs: Inputs | None = None
         self._shadows = ShadowMaps(self.device)
-        self._bounded: tuple[NDArray[np.float64] | None, NDArray[np.float64] | None] = None, None
+        self._placed = Placed(self.device)
+        self._resident: Uploaded | None = None  # what graphs know
         # Of the frame before:
-        self._transforms = np.zeros((0, 4, 4))
         self._cameras: tuple[Camera, ...] = ()
         self._has_depths = False
 
@@ -140,9 +140,8 @@ class Renderer:
         width, height = same_size(cameras)
         outputs = _checked_outputs(outputs)
         light = wp.vec3(*_checked_light(self.light))
-        mesh_of, transforms = self.scene.instances()
-        _check_sizes(len(cameras), width, height, len(mesh_of))
-        if not len(mesh_of):
+        _check_sizes(len(cameras), width, height, self.scene.placed.count)
+        if not len(self.scene):
             self._forget()
             pictures, _ = _pictures(outputs, (len(cameras), height, width), len(self.scene.lights), self.device)
             if "overdraw" in outputs:
@@ -151,15 +150,13 @@ class Renderer:
         meshes = self._meshes_now()
         same_views = len(self._cameras) == len(cameras) and same_size(self._cameras) == (width, height)
         history = self.occlusion and same_views and self._has_depths
-        sizes = (len(mesh_of), len(cameras), (width, height))
+        sizes = (len(cameras), (width, height))
         if self._inputs is None or self._inputs.sizes != sizes:
-            self._inputs = Inputs(meshes, *sizes, self.device)
-            if self._memory is not None:
-                self._memory.graphs.clear()  # they know where the inputs were
-        inputs = self._inputs
-        inputs.place(mesh_of, transforms, self._transforms_before(transforms))
+            self._inputs = Inputs(*sizes, self.device)
+            self._forget_graphs()
+        inputs, placed = self._inputs, self._place(meshes)
         inputs.look(cameras, self._cameras if same_views else cameras)
-        memory = self._memory_of(len(mesh_of), len(cameras), width, height, "overdraw" in outputs)
+        memory = self._memory_of(placed.places, len(cameras), width, height, "overdraw" in outputs)
         memory.frame.pixel_error = _checked_error(self.pixel_error)
         pool, best = self.pool, False
         if pool is not None:
@@ -175,7 +172,7 @@ class Renderer:
             else:
                 stages.draw(history)
             if lights and "shadow" in emitted:
-                drawn_maps += self._draw_shadow_maps(inputs, meshes, cameras, (mesh_of, transforms), clock)
+                drawn_maps += self._draw_shadow_maps(meshes, cameras, clock)
                 if pool is not None:
                     pool.requests.collect(memory.tensors["counters"], self._threads, aging=False)
             pictures, targets = _pictures(emitted, (len(cameras), height, width), len(lights), self.device)
@@ -204,7 +201,8 @@ class Renderer:
         streaming = None if pool is None or answer is None else pool.stats(answer, memory.frame.pixel_error)
         stats = replace(_stats(counters, drawn_maps, clock.stage_ms()), streaming=streaming)
         memory.turn_over()
-        self._memory, self._transforms, self._cameras, self._has_depths = memory, transforms, cameras, self.occlusion
+        placed.settle()
+        self._memory, self._cameras, self._has_depths = memory, cameras, self.occlusion
         return GBuffer(stats, **pictures)
 
     @torch.inference_mode(False)
@@ -225,19 +223,18 @@ class Renderer:
         if not cameras:
             return  # the path is at its end
         size = same_size(cameras)
-        mesh_of, transforms = self.scene.instances()
-        _check_sizes(1, *size, len(mesh_of))
-        if self.pool_bytes is None or not len(mesh_of):
+        _check_sizes(1, *size, self.scene.placed.count)
+        if self.pool_bytes is None or not len(self.scene):
             return
         meshes, pool = self._meshes_now(), self.pool
         assert pool is not None
         pool.begin()
-        if self._ahead is None or self._ahead[0].sizes != (len(mesh_of), 1, size):
-            memory = FrameMemory.of_culls(len(mesh_of), *size, ROOM, self.device)
-            self._ahead = (Inputs(meshes, len(mesh_of), 1, size, self.device), memory)
+        places = self._place(meshes).places
+        if self._ahead is None or self._ahead[0].sizes != (1, size) or self._ahead[1].sizes[0] != places:
+            memory = FrameMemory.of_culls(places, *size, ROOM, self.device)
+            self._ahead = (Inputs(1, size, self.device), memory)
         inputs, memory = self._ahead
         memory.frame.pixel_error = _checked_error(self.pixel_error)
-        inputs.place(mesh_of, transforms, transforms)
         pool.requests.clear()
         for camera in cameras:
             inputs.look((camera,), (camera,))
@@ -246,7 +243,7 @@ class Renderer:
                 room = memory.wanted_room(memory.tensors["counters"].tolist())
                 if room == memory.room:
                     break
-                memory = FrameMemory.of_culls(len(mesh_of), *size, room, self.device)
+                memory = FrameMemory.of_culls(places, *size, room, self.device)
                 memory.frame.pixel_error = _checked_error(self.pixel_error)
                 self._ahead = (inputs, memory)
         pool.requests.collect(memory.tensors["counters"], self._threads, aging=False)
@@ -267,42 +264,38 @@ class Renderer:
             self.pool.close()
         self.pool = self._meshes = self._inputs = self._ahead = None
 
+    def _place(self, meshes: Meshes) -> Placed:
+        """The instances as they are now."""
+        resident = self._resident
+        self._placed.update(self.scene.placed, meshes)
+        if self._placed.resident is not resident:
+            self._forget_graphs()
+            self._resident = self._placed.resident
+        return self._placed
+
+    def _forget_graphs(self) -> None:
+        """They know where something was that is elsewhere now."""
+        if self._memory is not None:
+            self._memory.graphs.clear()
+
     def _stages(self, inputs: Inputs, memory: FrameMemory, meshes: Meshes, clock: Clock) -> Stages:
         return Stages(
-            *(inputs.resident, inputs.now, inputs.then, memory, meshes.depth, self._threads, clock),
+            *(self._placed.resident, inputs.now, inputs.then, memory, meshes.depth, self._threads, clock),
             *(self.occlusion, self.one_sided, self.kernels == "cuda"),
             requests=None if self.pool is None else self.pool.requests,
         )
 
     def _draw_shadow_maps(
         self,
-        inputs: Inputs,
         meshes: Meshes,
         cameras: Sequence[Camera],
-        instances: tuple[NDArray[np.int32], NDArray[np.float64]],
         clock: Clock,
     ) -> int:
         """Those that have to be drawn; how many."""
         drawing = Drawing(self._threads, self.one_sided, self.kernels == "cuda", float(self.pixel_error))
         requests = None if self.pool is None else self.pool.requests
-        of_scene = (meshes, instances, self._bounds(instances[1]), inputs.resident)
+        of_scene = (meshes, self.scene.placed, self.scene.bounds(), self._placed)
         return self._shadows.draw(self.scene.lights, cameras, *of_scene, drawing, requests, clock)
-
-    def _bounds(self, transforms: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Those of the scene, computed where something has changed."""
-        if self._bounded[0] is not transforms or self._bounded[1] is None:
-            self._bounded = transforms, self.scene.bounds()
-        assert self._bounded[1] is not None
-        return self._bounded[1]
-
-    def _transforms_before(self, transforms: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of the frame before; new instances were where they are. The same array if none has moved."""
-        if self._transforms is transforms or not len(self._transforms):
-            return transforms
-        before = transforms.copy()
-        shared = min(len(before), len(self._transforms))
-        before[:shared] = self._transforms[:shared]
-        return before
 
     def _memory_of(self, instances: int, views: int, width: int, height: int, fragments: bool) -> FrameMemory:
         """That of the frame before, if it fits."""
@@ -316,7 +309,8 @@ class Renderer:
         return memory
 
     def _forget(self) -> None:
-        self._transforms, self._cameras, self._has_depths = np.zeros((0, 4, 4)), (), False
+        self._placed.settle()
+        self._cameras, self._has_depths = (), False
 
 
 def _filled(pool: Pool, history: bool) -> tuple[bool, bool]:

@@ -17,14 +17,15 @@ import warp as wp
 from numpy.typing import NDArray
 
 from rooftop.scene.cameras import Camera
+from rooftop.scene.instances import Floats, Instances, grown, most_stretch
 from rooftop.scene.lights import DirectionalLight, Light, PointLight, SpotLight
 from rooftop.scene.rendering import buffers
 from rooftop.scene.rendering.memory import MOST_THREADS, ROOM, FrameMemory
+from rooftop.scene.rendering.placing import Placed
 from rooftop.scene.rendering.stages import Clock, Stages
 from rooftop.scene.rendering.uploads import LENS, Meshes, Uploaded, lens_of, uploaded, views_of
 from rooftop.scene.streaming.answers import RequestBuffers
 
-Floats = NDArray[np.float64]
 MOST_AT_ONCE = (
     2**26
 )  # texels, and instances over all maps, of maps that are drawn together: as many are in memory twice
@@ -66,9 +67,9 @@ class ShadowMaps:
         lights: tuple[Light, ...],
         cameras: Sequence[Camera],
         meshes: Meshes,
-        instances: tuple[NDArray[np.int32], Floats],
+        instances: Instances,
         bounds: Floats,
-        resident: Uploaded,
+        placed: Placed,
         drawing: Drawing,
         requests: RequestBuffers | None,
         clock: Clock,
@@ -78,7 +79,7 @@ class ShadowMaps:
         Args:
             lights: of the scene, at least one.
             cameras: of the frame.
-            meshes, instances, resident: of the scene; the arrays are new ones after each change.
+            meshes, instances: of the scene; placed: the same on the device.
             bounds: (2, 3), a box around all instances.
             drawing: how.
             requests: where the culls ask for pages, if some may be absent, beside what is asked for already.
@@ -90,7 +91,7 @@ class ShadowMaps:
         maps = [light.maps(cameras, bounds) for light in lights]
         views = [view for each in maps for view in each]
         self._place(lights, [len(each) for each in maps], views)
-        changed = self._casters.changed(meshes, *instances)
+        changed = self._casters.changed(meshes, instances)
         due: dict[int, list[int]] = {}
         self._latest = []
         for number, view in enumerate(views):
@@ -101,10 +102,10 @@ class ShadowMaps:
             self._drawn[number] = of
         with clock.of("shadow_maps"):
             for size, numbers in due.items():
-                most = max(1, MOST_AT_ONCE // max(size * size, len(instances[0])))
+                most = max(1, MOST_AT_ONCE // max(size * size, placed.places))
                 for first in range(0, len(numbers), most):
                     batch = numbers[first : first + most]
-                    self._draw_batch(batch, views, meshes, len(instances[0]), resident, drawing, requests)
+                    self._draw_batch(batch, views, meshes, placed, drawing, requests)
         return len(self._latest)
 
     def draw_again(self) -> None:
@@ -141,16 +142,15 @@ class ShadowMaps:
         numbers: Sequence[int],
         views: Sequence[Camera],
         meshes: Meshes,
-        instances: int,
-        resident: Uploaded,
+        placed: Placed,
         drawing: Drawing,
         requests: RequestBuffers | None,
     ) -> None:
         size = views[numbers[0]].width
         batch = self._batches.get((len(numbers), size))
-        if batch is None or batch.memory.sizes[0] != instances:
-            batch = self._batches[len(numbers), size] = _Batch(len(numbers), size, instances, self.device)
-        batch.draw(numbers, views, meshes.depth, resident, drawing, requests, self._texel_at, self._depths)
+        if batch is None or batch.memory.sizes[0] != placed.places:
+            batch = self._batches[len(numbers), size] = _Batch(len(numbers), size, placed.places, self.device)
+        batch.draw(numbers, views, meshes.depth, placed.resident, drawing, requests, self._texel_at, self._depths)
 
 
 def _tables(lights: Sequence[Light], counts: Sequence[int], sizes: Sequence[int]) -> dict[str, NDArray[Any]]:
@@ -230,37 +230,38 @@ class _Casters:
 
     def __init__(self) -> None:
         self._meshes: Meshes | None = None
-        self._mesh_of = np.zeros(0, np.int32)
-        self._transforms = np.zeros((0, 4, 4))
+        self._version = self._known = 0
+        self._centers, self._radii = np.empty((0, 3)), np.empty(0)  # of spheres around them
 
-    def changed(
-        self, meshes: Meshes, mesh_of: NDArray[np.int32], transforms: Floats
-    ) -> tuple[Floats, NDArray[np.floating]] | None:
-        """Spheres, centres (N, 3) and radii (N,), around what has moved, where it was and is; None: all is another."""
-        before, self._mesh_of = self._mesh_of, mesh_of
-        placed, self._transforms = self._transforms, transforms
-        same_meshes, self._meshes = self._meshes is meshes, meshes
-        if not same_meshes or len(mesh_of) < len(before):
+    def changed(self, meshes: Meshes, instances: Instances) -> tuple[Floats, Floats] | None:
+        """Spheres, centres (N, 3) and radii (N,), around what has come, moved or gone, where it was and is; None: all is
+        another."""
+        anew = self._meshes is not meshes
+        if anew:
+            self._meshes, self._version, self._known = meshes, 0, 0
+            self._boxes = meshes.mesh_box.cpu().numpy().astype(np.float64)  # centre and half size, from the origin
+        rows = instances.changed(self._version, self._known)
+        was = rows[rows < self._known]
+        before = self._centers[was], self._radii[was]
+        self._centers, self._radii = (grown(array, instances.count) for array in (self._centers, self._radii))
+        now = self._centers[rows], self._radii[rows] = self._spheres(meshes, instances, rows)
+        self._version, self._known = instances.changes.version, instances.count
+        if anew:
             return None
-        if mesh_of is before and transforms is placed:
-            return np.zeros((0, 3)), np.zeros(0)
-        shared = len(before)
-        moved = np.flatnonzero((transforms[:shared] != placed).any((1, 2)) | (mesh_of[:shared] != before))
-        rows = np.concatenate([moved, np.arange(shared, len(mesh_of))])
-        there = _spheres(meshes, mesh_of[rows], transforms[rows])
-        was = _spheres(meshes, before[moved], placed[moved])
-        return np.concatenate([there[0], was[0]]), np.concatenate([there[1], was[1]])
+        centers, radii = (np.concatenate(both) for both in zip(now, before, strict=True))
+        there = radii >= 0
+        return centers[there], radii[there]
+
+    def _spheres(self, meshes: Meshes, instances: Instances, rows: NDArray[np.int64]) -> tuple[Floats, Floats]:
+        """Of what was removed, with a radius below 0."""
+        mesh_of, transforms = instances.mesh_of[rows], instances.transforms[rows]
+        center = self._boxes[mesh_of, :3] + meshes.origins[mesh_of]
+        center = np.einsum("nij,nj->ni", transforms[:, :3, :3], center) + transforms[:, :3, 3]
+        radius = np.linalg.norm(self._boxes[mesh_of, 3:], axis=1) * most_stretch(transforms[:, :3, :3]) * (1 + 1e-6)
+        return center, np.where(mesh_of >= 0, radius, -1.0)
 
 
-def _spheres(meshes: Meshes, mesh_of: NDArray[np.int32], transforms: Floats) -> tuple[Floats, Floats]:
-    box = meshes.mesh_box.cpu().numpy().astype(np.float64)[mesh_of]  # (N, 6): centre and half size, from the origin
-    center = box[:, :3] + meshes.origins[mesh_of]
-    center = np.einsum("nij,nj->ni", transforms[:, :3, :3], center) + transforms[:, :3, 3]
-    stretch = np.linalg.svd(transforms[:, :3, :3], compute_uv=False)[:, 0] if len(transforms) else np.zeros(0)
-    return center, np.linalg.norm(box[:, 3:], axis=1) * stretch * (1 + 1e-6)
-
-
-def _sees(view: Camera, centers: Floats, radii: NDArray[np.floating]) -> bool:
+def _sees(view: Camera, centers: Floats, radii: Floats) -> bool:
     """Whether a map may show any of some spheres."""
     if not len(centers):
         return False

@@ -1,4 +1,4 @@
-"""The scene and the cameras on the device: what the stages read and none of them writes."""
+"""The meshes and the cameras on the device: what the stages read and none of them writes."""
 
 from __future__ import annotations
 
@@ -52,6 +52,11 @@ class Meshes:
         self.mesh_steps = uploaded(device, np.array(steps, dtype=np.float32))
         self.mesh_box = uploaded(device, box.astype(np.float32))
 
+    def tensors(self) -> dict[str, Tensor]:
+        """By the names of `buffers.Resident`."""
+        names = ("words", "page_at", "nodes", "mesh", "mesh_steps", "mesh_box")
+        return {name: getattr(self, name) for name in names} | {"words": self.words[:MOST_WORDS]}
+
 
 def _all_pages(meshes: Sequence[Geometry], device: torch.device) -> tuple[Tensor, Tensor]:
     """The words of all pages, one after another, and where each page begins."""
@@ -104,27 +109,15 @@ class Uploaded:
 
 
 class Inputs:
-    """What a frame is drawn from, each in one place as long as there are as many instances and views: launches that are
-    captured in a graph find it there.
+    """The cameras of a frame, in one place as long as there are as many of the same size: launches that are captured in
+    a graph find them there.
 
     Attributes:
-        resident, now, then: `buffers.Resident`, `buffers.Views`, and those of the frame before.
+        now, then: `buffers.Views`, and those of the frame before.
     """
 
-    def __init__(self, meshes: Meshes, instances: int, views: int, size: tuple[int, int], device: torch.device) -> None:
-        self.sizes, self.meshes = (instances, views, size), meshes
-        kept = {name: getattr(meshes, name) for name in ("words", "page_at", "nodes", "mesh", "mesh_steps", "mesh_box")}
-        kept["words"] = kept["words"][:MOST_WORDS]
-
-        def of(dtype: torch.dtype, *shape: int) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        kept["instance_mesh"] = of(torch.int32, instances)
-        kept["instance_scale"] = of(torch.float32, instances)
-        kept["instance_to_world"] = of(torch.float64, instances, 12)
-        kept["instance_before"] = of(torch.float64, instances, 12)
-        kept["instance_normals"] = of(torch.float32, instances, 9)
-        self.resident = Uploaded.into(buffers.Resident(), kept)
+    def __init__(self, views: int, size: tuple[int, int], device: torch.device) -> None:
+        self.sizes = (views, size)
         # The matrices and lenses of both frames are next to each other: they go to the device in one copy.
         sizes = (2 * views * 12 * 8, 2 * views * LENS * 4)  # bytes
         staged = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
@@ -140,38 +133,6 @@ class Inputs:
         self._matrices, self._lenses = matrices.numpy(), lenses.numpy()
         self.now, self.then = (views_of(size, *both) for both in zip(*of_device, strict=True))
         self._looked: Sequence[Camera] | None = None
-        self._placed: tuple[NDArray[np.int32] | None, NDArray[np.float64] | None, bool] = (None, None, False)
-        # Of each instance, and of which 3 x 3: what follows from that is computed anew only where it changes.
-        self._linear = np.zeros((instances, 3, 3))
-        self._scale, self._normals = np.zeros(instances), np.zeros((instances, 9))
-
-    def place(self, mesh_of: NDArray[np.int32], now: NDArray[np.float64], before: NDArray[np.float64]) -> None:
-        """The instances; where none has moved since the frame before, they are there already.
-
-        Args:
-            mesh_of: (instances,).
-            now, before: (instances, 4, 4), object to world; the same array if none has moved.
-        """
-        still = before is now
-        if self._placed[0] is mesh_of and self._placed[1] is now and self._placed[2] and still:
-            return
-        linear, origins = now[:, :3, :3], self.meshes.origins[mesh_of]
-        new = np.flatnonzero((linear != self._linear).any((1, 2)))
-        if len(new):
-            stretch = np.linalg.svd(linear[new], compute_uv=False)[:, 0] * (1 + 1e-6)
-            normals = np.linalg.inv(linear[new]).transpose(0, 2, 1) * stretch[:, None, None]
-            self._scale[new] = np.where(np.linalg.det(linear[new]) < 0, -stretch, stretch)
-            self._normals[new], self._linear[new] = normals.reshape(-1, 9), linear[new]
-        self.resident.set(
-            {
-                "instance_mesh": mesh_of,
-                "instance_scale": self._scale,
-                "instance_to_world": _from_origin(now, origins),
-                "instance_before": _from_origin(before, origins),
-                "instance_normals": self._normals,
-            }
-        )
-        self._placed = (mesh_of, now, still)
 
     def look(self, cameras: Sequence[Camera], before: Sequence[Camera]) -> None:
         """The views, and where each was in the frame before."""
@@ -200,13 +161,6 @@ def views_of(size: tuple[int, int], from_world: Tensor, lens: Tensor) -> Uploade
     values = buffers.Views()
     values.width, values.height = size
     return Uploaded.into(values, {"from_world": from_world, "lens": lens})
-
-
-def _from_origin(transforms: NDArray[np.float64], origins: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(N, 12): first by the mesh's origin, which its positions count from."""
-    moved = transforms[:, :3].copy()
-    moved[:, :, 3] += np.einsum("nij,nj->ni", transforms[:, :3, :3], origins)
-    return moved.reshape(-1, 12)
 
 
 def uploaded(device: torch.device, array: NDArray[Any]) -> Tensor:

@@ -129,8 +129,6 @@ def _names_of_this_machine() -> frozenset[str]:
 def facts_of(drawing: Drawing) -> dict[str, Any]:
     """What the page says of the scene, for JSON."""
     world, device = drawing.world, drawing.renderer.device
-    mesh_of = world.instances()[0]
-    whole = np.array([mesh.meta["triangles"] for mesh in world.meshes])
     return {
         "files": [mesh.path.name for mesh in world.meshes],
         "bytes": sum(mesh.size_bytes for mesh in world.meshes),
@@ -139,8 +137,8 @@ def facts_of(drawing: Drawing) -> dict[str, Any]:
         "streamed": drawing.renderer.pool_bytes is not None,
         "clusters": sum(int(mesh.meta["clusters"]) for mesh in world.meshes),
         "instances": len(world),
-        "triangles": int(whole.sum()),
-        "instanced_triangles": int(whole[mesh_of].sum()),
+        "triangles": sum(int(mesh.meta["triangles"]) for mesh in world.meshes),
+        "instanced_triangles": world.triangles,
         "levels": max(len(mesh.meta["levels"]) for mesh in world.meshes),
         "bounds": world.bounds().tolist(),
         "size": drawing.scene_size,

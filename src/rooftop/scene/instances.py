@@ -1,0 +1,140 @@
+"""The instances of a scene: where each is, and which have changed since a reader last looked."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+REMOVED = -1  # the mesh of an instance that is no more
+GROWTH = 1.5  # of memory that is full
+FEW_CHANGES = 1024  # are remembered in any case; more, up to half as many as there are instances
+
+
+class Instances:
+    """By number: the mesh of each instance, and its transform. A number stays that of its instance, and is given away
+    once.
+
+    Attributes:
+        count: numbers that have been given away, those of removed instances among them.
+        live: instances that there are.
+        changes: of instances that were there already: moved or removed.
+    """
+
+    def __init__(self) -> None:
+        self.count = self.live = 0
+        self.changes = Changes()
+        self._mesh_of = np.empty(0, np.int32)
+        self._transforms = np.empty((0, 4, 4))
+
+    @property
+    def mesh_of(self) -> NDArray[np.int32]:
+        """(count,): REMOVED for those that are no more. What is read here changes with the scene."""
+        return self._mesh_of[: self.count]
+
+    @property
+    def transforms(self) -> Floats:
+        """(count, 4, 4), object to world. What is read here changes with the scene."""
+        return self._transforms[: self.count]
+
+    def add(self, mesh: int, transforms: Floats) -> range:
+        """As many instances as there are transforms, (N, 4, 4); their numbers."""
+        first, self.count = self.count, self.count + len(transforms)
+        self._mesh_of = grown(self._mesh_of, self.count)
+        self._transforms = grown(self._transforms, self.count)
+        self._mesh_of[first : self.count] = mesh
+        self._transforms[first : self.count] = transforms
+        self.live += len(transforms)
+        self.changes.version += bool(len(transforms))
+        return range(first, self.count)
+
+    def move(self, numbers: NDArray[np.int64], transforms: Floats) -> None:
+        """Instances that there are, each once, to where transforms (N, 4, 4) say."""
+        self._transforms[numbers] = transforms
+        self.changes.note(numbers, self.count)
+
+    def remove(self, numbers: NDArray[np.int64]) -> None:
+        """Instances that there are, each once."""
+        self._mesh_of[numbers] = REMOVED
+        self.live -= len(numbers)
+        self.changes.note(numbers, self.count)
+
+    def changed(self, version: int, known: int) -> NDArray[np.int64]:
+        """The numbers of what has changed or come since a reader was at `version`, and knew `known` of them; in
+        order."""
+        if known == self.count and version == self.changes.version:
+            return np.zeros(0, np.int64)
+        rows = self.changes.since(version)
+        if rows is None or known == 0:
+            return np.arange(self.count)
+        return np.concatenate([rows[rows < known], np.arange(known, self.count)])
+
+
+class Changes:
+    """The rows that were changed lately, by versions: each change makes a new one. Readers come as they like; who was
+    away for long is told that anything may have changed.
+
+    Attributes:
+        version: of now.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._log: deque[tuple[int, NDArray[np.int64]]] = deque()
+        self._logged = 0  # rows in it
+        self._from = 0  # the version since when it tells all
+
+    def note(self, rows: NDArray[np.int64], count: int) -> None:
+        """A change of these rows, of so many that there are."""
+        if not len(rows):
+            return
+        self.version += 1
+        self._log.append((self.version, rows.copy()))
+        self._logged += len(rows)
+        while self._logged > max(FEW_CHANGES, count // 2):
+            self._from, forgotten = self._log.popleft()
+            self._logged -= len(forgotten)
+
+    def since(self, version: int) -> NDArray[np.int64] | None:
+        """The rows that have changed after a version, each once, in order; None: any may have."""
+        if version < self._from:
+            return None
+        rows = [changed for made, changed in self._log if made > version]
+        return np.unique(np.concatenate(rows)) if rows else np.zeros(0, np.int64)
+
+
+def grown(array: NDArray[np.generic], count: int) -> NDArray[np.generic]:  # type: ignore[type-arg]
+    """An array with room for `count` rows: the same if it has that."""
+    if count <= len(array):
+        return array
+    room = max(count, int(GROWTH * len(array)))
+    larger = np.empty((room, *array.shape[1:]), array.dtype)
+    larger[: len(array)] = array
+    return larger
+
+
+def most_stretch(linear: Floats) -> Floats:
+    """(N,): the largest factor by which maps (N, 3, 3) make anything longer; by the roots of a cubic, in closed form."""
+    squared = linear.transpose(0, 2, 1) @ linear
+    mean = np.trace(squared, axis1=1, axis2=2) / 3
+    rest = squared - mean[:, None, None] * np.eye(3)
+    spread = np.sqrt((rest * rest).sum((1, 2)) / 6)
+    over = np.where(spread > 0, spread, 1.0)
+    cosine = np.clip(np.linalg.det(rest / over[:, None, None]) / 2, -1.0, 1.0)
+    largest: Floats = np.sqrt(mean + 2 * spread * np.cos(np.arccos(cosine) / 3))
+    return largest
+
+
+def first_flat(linear: Floats, ratio: float, least: float) -> int | None:
+    """The first of maps (N, 3, 3) that stretches nowhere by `least`, or somewhere less than `ratio` of its most."""
+    size = np.sqrt((linear * linear).sum((1, 2)))  # at least the most, and at most sqrt(3) of it
+    # The least is at least |determinant| / most^2: who is upright by that needs no singular values.
+    doubtful = np.flatnonzero((abs(np.linalg.det(linear)) < 2 * ratio * size**3) | (size < 2 * least))
+    if not len(doubtful):
+        return None
+    stretch = np.linalg.svd(linear[doubtful], compute_uv=False)  # (N, 3), the largest first
+    flat = (stretch[:, 2] < stretch[:, 0] * ratio) | (stretch[:, 0] < least)
+    return int(doubtful[flat.argmax()]) if flat.any() else None

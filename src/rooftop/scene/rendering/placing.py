@@ -1,0 +1,83 @@
+"""The instances on the device: what a change touches is sent, and nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rooftop.launch.warp_launch import launch_warp
+from rooftop.scene.instances import GROWTH, REMOVED, Instances
+from rooftop.scene.rendering import buffers, init_context
+from rooftop.scene.rendering.uploads import Meshes, Uploaded
+
+ROWS_AT_ONCE = 2**20  # of 112 bytes: what the host and the device hold twice
+WIDTHS = {  # of a row of each tensor
+    "instance_mesh": (torch.int32, ()),
+    "instance_scale": (torch.float32, ()),
+    "instance_to_world": (torch.float64, (12,)),
+    "instance_before": (torch.float64, (12,)),
+    "instance_normals": (torch.float32, (9,)),
+}
+
+
+class Placed:
+    """The instances of a scene, as the frames of a renderer have them. They stay where they are in memory while there
+    are not more of them: launches that are captured in a graph find them there.
+
+    Attributes:
+        places: for how many instances there is memory; those that are not there, or no more, have no mesh.
+        resident: `buffers.Resident`, of these instances and of the meshes.
+    """
+
+    resident: Uploaded
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.places = device, 0
+        self._meshes: Meshes | None = None
+        self._tensors = {name: torch.empty(0, *row, dtype=of, device=device) for name, (of, row) in WIDTHS.items()}
+        self._version = self._sent = 0
+        self._framed = 0  # how many the frame before had
+        self._moved: list[Tensor] = []  # since the frame before
+
+    def update(self, instances: Instances, meshes: Meshes) -> None:
+        """Send what has changed. Where instances were in the frame before is kept until `settle`."""
+        grew = instances.count > self.places
+        if grew:
+            self._grow(instances.count)
+        if grew or meshes is not self._meshes:
+            self._meshes = meshes
+            self._origins = torch.from_numpy(meshes.origins).to(self.device)
+            self.resident = Uploaded.into(buffers.Resident(), meshes.tensors() | self._tensors)
+        rows = instances.changed(self._version, self._sent)
+        for first in range(0, len(rows), ROWS_AT_ONCE):
+            self._send(instances, rows[first : first + ROWS_AT_ONCE])
+        self._version, self._sent = instances.changes.version, instances.count
+
+    def settle(self) -> None:
+        """A frame is drawn: the next asks where instances are now as where they were before."""
+        for sent in self._moved:
+            launch_warp(init_context.settle_instances, (len(sent),), self.resident.values, sent, device=self.device)
+        self._moved, self._framed = [], self._sent
+
+    def _grow(self, count: int) -> None:
+        """Memory for more; for some that may yet come, unless these are the first."""
+        self.places = max(count, int(GROWTH * self.places))
+        for name, before in self._tensors.items():
+            self._tensors[name] = torch.zeros(self.places, *before.shape[1:], dtype=before.dtype, device=self.device)
+            self._tensors[name][: len(before)] = before
+        self._tensors["instance_mesh"][self._sent :] = REMOVED
+
+    def _send(self, instances: Instances, rows: NDArray[np.int64]) -> None:
+        """One array of numbers, which a kernel puts where they belong."""
+        sent = np.empty((len(rows), init_context.SENT))
+        sent[:, 0], sent[:, 1] = rows, instances.mesh_of[rows]
+        sent[:, 2:] = instances.transforms[rows].reshape(-1, 16)[:, :12]
+        there = torch.from_numpy(sent)
+        if self.device.type == "cuda":  # memory of the host that PyTorch keeps for such copies
+            there = there.pin_memory().to(self.device, non_blocking=True)
+        arguments = (self.resident.values, self._origins, there, self._framed)
+        launch_warp(init_context.put_instances, (len(rows),), *arguments, device=self.device)
+        if rows[0] < self._framed:
+            self._moved.append(there)

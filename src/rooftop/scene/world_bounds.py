@@ -1,0 +1,48 @@
+"""The box around all instances of a scene, kept up at the cost of what changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rooftop.scene.geometry import Geometry
+from rooftop.scene.instances import Floats, Instances, grown
+
+
+class WorldBounds:
+    """Of a scene's instances, from call to call."""
+
+    def __init__(self) -> None:
+        self._version = self._known = 0
+        self._sides = np.empty((0, 6))  # of each instance the lowest corner, and the highest one with the other sign
+        self._lowest = np.full(6, np.inf)  # of all of them
+        self._halves = np.empty((0, 2, 3))  # of each mesh: centre and half size of its box
+
+    def of(self, instances: Instances, meshes: Sequence[Geometry]) -> Floats:
+        """(2, 3): the lowest and highest corner, of at least one instance."""
+        rows = instances.changed(self._version, self._known)
+        if len(rows):
+            self._sides = grown(self._sides, instances.count)
+            before = self._sides[rows[rows < self._known]]
+            sides = self._sides[rows] = self._sides_of(instances, rows, meshes)
+            self._known = instances.count
+            if (before <= self._lowest).any():  # one that was at the edge is elsewhere
+                self._lowest = self._sides[: self._known].min(0)
+            else:
+                self._lowest = np.minimum(self._lowest, sides.min(0))
+        self._version = instances.changes.version
+        return np.stack([self._lowest[:3], -self._lowest[3:]])
+
+    def _sides_of(self, instances: Instances, rows: NDArray[np.int64], meshes: Sequence[Geometry]) -> Floats:
+        if len(self._halves) != len(meshes):
+            boxes = np.array([np.add(mesh.meta["bounds"], mesh.meta["origin"]) for mesh in meshes])
+            self._halves = np.stack([boxes.mean(1), (boxes[:, 1] - boxes[:, 0]) / 2], 1)
+        mesh_of, transforms = instances.mesh_of[rows], instances.transforms[rows]
+        center, half = self._halves[mesh_of].swapaxes(0, 1)
+        center = np.einsum("nij,nj->ni", transforms[:, :3, :3], center) + transforms[:, :3, 3]
+        half = np.einsum("nij,nj->ni", abs(transforms[:, :3, :3]), half)
+        sides = np.concatenate([center - half, -(center + half)], 1)
+        sides[mesh_of < 0] = np.inf
+        return sides
