@@ -189,9 +189,7 @@ def test_two_renderers_follow_one_scene(cube: Geometry, device: str) -> None:
     assert torch.equal(frames[1]["instance"], frames[2]["instance"])
 
 
-def test_a_prefetch_between_frames_does_not_take_a_velocity_away(
-    ball: Geometry, device: str
-) -> None:
+def test_a_prefetch_between_frames_does_not_take_a_velocity_away(ball: Geometry, device: str) -> None:
     scene = Scene()
     scene.add_instance(scene.add_mesh(ball), moved(5, 0, 0))
     plain, streamed = Renderer(scene, device), Renderer(scene, device, pool_bytes=4 << 20)
@@ -269,11 +267,8 @@ def test_numbers_that_are_none(cube: Geometry) -> None:
     assert len(scene) == 3
     mesh_of, transforms = scene.instances()
     assert mesh_of.tolist() == [0, 0, -1, 0]
-    with pytest.raises(ValueError, match="read-only"):
-        transforms[0] = 0
-    assert scene.instances()[0] is mesh_of
-    scene.move(0, moved(1, 1, 1))
-    assert transforms[0, 0, 3] == 5
+    transforms[0] = 0
+    assert np.array_equal(scene.instances()[1][0], moved(5, 0, 0))
     assert scene.triangles == 36
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -182,20 +182,34 @@ def real_numbers(values: ArrayLike, name: str, expected: str) -> NDArray[np.floa
         raise ValueError(f"{name}={values!r}: expected {expected}") from error
 
 
+def checked_cameras(cameras: object) -> tuple[Camera, ...]:
+    """One camera, or several in order.
+
+    Raises:
+        ValueError: what was given is none.
+    """
+    if not isinstance(cameras, Camera | Iterable):
+        raise ValueError(f"cameras={cameras!r}: expected a scene.Camera, or a list of them")
+    views = (cameras,) if isinstance(cameras, Camera) else tuple(cameras)
+    wrong = [view for view in views if not isinstance(view, Camera)]
+    if wrong:
+        raise ValueError(f"cameras has {wrong[0]!r}: expected scene.Camera, such as Camera.look_at makes")
+    return views
+
+
 def same_size(cameras: Sequence[Camera]) -> tuple[int, int]:
     """(width, height) of cameras that make one batch.
 
     Raises:
         ValueError: there are none, or they differ.
     """
-    wrong = [camera for camera in cameras if not isinstance(camera, Camera)]
-    if wrong:
-        raise ValueError(f"cameras has {wrong[0]!r}: expected scene.Camera, such as Camera.look_at makes")
     sizes = {(camera.width, camera.height) for camera in cameras}
     if not sizes:
         raise ValueError("no cameras: expected at least one")
     if len(sizes) > 1:
-        raise ValueError(f"cameras of one batch have the same size; these have {sorted(sizes)}: render them by size")
+        raise ValueError(
+            f"cameras of one batch have the same size; these have {sorted(sizes)}: Renderer.render_each takes any"
+        )
     return sizes.pop()
 
 

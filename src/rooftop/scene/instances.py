@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Number = TypeVar("Number", bound=np.generic)
 
 REMOVED = -1  # the mesh of an instance that is no more
 GROWTH = 1.5  # of memory that is full
@@ -27,8 +29,8 @@ class Instances:
     def __init__(self) -> None:
         self.count = self.live = 0
         self.changes = Changes()
-        self._mesh_of = np.empty(0, np.int32)
-        self._transforms = np.empty((0, 4, 4))
+        self._mesh_of: NDArray[np.int32] = np.empty(0, np.int32)
+        self._transforms: Floats = np.empty((0, 4, 4))
 
     @property
     def mesh_of(self) -> NDArray[np.int32]:
@@ -106,7 +108,7 @@ class Changes:
         return np.unique(np.concatenate(rows)) if rows else np.zeros(0, np.int64)
 
 
-def grown(array: NDArray[np.generic], count: int) -> NDArray[np.generic]:  # type: ignore[type-arg]
+def grown(array: NDArray[Number], count: int) -> NDArray[Number]:
     """An array with room for `count` rows: the same if it has that."""
     if count <= len(array):
         return array
@@ -117,7 +119,7 @@ def grown(array: NDArray[np.generic], count: int) -> NDArray[np.generic]:  # typ
 
 
 def most_stretch(linear: Floats) -> Floats:
-    """(N,): the largest factor by which maps (N, 3, 3) make anything longer; by the roots of a cubic, in closed form."""
+    """(N,): the largest factor by which maps (N, 3, 3) make anything longer, by the roots of a cubic."""
     squared = linear.transpose(0, 2, 1) @ linear
     mean = np.trace(squared, axis1=1, axis2=2) / 3
     rest = squared - mean[:, None, None] * np.eye(3)

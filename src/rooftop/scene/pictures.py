@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rooftop.scene.cameras import Camera, same_size
+from rooftop.scene.cameras import Camera, checked_cameras, same_size
 from rooftop.scene.gbuffers import OUTPUTS, GBuffer
 
 Bytes = NDArray[np.uint8]
@@ -102,7 +102,7 @@ def points(
         KeyError: an output was not rendered.
         ValueError: the cameras are not the frame's.
     """
-    cameras = (cameras,) if isinstance(cameras, Camera) else tuple(cameras)
+    cameras = checked_cameras(cameras)
     depth = frame["depth"]  # (views, H, W)
     width, height = same_size(cameras)
     if depth.shape != (len(cameras), height, width):

@@ -34,7 +34,6 @@ class Scene:
         self._meshes: list[Geometry] = []
         self._lights: list[Light] = []
         self._bounds = WorldBounds()
-        self._given: tuple[int, tuple[NDArray[np.int32], NDArray[np.float64]]] | None = None
 
     def __len__(self) -> int:
         """How many instances there are."""
@@ -163,14 +162,8 @@ class Scene:
 
     def instances(self) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
         """By number: the mesh of each instance, (N,), and its transform, (N, 4, 4). The mesh of one that was removed is
-        -1. The arrays are copies, which cannot be written to; after a change there are new ones."""
-        version = self.placed.changes.version
-        if self._given is None or self._given[0] != version:
-            copies = self.placed.mesh_of.copy(), self.placed.transforms.copy()
-            for array in copies:
-                array.setflags(write=False)
-            self._given = version, copies
-        return self._given[1]
+        -1. The arrays are copies."""
+        return self.placed.mesh_of.copy(), self.placed.transforms.copy()
 
     @property
     def triangles(self) -> int:

@@ -16,7 +16,9 @@ class WorldBounds:
 
     def __init__(self) -> None:
         self._version = self._known = 0
-        self._sides = np.empty((0, 6))  # of each instance the lowest corner, and the highest one with the other sign
+        self._sides: Floats = np.empty(
+            (0, 6)
+        )  # of each instance the lowest corner, and the highest one with the other sign
         self._lowest = np.full(6, np.inf)  # of all of them
         self._halves = np.empty((0, 2, 3))  # of each mesh: centre and half size of its box
 

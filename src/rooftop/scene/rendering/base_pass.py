@@ -15,6 +15,7 @@ from rooftop.scene.rendering.buffers import (
 from rooftop.scene.rendering.clusters import material_of, normal_of, uv_of, vertex_color_of
 from rooftop.scene.rendering.emit_depth_targets import Hit, emit_velocity, hit_of, longest_side, ray
 from rooftop.scene.rendering.lighting import point_of, strength, toward_light
+from rooftop.scene.rendering.projections import place_of
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
@@ -80,9 +81,10 @@ def own_color(resident: Resident, hit: Hit):
 
 
 @wp.func
-def toward_camera(views: Views, view: wp.int32, y: wp.int32, x: wp.int32):
-    """From what a pixel shows, in the world, of length 1."""
-    direction = -ray(views, view, y, x)
+def toward_camera(views: Views, place: wp.vec3i):
+    """From what a pixel (view, row, column) shows, in the world, of length 1."""
+    view = place[0]
+    direction = -ray(views, place)
     if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
         direction = wp.vec3(0.0, 0.0, -1.0)
     turned = wp.vec3()
@@ -93,15 +95,13 @@ def toward_camera(views: Views, view: wp.int32, y: wp.int32, x: wp.int32):
 
 
 @wp.func
-def light_on(
-    resident: Resident, lights: Lights, targets: Targets, view: wp.int32, y: wp.int32, x: wp.int32, hit: Hit, n: wp.vec3
-):
+def light_on(resident: Resident, lights: Lights, targets: Targets, texel: wp.int32, hit: Hit, n: wp.vec3):
     """Of all lights, with their shadows, on what a pixel shows."""
     total = wp.vec3()
     point = point_of(resident, hit.instance, hit.parts[0] * hit.a + hit.parts[1] * hit.b + hit.parts[2] * hit.c)
     for light in range(lights.kind.shape[0]):
         toward = toward_light(lights, light, point)
-        share = wp.max(wp.dot(n, toward), 0.0) * targets.shadow[view, y, x, light]
+        share = wp.max(wp.dot(n, toward), 0.0) * targets.shadow[texel, light]
         share *= strength(lights, light, point, toward)
         for axis in range(3):
             total[axis] += share * lights.color[light, axis]
@@ -123,21 +123,20 @@ def base_pass(
     """`light`: from where it comes in a scene without lights, in the world, of length 1. The velocity, if it is asked
     for, comes along."""
     for i in range(wp.tid(), texels, stride):
-        x = i % views.width
-        y = (i // views.width) % views.height
-        view = i // (views.width * views.height)
-        if frame.pixels[view, y, x] != wp.int64(0):
-            hit = hit_of(resident, views, frame, view, y, x)
+        pixel = frame.pixels[i]
+        if pixel != wp.int64(0):
+            place = place_of(views, i)
+            hit = hit_of(resident, views, frame, pixel, place)
             if targets.velocity.shape[0] > 0:
-                emit_velocity(views, views_before, frame, targets, view, y, x, hit)
+                emit_velocity(views, views_before, frame, targets, i, place[0], hit)
             flat = to_world(resident, hit.instance, upright(hit.a, hit.b, hit.c))
-            toward = toward_camera(views, view, y, x)
+            toward = toward_camera(views, place)
             normal = surface_normal(resident, hit, flat)
             if wp.dot(normal, normal) == 0.0:  # a sliver that has an area on the screen alone
                 normal = toward
             if targets.normal.shape[0] > 0:
                 for axis in range(3):
-                    targets.normal[view, y, x, axis] = normal[axis]
+                    targets.normal[i, axis] = normal[axis]
             if targets.uv.shape[0] > 0 and resident.mesh[hit.mesh, MESH_ATTRIBUTES] & HAS_UV != 0:
                 step = resident.mesh_steps[hit.mesh, 1]
                 uv = (
@@ -145,20 +144,20 @@ def base_pass(
                     + hit.parts[1] * uv_of(resident, hit.cluster, hit.corners[1], step)
                     + hit.parts[2] * uv_of(resident, hit.cluster, hit.corners[2], step)
                 )
-                targets.uv[view, y, x, 0] = uv[0]
-                targets.uv[view, y, x, 1] = uv[1]
+                targets.uv[i, 0] = uv[0]
+                targets.uv[i, 1] = uv[1]
             if targets.vertex_color.shape[0] > 0 and hit.cluster.color_bits > 0:
                 own = own_color(resident, hit)
                 for axis in range(3):
-                    targets.vertex_color[view, y, x, axis] = own[axis]
+                    targets.vertex_color[i, axis] = own[axis]
             if targets.color.shape[0] > 0:
                 if wp.dot(flat, toward) < 0.0:  # the back of a surface is lit as its front
                     normal = -normal
                 ambient = 0.5 + 0.5 * wp.max(wp.dot(normal, toward), 0.0)
                 shone = wp.vec3(1.0, 1.0, 1.0) * wp.max(wp.dot(normal, light), 0.0)
                 if lights.kind.shape[0] > 0:
-                    shone = light_on(resident, lights, targets, view, y, x, hit, normal)
+                    shone = light_on(resident, lights, targets, i, hit, normal)
                 color = own_color(resident, hit)
                 for axis in range(3):
                     lit = AMBIENT * ambient + (1.0 - AMBIENT) * shone[axis]
-                    targets.color[view, y, x, axis] = color[axis] * wp.min(lit, 1.0)
+                    targets.color[i, axis] = color[axis] * wp.min(lit, 1.0)

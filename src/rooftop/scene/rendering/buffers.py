@@ -35,18 +35,21 @@ HAS_NORMALS, HAS_UV, HAS_COLORS = wp.constant(1), wp.constant(2), wp.constant(4)
 
 @wp.struct
 class Views:
-    """The cameras of a frame, or of the frame before."""
+    """The views of a frame, or of the frame before: cameras, and behind them shadow maps."""
 
     from_world: wp.array2d(dtype=wp.float64)  # (views, 12): 3 x 4, to x right, y down, z forward
     lens: wp.array2d(dtype=wp.float32)  # (views, 8), as named below
-    width: wp.int32  # pixels
-    height: wp.int32
+    pictures: wp.array2d(dtype=wp.int32)  # (views, 4), as named below
+    same: wp.int32  # pixels of each camera's view, if they are all of one size; else 0
 
 
 LENS_FX, LENS_FY, LENS_CX, LENS_CY = wp.constant(0), wp.constant(1), wp.constant(2), wp.constant(3)  # pixels
 LENS_NEAR = wp.constant(4)  # world units
 LENS_ORTHOGRAPHIC = wp.constant(5)  # 1 or 0
 LENS_TANGENT = wp.constant(6)  # of the angle between the axis and the farthest corner
+PICTURE_WIDTH, PICTURE_HEIGHT = wp.constant(0), wp.constant(1)  # pixels
+PICTURE_AT = wp.constant(2)  # its first pixel among those of all views
+PICTURE_LEVELS = wp.constant(3)  # of hierarchical z; level 0 is the pixels
 
 # ---- a frame ---------------------------------------------------------------------------------------------------------
 
@@ -56,6 +59,7 @@ class Frame:
     """What a frame works with: by pair, lists, pictures."""
 
     instances: wp.int32
+    cameras: wp.int32  # views that are no shadow maps: those have a frame before, and pictures that come out
     pixel_error: wp.float32  # what a surface may be off, in pixels
     # By pair, from the mesh's grid origin to the view: written by init_context, read by all stages.
     to_view: wp.array2d(dtype=wp.float32)  # (pairs, 12)
@@ -74,16 +78,16 @@ class Frame:
     drawn: wp.array(dtype=wp.int64)  # (2 * room,): visible of both passes in order; rasterize -> the stages after it
     ranks: wp.array2d(dtype=wp.int32)  # (2, room): where in `drawn` stands visible; rasterize
     # What is drawn.
-    pixels: wp.array3d(dtype=wp.int64)  # (views, height, width): the visibility buffer, DEPTH | rank << 7 | triangle
-    fragments: wp.array3d(dtype=wp.int32)  # the same, or empty: how often each pixel was covered; rasterize
+    pixels: wp.array(dtype=wp.int64)  # of all views, by rows: the visibility buffer, DEPTH | rank << 7 | triangle
+    fragments: wp.array(dtype=wp.int32)  # of the cameras, or empty: how often each pixel was covered; rasterize
     large: wp.array(dtype=wp.int64)  # rasterize: place in visible << 7 | triangle, of triangles for the tiles
     pieces: wp.array2d(dtype=wp.int64)  # (room, 8): such triangles clipped; x, y of 3 corners, view, low bits of pixels
     piece_depths: wp.array2d(dtype=wp.float32)  # (room, 3)
     tiles: wp.array(dtype=wp.int64)  # piece << 32 | tile's row << 16 | its column
-    # Farthest depths, of 2^level x 2^level pixels: written by hzb, read by the culls.
-    hzb: wp.array2d(dtype=wp.float32)  # (views, texels of all levels from the first on)
-    hzb_before: wp.array2d(dtype=wp.float32)
-    hzb_at: wp.array(dtype=wp.int32)  # (levels + 1,) where each level begins; of level 0, which is pixels, 0
+    # Farthest depths of the cameras' views, of 2^level x 2^level pixels: written by hzb, read by the culls.
+    hzb: wp.array(dtype=wp.float32)  # of each view all levels from the first on
+    hzb_before: wp.array(dtype=wp.float32)
+    hzb_at: wp.array2d(dtype=wp.int32)  # (cameras, levels) where each level begins; level 0 is the pixels
 
 
 DEPTH_SHIFT = wp.constant(
@@ -129,17 +133,17 @@ DIRECTIONAL, SPOT, POINT = wp.constant(0), wp.constant(1), wp.constant(2)
 
 @wp.struct
 class Targets:
-    """(views, height, width[, C]) each, or empty where it was not asked for. Background keeps what was there."""
+    """By pixel, as of `Frame.pixels`, or empty where it was not asked for. Background keeps what was there."""
 
-    depth: wp.array3d(dtype=wp.float32)  # world units along the view's axis; emit_depth_targets, and so up to velocity
-    instance: wp.array3d(dtype=wp.int32)
-    cluster: wp.array3d(dtype=wp.int32)  # its number in the mesh
-    triangle: wp.array3d(dtype=wp.int32)  # its number in the cluster
-    level: wp.array3d(dtype=wp.int32)  # of detail: 0 is the finest
-    material: wp.array3d(dtype=wp.int32)
-    velocity: wp.array4d(dtype=wp.float32)  # pixels since the frame before, to the right and down
-    normal: wp.array4d(dtype=wp.float32)  # in the world; base_pass, and so on
-    uv: wp.array4d(dtype=wp.float32)
-    color: wp.array4d(dtype=wp.float32)  # 0 to 1
-    vertex_color: wp.array4d(dtype=wp.float32)
-    shadow: wp.array4d(dtype=wp.float32)  # (views, height, width, lights): shadows
+    depth: wp.array(dtype=wp.float32)  # world units along the view's axis; emit_depth_targets, and so up to velocity
+    instance: wp.array(dtype=wp.int32)
+    cluster: wp.array(dtype=wp.int32)  # its number in the mesh
+    triangle: wp.array(dtype=wp.int32)  # its number in the cluster
+    level: wp.array(dtype=wp.int32)  # of detail: 0 is the finest
+    material: wp.array(dtype=wp.int32)
+    velocity: wp.array2d(dtype=wp.float32)  # pixels since the frame before, to the right and down
+    normal: wp.array2d(dtype=wp.float32)  # in the world; base_pass, and so on
+    uv: wp.array2d(dtype=wp.float32)
+    color: wp.array2d(dtype=wp.float32)  # 0 to 1
+    vertex_color: wp.array2d(dtype=wp.float32)
+    shadow: wp.array2d(dtype=wp.float32)  # (pixels, lights): shadows

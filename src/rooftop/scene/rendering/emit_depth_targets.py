@@ -21,7 +21,7 @@ from rooftop.scene.rendering.buffers import (
 from rooftop.scene.rendering.clusters import Cluster, corners_of, material_of, position_of, read_cluster
 from rooftop.scene.rendering.instance_cull import pair_of, what_of
 from rooftop.scene.rendering.level_cull import CLUSTER_INDEX_BITS, CLUSTER_INDEX_MASK
-from rooftop.scene.rendering.projections import transformed
+from rooftop.scene.rendering.projections import place_of, transformed, view_at
 from rooftop.scene.rendering.rasterize import on_screen
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
@@ -44,11 +44,12 @@ class Hit:
 
 
 @wp.func
-def ray(views: Views, view: wp.int32, y: wp.int32, x: wp.int32):
-    """Where a pixel looks, one unit deep."""
+def ray(views: Views, place: wp.vec3i):
+    """Where a pixel (view, row, column) looks, one unit deep."""
+    view = place[0]
     return wp.vec3(
-        (wp.float32(x) - views.lens[view, LENS_CX]) / views.lens[view, LENS_FX],
-        (wp.float32(y) - views.lens[view, LENS_CY]) / views.lens[view, LENS_FY],
+        (wp.float32(place[2]) - views.lens[view, LENS_CX]) / views.lens[view, LENS_FX],
+        (wp.float32(place[1]) - views.lens[view, LENS_CY]) / views.lens[view, LENS_FY],
         1.0,
     )
 
@@ -60,12 +61,12 @@ def longest_side(a: wp.vec3, b: wp.vec3, c: wp.vec3):
 
 
 @wp.func
-def parts_of(views: Views, view: wp.int32, y: wp.int32, x: wp.int32, a: wp.vec3, b: wp.vec3, c: wp.vec3):
+def parts_of(views: Views, place: wp.vec3i, a: wp.vec3, b: wp.vec3, c: wp.vec3):
     """Barycentric coordinates of where a pixel's ray meets the plane of a triangle of the view, moved into it.
 
     From the first corner on: so far away, where all three are nearly the same, nothing cancels but that distance.
     """
-    direction = ray(views, view, y, x)
+    direction = ray(views, place)
     longest = longest_side(a, b, c)
     if longest == 0.0:
         return wp.vec3(1.0, 0.0, 0.0)
@@ -73,7 +74,7 @@ def parts_of(views: Views, view: wp.int32, y: wp.int32, x: wp.int32, a: wp.vec3,
     v = (c - a) / longest
     normal = wp.cross(u, v)
     from_a = wp.vec3()
-    if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
+    if views.lens[place[0], LENS_ORTHOGRAPHIC] > 0.0:
         from_a = wp.vec3(direction[0] - a[0], direction[1] - a[1], 0.0)
         # Along the axis onto the plane; one that is seen from its edge stays as it is.
         if normal[2] != 0.0:
@@ -113,9 +114,9 @@ def covering(resident: Resident, frame: Frame, pixel: wp.int64):
 
 
 @wp.func
-def hit_of(resident: Resident, views: Views, frame: Frame, view: wp.int32, y: wp.int32, x: wp.int32):
-    """What a pixel shows that is not background, and where on it."""
-    hit = covering(resident, frame, frame.pixels[view, y, x])
+def hit_of(resident: Resident, views: Views, frame: Frame, pixel: wp.int64, place: wp.vec3i):
+    """What a pixel (view, row, column) shows that is not background, and where on it."""
+    hit = covering(resident, frame, pixel)
     hit.corners = corners_of(resident, hit.cluster, hit.triangle)
     step = resident.mesh_steps[hit.mesh, 0]
     hit.a = position_of(resident, hit.cluster, hit.corners[0], step)
@@ -124,7 +125,7 @@ def hit_of(resident: Resident, views: Views, frame: Frame, view: wp.int32, y: wp
     a = transformed(frame.to_view, hit.pair, hit.a)
     b = transformed(frame.to_view, hit.pair, hit.b)
     c = transformed(frame.to_view, hit.pair, hit.c)
-    hit.parts = parts_of(views, view, y, x, a, b, c)
+    hit.parts = parts_of(views, place, a, b, c)
     return hit
 
 
@@ -134,9 +135,8 @@ def emit_velocity(
     views_before: Views,
     frame: Frame,
     targets: Targets,
+    texel: wp.int32,
     view: wp.int32,
-    y: wp.int32,
-    x: wp.int32,
     hit: Hit,
 ):
     """From where the hit point was in the picture of the frame before to where it is in this one."""
@@ -146,8 +146,8 @@ def emit_velocity(
     then = on_screen(views_before, view, was)
     if was[2] < views_before.lens[view, LENS_NEAR]:  # it was nowhere in the picture's plane
         then = wp.vec2(wp.nan, wp.nan)
-    targets.velocity[view, y, x, 0] = now[0] - then[0]
-    targets.velocity[view, y, x, 1] = now[1] - then[1]
+    targets.velocity[texel, 0] = now[0] - then[0]
+    targets.velocity[texel, 1] = now[1] - then[1]
 
 
 @wp.kernel
@@ -164,28 +164,26 @@ def emit_depth_targets(
     """A thread for each pixel in strides; only targets that are not empty are written, and no background. `velocity`:
     whether that, too, is written here; where there is a base pass, that one knows the point on the surface anyway."""
     for i in range(wp.tid(), texels, stride):
-        x = i % views.width
-        y = (i // views.width) % views.height
-        view = i // (views.width * views.height)
-        pixel = frame.pixels[view, y, x]
+        pixel = frame.pixels[i]
         if pixel != wp.int64(0):
             if targets.depth.shape[0] > 0:
                 near = wp.cast(wp.int32(pixel >> DEPTH_SHIFT), wp.float32)
-                targets.depth[view, y, x] = views.lens[view, LENS_NEAR] / near
+                targets.depth[i] = views.lens[view_at(views, i), LENS_NEAR] / near
             if targets.triangle.shape[0] > 0:
-                targets.triangle[view, y, x] = wp.int32(pixel) & (TRIANGLES - 1)
+                targets.triangle[i] = wp.int32(pixel) & (TRIANGLES - 1)
             if targets.instance.shape[0] > 0:
                 item = frame.drawn[wp.int32(pixel >> TRIANGLE_SHIFT) & RANK_MASK]
-                targets.instance[view, y, x] = pair_of(item) % frame.instances
+                targets.instance[i] = pair_of(item) % frame.instances
             of_cluster = targets.cluster.shape[0] + targets.level.shape[0] + targets.material.shape[0]
             if of_cluster > 0:
                 hit = covering(resident, frame, pixel)
                 if targets.cluster.shape[0] > 0:
-                    targets.cluster[view, y, x] = hit.cluster.number
+                    targets.cluster[i] = hit.cluster.number
                 if targets.level.shape[0] > 0:
-                    targets.level[view, y, x] = hit.cluster.level
+                    targets.level[i] = hit.cluster.level
                 if targets.material.shape[0] > 0:
-                    targets.material[view, y, x] = material_of(resident, hit.cluster, hit.triangle)
+                    targets.material[i] = material_of(resident, hit.cluster, hit.triangle)
             if velocity != 0:
-                hit = hit_of(resident, views, frame, view, y, x)
-                emit_velocity(views, views_before, frame, targets, view, y, x, hit)
+                place = place_of(views, i)
+                hit = hit_of(resident, views, frame, pixel, place)
+                emit_velocity(views, views_before, frame, targets, i, place[0], hit)

@@ -2,7 +2,15 @@
 
 import warp as wp
 
-from rooftop.scene.rendering.buffers import DEPTH_SHIFT, Frame, Views
+from rooftop.scene.rendering.buffers import (
+    DEPTH_SHIFT,
+    PICTURE_AT,
+    PICTURE_HEIGHT,
+    PICTURE_LEVELS,
+    PICTURE_WIDTH,
+    Frame,
+    Views,
+)
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
@@ -10,37 +18,42 @@ wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 @wp.func
 def farthest_below(views: Views, frame: Frame, view: wp.int32, level: wp.int32, y: wp.int32, x: wp.int32):
     """Of the (up to) 2 x 2 texels that a texel covers one level below; of level 1, of pixels."""
-    columns = ((views.width - 1) >> (level - 1)) + 1
-    rows = ((views.height - 1) >> (level - 1)) + 1
+    columns = ((views.pictures[view, PICTURE_WIDTH] - 1) >> (level - 1)) + 1
+    rows = ((views.pictures[view, PICTURE_HEIGHT] - 1) >> (level - 1)) + 1
     farthest = wp.float32(1.0)
     for v in range(2 * y, wp.min(2 * y + 2, rows)):
         for u in range(2 * x, wp.min(2 * x + 2, columns)):
             if level == 1:
-                near = wp.cast(wp.int32(frame.pixels[view, v, u] >> DEPTH_SHIFT), wp.float32)
-                farthest = wp.min(farthest, near)
+                pixel = frame.pixels[views.pictures[view, PICTURE_AT] + v * columns + u]
+                farthest = wp.min(farthest, wp.cast(wp.int32(pixel >> DEPTH_SHIFT), wp.float32))
             else:
-                farthest = wp.min(farthest, frame.hzb[view, frame.hzb_at[level - 1] + v * columns + u])
+                farthest = wp.min(farthest, frame.hzb[frame.hzb_at[view, level - 1] + v * columns + u])
     return farthest
 
 
 @wp.kernel
-def reduce_depths(views: Views, frame: Frame, level: wp.int32, top: wp.int32, texels: wp.int32, stride: wp.int32):
-    """A level from the one below it, and with it the next one, if that is `top`: half as many launches. A thread has a
-    texel of `top`."""
-    columns = ((views.width - 1) >> level) + 1
-    rows = ((views.height - 1) >> level) + 1
-    top_columns = ((views.width - 1) >> top) + 1
-    top_rows = ((views.height - 1) >> top) + 1
-    side = 1 << (top - level)
-    for i in range(wp.tid(), texels, stride):
-        x = i % top_columns
-        y = (i // top_columns) % top_rows
-        view = i // (top_columns * top_rows)
-        farthest = wp.float32(1.0)
-        for v in range(side * y, wp.min(side * y + side, rows)):
-            for u in range(side * x, wp.min(side * x + side, columns)):
-                depth = farthest_below(views, frame, view, level, v, u)
-                frame.hzb[view, frame.hzb_at[level] + v * columns + u] = depth
-                farthest = wp.min(farthest, depth)
-        if top > level:
-            frame.hzb[view, frame.hzb_at[top] + y * top_columns + x] = farthest
+def reduce_depths(views: Views, frame: Frame, level: wp.int32, upper: wp.int32, stride: wp.int32):
+    """A level from the one below it, and with it the next one, if that is `upper`: half as many launches. A thread has
+    a texel of `upper`; views follow one another, each where the one before has ended."""
+    begin = wp.int32(0)
+    for view in range(frame.cameras):
+        last_x = views.pictures[view, PICTURE_WIDTH] - 1
+        last_y = views.pictures[view, PICTURE_HEIGHT] - 1
+        top = wp.min(upper, views.pictures[view, PICTURE_LEVELS] - 1)
+        top_columns = (last_x >> top) + 1
+        texels = wp.where(level <= top, top_columns * ((last_y >> top) + 1), 0)
+        columns = (last_x >> level) + 1
+        rows = (last_y >> level) + 1
+        side = 1 << wp.max(top - level, 0)
+        for texel in range((wp.tid() + stride - begin) % stride, texels, stride):
+            x = texel % top_columns
+            y = texel // top_columns
+            farthest = wp.float32(1.0)
+            for v in range(side * y, wp.min(side * y + side, rows)):
+                for u in range(side * x, wp.min(side * x + side, columns)):
+                    depth = farthest_below(views, frame, view, level, v, u)
+                    frame.hzb[frame.hzb_at[view, level] + v * columns + u] = depth
+                    farthest = wp.min(farthest, depth)
+            if top > level:
+                frame.hzb[frame.hzb_at[view, top] + y * top_columns + x] = farthest
+        begin = (begin + texels % stride) % stride

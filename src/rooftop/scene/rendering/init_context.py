@@ -30,8 +30,8 @@ def most_stretch(linear: wp.mat33d):
 def put_instances(
     resident: Resident, origins: wp.array2d(dtype=wp.float64), sent: wp.array2d(dtype=wp.float64), framed: wp.int32
 ):
-    """Those that have changed, a thread each. `origins`: of the meshes, which their positions count from. Instances from
-    number `framed` on were in no frame yet: they were where they are."""
+    """Those that have changed, a thread each. `origins`: of the meshes, which their positions count from. Instances
+    from number `framed` on were in no frame yet: they were where they are."""
     i = wp.tid()
     row = wp.int32(sent[i, 0])
     mesh = wp.int32(sent[i, 1])

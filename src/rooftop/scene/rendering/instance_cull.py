@@ -56,6 +56,8 @@ def what_of(item: wp.int64):
 @wp.func
 def hidden_before(views_before: Views, frame: Frame, pair: wp.int32, center: wp.vec3, half: wp.vec3):
     """Whether a box of the mesh was behind what the frame before has drawn, when it was where it was then."""
+    if pair // frame.instances >= frame.cameras:
+        return False
     at = transformed(frame.before, pair, center)
     sizes = half_sizes(frame.before, pair, center, half)
     return is_hidden(views_before, pair // frame.instances, at, sizes, frame.hzb_before, frame.hzb_at)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rooftop.scene import layouts
 from rooftop.scene.rendering import buffers
+from rooftop.scene.rendering.canvases import Canvas
 
 LAST = torch.iinfo(torch.int64).max  # sorts behind every entry
 EMPTY = -1  # is no entry
@@ -45,26 +46,30 @@ Captured = tuple[torch.cuda.CUDAGraph, tuple[tuple[str, Any, Any], ...]]
 
 
 class FrameMemory:
-    """Tensors of a frame, by the names of `buffers.Frame`."""
+    """Tensors of a frame, by the names of `buffers.Frame`.
+
+    Args:
+        places: for instances.
+        canvas: the pictures.
+        fragments: whether triangles are counted in each pixel.
+        room: of lists.
+        depths: (canvas.hzb_texels,) float32, of the cameras in the frame before; other memory may share it.
+        pictures: whether there is a visibility buffer; culls alone need none.
+    """
 
     def __init__(
         self,
-        instances: int,
-        views: int,
-        width: int,
-        height: int,
+        places: int,
+        canvas: Canvas,
         fragments: bool,
         room: Mapping[str, int],
-        device: torch.device,
+        depths: Tensor,
+        pictures: bool = True,
     ) -> None:
-        pairs, levels = instances * views, max(width - 1, height - 1).bit_length() + 1
-        sizes = [0] + [(((width - 1) >> k) + 1) * (((height - 1) >> k) + 1) for k in range(1, levels)]
-        self.hzb_steps = [(level, min(level + 1, levels - 1)) for level in range(1, levels, 2)]
-        self.hzb_texels = [size * views for size in sizes]
-        starts = [0, 0, *(sum(sizes[:k]) for k in range(2, levels))][:levels]
-        self.pairs, self.texels, self.room = pairs, views * width * height, dict(room)
-        self.sizes, self.device = (instances, views, width, height, fragments), device
-        empty = (0, 0, 0)
+        pairs, device = places * len(canvas.sizes), depths.device
+        texels = canvas.texels if pictures else 0
+        self.places, self.canvas, self.fragments, self.pairs = places, canvas, fragments, pairs
+        self.room, self.device, self._pictures = dict(room), device, pictures
 
         def of(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -82,32 +87,23 @@ class FrameMemory:
             "hidden_clusters": of(torch.int64, room["hidden_clusters"]),
             "drawn": of(torch.int64, 2 * room["visible"]),
             "ranks": of(torch.int32, 2, room["visible"]),
-            "pixels": of(torch.int64, views, height, width),
-            "fragments": of(torch.int32, *((views, height, width) if fragments else empty)),
+            "pixels": of(torch.int64, texels),
+            "fragments": of(torch.int32, canvas.camera_texels if fragments else 0),
             "large": of(torch.int64, room["large"]),
             "pieces": of(torch.int64, room["pieces"], 8),
             "piece_depths": of(torch.float32, room["pieces"], 3),
             "tiles": of(torch.int64, room["tiles"]),
-            "hzb": of(torch.float32, views, sum(sizes)),
-            "hzb_before": of(torch.float32, views, sum(sizes)),
-            "hzb_at": torch.tensor(starts, dtype=torch.int32, device=device),
+            "hzb": torch.empty_like(depths),
+            "hzb_before": depths,
+            "hzb_at": torch.from_numpy(canvas.hzb_at).to(device),
         }
         self.tensors["found"].fill_(LAST)
         # By what a frame is drawn with; None if it was drawn so once.
         self.graphs: dict[tuple[object, ...], Captured | None] = {}
         self.frame: Any = buffers.Frame()
-        self.frame.instances = instances
+        self.frame.instances, self.frame.cameras = places, canvas.cameras
         for name, tensor in self.tensors.items():
             setattr(self.frame, name, wp.from_torch(tensor))
-
-    @classmethod
-    def of_culls(
-        cls, instances: int, width: int, height: int, room: Mapping[str, int], device: torch.device
-    ) -> FrameMemory:
-        """For the culls of one view alone, which draw nothing: without pictures."""
-        memory = cls(instances, 1, 1, 1, False, room, device)
-        memory.sizes = (instances, 1, width, height, False)
-        return memory
 
     def clear(self) -> None:
         """For a frame."""
@@ -136,16 +132,11 @@ class FrameMemory:
         """The depths of this frame become those of the frame before."""
         self.tensors["hzb_before"].copy_(self.tensors["hzb"])
 
-    def take_depths(self, before: FrameMemory) -> None:
-        """The depths of the frame before, from other memory for pictures of the same size."""
-        self.tensors["hzb_before"] = before.tensors["hzb_before"]
-        self.frame.hzb_before = before.frame.hzb_before
-
     def with_room(self, room: Mapping[str, int]) -> FrameMemory:
         """Other memory for the same frame."""
-        memory = FrameMemory(*self.sizes, room, self.device)
+        depths = self.tensors["hzb_before"]
+        memory = FrameMemory(self.places, self.canvas, self.fragments, room, depths, self._pictures)
         memory.frame.pixel_error = self.frame.pixel_error
-        memory.take_depths(self)
         return memory
 
     def wanted_room(self, counters: list[int]) -> dict[str, int]:

@@ -35,12 +35,14 @@ struct Scene {
     const int *group_page, *first_group;  // where pages may be absent
     int* wanted;                          // by page; likewise
 };
-struct View {  // one camera, its pictures' depths, and transforms to it
-    const float *lens, *matrices, *hzb;
+struct View {  // one camera or shadow map, the size of its picture, where its depths' levels begin, and transforms to it
+    const float* lens;
+    const int *picture, *hzb_at;
+    const float *matrices, *hzb;
+    bool history;  // whether there may be a frame before to ask
 };
 struct Frame {
-    int width, height, instances, hzb_levels, hzb_stride;
-    const int* hzb_at;
+    int instances, cameras, hzb_stride;
     float pixel_error;
     bool history;
 };
@@ -90,9 +92,10 @@ __device__ bool too_coarse(const Scene& scene, const Frame& frame, const View& v
     return pixels_off(scene, view, instance, center, radius, error) > frame.pixel_error;
 }
 
-__device__ bool is_outside(const Frame& frame, const float* lens, Vector center, Vector half) {
-    const float right = float(frame.width) - 0.5f - lens[CX], left = -0.5f - lens[CX];
-    const float bottom = float(frame.height) - 0.5f - lens[CY], top = -0.5f - lens[CY], fx = lens[FX], fy = lens[FY];
+__device__ bool is_outside(const View& view, Vector center, Vector half) {
+    const float* lens = view.lens;
+    const float right = float(view.picture[WIDTH]) - 0.5f - lens[CX], left = -0.5f - lens[CX];
+    const float bottom = float(view.picture[HEIGHT]) - 0.5f - lens[CY], top = -0.5f - lens[CY], fx = lens[FX], fy = lens[FY];
     if (center.z + half.z < lens[NEAR]) return true;
     if (lens[ORTHOGRAPHIC] > 0.0f) {
         const float x = fx * center.x, y = fy * center.y;
@@ -107,9 +110,11 @@ __device__ bool is_outside(const Frame& frame, const float* lens, Vector center,
 __device__ __forceinline__ int clamped(float pixels, int size) {
     return int(smaller_of(larger_of(0.0f, pixels), float(size - 1)));
 }
-__device__ bool is_hidden(const Frame& frame, const float* lens, const float* hzb, Vector center, Vector half) {
+__device__ bool is_hidden(const View& view, Vector center, Vector half) {
+    const float* lens = view.lens;
+    const int width = view.picture[WIDTH], height = view.picture[HEIGHT], levels = view.picture[LEVELS];
     const float near = lens[NEAR], nearest = center.z - half.z, farthest = center.z + half.z;
-    if (nearest < near || frame.hzb_levels < 2) return false;
+    if (nearest < near || levels < 2) return false;
     float over_left = 1.0f, over_right = 1.0f, over_top = 1.0f, over_bottom = 1.0f;
     if (!(lens[ORTHOGRAPHIC] > 0.0f)) {
         over_left = center.x - half.x < 0.0f ? nearest : farthest;
@@ -121,24 +126,24 @@ __device__ bool is_hidden(const Frame& frame, const float* lens, const float* hz
     const float right = lens[FX] * (center.x + half.x) / over_right + lens[CX];
     const float top = lens[FY] * (center.y - half.y) / over_top + lens[CY];
     const float bottom = lens[FY] * (center.y + half.y) / over_bottom + lens[CY];
-    const int x0 = clamped(floorf(left - 1.0f), frame.width), x1 = clamped(ceilf(right + 1.0f), frame.width);
-    const int y0 = clamped(floorf(top - 1.0f), frame.height), y1 = clamped(ceilf(bottom + 1.0f), frame.height);
+    const int x0 = clamped(floorf(left - 1.0f), width), x1 = clamped(ceilf(right + 1.0f), width);
+    const int y0 = clamped(floorf(top - 1.0f), height), y1 = clamped(ceilf(bottom + 1.0f), height);
     int level = 1;
-    while (((x1 >> level) - (x0 >> level) > 2 || (y1 >> level) - (y0 >> level) > 2) && level + 1 < frame.hzb_levels) ++level;
-    const int columns = ((frame.width - 1) >> level) + 1;
+    while (((x1 >> level) - (x0 >> level) > 2 || (y1 >> level) - (y0 >> level) > 2) && level + 1 < levels) ++level;
+    const int columns = ((width - 1) >> level) + 1;
     const float in_front = near / nearest * (1.0f + ROUNDING);
     for (int y = y0 >> level; y <= y1 >> level; ++y)
         for (int x = x0 >> level; x <= x1 >> level; ++x)
-            if (hzb[frame.hzb_at[level] + y * columns + x] <= in_front) return false;
+            if (view.hzb[view.hzb_at[level] + y * columns + x] <= in_front) return false;
     return true;
 }
 
 enum State { SHOWN, HIDDEN, UNSEEN };
-__device__ State box_state(const Frame& frame, const View& now, const View& before, Vector center, Vector half) {
-    if (is_outside(frame, now.lens, transformed(now.matrices, center), half_sizes(now.matrices, center, half))) return UNSEEN;
-    if (!frame.history) return SHOWN;
+__device__ State box_state(const View& now, const View& before, Vector center, Vector half) {
+    if (is_outside(now, transformed(now.matrices, center), half_sizes(now.matrices, center, half))) return UNSEEN;
+    if (!before.history) return SHOWN;
     const Vector at = transformed(before.matrices, center), sizes = half_sizes(before.matrices, center, half);
-    return is_hidden(frame, before.lens, before.hzb, at, sizes) ? HIDDEN : SHOWN;
+    return is_hidden(before, at, sizes) ? HIDDEN : SHOWN;
 }
 
 // ---- what a warp does with what it owns ----
@@ -153,10 +158,15 @@ __device__ __forceinline__ Entry what_is_at(const Entry* items, int place, int r
     return place < room ? *(volatile const Entry*)&items[place] : EMPTY;
 }
 
-struct Views { const float *lens, *lens_before, *to_view, *before, *hzb_before; };
-__device__ __forceinline__ View view_of(const Frame& frame, const float* lens, const float* matrices, const float* hzb, int pair) {
+struct Views {
+    const float *lens, *lens_before;
+    const int *pictures, *hzb_at;
+    const float *to_view, *before, *hzb_before;
+};
+__device__ __forceinline__ View view_of(const Frame& frame, const Views& views, const float* lens, const float* matrices, int pair) {
     const int view = pair / frame.instances;
-    return {lens + LENS * view, matrices + 12ll * pair, hzb + (long long)frame.hzb_stride * view};
+    return {lens + LENS * view, views.pictures + PICTURE * view, views.hzb_at + frame.hzb_stride * view, matrices + 12ll * pair,
+            views.hzb_before, frame.history && view < frame.cameras};
 }
 
 enum Lead { NOWHERE, TO_NODE, TO_GROUP, TO_HIDDEN };
@@ -165,11 +175,11 @@ __device__ Lead ask_child(const Scene& scene, const Frame& frame, const Views& v
     const long long row = scene.mesh[4 * scene.instance_mesh[instance]] + node;
     const int* child = scene.nodes + (row * CHILDREN + slot) * CHILD_WORDS;
     if (child[CHILD_KIND] == 0) return NOWHERE;
-    const View now = view_of(frame, views.lens, views.to_view, views.hzb_before, pair);
+    const View now = view_of(frame, views, views.lens, views.to_view, pair);
     if (!too_coarse(scene, frame, now, instance, three(child + CHILD_SPHERE), real(child[CHILD_SPHERE + 3]), real(child[CHILD_ERROR])))
         return NOWHERE;
-    const View before = view_of(frame, views.lens_before, views.before, views.hzb_before, pair);
-    const State state = box_state(frame, now, before, three(child), three(child + 3));
+    const View before = view_of(frame, views, views.lens_before, views.before, pair);
+    const State state = box_state(now, before, three(child), three(child + 3));
     if (state == UNSEEN) return NOWHERE;
     const bool inner = state == SHOWN && child[CHILD_KIND] == INNER;
     found = inner ? entry_of(pair, child[CHILD_AT]) : entry_of(pair, node * CHILDREN + slot);
@@ -178,7 +188,7 @@ __device__ Lead ask_child(const Scene& scene, const Frame& frame, const Views& v
 
 // The group of a child wants its page.
 __device__ void ask_for(const Scene& scene, const Frame& frame, const Views& views, int pair, const int* child, int page) {
-    const View now = view_of(frame, views.lens, views.to_view, views.hzb_before, pair);
+    const View now = view_of(frame, views, views.lens, views.to_view, pair);
     union { float value; int word; } pixels = {
         pixels_off(scene, now, pair % frame.instances, three(child + CHILD_SPHERE), real(child[CHILD_SPHERE + 3]), real(child[CHILD_ERROR]))};
     if (now_at(scene.wanted + page) < pixels.word) atomicMax(scene.wanted + page, pixels.word);  // of numbers >= 0, bits have the same order
@@ -192,7 +202,7 @@ template <bool STREAMED>
 __device__ State ask_cluster(const Scene& scene, const Frame& frame, const Views& views, int pair, int page, int index, Entry& found) {
     const int instance = pair % frame.instances, mesh = scene.instance_mesh[instance];
     const int* head = head_of(scene.words + scene.page_at[scene.mesh[4 * mesh + 1] + page], index);
-    const View now = view_of(frame, views.lens, views.to_view, views.hzb_before, pair);
+    const View now = view_of(frame, views, views.lens, views.to_view, pair);
     if (too_coarse(scene, frame, now, instance, three(head + CLUSTER_SPHERE), real(head[CLUSTER_SPHERE + 3]), real(head[CLUSTER_ERROR]))) {
         if (!STREAMED || finer_is_there(scene, mesh, head)) return UNSEEN;
     }
@@ -200,23 +210,23 @@ __device__ State ask_cluster(const Scene& scene, const Frame& frame, const Views
     const int *base = head + CLUSTER_BASE, *extent = head + CLUSTER_EXTENT;
     const Vector half = {half_step * float(extent[0]), half_step * float(extent[1]), half_step * float(extent[2])};
     const Vector center = {step * float(base[0]) + half.x, step * float(base[1]) + half.y, step * float(base[2]) + half.z};
-    const View before = view_of(frame, views.lens_before, views.before, views.hzb_before, pair);
+    const View before = view_of(frame, views, views.lens_before, views.before, pair);
     found = entry_of(pair, (page << CLUSTER_INDEX_BITS) | index);
-    return box_state(frame, now, before, center, half);
+    return box_state(now, before, center, half);
 }
 
 template <bool STREAMED>
 __global__ void persistent_cull(const int* words, const long long* page_at, const int* nodes, const int* mesh, const float* mesh_steps,
                                 const int* instance_mesh, const float* instance_scale, const float* lens, const float* lens_before,
-                                const float* to_view, const float* before, const float* hzb_before, const int* hzb_at, int* counters,
+                                const int* pictures, const float* to_view, const float* before, const float* hzb_before, const int* hzb_at, int* counters,
                                 Entry* queue_items, Entry* group_items, Entry* visible_items, Entry* hidden_child_items,
                                 Entry* hidden_cluster_items, int queue_room, int group_room, int visible_room, int hidden_child_room,
-                                int hidden_cluster_room, int width, int height, int instances, int hzb_levels, int hzb_stride,
+                                int hidden_cluster_room, int instances, int cameras, int hzb_stride,
                                 float pixel_error, int history, int second, const int* group_page, const int* first_group, int* wanted) {
     int* mine = counters + second * PASS;
     const Scene scene = {words, nodes, mesh, instance_mesh, page_at, mesh_steps, instance_scale, group_page, first_group, wanted};
-    const Frame frame = {width, height, instances, hzb_levels, hzb_stride, hzb_at, pixel_error, history != 0};
-    const Views views = {lens, lens_before, to_view, before, hzb_before};
+    const Frame frame = {instances, cameras, hzb_stride, pixel_error, history != 0};
+    const Views views = {lens, lens_before, pictures, hzb_at, to_view, before, hzb_before};
     const List queue = {queue_items, queue_room, mine + NODES_WRITTEN}, groups = {group_items, group_room, mine + GROUPS};
     const List visible = {visible_items, visible_room, mine + VISIBLE};
     const List hidden_children = {hidden_child_items, hidden_child_room, counters + HIDDEN_CHILDREN};

@@ -46,9 +46,8 @@ def cull(
     meshes = ("words", "page_at", "nodes", "mesh", "mesh_steps", "instance_mesh", "instance_scale")
     pairs = ("to_view", "before", "hzb_before", "hzb_at", "counters")
     lists = (of["nodes"][0], of["groups"], of["found"], of["hidden_children"], of["hidden_clusters"])
-    instances, _, width, height, _ = memory.sizes
     kernel.launch(
         blocks, THREADS, *(scene.tensors[name] for name in meshes), now.tensors["lens"], then.tensors["lens"],
-        *(of[name] for name in pairs), *lists, *map(len, lists), width, height, instances, len(of["hzb_at"]),
-        of["hzb_before"].shape[1], memory.frame.pixel_error, history, second, *asked,
+        now.tensors["pictures"], *(of[name] for name in pairs), *lists, *map(len, lists), memory.places,
+        memory.canvas.cameras, of["hzb_at"].shape[1], memory.frame.pixel_error, history, second, *asked,
     )  # fmt: skip

@@ -6,6 +6,7 @@ typedef long long Entry;  // pair << 32 | what
 constexpr int PASS = 64;  // counters of a pass
 constexpr int GROUPS = 0, VISIBLE = 1, HIDDEN_CHILDREN = 3, HIDDEN_CLUSTERS = 4, LARGE = 5;
 constexpr int FX = 0, FY = 1, CX = 2, CY = 3, NEAR = 4, ORTHOGRAPHIC = 5, TANGENT = 6, LENS = 8;
+constexpr int PICTURE = 4, WIDTH = 0, HEIGHT = 1, PICTURE_AT = 2, LEVELS = 3;  // of a view: how large its picture is, and where
 constexpr int PAGE_WORDS = 4, PAGE_GROUPS = 1, GROUP_WORDS = 8, CLUSTER_WORDS = 21;
 constexpr int CLUSTER_SPHERE = 0, CLUSTER_ERROR = 4, CLUSTER_BASE = 5, CLUSTER_EXTENT = 8, CLUSTER_COUNTS = 12;
 constexpr int CLUSTER_STREAMS = 13, CLUSTER_INDEX_BITS = 11, NEW_WORDS = 8;

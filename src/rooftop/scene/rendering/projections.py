@@ -13,6 +13,10 @@ from rooftop.scene.rendering.buffers import (
     LENS_NEAR,
     LENS_ORTHOGRAPHIC,
     LENS_TANGENT,
+    PICTURE_AT,
+    PICTURE_HEIGHT,
+    PICTURE_LEVELS,
+    PICTURE_WIDTH,
     Views,
 )
 
@@ -20,6 +24,32 @@ wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 # Rounding of float32 in a transform, as a part of the sum of the sizes of its terms: four terms, three roundings each.
 ROUNDING = wp.constant(1e-6)
+
+
+@wp.func
+def view_at(views: Views, texel: wp.int32):
+    """The view to which a pixel of the cameras' belongs, or with different sizes one of any view."""
+    if views.same > 0:
+        return texel // views.same
+    low = wp.int32(0)
+    high = views.pictures.shape[0] - 1
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if views.pictures[middle, PICTURE_AT] <= texel:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@wp.func
+def place_of(views: Views, texel: wp.int32):
+    """View, row and column of a pixel of the cameras'."""
+    view = view_at(views, texel)
+    width = views.pictures[view, PICTURE_WIDTH]
+    inside = texel - views.pictures[view, PICTURE_AT]
+    row = inside // width
+    return wp.vec3i(view, row, inside - row * width)
 
 
 @wp.func
@@ -74,9 +104,9 @@ def error_on_screen(
 @wp.func
 def is_outside(views: Views, view: wp.int32, center: wp.vec3, half: wp.vec3):
     """Whether no pixel can show any of a box along the axes of the view."""
-    right = wp.float32(views.width) - 0.5 - views.lens[view, LENS_CX]
+    right = wp.float32(views.pictures[view, PICTURE_WIDTH]) - 0.5 - views.lens[view, LENS_CX]
     left = -0.5 - views.lens[view, LENS_CX]
-    bottom = wp.float32(views.height) - 0.5 - views.lens[view, LENS_CY]
+    bottom = wp.float32(views.pictures[view, PICTURE_HEIGHT]) - 0.5 - views.lens[view, LENS_CY]
     top = -0.5 - views.lens[view, LENS_CY]
     fx = views.lens[view, LENS_FX]
     fy = views.lens[view, LENS_FY]
@@ -100,8 +130,8 @@ def is_hidden(
     view: wp.int32,
     center: wp.vec3,
     half: wp.vec3,
-    hzb: wp.array2d(dtype=wp.float32),
-    hzb_at: wp.array(dtype=wp.int32),
+    hzb: wp.array(dtype=wp.float32),
+    hzb_at: wp.array2d(dtype=wp.int32),
 ):
     """Whether all pixels that could show a box along the axes of the view have something nearer."""
     near = views.lens[view, LENS_NEAR]
@@ -130,19 +160,22 @@ def is_hidden(
     top = fy * (center[1] - half[1]) / over_top + views.lens[view, LENS_CY]
     bottom = fy * (center[1] + half[1]) / over_bottom + views.lens[view, LENS_CY]
     # A pixel more on each side: corners are rounded to 1/256, and these few operations round as well.
-    x0 = wp.int32(wp.clamp(wp.floor(left - 1.0), 0.0, wp.float32(views.width - 1)))
-    x1 = wp.int32(wp.clamp(wp.ceil(right + 1.0), 0.0, wp.float32(views.width - 1)))
-    y0 = wp.int32(wp.clamp(wp.floor(top - 1.0), 0.0, wp.float32(views.height - 1)))
-    y1 = wp.int32(wp.clamp(wp.ceil(bottom + 1.0), 0.0, wp.float32(views.height - 1)))
+    last_x = views.pictures[view, PICTURE_WIDTH] - 1
+    last_y = views.pictures[view, PICTURE_HEIGHT] - 1
+    levels = views.pictures[view, PICTURE_LEVELS]
+    x0 = wp.int32(wp.clamp(wp.floor(left - 1.0), 0.0, wp.float32(last_x)))
+    x1 = wp.int32(wp.clamp(wp.ceil(right + 1.0), 0.0, wp.float32(last_x)))
+    y0 = wp.int32(wp.clamp(wp.floor(top - 1.0), 0.0, wp.float32(last_y)))
+    y1 = wp.int32(wp.clamp(wp.ceil(bottom + 1.0), 0.0, wp.float32(last_y)))
     level = wp.int32(1)
-    while ((x1 >> level) - (x0 >> level) > 2 or (y1 >> level) - (y0 >> level) > 2) and level + 1 < hzb_at.shape[0]:
+    while ((x1 >> level) - (x0 >> level) > 2 or (y1 >> level) - (y0 >> level) > 2) and level + 1 < levels:
         level += 1
-    if level >= hzb_at.shape[0]:  # the picture is a single pixel, and has no levels
+    if level >= levels:  # the picture is a single pixel, and has no levels
         return False
-    columns = ((views.width - 1) >> level) + 1
+    columns = (last_x >> level) + 1
     in_front = near / nearest * (1.0 + ROUNDING)
     for y in range(y0 >> level, (y1 >> level) + 1):
         for x in range(x0 >> level, (x1 >> level) + 1):
-            if hzb[view, hzb_at[level] + y * columns + x] <= in_front:
+            if hzb[hzb_at[view, level] + y * columns + x] <= in_front:
                 return False
     return True

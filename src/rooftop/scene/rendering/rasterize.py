@@ -21,6 +21,9 @@ from rooftop.scene.rendering.buffers import (
     LENS_NEAR,
     LENS_ORTHOGRAPHIC,
     PASS,
+    PICTURE_AT,
+    PICTURE_HEIGHT,
+    PICTURE_WIDTH,
     PIECES,
     RANK_MASK,
     TILES,
@@ -117,13 +120,13 @@ def nearness(views: Views, view: wp.int32, linear: wp.float32):
 
 
 @wp.func
-def put(frame: Frame, view: wp.int32, y: wp.int32, x: wp.int32, near: wp.float32, low: wp.int64):
+def put(frame: Frame, texel: wp.int32, near: wp.float32, low: wp.int64):
     """A covered pixel; the nearest stays, and of equals the last in the order of clusters and triangles."""
     value = (wp.int64(wp.cast(near, wp.int32)) << DEPTH_SHIFT) | low
-    if value > frame.pixels[view, y, x]:
-        wp.atomic_max(frame.pixels, view, y, x, value)
-    if frame.fragments.shape[0] > 0:
-        wp.atomic_add(frame.fragments, view, y, x, 1)
+    if value > frame.pixels[texel]:
+        wp.atomic_max(frame.pixels, texel, value)
+    if texel < frame.fragments.shape[0]:
+        wp.atomic_add(frame.fragments, texel, 1)
 
 
 @wp.func
@@ -157,6 +160,7 @@ def draw_small(
     farthest = wp.min(depth_a, wp.min(depth_b, depth_c))
     over_area = 1.0 / wp.float32(area)
     for y in range(box[2], box[3] + 1):
+        row = views.pictures[view, PICTURE_AT] + y * views.pictures[view, PICTURE_WIDTH]
         py = y << SUBPIXEL_BITS
         for x in range(box[0], box[1] + 1):
             px = x << SUBPIXEL_BITS
@@ -167,7 +171,7 @@ def draw_small(
                 # All terms have one sign: however far apart the corners are, nothing cancels.
                 sum = wp.float32(of_a) * depth_a + wp.float32(of_b) * depth_b + wp.float32(of_c) * depth_c
                 depth = wp.clamp(sum * over_area, farthest, nearest)
-                put(frame, view, y, x, nearness(views, view, depth), low)
+                put(frame, row + x, nearness(views, view, depth), low)
 
 
 @wp.kernel
@@ -204,9 +208,9 @@ def rasterize(resident: Resident, views: Views, frame: Frame, second: wp.int32, 
                 last = wp.max(a, wp.max(b, c))
                 box = wp.vec4i(
                     wp.max((first[0] + 255) >> SUBPIXEL_BITS, 0),
-                    wp.min(last[0] >> SUBPIXEL_BITS, views.width - 1),
+                    wp.min(last[0] >> SUBPIXEL_BITS, views.pictures[view, PICTURE_WIDTH] - 1),
                     wp.max((first[1] + 255) >> SUBPIXEL_BITS, 0),
-                    wp.min(last[1] >> SUBPIXEL_BITS, views.height - 1),
+                    wp.min(last[1] >> SUBPIXEL_BITS, views.pictures[view, PICTURE_HEIGHT] - 1),
                 )
                 if box[0] <= box[1] and box[2] <= box[3]:
                     fits = last[0] - first[0] <= SMALL_EXTENT and last[1] - first[1] <= SMALL_EXTENT
@@ -408,10 +412,11 @@ def find_tiles(views: Views, frame: Frame, second: wp.int32, stride: wp.int32):
         x1 = wp.max(frame.pieces[piece, 0], wp.max(frame.pieces[piece, 2], frame.pieces[piece, 4]))
         y0 = wp.min(frame.pieces[piece, 1], wp.min(frame.pieces[piece, 3], frame.pieces[piece, 5])) + wp.int64(255)
         y1 = wp.max(frame.pieces[piece, 1], wp.max(frame.pieces[piece, 3], frame.pieces[piece, 5]))
+        view = wp.int32(frame.pieces[piece, 6])
         first_x = wp.max(wp.int32(x0 >> SUBPIXEL_SHIFT), 0)
-        last_x = wp.min(wp.int32(x1 >> SUBPIXEL_SHIFT), views.width - 1)
+        last_x = wp.min(wp.int32(x1 >> SUBPIXEL_SHIFT), views.pictures[view, PICTURE_WIDTH] - 1)
         first_y = wp.max(wp.int32(y0 >> SUBPIXEL_SHIFT), 0)
-        last_y = wp.min(wp.int32(y1 >> SUBPIXEL_SHIFT), views.height - 1)
+        last_y = wp.min(wp.int32(y1 >> SUBPIXEL_SHIFT), views.pictures[view, PICTURE_HEIGHT] - 1)
         if first_x <= last_x and first_y <= last_y:
             columns = (last_x >> TILE_BITS) - (first_x >> TILE_BITS) + 1
             rows = (last_y >> TILE_BITS) - (first_y >> TILE_BITS) + 1
@@ -433,9 +438,11 @@ def draw_tiles(views: Views, frame: Frame, second: wp.int32, stride: wp.int32):
         tile = frame.tiles[i >> TILE_BITS]
         piece = pair_of(tile)
         y = ((what_of(tile) >> 16) << TILE_BITS) + (i & (TILE - 1))
-        if y < views.height:
+        view = wp.int32(frame.pieces[piece, 6])
+        if y < views.pictures[view, PICTURE_HEIGHT]:
             x0 = (what_of(tile) & 0xFFFF) << TILE_BITS
-            view = wp.int32(frame.pieces[piece, 6])
+            width = views.pictures[view, PICTURE_WIDTH]
+            row = views.pictures[view, PICTURE_AT] + y * width
             payload = frame.pieces[piece, 7]
             depth_a = frame.piece_depths[piece, 0]
             depth_b = frame.piece_depths[piece, 1]
@@ -455,11 +462,11 @@ def draw_tiles(views: Views, frame: Frame, second: wp.int32, stride: wp.int32):
             by_a = (frame.pieces[piece, 5] - frame.pieces[piece, 3]) << SUBPIXEL_SHIFT
             by_b = (frame.pieces[piece, 1] - frame.pieces[piece, 5]) << SUBPIXEL_SHIFT
             by_c = (frame.pieces[piece, 3] - frame.pieces[piece, 1]) << SUBPIXEL_SHIFT
-            for x in range(x0, wp.min(x0 + TILE, views.width)):
+            for x in range(x0, wp.min(x0 + TILE, width)):
                 if of_a + tie_a >= zero and of_b + tie_b >= zero and of_c + tie_c >= zero:
                     sum = wp.float32(of_a) * depth_a + wp.float32(of_b) * depth_b + wp.float32(of_c) * depth_c
                     depth = wp.clamp(sum / area, farthest, nearest)
-                    put(frame, view, y, x, nearness(views, view, depth), payload)
+                    put(frame, row + x, nearness(views, view, depth), payload)
                 of_a -= by_a
                 of_b -= by_b
                 of_c -= by_c
@@ -510,17 +517,15 @@ def count_cluster(resident: Resident, frame: Frame, second: wp.int32, item: wp.i
 
 
 @wp.kernel
-def rank_pixels(views: Views, frame: Frame, texels: wp.int32, stride: wp.int32):
-    """What the first pass has drawn gets the ranks among both: so equal depths are decided as in a single pass."""
+def rank_pixels(frame: Frame, texels: wp.int32, stride: wp.int32):
+    """What the first pass has drawn for the cameras gets the ranks among both: so equal depths are decided as in a
+    single pass."""
     if frame.counters[PASS + VISIBLE] > 0:
         for i in range(wp.tid(), texels, stride):
-            x = i % views.width
-            y = (i // views.width) % views.height
-            view = i // (views.width * views.height)
-            pixel = frame.pixels[view, y, x]
+            pixel = frame.pixels[i]
             if pixel != wp.int64(0):
                 high = pixel >> DEPTH_SHIFT
                 rank = wp.int32(pixel >> TRIANGLE_SHIFT) & RANK_MASK
                 triangle = pixel & wp.int64(TRIANGLES - 1)
                 low = (wp.int64(frame.ranks[0, rank]) << TRIANGLE_SHIFT) | triangle
-                frame.pixels[view, y, x] = (high << DEPTH_SHIFT) | low
+                frame.pixels[i] = (high << DEPTH_SHIFT) | low

@@ -13,7 +13,7 @@ struct Picture {
     const float* lens;
     long long* pixels;
     int* fragments;  // or null
-    int width, height;
+    int width;
 };
 
 __device__ __forceinline__ int bits(const int* words, int bit, int count) {
@@ -67,7 +67,7 @@ __device__ void draw_small(const Picture& picture, Vertex a, Vertex b, Vertex c,
             const float depth = smaller_of(larger_of(farthest, sum * over_area), nearest);
             const float near = smaller_of(parallel ? picture.lens[NEAR] / depth : depth, 1.0f);
             union { float value; int word; } of_near = {near};
-            const long long at = (long long)y * picture.width + x;
+            const int at = y * picture.width + x;
             const long long value = ((long long)of_near.word << DEPTH_SHIFT) | low;
             atomicMax(picture.pixels + at, value);
             if (picture.fragments) atomicAdd(picture.fragments + at, 1);
@@ -82,9 +82,9 @@ __device__ void draw_small(const Picture& picture, Vertex a, Vertex b, Vertex c,
 
 __global__ void __launch_bounds__(128) rasterize_clusters(
     const int* words, const long long* page_at, const int* mesh, const float* mesh_steps, const int* instance_mesh,
-    const float* instance_scale, const float* lens, const float* to_view, const Entry* visible, const int* ranks, int* counters,
-    long long* pixels, int* fragments, Entry* large_items, int visible_room, int large_room, int width, int height, int instances,
-    int second, int one_sided) {
+    const float* instance_scale, const float* lens, const int* pictures, const float* to_view, const Entry* visible, const int* ranks, int* counters,
+    long long* pixels, int* fragments, Entry* large_items, int visible_room, int large_room, int instances,
+    int cameras, int second, int one_sided) {
     __shared__ Vertex placed_vertices[MOST_VERTICES];
     const List large = {large_items, large_room, counters + second * PASS + LARGE};
     const int count = min(counters[second * PASS + VISIBLE], visible_room);
@@ -96,8 +96,9 @@ __global__ void __launch_bounds__(128) rasterize_clusters(
         const int counts = head[CLUSTER_COUNTS], triangles = (counts & 255) + 1, vertices = (counts >> 8 & 255) + 1;
         const int reference_bits = counts >> 16 & 255;
         const int* masks = page + head[CLUSTER_STREAMS];
-        const long long offset = (long long)view * width * height;
-        const Picture picture = {lens + LENS * view, pixels + offset, fragments ? fragments + offset : nullptr, width, height};
+        const int *size = pictures + PICTURE * view, width = size[WIDTH], height = size[HEIGHT], first = size[PICTURE_AT];
+        const bool counted = fragments && view < cameras;
+        const Picture picture = {lens + LENS * view, pixels + first, counted ? fragments + first : nullptr, width};
 
         const int* positions = masks + NEW_WORDS + (((3 * triangles - vertices) * reference_bits + 31) >> 5);
         const float* matrix = to_view + 12ll * pair;

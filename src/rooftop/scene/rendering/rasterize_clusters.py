@@ -34,9 +34,9 @@ def draw(scene: Uploaded, now: Uploaded, memory: FrameMemory, second: int, one_s
     blocks = blocks_on(memory.device, BLOCKS_OF_A_MULTIPROCESSOR)
     meshes = ("words", "page_at", "mesh", "mesh_steps", "instance_mesh", "instance_scale")
     visible, fragments = of["visible"][second], of["fragments"] if of["fragments"].numel() else None
-    instances, _, width, height, _ = memory.sizes
     kernel.launch(
-        blocks, THREADS, *(scene.tensors[name] for name in meshes), now.tensors["lens"], of["to_view"], visible,
+        blocks, THREADS, *(scene.tensors[name] for name in meshes), now.tensors["lens"],
+        now.tensors["pictures"], of["to_view"], visible,
         of["ranks"][second], of["counters"], of["pixels"], fragments, of["large"], len(visible), len(of["large"]),
-        width, height, instances, second, one_sided,
+        memory.places, memory.canvas.cameras, second, one_sided,
     )  # fmt: skip

@@ -7,8 +7,8 @@ constexpr int SIDE = 16, THREADS = SIDE * SIDE;  // of a tile's texels of level 
 constexpr int TILE_LEVEL = 6;
 constexpr float NEAREST = 1.0f;
 
-struct Levels {
-    float* texels;  // of one view
+struct Levels {  // of one view
+    float* texels;  // of all views
     const int* at;  // where each level begins
     int count, width, height;
     __device__ int columns(int level) const { return ((width - 1) >> level) + 1; }
@@ -17,13 +17,20 @@ struct Levels {
     __device__ float* place(int level, int y, int x) const { return texels + at[level] + (long long)y * columns(level) + x; }
 };
 
-__global__ void __launch_bounds__(THREADS) reduce_tiles(const long long* pixels, float* hzb, const int* hzb_at, int levels, int stride,
-                                                        int width, int height, int tiles_across) {
+__device__ __forceinline__ Levels levels_of(float* hzb, const int* hzb_at, int stride, const int* pictures, int view) {
+    const int* picture = pictures + PICTURE * view;
+    return {hzb, hzb_at + stride * view, picture[LEVELS], picture[WIDTH], picture[HEIGHT]};
+}
+
+__global__ void __launch_bounds__(THREADS) reduce_tiles(const long long* pixels, float* hzb, const int* hzb_at, int stride,
+                                                        const int* pictures, int tiles_across) {
     __shared__ float texels[SIDE][SIDE + 1];
     const int view = blockIdx.x / tiles_across, x = threadIdx.x % SIDE, y = threadIdx.x / SIDE;
-    const Levels all = {hzb + (long long)view * stride, hzb_at, levels, width, height};
+    const Levels all = levels_of(hzb, hzb_at, stride, pictures, view);
+    const int width = all.width, height = all.height;
     const int tile_x = blockIdx.x % tiles_across * SIDE, tile_y = blockIdx.y * SIDE;  // in texels of level 2
-    const long long* picture = pixels + (long long)view * width * height;
+    if (4 * tile_x >= width || 4 * tile_y >= height) return;  // another view is larger
+    const long long* picture = pixels + pictures[PICTURE * view + PICTURE_AT];
     float farthest = NEAREST;
     for (int part = 0; part < 4; ++part) {
         const int u = 2 * (tile_x + x) + part % 2, v = 2 * (tile_y + y) + part / 2;
@@ -54,9 +61,9 @@ __global__ void __launch_bounds__(THREADS) reduce_tiles(const long long* pixels,
     }
 }
 
-__global__ void __launch_bounds__(THREADS) reduce_rest(float* hzb, const int* hzb_at, int levels, int stride, int width, int height) {
-    const Levels all = {hzb + (long long)blockIdx.x * stride, hzb_at, levels, width, height};
-    for (int level = TILE_LEVEL + 1; level < levels; ++level) {
+__global__ void __launch_bounds__(THREADS) reduce_rest(float* hzb, const int* hzb_at, int stride, const int* pictures) {
+    const Levels all = levels_of(hzb, hzb_at, stride, pictures, blockIdx.x);
+    for (int level = TILE_LEVEL + 1; level < all.count; ++level) {
         const int columns = all.columns(level), texels = columns * all.rows(level);
         for (int texel = threadIdx.x; texel < texels; texel += THREADS) {
             const int x = texel % columns, y = texel / columns;

@@ -6,6 +6,7 @@ from functools import cache
 
 from rooftop.scene.rendering.cuda_sources import compiled, with_pieces
 from rooftop.scene.rendering.memory import FrameMemory
+from rooftop.scene.rendering.uploads import Uploaded
 
 TILE = 64  # pixels, on each side
 TILE_LEVELS = 7  # level 0 is the pixels
@@ -18,15 +19,14 @@ def source() -> str:
     return with_pieces(__file__)
 
 
-def reduce_depths(memory: FrameMemory) -> None:
-    """All levels of `hzb`, from `pixels`."""
-    of = memory.tensors
-    _, views, width, height, _ = memory.sizes
-    sizes = (of["hzb"], of["hzb_at"], len(of["hzb_at"]), of["hzb"].shape[1], width, height)
-    if len(of["hzb_at"]) > 1:
+def reduce_depths(now: Uploaded, memory: FrameMemory) -> None:
+    """All levels of `hzb`, from `pixels`, of the cameras' views. `now`: `buffers.Views`."""
+    of, canvas = memory.tensors, memory.canvas
+    where = (of["hzb"], of["hzb_at"], of["hzb_at"].shape[1], now.tensors["pictures"])
+    if canvas.levels > 1:
+        across, down = (-(-max(sides) // TILE) for sides in zip(*canvas.sizes[: canvas.cameras], strict=True))
         tiles = compiled(source(), "reduce_tiles", memory.device)
-        across = -(-width // TILE)
-        tiles.launch((across * views, -(-height // TILE)), THREADS, of["pixels"], *sizes, across)
-    if len(of["hzb_at"]) > TILE_LEVELS:
+        tiles.launch((across * canvas.cameras, down), THREADS, of["pixels"], *where, across)
+    if canvas.levels > TILE_LEVELS:
         rest = compiled(source(), "reduce_rest", memory.device)
-        rest.launch(views, THREADS, *sizes)
+        rest.launch(canvas.cameras, THREADS, *where)

@@ -11,21 +11,21 @@ import torch
 import warp as wp
 from torch import Tensor
 
-from rooftop.scene.cameras import MOST, Camera, real_numbers, same_size
+from rooftop.scene.cameras import MOST, Camera, checked_cameras, real_numbers, same_size
 from rooftop.scene.gbuffers import OUTPUTS, FrameStats, GBuffer
 from rooftop.scene.rendering import buffers, cuda_sources
-from rooftop.scene.rendering.memory import MOST_THREADS, ROOM, FrameMemory
+from rooftop.scene.rendering.canvases import Canvas
+from rooftop.scene.rendering.chains import Chain, Chains
+from rooftop.scene.rendering.memory import MOST_THREADS, FrameMemory
 from rooftop.scene.rendering.placing import Placed
 from rooftop.scene.rendering.shadow_maps import Drawing, ShadowMaps
 from rooftop.scene.rendering.stages import THREADS_OF_A_MULTIPROCESSOR, Clock, Stages
-from rooftop.scene.rendering.uploads import Inputs, Meshes, Uploaded
+from rooftop.scene.rendering.uploads import Meshes, Uploaded
 from rooftop.scene.scenes import Scene
 from rooftop.scene.streaming.page_graph import PageGraph
 from rooftop.scene.streaming.pool import Pool, checked_pool_bytes, slots_of
 
 LIGHT = (0.4, 0.3, 0.85)  # from where it comes
-# In each of several views: where one begins is to Warp an int32 of bytes, and a pixel has up to three float32.
-MOST_PIXELS_OF_SEVERAL = (2**31 - 1) // 12
 BACKGROUND = {  # else -1
     "depth": torch.inf,
     "uv": torch.nan,
@@ -98,10 +98,9 @@ class Renderer:
         self.pool: Pool | None = None
         if self.pool_bytes is not None and scene.meshes:
             slots_of(PageGraph(scene.meshes), self.pool_bytes)
-        self._ahead: tuple[Inputs, FrameMemory] | None = None  # of `prefetch`
+        self._chains, self._ahead = Chains(self.device), Chains(self.device, pictures=False)  # those of `prefetch`
         self._meshes: Meshes | None = None
         self._memory: FrameMemory | None = None
-        self._inputs: Inputs | None = None
         self._shadows = ShadowMaps(self.device)
         self._placed = Placed(self.device)
         self._resident: Uploaded | None = None  # what graphs know
@@ -109,7 +108,6 @@ class Renderer:
         self._cameras: tuple[Camera, ...] = ()
         self._has_depths = False
 
-    @torch.inference_mode(False)  # what is kept for the next frame must serve that, too, wherever it is drawn
     def render(
         self,
         cameras: Camera | Sequence[Camera],
@@ -121,7 +119,8 @@ class Renderer:
         """A frame of each camera, all in one chain of launches.
 
         Args:
-            cameras: of the same size. The one in the same place in the frame before is where it was then.
+            cameras: of the same size; `render_each` takes any. The one in the same place in the frame before is where
+                it was then.
             outputs: which fields of `GBuffer` to fill.
             timings: whether to time each stage, into `stats.stage_ms`.
             wait: with a pool, whether pages that are missing are loaded before the frame is done: then the picture is
@@ -134,59 +133,110 @@ class Renderer:
             ValueError: an output or the cameras are wrong, or pictures or lists would be too large.
             GeometryFileError: a page that is loaded while frames are drawn is missing or damaged; the message names it.
         """
-        if not isinstance(cameras, Camera | Iterable):
-            raise ValueError(f"cameras={cameras!r}: expected a scene.Camera, or a list of them")
-        cameras = (cameras,) if isinstance(cameras, Camera) else tuple(cameras)
-        width, height = same_size(cameras)
+        views = checked_cameras(cameras)
+        width, height = same_size(views)
+        stats, pictures = self._frame(views, outputs, timings, wait)
+        shape = (len(views), height, width)
+        return GBuffer(stats, **{name: flat.view(*shape, *flat.shape[1:]) for name, flat in pictures.items()})
+
+    def render_each(
+        self,
+        cameras: Sequence[Camera],
+        outputs: Sequence[str] = ("depth", "normal", "instance"),
+        *,
+        timings: bool = False,
+        wait: bool = True,
+    ) -> tuple[GBuffer, ...]:
+        """A frame of each camera, of whatever size, all in one chain of launches.
+
+        Args:
+            cameras: as many of the same sizes as in the frame before are where those were then.
+            outputs, timings, wait: as of `render`.
+
+        Returns:
+            Of each camera, pictures (1, height, width[, C]); the statistics are those of all. Without cameras, nothing.
+
+        Raises:
+            ValueError, GeometryFileError: as of `render`.
+        """
+        views = checked_cameras(cameras)
+        if not views:
+            return ()
+        stats, pictures = self._frame(views, outputs, timings, wait)
+        texels = [view.width * view.height for view in views]
+        parts = {name: flat.split(texels) for name, flat in pictures.items()}
+        return tuple(
+            GBuffer(
+                stats, **{n: own[k].view(1, view.height, view.width, *own[k].shape[1:]) for n, own in parts.items()}
+            )
+            for k, view in enumerate(views)
+        )
+
+    @torch.inference_mode(False)  # what is kept for the next frame must serve that, too, wherever it is drawn
+    def _frame(
+        self, cameras: tuple[Camera, ...], outputs: Sequence[str], timings: bool, wait: bool
+    ) -> tuple[FrameStats, dict[str, Tensor]]:
+        """The pictures of all cameras, (pixels[, C]) one behind another."""
         outputs = _checked_outputs(outputs)
         light = wp.vec3(*_checked_light(self.light))
-        _check_sizes(len(cameras), width, height, self.scene.placed.count)
+        sizes = tuple((camera.width, camera.height) for camera in cameras)
+        _check_sizes(Canvas(sizes, len(cameras)), self.scene.placed.count)
+        lights = self.scene.lights
         if not len(self.scene):
             self._forget()
-            pictures, _ = _pictures(outputs, (len(cameras), height, width), len(self.scene.lights), self.device)
+            pictures, _ = _pictures(outputs, Canvas(sizes, len(cameras)), len(lights), self.device)
             if "overdraw" in outputs:
-                pictures["overdraw"] = torch.zeros(len(cameras), height, width, dtype=torch.int32, device=self.device)
-            return GBuffer(FrameStats(0, 0, (), 0, 0, 0), **pictures)
+                pictures["overdraw"] = torch.zeros(
+                    Canvas(sizes, len(cameras)).texels, dtype=torch.int32, device=self.device
+                )
+            return FrameStats(0, 0, (), 0, 0, 0), pictures
         meshes = self._meshes_now()
-        same_views = len(self._cameras) == len(cameras) and same_size(self._cameras) == (width, height)
+        placed = self._place(meshes)
+        same_views = sizes == tuple((camera.width, camera.height) for camera in self._cameras)
         history = self.occlusion and same_views and self._has_depths
-        sizes = (len(cameras), (width, height))
-        if self._inputs is None or self._inputs.sizes != sizes:
-            self._inputs = Inputs(*sizes, self.device)
-            self._forget_graphs()
-        inputs, placed = self._inputs, self._place(meshes)
-        inputs.look(cameras, self._cameras if same_views else cameras)
-        memory = self._memory_of(placed.places, len(cameras), width, height, "overdraw" in outputs)
-        memory.frame.pixel_error = _checked_error(self.pixel_error)
+        pixel_error = _checked_error(self.pixel_error)
+        emitted = outputs
+        if lights and "color" in outputs and "shadow" not in outputs:
+            emitted = (*outputs, "shadow")
+        due: tuple[int, ...] = ()
+        if lights and "shadow" in emitted:
+            of_scene = (meshes, self.scene.placed, self.scene.bounds())
+            drawing = Drawing(self.one_sided, self.kernels == "cuda", pixel_error)
+            due = self._shadows.due(lights, cameras, *of_scene, drawing)
+        beside, *later = self._shadows.batches(due, placed.places, len(cameras))
+        maps = [self._shadows.views[number] for number in beside]
+        canvas = Canvas((*sizes, *((view.width, view.height) for view in maps)), len(cameras))
+        chain = self._chains.of(canvas, placed.places, "overdraw" in outputs)
+        chain.inputs.look(cameras, self._cameras if same_views else cameras, maps)
+        chain.memory.frame.pixel_error = pixel_error
         pool, best = self.pool, False
         if pool is not None:
             pool.begin()
-        lights, emitted, drawn_maps = self.scene.lights, outputs, 0
-        if lights and "color" in outputs and "shadow" not in outputs:
-            emitted = (*outputs, "shadow")
         while True:
             clock = Clock(self.device, timings)
-            stages = self._stages(inputs, memory, meshes, clock)
+            stages = self._stages(chain, meshes, clock)
             if self.device.type == "cuda":
                 stages.draw_captured(history)
             else:
                 stages.draw(history)
-            if lights and "shadow" in emitted:
-                drawn_maps += self._draw_shadow_maps(meshes, cameras, clock)
-                if pool is not None:
-                    pool.requests.collect(memory.tensors["counters"], self._threads, aging=False)
-            pictures, targets = _pictures(emitted, (len(cameras), height, width), len(lights), self.device)
+            counters_of = chain.memory.tensors["counters"]
+            if due:
+                with clock.of("shadow_maps"):
+                    self._shadows.keep(stages, beside)
+                    for batch in later:
+                        self._draw_maps(batch, meshes, pixel_error)
+                if later and pool is not None:
+                    pool.requests.collect(counters_of, self._threads, aging=False)
+            pictures, targets = _pictures(emitted, canvas, len(lights), self.device)
             stages.emit(targets, light, self._shadows.values if lights else buffers.Lights(), emitted)
             answer = pool.requests.read() if pool is not None else None  # waits for the frame, as the next line does
             if pool is not None and answer is not None and answer.refused is not None:
                 self._drop_pool()
                 pool.refuse(answer.refused)
-            counters = answer.counters if answer is not None else memory.tensors["counters"].tolist()
-            if answer is not None and len(answer.missing):
-                self._shadows.draw_again()
-            room = memory.wanted_room(counters)
-            if room != memory.room:
-                memory = memory.with_room(room)
+            counters = answer.counters if answer is not None else counters_of.tolist()
+            room = chain.memory.wanted_room(counters)
+            if room != chain.memory.room:
+                self._chains.widen(chain, room)
                 continue
             if pool is None or answer is None or best or not len(answer.missing):
                 break
@@ -194,16 +244,18 @@ class Renderer:
                 pool.ask(answer)
                 break
             best, history = _filled(pool, history)
+        memory = chain.memory
+        self._shadows.drawn(due, answer is None or not len(answer.missing))
         if "overdraw" in outputs:
             pictures["overdraw"] = memory.tensors["fragments"].clone()
         if emitted is not outputs:
             del pictures["shadow"]
-        streaming = None if pool is None or answer is None else pool.stats(answer, memory.frame.pixel_error)
-        stats = replace(_stats(counters, drawn_maps, clock.stage_ms()), streaming=streaming)
-        memory.turn_over()
+        streaming = None if pool is None or answer is None else pool.stats(answer, pixel_error)
+        stats = replace(_stats(counters, len(due), clock.stage_ms()), streaming=streaming)
+        self._chains.settle(chain)
         placed.settle()
         self._memory, self._cameras, self._has_depths = memory, cameras, self.occlusion
-        return GBuffer(stats, **pictures)
+        return stats, pictures
 
     @torch.inference_mode(False)
     def prefetch(self, cameras: Camera | Sequence[Camera]) -> None:
@@ -217,36 +269,29 @@ class Renderer:
             ValueError: the cameras are wrong, or lists would be too large.
             GeometryFileError: a page that was loaded meanwhile is missing or damaged.
         """
-        if not isinstance(cameras, Camera | Iterable):
-            raise ValueError(f"cameras={cameras!r}: expected a scene.Camera, or a list of them")
-        cameras = (cameras,) if isinstance(cameras, Camera) else tuple(cameras)
-        if not cameras:
+        views = checked_cameras(cameras)
+        if not views:
             return  # the path is at its end
-        size = same_size(cameras)
-        _check_sizes(1, *size, self.scene.placed.count)
+        canvas = Canvas((same_size(views),), 1)
+        _check_sizes(canvas, self.scene.placed.count)
         if self.pool_bytes is None or not len(self.scene):
             return
         meshes, pool = self._meshes_now(), self.pool
         assert pool is not None
         pool.begin()
-        places = self._place(meshes).places
-        if self._ahead is None or self._ahead[0].sizes != (1, size) or self._ahead[1].sizes[0] != places:
-            memory = FrameMemory.of_culls(places, *size, ROOM, self.device)
-            self._ahead = (Inputs(1, size, self.device), memory)
-        inputs, memory = self._ahead
-        memory.frame.pixel_error = _checked_error(self.pixel_error)
+        chain = self._ahead.of(canvas, self._place(meshes).places)
+        pixel_error = _checked_error(self.pixel_error)
         pool.requests.clear()
-        for camera in cameras:
-            inputs.look((camera,), (camera,))
+        for view in views:
+            chain.inputs.look((view,), (view,))
             while True:
-                self._stages(inputs, memory, meshes, Clock(self.device, False)).look_ahead()
-                room = memory.wanted_room(memory.tensors["counters"].tolist())
-                if room == memory.room:
+                chain.memory.frame.pixel_error = pixel_error
+                self._stages(chain, meshes, Clock(self.device, False)).look_ahead()
+                room = chain.memory.wanted_room(chain.memory.tensors["counters"].tolist())
+                if room == chain.memory.room:
                     break
-                memory = FrameMemory.of_culls(places, *size, room, self.device)
-                memory.frame.pixel_error = _checked_error(self.pixel_error)
-                self._ahead = (inputs, memory)
-        pool.requests.collect(memory.tensors["counters"], self._threads, aging=False)
+                self._ahead.widen(chain, room)
+        pool.requests.collect(chain.memory.tensors["counters"], self._threads, aging=False)
         pool.ask(pool.requests.read(), urgent=False)
 
     def _meshes_now(self) -> Meshes:
@@ -262,51 +307,39 @@ class Renderer:
         """The next frame begins with a new one."""
         if self.pool is not None:
             self.pool.close()
-        self.pool = self._meshes = self._inputs = self._ahead = None
+        self.pool = self._meshes = None
 
     def _place(self, meshes: Meshes) -> Placed:
         """The instances as they are now."""
         resident = self._resident
         self._placed.update(self.scene.placed, meshes)
         if self._placed.resident is not resident:
-            self._forget_graphs()
+            self._chains.forget_graphs()
             self._resident = self._placed.resident
         return self._placed
 
-    def _forget_graphs(self) -> None:
-        """They know where something was that is elsewhere now."""
-        if self._memory is not None:
-            self._memory.graphs.clear()
-
-    def _stages(self, inputs: Inputs, memory: FrameMemory, meshes: Meshes, clock: Clock) -> Stages:
+    def _stages(self, chain: Chain, meshes: Meshes, clock: Clock) -> Stages:
         return Stages(
-            *(self._placed.resident, inputs.now, inputs.then, memory, meshes.depth, self._threads, clock),
-            *(self.occlusion, self.one_sided, self.kernels == "cuda"),
+            *(self._placed.resident, chain.inputs.now, chain.inputs.then, chain.memory, meshes.depth, self._threads),
+            *(clock, self.occlusion and chain.memory.canvas.cameras > 0, self.one_sided, self.kernels == "cuda"),
             requests=None if self.pool is None else self.pool.requests,
         )
 
-    def _draw_shadow_maps(
-        self,
-        meshes: Meshes,
-        cameras: Sequence[Camera],
-        clock: Clock,
-    ) -> int:
-        """Those that have to be drawn; how many."""
-        drawing = Drawing(self._threads, self.one_sided, self.kernels == "cuda", float(self.pixel_error))
-        requests = None if self.pool is None else self.pool.requests
-        of_scene = (meshes, self.scene.placed, self.scene.bounds(), self._placed)
-        return self._shadows.draw(self.scene.lights, cameras, *of_scene, drawing, requests, clock)
-
-    def _memory_of(self, instances: int, views: int, width: int, height: int, fragments: bool) -> FrameMemory:
-        """That of the frame before, if it fits."""
-        sizes = (instances, views, width, height, fragments)
-        before = self._memory
-        if before is not None and before.sizes == sizes:
-            return before
-        memory = FrameMemory(*sizes, before.room if before else ROOM, self.device)
-        if before and before.sizes[1:4] == sizes[1:4]:
-            memory.take_depths(before)
-        return memory
+    def _draw_maps(self, numbers: tuple[int, ...], meshes: Meshes, pixel_error: float) -> None:
+        """Shadow maps that would be too many beside the pictures."""
+        views = [self._shadows.views[number] for number in numbers]
+        canvas = Canvas(tuple((view.width, view.height) for view in views), 0)
+        chain = self._chains.of(canvas, self._placed.places)
+        chain.inputs.look((), (), views)
+        while True:
+            chain.memory.frame.pixel_error = pixel_error
+            stages = self._stages(chain, meshes, Clock(self.device, False))
+            stages.draw_more()
+            room = chain.memory.wanted_room(chain.memory.tensors["counters"].tolist())
+            if room == chain.memory.room:
+                break
+            self._chains.widen(chain, room)
+        self._shadows.keep(stages, numbers)
 
     def _forget(self) -> None:
         self._placed.settle()
@@ -342,16 +375,11 @@ def _checked_outputs(outputs: Sequence[str]) -> tuple[str, ...]:
     return tuple(str(name) for name in names)
 
 
-def _check_sizes(views: int, width: int, height: int, instances: int) -> None:
-    if max(views * width * height, views * instances) > MOST_THREADS:
+def _check_sizes(canvas: Canvas, instances: int) -> None:
+    if max(canvas.texels, len(canvas.sizes) * instances) > MOST_THREADS:
         raise ValueError(
-            f"{views} views of {width} x {height} pixels and {instances:,} instances: a frame has at most 2^30 pixels, "
-            "and 2^30 instances over all views; render fewer views at once"
-        )
-    if views > 1 and width * height > MOST_PIXELS_OF_SEVERAL:
-        raise ValueError(
-            f"{views} views of {width} x {height} pixels: views of more than {MOST_PIXELS_OF_SEVERAL:,} pixels are "
-            "rendered one at a time"
+            f"{len(canvas.sizes)} views of {canvas.texels:,} pixels and {instances:,} instances: a frame has at most "
+            "2^30 pixels, and 2^30 instances over all views; render fewer views at once"
         )
 
 
@@ -382,15 +410,15 @@ def _checked_light(light: Any) -> tuple[float, ...]:
 
 
 def _pictures(
-    outputs: Sequence[str], shape: tuple[int, int, int], lights: int, device: torch.device
+    outputs: Sequence[str], canvas: Canvas, lights: int, device: torch.device
 ) -> tuple[dict[str, Tensor], Any]:
-    """Tensors of background, by name, and the same as the stages take them."""
+    """Tensors of background, (pixels[, C]) by name, and the same as the stages take them."""
     pictures, targets = {}, buffers.Targets()
+    channels = CHANNELS | {"shadow": lights}
     for name in outputs:
         if name == "overdraw":
             continue
-        channels = CHANNELS | {"shadow": lights}
-        sizes = (*shape, *([channels[name]] if name in channels else []))
+        sizes = (canvas.camera_texels, *([channels[name]] if name in channels else []))
         dtype = torch.float32 if name in BACKGROUND else torch.int32
         pictures[name] = torch.full(sizes, BACKGROUND.get(name, -1), dtype=dtype, device=device)
         setattr(targets, name, wp.from_torch(pictures[name]))

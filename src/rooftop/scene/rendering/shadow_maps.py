@@ -1,7 +1,7 @@
 """The shadow maps of a scene's lights: which are to be drawn for a frame, and the memory where all are kept.
 
 A map stays as it is while its view, what casts shadows in it, and the wanted accuracy stay. The others are drawn by the
-first three stages, as pictures are, all of one size at once.
+first three stages beside the pictures, as views that have no frame before.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from rooftop.scene.cameras import Camera
 from rooftop.scene.instances import Floats, Instances, grown, most_stretch
 from rooftop.scene.lights import DirectionalLight, Light, PointLight, SpotLight
 from rooftop.scene.rendering import buffers
-from rooftop.scene.rendering.memory import MOST_THREADS, ROOM, FrameMemory
-from rooftop.scene.rendering.placing import Placed
-from rooftop.scene.rendering.stages import Clock, Stages
-from rooftop.scene.rendering.uploads import LENS, Meshes, Uploaded, lens_of, uploaded, views_of
-from rooftop.scene.streaming.answers import RequestBuffers
+from rooftop.scene.rendering.memory import MOST_THREADS
+from rooftop.scene.rendering.stages import Stages
+from rooftop.scene.rendering.uploads import LENS, Meshes, Uploaded, lens_of, uploaded
 
 MOST_AT_ONCE = (
     2**26
@@ -36,11 +34,10 @@ class Drawing:
     """How maps are drawn.
 
     Attributes:
-        threads, one_sided, cuda_cpp: as of `Stages`.
+        one_sided, cuda_cpp: as of `Stages`.
         pixel_error: by how many texels the surface may be off.
     """
 
-    threads: int
     one_sided: bool
     cuda_cpp: bool
     pixel_error: float
@@ -51,67 +48,71 @@ class ShadowMaps:
 
     Attributes:
         values: `buffers.Lights`, as of the last frame.
+        views: of all maps.
     """
+
+    views: list[Camera]
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.values = device, buffers.Lights()
         self._lights: tuple[Light, ...] = ()
         self._sizes: list[int] = []  # of all maps
         self._drawn: list[object] = []  # of each map, of what it was drawn; None: it is not yet
-        self._latest: list[int] = []  # those that were drawn at last
+        self._wanted: list[object] = []
         self._casters = _Casters()
-        self._batches: dict[tuple[int, int], _Batch] = {}
 
-    def draw(
+    def due(
         self,
         lights: tuple[Light, ...],
         cameras: Sequence[Camera],
         meshes: Meshes,
         instances: Instances,
         bounds: Floats,
-        placed: Placed,
         drawing: Drawing,
-        requests: RequestBuffers | None,
-        clock: Clock,
-    ) -> int:
-        """Bring the maps up to date; how many had to be drawn.
+    ) -> tuple[int, ...]:
+        """The maps that are to be drawn for a frame; `drawn` says when they are.
 
         Args:
             lights: of the scene, at least one.
             cameras: of the frame.
-            meshes, instances: of the scene; placed: the same on the device.
+            meshes, instances: of the scene.
             bounds: (2, 3), a box around all instances.
-            drawing: how.
-            requests: where the culls ask for pages, if some may be absent, beside what is asked for already.
-            clock: of the frame.
+            drawing: how maps are drawn.
 
         Raises:
             ValueError: maps of too many texels.
         """
         maps = [light.maps(cameras, bounds) for light in lights]
-        views = [view for each in maps for view in each]
-        self._place(lights, [len(each) for each in maps], views)
+        self.views = [view for each in maps for view in each]
+        self._place(lights, [len(each) for each in maps], self.views)
         changed = self._casters.changed(meshes, instances)
-        due: dict[int, list[int]] = {}
-        self._latest = []
-        for number, view in enumerate(views):
-            of = (drawing, view.world_to_camera.tobytes(), view.fx, view.near)
-            if self._drawn[number] != of or changed is None or _sees(view, *changed):
-                due.setdefault(view.width, []).append(number)
-                self._latest.append(number)
-            self._drawn[number] = of
-        with clock.of("shadow_maps"):
-            for size, numbers in due.items():
-                most = max(1, MOST_AT_ONCE // max(size * size, placed.places))
-                for first in range(0, len(numbers), most):
-                    batch = numbers[first : first + most]
-                    self._draw_batch(batch, views, meshes, placed, drawing, requests)
-        return len(self._latest)
+        self._wanted = [(drawing, view.world_to_camera.tobytes(), view.fx, view.near) for view in self.views]
+        for number, view in enumerate(self.views):
+            if changed is None or _sees(view, *changed):
+                self._drawn[number] = None
+        return tuple(k for k, wanted in enumerate(self._wanted) if self._drawn[k] != wanted)
 
-    def draw_again(self) -> None:
-        """Those that were drawn last lack pages: the next frame draws them again."""
-        for number in self._latest:
-            self._drawn[number] = None
+    def batches(self, due: Sequence[int], places: int, cameras: int) -> list[tuple[int, ...]]:
+        """Maps that are drawn at once, in order: the first beside so many cameras."""
+        batches: list[list[int]] = [[]]
+        texels, views = 0, cameras
+        for number in due:
+            texels, views = texels + self.views[number].width ** 2, views + 1
+            if batches[-1] and (texels > MOST_AT_ONCE or views * places > MOST_AT_ONCE):
+                batches.append([])
+                texels, views = self.views[number].width ** 2, 1
+            batches[-1].append(number)
+        return [tuple(batch) for batch in batches]
+
+    def keep(self, stages: Stages, numbers: Sequence[int]) -> None:
+        """What stages have just drawn behind the cameras, as maps of these numbers."""
+        which = uploaded(self.device, np.array(numbers, dtype=np.int32))
+        stages.keep_depths(*map(wp.from_torch, (which, self._texel_at, self._depths)))
+
+    def drawn(self, numbers: Sequence[int], whole: bool) -> None:
+        """These maps are drawn; if not from all pages that they want (`whole`), the next frame draws them again."""
+        for number in numbers:
+            self._drawn[number] = self._wanted[number] if whole else None
 
     def _place(self, lights: tuple[Light, ...], counts: Sequence[int], views: Sequence[Camera]) -> None:
         """Memory for all maps; those that were not in the same place before are to be drawn."""
@@ -136,21 +137,6 @@ class ShadowMaps:
             self._uploaded = Uploaded.into(buffers.Lights(), tables)
             self._lights, self.values = lights, self._uploaded.values
         self._uploaded.set({"from_world": matrices, "lens": lens})
-
-    def _draw_batch(
-        self,
-        numbers: Sequence[int],
-        views: Sequence[Camera],
-        meshes: Meshes,
-        placed: Placed,
-        drawing: Drawing,
-        requests: RequestBuffers | None,
-    ) -> None:
-        size = views[numbers[0]].width
-        batch = self._batches.get((len(numbers), size))
-        if batch is None or batch.memory.sizes[0] != placed.places:
-            batch = self._batches[len(numbers), size] = _Batch(len(numbers), size, placed.places, self.device)
-        batch.draw(numbers, views, meshes.depth, placed.resident, drawing, requests, self._texel_at, self._depths)
 
 
 def _tables(lights: Sequence[Light], counts: Sequence[int], sizes: Sequence[int]) -> dict[str, NDArray[Any]]:
@@ -177,51 +163,6 @@ def _tables(lights: Sequence[Light], counts: Sequence[int], sizes: Sequence[int]
     return {name: np.array(row, dtype=dtypes.get(name, np.float32)) for name, row in rows.items()}
 
 
-class _Batch:
-    """Maps of one size that are drawn at once, and the memory for as many."""
-
-    def __init__(self, count: int, size: int, instances: int, device: torch.device) -> None:
-        self.device = device
-        self.memory = FrameMemory(instances, count, size, size, False, ROOM, device)
-        self._which = torch.empty(count, dtype=torch.int32, device=device)
-        matrices = torch.empty(count, 12, dtype=torch.float64, device=device)
-        lenses = torch.empty(count, LENS, dtype=torch.float32, device=device)
-        self._views = views_of((size, size), matrices, lenses)
-
-    def draw(
-        self,
-        numbers: Sequence[int],
-        views: Sequence[Camera],
-        depth: int,
-        resident: Uploaded,
-        drawing: Drawing,
-        requests: RequestBuffers | None,
-        texel_at: torch.Tensor,
-        depths: torch.Tensor,
-    ) -> None:
-        """Those of these numbers, into `depths`."""
-        chosen = [views[number] for number in numbers]
-        self._views.set(
-            {
-                "from_world": np.stack([view.world_to_camera[:3].reshape(12) for view in chosen]),
-                "lens": np.array([lens_of(view) for view in chosen]),
-            }
-        )
-        self._which.copy_(torch.tensor(numbers, dtype=torch.int32))
-        while True:
-            self.memory.frame.pixel_error = drawing.pixel_error
-            stages = Stages(
-                *(resident, self._views, self._views, self.memory, depth, drawing.threads, Clock(self.device, False)),
-                *(False, drawing.one_sided, drawing.cuda_cpp, requests),
-            )
-            stages.draw_more()
-            room = self.memory.wanted_room(self.memory.tensors["counters"].tolist())
-            if room == self.memory.room:
-                break
-            self.memory = self.memory.with_room(room)
-        stages.keep_depths(*map(wp.from_torch, (self._which, texel_at, depths)))
-
-
 # ---- what casts shadows ------------------------------------------------------------------------------------------
 
 
@@ -231,11 +172,12 @@ class _Casters:
     def __init__(self) -> None:
         self._meshes: Meshes | None = None
         self._version = self._known = 0
-        self._centers, self._radii = np.empty((0, 3)), np.empty(0)  # of spheres around them
+        self._centers: Floats = np.empty((0, 3))  # of spheres around them
+        self._radii: Floats = np.empty(0)
 
     def changed(self, meshes: Meshes, instances: Instances) -> tuple[Floats, Floats] | None:
-        """Spheres, centres (N, 3) and radii (N,), around what has come, moved or gone, where it was and is; None: all is
-        another."""
+        """Spheres, centres (N, 3) and radii (N,), around what has come, moved or gone, where it was and is; None: all
+        is another."""
         anew = self._meshes is not meshes
         if anew:
             self._meshes, self._version, self._known = meshes, 0, 0
@@ -243,7 +185,8 @@ class _Casters:
         rows = instances.changed(self._version, self._known)
         was = rows[rows < self._known]
         before = self._centers[was], self._radii[was]
-        self._centers, self._radii = (grown(array, instances.count) for array in (self._centers, self._radii))
+        self._centers = grown(self._centers, instances.count)
+        self._radii = grown(self._radii, instances.count)
         now = self._centers[rows], self._radii[rows] = self._spheres(meshes, instances, rows)
         self._version, self._known = instances.changes.version, instances.count
         if anew:

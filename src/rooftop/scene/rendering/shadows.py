@@ -17,6 +17,9 @@ from rooftop.scene.rendering.buffers import (
     LENS_FY,
     LENS_NEAR,
     LENS_ORTHOGRAPHIC,
+    PICTURE_AT,
+    PICTURE_HEIGHT,
+    PICTURE_WIDTH,
     POINT,
     Frame,
     Lights,
@@ -26,6 +29,7 @@ from rooftop.scene.rendering.buffers import (
 )
 from rooftop.scene.rendering.emit_depth_targets import hit_of
 from rooftop.scene.rendering.lighting import point_of, toward_light
+from rooftop.scene.rendering.projections import place_of
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
@@ -40,19 +44,20 @@ def keep_depths(
     which: wp.array(dtype=wp.int32),
     texel_at: wp.array(dtype=wp.int64),
     depths: wp.array(dtype=wp.float32),
-    texels: wp.int32,
     stride: wp.int32,
 ):
-    """Of maps that have just been drawn, view k being map which[k], what is nearest."""
-    for i in range(wp.tid(), texels, stride):
-        x = i % views.width
-        y = (i // views.width) % views.height
-        view = i // (views.width * views.height)
-        pixel = frame.pixels[view, y, x]
-        depth = wp.float32(wp.inf)
-        if pixel != wp.int64(0):
-            depth = views.lens[view, LENS_NEAR] / wp.cast(wp.int32(pixel >> DEPTH_SHIFT), wp.float32)
-        depths[texel_at[which[view]] + wp.int64(y * views.width + x)] = depth
+    """Of maps that have just been drawn, the k-th behind the cameras being map which[k], what is nearest."""
+    begin = wp.int32(0)
+    for number in range(which.shape[0]):
+        view = frame.cameras + number
+        texels = views.pictures[view, PICTURE_WIDTH] * views.pictures[view, PICTURE_HEIGHT]
+        for texel in range((wp.tid() + stride - begin) % stride, texels, stride):
+            pixel = frame.pixels[views.pictures[view, PICTURE_AT] + texel]
+            depth = wp.float32(wp.inf)
+            if pixel != wp.int64(0):
+                depth = views.lens[view, LENS_NEAR] / wp.cast(wp.int32(pixel >> DEPTH_SHIFT), wp.float32)
+            depths[texel_at[which[number]] + wp.int64(texel)] = depth
+        begin = (begin + texels % stride) % stride
 
 
 @wp.func
@@ -165,16 +170,15 @@ def shadows(
 ):
     """`targets.shadow` of each pixel that is not background."""
     for i in range(wp.tid(), texels, stride):
-        x = i % views.width
-        y = (i // views.width) % views.height
-        view = i // (views.width * views.height)
-        pixel = frame.pixels[view, y, x]
+        pixel = frame.pixels[i]
         if pixel != wp.int64(0):
-            hit = hit_of(resident, views, frame, view, y, x)
+            place = place_of(views, i)
+            view = place[0]
+            hit = hit_of(resident, views, frame, pixel, place)
             near = wp.cast(wp.int32(pixel >> DEPTH_SHIFT), wp.float32)
             depth = views.lens[view, LENS_NEAR] / near
             point = point_of(resident, hit.instance, hit.parts[0] * hit.a + hit.parts[1] * hit.b + hit.parts[2] * hit.c)
-            toward = toward_camera(views, view, y, x)
+            toward = toward_camera(views, place)
             normal = to_world(resident, hit.instance, upright(hit.a, hit.b, hit.c))
             if wp.dot(normal, normal) == 0.0:
                 normal = toward
@@ -197,4 +201,4 @@ def shadows(
                         for axis in range(3):
                             moved[axis] = point[axis] + wp.float64(off * normal[axis])
                         share = share_of(lights, light, number, moved)
-                targets.shadow[view, y, x, light] = share
+                targets.shadow[i, light] = share

@@ -107,8 +107,8 @@ class Stages:
                 self.requests.collect(self.memory.tensors["counters"], self.threads)
 
     def draw_more(self) -> None:
-        """Another visibility buffer of the same frame, such as that of a shadow map; what its culls ask for stands
-        beside what is asked for already. Nothing is hidden by what was drawn before."""
+        """More views of the same frame; what their culls ask for stands beside what is asked for already. Nothing is
+        hidden by what was drawn before."""
         self._draw(history=False)
 
     def look_ahead(self) -> None:
@@ -178,22 +178,21 @@ class Stages:
         """Pictures from the visibility buffer, of these names. `lights`: `buffers.Lights`, of which the maps are
         drawn."""
         shared = (*self._inputs, self.memory.frame, targets)
-        base = not OF_BASE_PASS.isdisjoint(outputs)
+        base, texels = not OF_BASE_PASS.isdisjoint(outputs), self.memory.canvas.camera_texels
         with self.clock.of("emit_depth_targets"):
             velocity = int("velocity" in outputs and not base)
-            self._launch(emit_depth_targets.emit_depth_targets, *shared, velocity, self.memory.texels)
+            self._launch(emit_depth_targets.emit_depth_targets, *shared, velocity, texels)
         if "shadow" in outputs:
             with self.clock.of("shadows"):
                 of_pixels = (self.resident.values, self.now.values, self.memory.frame, targets, lights)
-                self._launch(shadows.shadows, *of_pixels, self.memory.texels)
+                self._launch(shadows.shadows, *of_pixels, texels)
         if base:
             with self.clock.of("base_pass"):
-                self._launch(base_pass.base_pass, *shared, lights, light, self.memory.texels)
+                self._launch(base_pass.base_pass, *shared, lights, light, texels)
 
     def keep_depths(self, which: Any, texel_at: Any, depths: Any) -> None:
-        """The nearest depths of the visibility buffer, view k as map which[k] of `buffers.Lights`."""
-        given = (self.now.values, self.memory.frame, which, texel_at, depths)
-        self._launch(shadows.keep_depths, *given, self.memory.texels)
+        """The nearest depths of the shadow maps, the k-th as map which[k] of `buffers.Lights`."""
+        self._launch(shadows.keep_depths, self.now.values, self.memory.frame, which, texel_at, depths)
 
     @property
     def _sorts(self) -> bool:
@@ -235,7 +234,7 @@ class Stages:
                 memory.sort_found(second)
             self._launch(rasterize.rank_clusters, self.resident.values, frame, second)
             if second:
-                self._launch(rasterize.rank_pixels, self.now.values, frame, memory.texels)
+                self._launch(rasterize.rank_pixels, frame, memory.canvas.camera_texels)
         with self.clock.of("rasterize"):
             sides = int(self.one_sided)
             if self.cuda_cpp:
@@ -250,11 +249,10 @@ class Stages:
     def _build_hzb(self) -> None:
         with self.clock.of("hzb"):
             if self.cuda_cpp:
-                reduce_tiles.reduce_depths(self.memory)
+                reduce_tiles.reduce_depths(self.now, self.memory)
                 return
-            for level, top in self.memory.hzb_steps:
-                texels = self.memory.hzb_texels[top]
-                self._launch(hzb.reduce_depths, self.now.values, self.memory.frame, level, top, texels)
+            for step in self.memory.canvas.hzb_steps:
+                self._launch(hzb.reduce_depths, self.now.values, self.memory.frame, *step)
 
     def _launch(self, kernel: Any, *arguments: Any, threads: int | None = None) -> None:
         threads = threads or self.threads

@@ -17,6 +17,7 @@ from rooftop.scene import layouts
 from rooftop.scene.cameras import Camera
 from rooftop.scene.geometry import Geometry
 from rooftop.scene.rendering import buffers
+from rooftop.scene.rendering.canvases import Canvas
 from rooftop.scene.streaming.pool import Pool
 
 LENS = 8  # numbers of a view
@@ -109,15 +110,15 @@ class Uploaded:
 
 
 class Inputs:
-    """The cameras of a frame, in one place as long as there are as many of the same size: launches that are captured in
+    """The views of a frame, in one place as long as there are as many of the same sizes: launches that are captured in
     a graph find them there.
 
     Attributes:
         now, then: `buffers.Views`, and those of the frame before.
     """
 
-    def __init__(self, views: int, size: tuple[int, int], device: torch.device) -> None:
-        self.sizes = (views, size)
+    def __init__(self, canvas: Canvas, device: torch.device) -> None:
+        views = len(canvas.sizes)
         # The matrices and lenses of both frames are next to each other: they go to the device in one copy.
         sizes = (2 * views * 12 * 8, 2 * views * LENS * 4)  # bytes
         staged = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
@@ -131,21 +132,27 @@ class Inputs:
             for memory in (staged, there)
         )
         self._matrices, self._lenses = matrices.numpy(), lenses.numpy()
-        self.now, self.then = (views_of(size, *both) for both in zip(*of_device, strict=True))
+        pictures = uploaded(device, canvas.table)
+        self.now, self.then = (_views(canvas, pictures, *both) for both in zip(*of_device, strict=True))
         self._looked: Sequence[Camera] | None = None
 
-    def look(self, cameras: Sequence[Camera], before: Sequence[Camera]) -> None:
-        """The views, and where each was in the frame before."""
+    def look(self, cameras: Sequence[Camera], before: Sequence[Camera], maps: Sequence[Camera] = ()) -> None:
+        """The views: cameras, where each was in the frame before, and shadow maps."""
+        numbers = (self._matrices, self._lenses)
         if before is self._looked:
-            self._matrices[1], self._lenses[1] = self._matrices[0], self._lenses[0]
+            for of_both in numbers:
+                of_both[1] = of_both[0]
         else:
-            self._stage(1, before)
-        self._stage(0, cameras)
+            self._stage(1, 0, before)
+        self._stage(0, 0, cameras)
+        self._stage(0, len(cameras), maps)
+        for of_both in numbers:
+            of_both[1, len(cameras) :] = of_both[0, len(cameras) :]
         self._looked = cameras
         self._there.copy_(self._staged, non_blocking=True)  # the frame has been waited for before another is staged
 
-    def _stage(self, which: int, cameras: Sequence[Camera]) -> None:
-        for view, c in enumerate(cameras):
+    def _stage(self, which: int, first: int, cameras: Sequence[Camera]) -> None:
+        for view, c in enumerate(cameras, first):
             self._matrices[which, view] = c.world_to_camera[:3].reshape(12)
             self._lenses[which, view] = lens_of(c)
 
@@ -156,11 +163,11 @@ def lens_of(camera: Camera) -> tuple[float, ...]:
     return c.fx, c.fy, c.cx, c.cy, c.near, float(c.orthographic), c.corner_tangent, 0.0
 
 
-def views_of(size: tuple[int, int], from_world: Tensor, lens: Tensor) -> Uploaded:
-    """`buffers.Views` of pictures of a size, in memory that is there."""
+def _views(canvas: Canvas, pictures: Tensor, from_world: Tensor, lens: Tensor) -> Uploaded:
+    """`buffers.Views` in memory that is there."""
     values = buffers.Views()
-    values.width, values.height = size
-    return Uploaded.into(values, {"from_world": from_world, "lens": lens})
+    values.same = canvas.same
+    return Uploaded.into(values, {"from_world": from_world, "lens": lens, "pictures": pictures})
 
 
 def uploaded(device: torch.device, array: NDArray[Any]) -> Tensor:

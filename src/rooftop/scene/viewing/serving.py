@@ -24,7 +24,6 @@ from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import numpy as np
 import torch
 from PIL import Image
 

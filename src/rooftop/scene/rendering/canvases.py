@@ -1,0 +1,99 @@
+"""The pictures of a frame, of different sizes, one behind another in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rooftop.scene.cameras import MAX_SIDE
+
+MOST_LEVELS = (MAX_SIDE - 1).bit_length() + 1  # of hierarchical z: level 0 is the pixels, the last one is a texel
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """Of which size each view is: the cameras' first, then shadow maps.
+
+    Attributes:
+        sizes: (width, height) of each view, in pixels.
+        cameras: how many of them are cameras'.
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+    cameras: int
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.sizes, self.cameras))
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Of each view its first texel, and at the end how many texels there are."""
+        ends = np.cumsum([width * height for width, height in self.sizes], dtype=np.int64)
+        return [0, *ends.tolist()]
+
+    @property
+    def texels(self) -> int:
+        """Of all views."""
+        return self.starts[-1]
+
+    @property
+    def camera_texels(self) -> int:
+        """Of the cameras' views."""
+        return self.starts[self.cameras]
+
+    @cached_property
+    def same(self) -> int:
+        """How many texels each camera's view has, if they all are of one size; else 0."""
+        first, *others = self.sizes[: self.cameras] or ((0, 0),)
+        return first[0] * first[1] if all(size == first for size in others) else 0
+
+    @cached_property
+    def table(self) -> Ints:
+        """(views, 4), as `buffers.Views.pictures`."""
+        rows = [(*size, start, levels_of(size)) for size, start in zip(self.sizes, self.starts[:-1], strict=True)]
+        return np.array(rows, dtype=np.int32)
+
+    @cached_property
+    def levels(self) -> int:
+        """Of hierarchical z, of the camera that has most."""
+        return max(map(levels_of, self.sizes[: self.cameras]), default=1)
+
+    @property
+    def hzb_steps(self) -> list[tuple[int, int]]:
+        """The levels that are reduced at once: one, and the next if there is one."""
+        return [(level, min(level + 1, self.levels - 1)) for level in range(1, self.levels, 2)]
+
+    @cached_property
+    def hzb_at(self) -> Ints:
+        """(cameras, MOST_LEVELS): where each level of each view begins; of level 0, and of those that it has not, 0."""
+        table, at = np.zeros((self.cameras, MOST_LEVELS), np.int32), 0
+        for view, size in enumerate(self.sizes[: self.cameras]):
+            for level in range(1, levels_of(size)):
+                table[view, level] = at
+                at += texels_of(size, level)
+        return table
+
+    @cached_property
+    def hzb_texels(self) -> int:
+        """Of all levels of all cameras, from the first on."""
+        return sum(texels_of(size, k) for size in self.sizes[: self.cameras] for k in range(1, levels_of(size)))
+
+
+def levels_of(size: tuple[int, int]) -> int:
+    """Of hierarchical z of a picture, with that of its pixels."""
+    return (max(size) - 1).bit_length() + 1
+
+
+def texels_of(size: tuple[int, int], level: int) -> int:
+    """Of a level of a picture."""
+    width, height = size
+    return (((width - 1) >> level) + 1) * (((height - 1) >> level) + 1)

@@ -1,0 +1,88 @@
+"""Chains of launches: what each draws into, kept for the frames to come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rooftop.scene.rendering.canvases import Canvas
+from rooftop.scene.rendering.memory import ROOM, FrameMemory
+from rooftop.scene.rendering.uploads import Inputs
+
+Sizes = tuple[tuple[int, int], ...]
+MOST_CHAINS = 4  # of one renderer: cameras alone, and with the shadow maps that are due now and then
+MOST_TEXELS = 2**27  # of chains that are kept beside the last one: 8 bytes each
+
+
+@dataclass
+class Chain:
+    """Where the launches of a frame find the views, and what they work with."""
+
+    inputs: Inputs
+    memory: FrameMemory
+
+
+class Chains:
+    """The chains of a renderer, the last one last.
+
+    Args:
+        device: of the renderer.
+        pictures: whether they draw; else they only cull.
+    """
+
+    def __init__(self, device: torch.device, pictures: bool = True) -> None:
+        self.device, self._pictures = device, pictures
+        self._chains: dict[tuple[Canvas, bool], Chain] = {}
+        self._places = 0
+        # The cameras' sizes and their depths of the frame before, and those of the last frame that came to its end.
+        self._depths: tuple[Sizes, torch.Tensor] = (), torch.empty(0, device=device)
+        self._settled: tuple[Sizes, torch.Tensor] = self._depths
+        self._room: Mapping[str, int] = ROOM
+
+    def of(self, canvas: Canvas, places: int, fragments: bool = False) -> Chain:
+        """That for such pictures, so many places for instances, and with or without counted triangles. All that have
+        the same cameras share their depths of the frame before."""
+        sizes = canvas.sizes[: canvas.cameras]
+        if sizes and sizes != self._depths[0]:
+            self._chains.clear()
+            before = (
+                self._settled[1] if sizes == self._settled[0] else torch.empty(canvas.hzb_texels, device=self.device)
+            )
+            self._depths = sizes, before
+        if places != self._places:
+            self._chains.clear()
+            self._places = places
+        chain = self._chains.pop((canvas, fragments), None)
+        if chain is None:
+            depths = self._depths[1] if sizes else self._depths[1][:0]
+            memory = FrameMemory(places, canvas, fragments, self._room, depths, self._pictures)
+            chain = Chain(Inputs(canvas, self.device), memory)
+        self._chains[canvas, fragments] = chain
+        self._forget_some()
+        return chain
+
+    def widen(self, chain: Chain, room: Mapping[str, int]) -> None:
+        """More room for lists, which new chains get from the beginning."""
+        chain.memory = chain.memory.with_room(room)
+        self._room = room
+
+    def settle(self, chain: Chain) -> None:
+        """A frame is drawn: its depths become those of the frame before."""
+        chain.memory.turn_over()
+        self._settled = self._depths
+
+    def forget_graphs(self) -> None:
+        """They know where something was that is elsewhere now."""
+        for chain in self._chains.values():
+            chain.memory.graphs.clear()
+
+    def _forget_some(self) -> None:
+        kept = list(self._chains)
+        texels = sum(canvas.texels for canvas, _ in kept[:-1])
+        for key in kept[:-1]:  # the one that was not drawn for longest first
+            if len(self._chains) <= MOST_CHAINS and texels <= MOST_TEXELS:
+                break
+            texels -= key[0].texels
+            del self._chains[key]
