@@ -9,7 +9,9 @@ G-buffer; those of each stage, from the device's events, in frames of their own;
 through `scene_brute_force.py`, as long as that takes less than a second. The brute-force picture is compared with ours:
 the share of pixels whose depth is within 2%. Frames are drawn by the kernels in Warp and by those in CUDA C++. Then the
 same view of ever finer rocks, as many; 64 cameras at once; and hills of ten million triangles as a single mesh, beside
-brute force and a ray for each pixel through Warp's tree of boxes. Then a tree of 200,000 leaves: what it covers from
+brute force and a ray for each pixel through Warp's tree of boxes. Frames of a field of which some rocks move, come and
+go beside frames of which none does; four cascades of 2048 x 2048, drawn anew and kept; and cameras of several sizes,
+together and each by itself. Then a tree of 200,000 leaves: what it covers from
 ever farther, as a share of all its triangles from near, and a forest of it. Builds are of such hills, too, on the CPU
 of the machine, all its threads.
 
@@ -231,6 +233,113 @@ def around(frame: int, number: int, count: int, side: int) -> scene.Camera:
     return scene.Camera.look_at(eye, eye * np.array((4, 4, -1)), fov_y_degrees=60, width=side, height=side)
 
 
+def changing(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
+    """Of a field of rocks, some are moved, or taken away and others added, before each frame. The frame's time is
+    without the change itself, which is timed beside it."""
+    vertices, faces = rock(min(options.detail, 3))
+    count, changes = (100_000, [0, 100, 10_000]) if not options.quick else (200, [0, 10])
+    with tempfile.TemporaryDirectory() as folder:
+        mesh = Path(folder) / "rock.rtg"
+        scene.build(vertices, faces, mesh)
+        for what in ("moved", "replaced"):
+            for changed in changes:
+                row = {"what": what, "instances": count, "changed": changed, "size": list(options.sizes[0])}
+                rows(row | of_changes(mesh, what, count, changed, options))
+
+
+def of_changes(mesh: Path, what: str, count: int, changed: int, options: argparse.Namespace) -> dict[str, Any]:
+    world, random = scene.Scene(), np.random.default_rng(2)
+    world.add_instances(world.add_mesh(mesh), field(count))
+    there = np.arange(count)
+    renderer = scene.Renderer(world, options.device, kernels=options.kernels[-1])
+    taken, drawn = [], []
+
+    def change(at: np.ndarray, places: np.ndarray) -> None:
+        if what == "moved":
+            world.move_all(there[at], places)
+        elif len(at):
+            world.remove_all(there[at])
+            there[at] = world.add_instances(0, places)
+
+    for frame in range(options.frames):
+        at = random.permutation(count)[:changed]
+        places = world.instances()[1][there[at]]
+        places[:, :3, 3] += random.normal(0, 0.1, (changed, 3))
+        camera = path(frame, *options.sizes[0])
+        taken.append(waited(lambda a=at, p=places: change(a, p)))
+        drawn.append(waited(lambda c=camera: renderer.render(c, G_BUFFER)))
+    return {"change_ms": middle(taken), "g_buffer_ms": middle(drawn)}
+
+
+def lights(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
+    """A sun with four cascades: frames without it, with maps drawn anew for each, and with maps that are kept."""
+    vertices, faces = rock(options.detail)
+    size = 2048 if not options.quick else 64
+    rocks = options.rocks[-2] if len(options.rocks) > 1 else options.rocks[-1]
+    with tempfile.TemporaryDirectory() as folder:
+        mesh = Path(folder) / "rock.rtg"
+        scene.build(vertices, faces, mesh)
+        world = scene.Scene()
+        world.add_instances(world.add_mesh(mesh), field(rocks))
+        world.add_light(sun(0, size))
+        for kernels in options.kernels:
+            row = {"what": "cascades", "maps": 4, "map_size": size, "rocks": rocks, "size": list(options.sizes[0])}
+            rows(row | {"kernels": kernels} | of_cascades(world, size, kernels, options))
+
+
+def of_cascades(world: scene.Scene, size: int, kernels: str, options: argparse.Namespace) -> dict[str, Any]:
+    renderer, camera = scene.Renderer(world, options.device, kernels=kernels), path(0, *options.sizes[0])
+    found = {}
+    for name, outputs, moves, maps in (
+        ("without_ms", ("depth",), 0, 0),
+        ("anew_ms", ("depth", "shadow"), 1, 4),
+        ("kept_ms", ("depth", "shadow"), 0, 0),
+    ):
+        took, frames = [], []
+        for frame in range(options.frames):
+            world.set_light(0, sun(moves * frame, size))
+            took.append(waited(lambda o=outputs, f=frames: f.append(renderer.render(camera, o))))
+        assert frames[-1].stats.shadow_maps == maps
+        found[name] = middle(took)
+    return found
+
+
+def sun(frame: int, size: int) -> scene.DirectionalLight:
+    """With each frame it stands a little elsewhere."""
+    return scene.DirectionalLight((1, 0.6 + 0.001 * frame, -0.7), size=size, cascades=4)
+
+
+def mixed_sizes(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
+    """Sixteen cameras of four sizes: in one chain of launches, and each by a renderer of its own."""
+    vertices, faces = rock(options.detail)
+    sides = [(1280, 720), (640, 480), (512, 512), (256, 256)] if not options.quick else [(32, 24), (16, 16)]
+    rocks = options.rocks[-2] if len(options.rocks) > 1 else options.rocks[-1]
+    with tempfile.TemporaryDirectory() as folder:
+        mesh = Path(folder) / "rock.rtg"
+        scene.build(vertices, faces, mesh)
+        world = scene.Scene()
+        world.add_instances(world.add_mesh(mesh), field(rocks))
+        count = 4 * len(sides)
+        chain = scene.Renderer(world, options.device, kernels=options.kernels[-1])
+        alone = [scene.Renderer(world, options.device, kernels=options.kernels[-1]) for _ in range(count)]
+        together, apart = [], []
+        for frame in range(options.frames):
+            cameras = [sized(around(frame, k, count, 64), *sides[k % len(sides)]) for k in range(count)]
+            together.append(waited(lambda c=cameras: chain.render_each(c, ("depth",))))
+            apart.append(
+                waited(lambda c=cameras: [one.render(each, ("depth",)) for one, each in zip(alone, c, strict=True)])
+            )
+        row = {"what": "mixed sizes", "cameras": count, "sizes": sides, "rocks": rocks}
+        rows(row | {"one_chain_ms": middle(together), "one_by_one_ms": middle(apart)})
+
+
+def sized(camera: scene.Camera, width: int, height: int) -> scene.Camera:
+    """The same place and angle, another size."""
+    focal = camera.fy * height / camera.height
+    centre = ((width - 1) / 2, (height - 1) / 2)
+    return scene.Camera(camera.world_to_camera, width, height, focal, focal, *centre)
+
+
 def builds(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
     for triangles in options.builds:
         vertices, faces = hills(triangles)
@@ -275,6 +384,9 @@ CASES = {
     "frames": frames,
     "finer": finer,
     "cameras": many_cameras,
+    "changing": changing,
+    "lights": lights,
+    "mixed": mixed_sizes,
     "hills": one_mesh,
     "trees": trees,
 }

@@ -51,7 +51,7 @@ class FrameStats:
     """What a frame had to do.
 
     Attributes:
-        clusters, triangles: drawn, over all views.
+        clusters, triangles: drawn, over all views and the shadow maps that were drawn.
         levels: of detail that were drawn, 0 the finest.
         occluded: instances, nodes, groups and clusters that the frame before hid, and of which the second pass asked.
         second_pass_clusters: of `clusters`, those that the second pass has found to be visible after all.
