@@ -17,12 +17,12 @@ of one GPU.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +79,12 @@ def main() -> int:
         return worker(options)
     passed = [each for each in sys.argv[1:] if each not in ("--out", str(options.out))]
     try:
-        rows = [row for ranks in sorted({1, options.ranks}) for row in rows_of(__file__, ranks, passed)]
+        keep = partial(written, out=options.out, quick=options.quick, complete=False)
+        rows = rows_of(__file__, sorted({1, options.ranks}), passed, keep)
     except Ended as ended:
         return ended.status
     with_efficiency(rows)
-    written(rows, options.out, quick=options.quick)
+    written(rows, options.out, quick=options.quick, complete=True)
     wrong = [row for row in rows if row["variant"].startswith("rooftop") and row.get("largest_error", 0) > WRONG]
     for row in wrong:
         print("WRONG", row)
@@ -100,15 +101,12 @@ def with_efficiency(rows: list[dict[str, Any]]) -> None:
 
 def worker(options: argparse.Namespace) -> int:
     wanted = options.only or ("attention", "documents", "model")
-    rows: list[dict[str, Any]] = []
     with join(Layout(cp=launched().size), device="cpu" if options.quick else "cuda", timeout_s=120.0) as world:
         for case in CASES:
             if ("documents" if case.documents else "attention") in wanted:
-                rows += told(attention_rows(smaller(case) if options.quick else case, world.device))
+                told(attention_rows(smaller(case) if options.quick else case, world.device), options.worker)
         if "model" in wanted:
-            rows += told(model_rows(world.device, options.quick))
-        if world.rank == 0:
-            options.worker.write_text(json.dumps(rows))
+            told(model_rows(world.device, options.quick), options.worker)
     return 0
 
 

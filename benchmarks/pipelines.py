@@ -16,13 +16,13 @@ one after some others; the median of the slowest rank. One more step, under the 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +56,12 @@ def main() -> int:
         return worker(options)
     passed = [*(["--quick"] if options.quick else []), "--only", *options.only]
     try:
-        rows = [row for ranks in sorted({1, options.ranks}) for row in rows_of(__file__, ranks, passed)]
+        keep = partial(written, out=options.out, quick=options.quick, complete=False)
+        rows = rows_of(__file__, sorted({1, options.ranks}), passed, keep)
     except Ended as ended:
         return ended.status
     with_ideal(rows)
-    written(rows, options.out, quick=options.quick)
+    written(rows, options.out, quick=options.quick, complete=True)
     return 0
 
 
@@ -76,16 +77,12 @@ def with_ideal(rows: list[Row]) -> None:
 
 
 def worker(options: argparse.Namespace) -> int:
-
-    rows: list[Row] = []
     kind = "cpu" if options.quick else "cuda"
     with join(Layout(pp=launched().size), device=kind, timeout_s=100.0) as world:
         for what, make in (("step", steps), ("gradients", gradients)):
             if what in options.only:
                 found = make(world.device, options.quick)
-                rows += told({"ranks": world.size, "what": what, **row} for row in found)
-        if world.rank == 0:
-            options.worker.write_text(json.dumps(rows))
+                told(({"ranks": world.size, "what": what, **row} for row in found), options.worker)
     return 0
 
 

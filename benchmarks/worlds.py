@@ -6,7 +6,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from rooftop.hardware import devices
 
 Row = dict[str, Any]
+LOOK_S = 0.5  # between two looks for new rows
 
 
 class Ended(Exception):
@@ -26,38 +28,50 @@ class Ended(Exception):
         self.status = status
 
 
-def rows_of(script: str, ranks: int, passed: Sequence[str]) -> list[Row]:
-    """What rank 0 of so many processes of a script writes, which is told where by --worker.
+def rows_of(script: str, worlds: Iterable[int], passed: Sequence[str], keep: Callable[[list[Row]], None]) -> list[Row]:
+    """What rank 0 of a script says (`told`) in a world of so many processes, one world after another.
+
+    Args:
+        passed: arguments of the script; --worker, behind them, names the file where rows go.
+        keep: is given all rows so far whenever there are more: a run that is cut off leaves what it had.
 
     Raises:
         Ended: a process failed; it has said why.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder, "rows.json")
-        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        status = subprocess.run([*start, script, *passed, "--worker", str(found)]).returncode
-        if status:
-            raise Ended(status)
-        rows: list[Row] = json.loads(found.read_text())
-        return rows
+    rows: list[Row] = []
+    for ranks in worlds:
+        with tempfile.TemporaryDirectory() as folder:
+            found = Path(folder, "rows.jsonl")
+            start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            process = subprocess.Popen([*start, script, *passed, "--worker", str(found)])
+            before, status, seen = rows, None, 0
+            while status is None:
+                with suppress(subprocess.TimeoutExpired):
+                    status = process.wait(LOOK_S)
+                lines = found.read_text().split("\n")[:-1] if found.exists() else []
+                if len(lines) > seen:
+                    print(*lines[seen:], sep="\n", flush=True)
+                    seen, rows = len(lines), before + [json.loads(line) for line in lines]
+                    keep(rows)
+            if status:
+                raise Ended(status)
+    return rows
 
 
-def told(rows: Iterable[Row]) -> Iterator[Row]:
-    """The same, each printed by rank 0 as it comes: a run that is cut off has said what it had."""
+def told(rows: Iterable[Row], file: Path) -> None:
+    """Write each row as it comes, by rank 0."""
     for row in rows:
         if ranks_here()[1] == 0:
-            print(json.dumps(row), flush=True)
-        yield row
+            with file.open("a") as lines:
+                lines.write(json.dumps(row) + "\n")
 
 
-def written(rows: Sequence[Row], out: Path | None, *, quick: bool) -> None:
-    """Print rows, and write them to a file with the device's name."""
-    for row in rows:
-        print(json.dumps(row))
+def written(rows: Sequence[Row], out: Path | None, *, quick: bool, complete: bool) -> None:
+    """Rows to a file, with the device's name; of a run that is not `complete`, it says so."""
     if out is not None:
         device = next(d.to_dict() for d in devices() if d.kind == ("cpu" if quick else "cuda"))
         out.parent.mkdir(parents=True, exist_ok=True)
-        found = {"device": device, "torch": torch.__version__, "rows": list(rows)}
+        found = {"device": device, "torch": torch.__version__, "rows": list(rows)} | ({} if complete else {"cut": True})
         out.write_text(json.dumps(found, indent=1) + "\n")
 
 
