@@ -153,6 +153,9 @@ def test_only_what_has_changed_is_sent(cube: Geometry, device: str, monkeypatch:
     scene.move(7, moved(5, 2, 1.5))
     renderer.render(AHEAD)
     assert sent.pop() == 3
+    scene.move_all(range(500), scene.instances()[1])  # to where they are
+    renderer.render(AHEAD)
+    assert not sent
     scene.remove(10)
     renderer.render(AHEAD)
     assert sent.pop() == 1
@@ -278,13 +281,13 @@ def test_changes_are_told_to_each_reader_once() -> None:
     assert instances.changed(0, 0).tolist() == list(range(5000))
     version, known = instances.changes.version, instances.count
     assert not len(instances.changed(version, known))
-    instances.move(np.array([7, 3]), np.stack([np.eye(4)] * 2))
+    instances.move(np.array([7, 3]), np.stack([2 * np.eye(4)] * 2))
     instances.add(0, np.eye(4)[None])
     instances.remove(np.array([7]))
     assert instances.changed(version, known).tolist() == [3, 7, 5000]
     version = instances.changes.version
-    for _ in range(FEW_CHANGES):
-        instances.move(np.arange(4), np.stack([np.eye(4)] * 4))
+    for k in range(FEW_CHANGES):
+        instances.move(np.arange(4), np.stack([(2.0 + k) * np.eye(4)] * 4))
     assert len(instances.changed(version, instances.count)) == 5001
     assert len(instances.changes._log) <= 5001 // 2 // 4
 
