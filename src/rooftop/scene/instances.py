@@ -54,7 +54,7 @@ class Instances:
         return range(first, self.count)
 
     def move(self, numbers: NDArray[np.int64], transforms: Floats) -> None:
-        """Instances that there are, each once, to where transforms (N, 4, 4) say; who is there already has not moved."""
+        """Instances that there are, each once, to where transforms (N, 4, 4) say; who is there has not moved."""
         moved = (self._transforms[numbers] != transforms).any((1, 2))
         self._transforms[numbers] = transforms
         self.changes.note(numbers[moved], self.count)
