@@ -136,9 +136,12 @@ class Targets:
     triangle: wp.array3d(dtype=wp.int32)  # its number in the cluster
     level: wp.array3d(dtype=wp.int32)  # of detail: 0 is the finest
     material: wp.array3d(dtype=wp.int32)
+    coverage: wp.array3d(dtype=wp.bool)  # whether a surface covers the pixel's centre
+    material_depth: wp.array3d(dtype=wp.float32)  # (material + 1) / 2^16
     velocity: wp.array4d(dtype=wp.float32)  # pixels since the frame before, to the right and down
     normal: wp.array4d(dtype=wp.float32)  # in the world; base_pass, and so on
     uv: wp.array4d(dtype=wp.float32)
     color: wp.array4d(dtype=wp.float32)  # 0 to 1
+    base_color: wp.array4d(dtype=wp.float32)  # in linear light
     vertex_color: wp.array4d(dtype=wp.float32)
     shadow: wp.array4d(dtype=wp.float32)  # (views, height, width, lights): shadows
