@@ -1,4 +1,4 @@
-"""Materials in a geometry file: a table in JSON, and images as they were encoded. docs/scene-format.md explains both."""
+"""Materials in a geometry file: a table in JSON, and images as they were encoded. docs/scene-format.md has both."""
 
 from __future__ import annotations
 

@@ -119,8 +119,8 @@ class Material:
         color: red, green and blue from 0 to 1, as displayed (sRGB). It multiplies the texture, and the colours of
             vertices, in linear light.
         texture: an image over the mesh's `uv`, whose (0, 0) is the lower left corner: a path, a PIL image, or an array
-            or tensor (H, W), (H, W, 3) or (H, W, 4) of uint8, or of floats from 0 to 1. Alpha is left out. At most 16384
-            texels on a side and 2^27 in all.
+            or tensor (H, W), (H, W, 3) or (H, W, 4) of uint8, or of floats from 0 to 1. Alpha is left out. It has at
+            most 16384 texels on a side and 2^27 in all.
         wrap: "repeat", "clamp" or "mirror": what is beyond 0 to 1 of u and of v; or a pair, of u and of v.
         magnified: "linear", or "nearest": what is between the texels of a texture that is seen from near.
         name: for people.
@@ -181,7 +181,9 @@ def checked_materials(materials: Sequence[Material], numbers: int, whose: str) -
     given = tuple(materials) if isinstance(materials, Sequence) else (materials,)
     wrong = [each for each in given if not isinstance(each, Material)]
     if wrong:
-        raise TypeError(f"materials of {whose}: expected a list of scene.Material, one for each number, got {wrong[0]!r}")
+        raise TypeError(
+            f"materials of {whose}: expected a list of scene.Material, one for each number, got {wrong[0]!r}"
+        )
     if len(given) < numbers:
         raise ValueError(
             f"{whose} has faces with the material number {numbers - 1}, and there are {len(given)} materials: expected "

@@ -52,7 +52,8 @@ def picture(frame: GBuffer, name: str, view: int = 0) -> Bytes:
             "coverage": light where there is a surface.
             "depth": the nearest point of this picture is light, the farthest dark, equal steps are equal distances.
             "normal": (n + 1) / 2: x is red, y green, z blue.
-            "instance", "cluster", "triangle", "material", "material_depth": a colour for each number, the same in every picture.
+            "instance", "cluster", "triangle", "material", "material_depth": a colour for each number, the same in every
+                picture.
             "level": red is the finest level of detail, then yellow, green, blue and violet.
             "uv": u is red, v green, both repeated from whole number to whole number.
             "velocity": a hue for each direction, the lighter the faster; the fastest pixel of this picture is lightest,

@@ -50,9 +50,7 @@ class Scene:
         """Of each mesh, a material for each material number; None where neither the file nor the caller says."""
         return tuple(self._materials)
 
-    def add_mesh(
-        self, mesh: str | PathLike[str] | Geometry, *, materials: Sequence[Material] | None = None
-    ) -> int:
+    def add_mesh(self, mesh: str | PathLike[str] | Geometry, *, materials: Sequence[Material] | None = None) -> int:
         """A geometry file (`scene.build` makes them), or one that is open; the number by which instances name it.
 
         Args:

@@ -144,8 +144,8 @@ def _build(
     size, images = written["bytes"], sum(len(content) for name, content in sections if name == IMAGES.encode())
     return BuildReport(
         path=target, triangles=len(mesh.faces), levels=levels, fill=fill, size_bytes=size,
-        bytes_per_triangle=(size - images) / len(mesh.faces), precision=math.ldexp(1.0, mesh.vertices.exponent), roots=roots,
-        why_several=why, repairs=mesh.repairs, seconds=time.perf_counter() - began, image_bytes=images,
+        bytes_per_triangle=(size - images) / len(mesh.faces), precision=math.ldexp(1.0, mesh.vertices.exponent),
+        roots=roots, why_several=why, repairs=mesh.repairs, seconds=time.perf_counter() - began, image_bytes=images,
     )  # fmt: skip
 
 
@@ -163,8 +163,8 @@ def build_file(
     """Write a mesh file as a geometry file.
 
     Parts of a scene are put together at their places; each has its own material number. Texture coordinates are kept
-    where all parts have them, or where a textured one has, colours of vertices where any has; the others are white then.
-    Of glTF and OBJ base colours and their textures are kept, too.
+    where all parts have them, or where a textured one has; colours of vertices where any has, and the others are white
+    then. Of glTF and OBJ base colours and their textures are kept, too.
 
     Args:
         mesh: any file that trimesh reads: .glb, .gltf, .obj, .ply, .stl and more.
@@ -206,7 +206,9 @@ def _sections(
     for each in checked:
         if each.texture is not None:
             if not has_uv:
-                raise ValueError(f"material {each.name!r} has a texture, and the mesh has no uv to look it up at: give uv=")
+                raise ValueError(
+                    f"material {each.name!r} has a texture, and the mesh has no uv to look it up at: give uv="
+                )
             each.texture.texels()
     return material_sections(checked)
 

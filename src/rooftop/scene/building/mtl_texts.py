@@ -23,7 +23,17 @@ from rooftop.scene.materials import Material, Texture
 
 _LIBRARY = re.compile(rb"(?:^|[\r\n])[ \t]*mtllib[ \t]+([^\r\n]+)")
 _NUMBERS = {"-s": 3, "-o": 3, "-t": 3}  # up to so many numbers follow
-_WORDS = {"-blendu": 1, "-blendv": 1, "-clamp": 1, "-cc": 1, "-texres": 1, "-boost": 1, "-bm": 1, "-imfchan": 1, "-mm": 2}
+_WORDS = {
+    "-blendu": 1,
+    "-blendv": 1,
+    "-clamp": 1,
+    "-cc": 1,
+    "-texres": 1,
+    "-boost": 1,
+    "-bm": 1,
+    "-imfchan": 1,
+    "-mm": 2,
+}
 _HARMLESS = {"-blendu", "-blendv", "-texres", "-bm", "-boost"}  # of how other programs filter, and of bump maps
 
 

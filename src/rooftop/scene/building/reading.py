@@ -97,9 +97,7 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
     has_normals = all("vertex_normals" in part._cache for _, _, part in placed)
     named = [looks.get(_material_name(part), PartMaterial()) for _, _, part in placed]
     uv = [_uv(part, look) for (_, _, part), look in zip(placed, named, strict=True)]
-    textured = [
-        each is not None and look.material.texture is not None for each, look in zip(uv, named, strict=True)
-    ]
+    textured = [each is not None and look.material.texture is not None for each, look in zip(uv, named, strict=True)]
     has_uv = all(each is not None for each in uv) or any(textured)
     table: dict[int, Material] = {}
     for (name, _, _), look, has_image in zip(placed, named, textured, strict=True):
@@ -189,8 +187,8 @@ def _loaded(trimesh: ModuleType, path: Path, textures: bool) -> tuple[Any, dict[
     return scene, found or {}
 
 
-def _material_name(part: Any) -> str | None:
-    return getattr(getattr(part.visual, "material", None), "name", None)
+def _material_name(part: Any) -> str:
+    return getattr(getattr(part.visual, "material", None), "name", None) or ""
 
 
 def _faces(at: Floats, part: Any) -> npt.NDArray[np.int64]:

@@ -1,9 +1,9 @@
 """Images in ever smaller sizes, each half as wide and high as the one before, down to a single texel.
 
-A texel of a level is the mean of the image over the texel's square, in linear light; where a side is odd, the squares of
-the next level overlap three texels of this one, and each counts by its share. All levels but the first are rounded to
-8 bits once, as displayed (sRGB): a float16 would take twice the memory, and what rounding costs (at most half a step of
-255) is less than any filter does.
+A texel of a level is the mean of the image over the texel's square, in linear light. Where a side is odd, the squares
+of the next level overlap three texels of this one, and each counts by its share. All levels but the first are rounded
+to 8 bits once, as displayed (sRGB): a float16 would take twice the memory, and what rounding costs (at most half a step
+of 255) is less than what any filter does.
 """
 
 from __future__ import annotations
@@ -73,5 +73,3 @@ def _halved(rows: Floats) -> Floats:
         return rows
     _, weights = _rows_below(width, width // 2, 0, width // 2)
     return _mixed(rows.swapaxes(0, 1), weights).swapaxes(0, 1)
-
-

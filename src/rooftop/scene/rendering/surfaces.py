@@ -80,8 +80,8 @@ def _all_texels(
     total = sum(width * height for of_image in sizes for width, height in of_image)
     if total > MOST_TEXELS_OF_ALL:
         raise InputError(
-            f"the textures of the scene have {total:,} texels with all their levels, and at most {MOST_TEXELS_OF_ALL:,} "
-            "can be addressed: make some smaller"
+            f"the textures of the scene have {total:,} texels with all their levels, and at most "
+            f"{MOST_TEXELS_OF_ALL:,} can be addressed: make some smaller"
         )
     texels = torch.empty(total, dtype=torch.int32, device=device)
     starts: list[list[int]] = []
