@@ -23,7 +23,7 @@ import numpy.typing as npt
 from rooftop.errors import GeometryFileError
 from rooftop.scene import layouts
 from rooftop.scene.dependencies import PageNeeds
-from rooftop.scene.material_sections import IMAGES, read_materials
+from rooftop.scene.materials import IMAGES, TABLE, Material
 
 Words = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
@@ -79,7 +79,7 @@ class Geometry:
         nodes: (N, NODE_CHILDREN, CHILD_WORDS) int32, the tree; nodes_offset: where it begins, in bytes.
         pages: how many there are.
         page_offsets, page_lengths: (pages,) int64, in bytes; page_reach: how many clusters the tree says each has.
-        size_bytes: of the file.
+        size_bytes: of the file; image_bytes: of these, its textures'.
         identity: device, inode, size and time of the last change of the file when it was opened.
     """
 
@@ -101,7 +101,12 @@ class Geometry:
         self.nodes_offset = start
         self.nodes: Words = np.frombuffer(data, "<i4", length // 4, start).reshape(shape)
         self._check_nodes(start)
-        self.materials = read_materials(path, data, sections, self.meta.get("materials", 0))
+        self.materials: tuple[Material, ...] | None = None
+        self.image_bytes = sections[IMAGES][1] if IMAGES in sections else 0
+        if TABLE in sections:
+            from rooftop.scene.material_sections import read_materials  # Pillow, which files without need not wait for
+
+            self.materials = read_materials(path, data, sections, self.meta.get("materials", 0))
         self._stored_needs = self._read_needs(*sections["needs"]) if "needs" in sections else None
 
     @classmethod

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.errors import GeometryFileError
-from rooftop.scene.materials import MOST_SIDE, MOST_TEXELS, Material, Texture
-
-TABLE, IMAGES = "material", "images"  # the sections; a section's name has at most 8 bytes
+from rooftop.scene.images import MOST_SIDE, MOST_TEXELS, Texture
+from rooftop.scene.materials import IMAGES, TABLE, Material
 
 
 def material_sections(materials: Sequence[Material]) -> list[tuple[bytes, bytes]]:
@@ -38,17 +37,16 @@ def material_sections(materials: Sequence[Material]) -> list[tuple[bytes, bytes]
 
 def read_materials(
     path: Path, data: mmap, sections: Mapping[str, tuple[int, int]], numbers: object
-) -> tuple[Material, ...] | None:
-    """The materials of a file, or None where it has no table. Images are read when they are asked for.
+) -> tuple[Material, ...]:
+    """The materials of a file that has a table. Images are read when they are asked for.
 
     Args:
+        sections: of the file, offset and length by name.
         numbers: one more than the highest material number.
 
     Raises:
         GeometryFileError: the table says what cannot be.
     """
-    if TABLE not in sections:
-        return None
     start, length = sections[TABLE]
     try:
         table = json.loads(data[start : start + length])
@@ -61,13 +59,6 @@ def read_materials(
         what = f"section {TABLE} has {len(found)} materials, and faces name {numbers}"
         raise GeometryFileError(path, what, start)
     return found
-
-
-def image_bytes(materials: Sequence[Material] | None) -> int:
-    """That the images of a file take; equal ones count once."""
-    if materials is None:
-        return 0
-    return sum(map(len, {each.texture.encoded() for each in materials if each.texture is not None}))
 
 
 def _material(row: Mapping[str, Any], textures: Sequence[Texture]) -> Material:

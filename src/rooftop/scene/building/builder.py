@@ -19,8 +19,8 @@ from rooftop.scene.building.meshes import Mesh, Repairs, checked_mesh
 from rooftop.scene.building.reading import read_mesh
 from rooftop.scene.building.workers import Workers
 from rooftop.scene.building.writing import renamed_when_done, write
-from rooftop.scene.material_sections import IMAGES, material_sections
-from rooftop.scene.materials import Material, checked_materials
+from rooftop.scene.material_sections import material_sections
+from rooftop.scene.materials import IMAGES, Material, checked_materials
 
 
 @dataclass(frozen=True)

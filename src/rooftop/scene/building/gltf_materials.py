@@ -19,7 +19,8 @@ from urllib.parse import unquote
 
 from rooftop.errors import InputError
 from rooftop.scene.building.part_materials import AS_IT_IS, PartMaterial
-from rooftop.scene.materials import Material, Texture, to_displayed
+from rooftop.scene.images import Texture
+from rooftop.scene.materials import Material, to_displayed
 
 Document = dict[str, Any]
 

@@ -19,7 +19,8 @@ from rooftop.errors import InputError
 from rooftop.scene.building.gltf_materials import WITHOUT
 from rooftop.scene.building.obj_texts import utf8
 from rooftop.scene.building.part_materials import AS_IT_IS, PartMaterial
-from rooftop.scene.materials import Material, Texture
+from rooftop.scene.images import Texture
+from rooftop.scene.materials import Material
 
 _LIBRARY = re.compile(rb"(?:^|[\r\n])[ \t]*mtllib[ \t]+([^\r\n]+)")
 _NUMBERS = {"-s": 3, "-o": 3, "-t": 3}  # up to so many numbers follow

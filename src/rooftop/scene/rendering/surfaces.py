@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rooftop.errors import InputError
 from rooftop.scene.geometry import Geometry
-from rooftop.scene.materials import MAGNIFIED, WRAPS, Material, Texture, to_linear
+from rooftop.scene.images import Texture
+from rooftop.scene.materials import MAGNIFIED, WRAPS, Material, to_linear
 from rooftop.scene.rendering.mip_chains import LINEAR, levels_of, mip_chain
 from rooftop.scene.rendering.texturing import ROW_NUMBERS, Surfaces
 from rooftop.scene.rendering.uploads import Uploaded, uploaded
