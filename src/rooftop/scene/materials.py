@@ -112,4 +112,5 @@ def to_linear(values: Any) -> Any:
 def to_displayed(values: Any) -> Any:
     """Values in linear light, 0 to 1, as displayed (sRGB)."""
     values = np.asarray(values, np.float64)
-    return np.where(values <= 0.0031308, values * 12.92, 1.055 * np.maximum(values, 0) ** (1 / 2.4) - 0.055)
+    curved = 1.055 * np.maximum(values, 0) ** (1 / 2.4) - 0.055
+    return np.where(values == 1, 1.0, np.where(values <= 0.0031308, values * 12.92, curved))  # 1.055 - 0.055 is not 1
