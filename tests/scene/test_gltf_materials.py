@@ -248,9 +248,9 @@ def test_textures_take_the_set_of_coordinates_that_they_name(tmp_path: Path) -> 
 
 
 def test_transforms_are_applied_to_coordinates(tmp_path: Path) -> None:
-    """Turned counterclockwise where v goes down, as an image is looked at: a quarter takes the right edge to the top."""
+    """Turned counterclockwise as an image is looked at, v downwards: a quarter takes the right edge to the top."""
     for transform, expected in (
-        ({"offset": [0.25, 0.5]}, UV + (0.25, 0.5)),
+        ({"offset": [0.25, 0.5]}, np.add(UV, (0.25, 0.5))),
         ({"scale": [2, 4]}, UV * (2, 4)),
         ({"rotation": np.pi / 2}, np.column_stack([UV[:, 1], -UV[:, 0]])),
         ({"rotation": 0.3, "scale": [2, 3], "offset": [0.5, 0.25]}, None),

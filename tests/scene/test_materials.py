@@ -59,7 +59,7 @@ def test_arrays_tensors_images_and_files_are_textures(tmp_path: Path) -> None:
 
 
 def wide(values: Bytes) -> Image.Image:
-    return Image.fromarray((values.astype(np.uint16) * 257))
+    return Image.fromarray(values.astype(np.uint16) * 257)
 
 
 @pytest.mark.parametrize(

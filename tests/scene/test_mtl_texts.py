@@ -101,7 +101,7 @@ def test_options_place_an_image(tmp_path: Path) -> None:
     for options, placed, wrap in (
         ("-s 2 4 1", UV * (2, 4), "repeat"),
         ("-s 3", UV * (3, 1), "repeat"),
-        ("-o 0.5 0.25", UV + (0.5, 0.25), "repeat"),
+        ("-o 0.5 0.25", np.add(UV, (0.5, 0.25)), "repeat"),
         ("-s 2 2 -o 1 1 -clamp on", UV * 2 + 1, "clamp"),
         ("-clamp off -blendu on -blendv off -mm 0 1 -bm 0.5 -texres 512 -t 0 0 0", UV, "repeat"),
     ):
