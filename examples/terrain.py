@@ -1,11 +1,13 @@
 """A flight over mountains of any number of triangles, and pictures of it.
 
-    python examples/terrain.py [--triangles 500000] [--frames 6] [--size 960x540] [--out terrain]
+    python examples/terrain.py [--triangles 500000] [--ground 2048] [--frames 6] [--size 960x540] [--out terrain]
 
 The mountains are ridged noise (Musgrave, in Ebert et al. 2003, "Texturing and Modeling", chapter 16). They are built
 once into levels of detail, `terrain.rtg` in the folder; then each frame draws as many triangles as its pixels need,
 whether the mountains have a hundred thousand or a hundred million. Beside each shaded picture is one of the levels:
-red is the mesh as it is, and each colour further on has half the triangles.
+red is the mesh as it is, and each colour further on has half the triangles. With --ground there are grass, rock and
+snow, painted on an image so many texels wide, the texture of the mountains: it is finer than the triangles, and
+the renderer filters it.
 
 Printed for each frame: what was drawn, holes (pixels without a surface in the midst of one), and by how much the
 picture differs from the one before. A level that pops in would be seen there as one frame unlike its neighbours.
@@ -75,13 +77,34 @@ def grid(side: int) -> tuple[Floats, NDArray[np.int64]]:
     return places, faces
 
 
-def mountains(triangles: int, path: Path, seed: int = 0) -> scene.BuildReport:
-    """Built from at least so many triangles."""
+def heights_of(places: Floats, seed: int) -> Floats:
+    """Of many places (N, 2), some at a time."""
+    parts = np.array_split(places, len(places) >> 18 or 1)
+    return np.concatenate([heights(part[:, 0], part[:, 1], seed) for part in parts])
+
+
+def ground(texels: int, seed: int = 0) -> NDArray[np.uint8]:
+    """(texels, texels, 3) as seen from above, north on top: grass below, snow above, rock where it is steep."""
+    steps = (np.arange(texels) + 0.5) / texels
+    x, y = np.meshgrid(steps, steps[::-1])
+    z = heights_of(np.stack([x, y], -1).reshape(-1, 2), seed).reshape(texels, texels)
+    steep = np.hypot(*np.gradient(z, SIDE_M / texels))
+    speckles = np.random.default_rng(seed).normal(0, 1, (texels, texels))
+    snow = np.clip((z + 25 * speckles - 0.42 * HEIGHT_M) / 80, 0, 1)[..., None]
+    rock = np.clip(1.5 * (steep + 0.1 * speckles - 1.1), 0, 1)[..., None]
+    colors = (1 - snow) * (0.40, 0.48, 0.22) + snow * (0.96, 0.97, 1.0)
+    colors = (1 - rock) * colors + rock * (0.58, 0.52, 0.47)
+    return np.rint(255 * np.clip(colors * (1 + 0.06 * speckles[..., None]), 0, 1)).astype(np.uint8)
+
+
+def mountains(triangles: int, path: Path, seed: int = 0, texels: int = 0) -> scene.BuildReport:
+    """Built from at least so many triangles, with a texture so many texels wide."""
     places, faces = grid(int(np.ceil((triangles / 2) ** 0.5)) + 1)
-    z = np.concatenate(
-        [heights(part[:, 0], part[:, 1], seed) for part in np.array_split(places, len(places) >> 18 or 1)]
-    )
-    return scene.build(np.column_stack([places * SIDE_M, z]), faces, path, normals="smooth")
+    points = np.column_stack([places * SIDE_M, heights_of(places, seed)])
+    if not texels:
+        return scene.build(points, faces, path, normals="smooth")
+    table = [scene.Material(texture=ground(texels, seed), wrap="clamp", name="ground")]
+    return scene.build(points, faces, path, normals="smooth", uv=places, material_table=table)
 
 
 def flight(frames: int, seed: int, width: int, height: int) -> list[scene.Camera]:
@@ -109,6 +132,7 @@ def holes(depth: torch.Tensor) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--triangles", type=int, default=500_000, help="of the mountains, 10000000 and more")
+    parser.add_argument("--ground", type=int, default=0, metavar="TEXELS", help="paint it; 2048 is good, 0 is none")
     parser.add_argument("--frames", type=int, default=6)
     parser.add_argument("--size", default="960x540", metavar="WIDTHxHEIGHT")
     parser.add_argument("--seed", type=int, default=4, help="other mountains")
@@ -121,12 +145,14 @@ def main() -> None:
         parser.error(f"--size {options.size}: expected WIDTHxHEIGHT in pixels, such as 960x540")
     if options.triangles < 2 or options.frames < 1:
         parser.error("expected at least 2 triangles and 1 frame")
+    if not 0 <= options.ground <= 8192:
+        parser.error(f"--ground {options.ground}: expected 0 to 8192 texels")
     if options.out.exists() and not options.out.is_dir():
         parser.error(f"{options.out} is no folder")
     options.out.mkdir(parents=True, exist_ok=True)
 
     began = time.perf_counter()
-    report = mountains(options.triangles, options.out / "terrain.rtg", options.seed)
+    report = mountains(options.triangles, options.out / "terrain.rtg", options.seed, options.ground)
     print(f"{report.triangles:,} triangles in {len(report.levels)} levels, {report.size_bytes:,} bytes")
     print(f"made and built in {time.perf_counter() - began:.1f} s, once", flush=True)
 

@@ -419,10 +419,21 @@ def test_a_flight_over_mountains_has_no_holes(run: Run, tmp_path: Path) -> None:
             assert picture.size == (160, 90)
             colours = picture.getcolors(1 << 16)
         assert len(colours) > (100 if show == "color" else 2)  # type: ignore[arg-type]
-    for wrong in (("--size", "160"), ("--triangles", 1), ("--frames", 0)):
+    for wrong in (("--size", "160"), ("--triangles", 1), ("--frames", 0), ("--ground", -1)):
         with pytest.raises(SystemExit, match="2"):
             run("terrain", *wrong, "--out", tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+def test_mountains_have_grass_and_snow(run: Run, tmp_path: Path) -> None:
+    """The texture decides, not the few triangles."""
+    words = ("--size", "160x90", "--frames", 1, "--out", tmp_path, "--device", "cpu", "--ground", 256)
+    run("terrain", "--triangles", 5_000, *words)
+    with Image.open(tmp_path / "color-000.png") as picture:
+        red, green, blue = numpy.asarray(picture, int).reshape(-1, 3).T
+    lit = red + green + blue > 120  # neither sky nor shade
+    assert (lit & (green > blue * 1.5)).sum() > 200
+    assert (lit & (abs(red - blue) < 25) & (red + green + blue > 330)).sum() > 200
 
 
 def test_holes_are_found() -> None:

@@ -174,7 +174,7 @@ def test_what_is_plain_stays_and_points_are_told(tmp_path: Path) -> None:
     gltf.part(positions, gltf.values(TWO, "SCALAR"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert plain_gltf(gltf.saved(tmp_path)) is None
+        assert plain_gltf(gltf.saved(tmp_path)) == (None, [])
     for mode in (0, 0, 1, 3):
         gltf.part(positions, None, mode)
     with pytest.warns(UserWarning, match=r"no surfaces are left out \(2 of points, 1 of lines, 1 of a line\)"):

@@ -31,11 +31,13 @@ def lightness(colors: NDArray[np.uint8]) -> NDArray[np.float64]:
 def test_background_is_dark_in_every_picture() -> None:
     inf, nan = torch.inf, torch.nan
     backgrounds = {"depth": inf, "normal": (0, 0, 0), "uv": (nan, nan), "velocity": (0, 0), "color": (0, 0, 0)}
-    backgrounds |= {"vertex_color": (nan, nan, nan), "shadow": (nan,)}
+    backgrounds |= {"vertex_color": (nan, nan, nan), "base_color": (nan, nan, nan), "shadow": (nan,)}
+    backgrounds |= {"material_depth": 0.0, "coverage": False}
     for name in OUTPUTS:
         floats = name in backgrounds
         value = backgrounds.get(name, 0 if name == "overdraw" else -1)
-        found = shown(name, [value, value], torch.float32 if floats else torch.int32)
+        dtype = torch.bool if name == "coverage" else torch.float32 if floats else torch.int32
+        found = shown(name, [value, value], dtype)
         assert found.dtype == np.uint8, name
         assert found.tolist() == [list(NIGHT)] * 2, name
 

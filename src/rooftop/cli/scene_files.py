@@ -18,18 +18,21 @@ from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError
 from rooftop.scene import BuildReport, Geometry, build_file
 from rooftop.scene.layouts import MAX_TRIANGLES
+from rooftop.scene.materials import Material
+
+MOST_SHOWN = 12  # materials
 
 
 def run_build(
     mesh: Path, out: Path | None, normals: Literal["file", "smooth", "flat"], precision: float | None,
-    workers: int | None, lock_borders: bool,
+    workers: int | None, lock_borders: bool, no_textures: bool,
 ) -> None:  # fmt: skip
     """Do what `rooftop.cli.commands.scene_files:build_command` says."""
     try:
         with progress_bar() as show:
             report = build_file(
                 mesh, out, normals=normals, precision=precision, progress=show, workers=workers,
-                lock_borders=lock_borders,
+                lock_borders=lock_borders, textures=not no_textures,
             )  # fmt: skip
     except FileNotFoundError as error:
         raise InputError(str(error)) from None
@@ -70,7 +73,9 @@ def _info(geometry: Geometry) -> dict[str, Any]:
     return geometry.meta | {
         "file": str(geometry.path),
         "bytes": geometry.size_bytes,
-        "bytes_per_triangle": geometry.size_bytes / geometry.meta["triangles"],
+        "bytes_per_triangle": (geometry.size_bytes - geometry.image_bytes) / geometry.meta["triangles"],
+        "image_bytes": geometry.image_bytes,
+        "material_table": None if geometry.materials is None else [_material(each) for each in geometry.materials],
         "fill": triangles / (MAX_TRIANGLES * clusters),
         "largest_page_bytes": int(np.max(geometry.page_lengths)),
     }
@@ -87,9 +92,30 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f"from {_point(low)} to {_point(high)}, on a grid of 2^{found['grid_exponent']}; "
         f"{' and '.join(stored) or 'no normals, no uv'}; materials: {found['materials']:,}",
     ]
+    for number, material in enumerate((found["material_table"] or [])[:MOST_SHOWN]):
+        lines.append(f"material {number}: {_words(material)}")
+    if len(found["material_table"] or []) > MOST_SHOWN:
+        lines.append(f"and {len(found['material_table']) - MOST_SHOWN:,} more (--json has all)")
+    if found["image_bytes"]:
+        lines.append(f"textures: {found['image_bytes']:,} of the bytes")
     if found["why_several_roots"]:
         lines.append(f"{found['roots']:,} clusters at the coarsest: {found['why_several_roots']}")
     return lines
+
+
+def _material(material: Material) -> dict[str, Any]:
+    plain: dict[str, Any] = {"name": material.name, "color": list(material.color), "texture": None}
+    if material.texture is not None:
+        size = {"width": material.texture.width, "height": material.texture.height}
+        plain["texture"] = size | {"wrap": list(material.wrap), "magnified": material.magnified}
+    return plain
+
+
+def _words(material: dict[str, Any]) -> str:
+    color = "#" + "".join(f"{round(255 * part):02x}" for part in material["color"])
+    texture = material["texture"]
+    image = "" if texture is None else f", a texture of {texture['width']} x {texture['height']}"
+    return f"{material['name']} {color}{image}".strip()
 
 
 def _summary(report: BuildReport) -> list[str]:
@@ -97,7 +123,8 @@ def _summary(report: BuildReport) -> list[str]:
     lines = [
         f"{click.format_filename(report.path)}: {report.triangles:,} triangles, {len(report.levels)} levels, "
         f"{clusters:,} clusters {report.fill:.0%} full",
-        f"{report.size_bytes:,} bytes ({report.bytes_per_triangle:.1f} a triangle), positions to "
+        f"{report.size_bytes:,} bytes ({report.bytes_per_triangle:.1f} a triangle"
+        f"{f', and {report.image_bytes:,} of textures' if report.image_bytes else ''}), positions to "
         f"{report.precision:.3g}, in {report.seconds:.1f} s",
     ]
     words = {

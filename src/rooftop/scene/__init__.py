@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rooftop.scene.geometry import Geometry
     from rooftop.scene.layouts import PAGE_BYTES
     from rooftop.scene.lights import DirectionalLight, PointLight, SpotLight
+    from rooftop.scene.materials import Material
     from rooftop.scene.pictures import Points, picture, points
     from rooftop.scene.rendering.renderer import Renderer
     from rooftop.scene.scenes import Scene
@@ -36,6 +37,7 @@ __all__ = [
     "FrameStats",
     "GBuffer",
     "Geometry",
+    "Material",
     "PointLight",
     "Points",
     "Renderer",
@@ -55,6 +57,7 @@ _NAMES = {
     "geometry": "Geometry",
     "layouts": "PAGE_BYTES",
     "lights": "DirectionalLight PointLight SpotLight",
+    "materials": "Material",
     "pictures": "Points picture points",
     "rendering.renderer": "Renderer",
     "scenes": "Scene",

@@ -16,7 +16,10 @@ OUTPUTS = (
     "uv",
     "velocity",
     "material",
+    "coverage",
+    "material_depth",
     "color",
+    "base_color",
     "vertex_color",
     "overdraw",
     "shadow",
@@ -91,7 +94,13 @@ class GBuffer:
         velocity: float32 (..., 2), pixels to the right and down since the renderer's frame before; 0 is background, nan
             what was behind the camera then.
         material: int32.
-        color: float32 (..., 3), 0 to 1, shaded; 0 is background.
+        coverage: bool, whether a surface covers the pixel's centre: what a stencil says, and a mask for the others.
+        material_depth: float32, (material + 1) / 65536, exactly: a depth that equals that of a material's pixels and of
+            no others; 0 is background.
+        color: float32 (..., 3), 0 to 1, shaded, as displayed (sRGB); 0 is background.
+        base_color: float32 (..., 3), 0 to 1, not shaded, in linear light: the material's colour times its texture times
+            the vertices' colour, or, of meshes that say nothing of their materials, what `color` shades; nan is
+            background.
         vertex_color: float32 (..., 3), 0 to 1, as stored in the mesh; nan for background and for meshes without.
         overdraw: int32, how many triangles covered the pixel in what was drawn; 0 is background.
         shadow: float32 (..., lights), which share of each light reaches the surface, in the order in which they were
@@ -108,7 +117,10 @@ class GBuffer:
     uv: Tensor | None = None
     velocity: Tensor | None = None
     material: Tensor | None = None
+    coverage: Tensor | None = None
+    material_depth: Tensor | None = None
     color: Tensor | None = None
+    base_color: Tensor | None = None
     vertex_color: Tensor | None = None
     overdraw: Tensor | None = None
     shadow: Tensor | None = None

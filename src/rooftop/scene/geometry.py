@@ -23,6 +23,7 @@ import numpy.typing as npt
 from rooftop.errors import GeometryFileError
 from rooftop.scene import layouts
 from rooftop.scene.dependencies import PageNeeds
+from rooftop.scene.materials import IMAGES, TABLE, Material
 
 Words = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
@@ -74,10 +75,11 @@ class Geometry:
     Attributes:
         path: of the file.
         meta: what the file says of itself (docs/scene-format.md).
+        materials: what each material looks like, by its number; None where the file does not say.
         nodes: (N, NODE_CHILDREN, CHILD_WORDS) int32, the tree; nodes_offset: where it begins, in bytes.
         pages: how many there are.
         page_offsets, page_lengths: (pages,) int64, in bytes; page_reach: how many clusters the tree says each has.
-        size_bytes: of the file.
+        size_bytes: of the file; image_bytes: of these, its textures'.
         identity: device, inode, size and time of the last change of the file when it was opened.
     """
 
@@ -99,6 +101,12 @@ class Geometry:
         self.nodes_offset = start
         self.nodes: Words = np.frombuffer(data, "<i4", length // 4, start).reshape(shape)
         self._check_nodes(start)
+        self.materials: tuple[Material, ...] | None = None
+        self.image_bytes = sections[IMAGES][1] if IMAGES in sections else 0
+        if TABLE in sections:
+            from rooftop.scene.material_sections import read_materials  # Pillow, which files without need not wait for
+
+            self.materials = read_materials(path, data, sections, self.meta.get("materials", 0))
         self._stored_needs = self._read_needs(*sections["needs"]) if "needs" in sections else None
 
     @classmethod
@@ -321,7 +329,7 @@ def identity_of(descriptor: int) -> tuple[int, ...]:
 
 
 def _sections(path: Path, data: mmap.mmap) -> dict[str, tuple[int, int]]:
-    """Offset and length of each section, all checked but the pages."""
+    """Offset and length of each section, all checked but the pages and images, which are when they are read."""
     magic, version, count, length, checksum, zero = struct.unpack_from(layouts.HEADER, data, 0)
     if magic != layouts.MAGIC:
         raise GeometryFileError(path, "it does not begin as a geometry file does", 0)
@@ -344,7 +352,7 @@ def _sections(path: Path, data: mmap.mmap) -> dict[str, tuple[int, int]]:
         text = name.rstrip(b"\0").decode("ascii", "replace")
         if start < table_end or start % 16 or start + size > length:
             raise GeometryFileError(path, f"section {text} would lie outside of the file", at)
-        if text != "pages" and zlib.crc32(memoryview(data)[start : start + size]) != crc:
+        if text not in ("pages", IMAGES) and zlib.crc32(memoryview(data)[start : start + size]) != crc:
             raise GeometryFileError(path, f"the checksum of section {text} does not match", start)
         sections[text] = (start, size)
     if ("needs" in sections) != (version >= 3):

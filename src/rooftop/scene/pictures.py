@@ -48,9 +48,12 @@ def picture(frame: GBuffer, name: str, view: int = 0) -> Bytes:
         frame: what `Renderer.render` returned, with this output.
         name: of the output:
             "color", "vertex_color": as it is.
+            "base_color": as displayed (sRGB).
+            "coverage": light where there is a surface.
             "depth": the nearest point of this picture is light, the farthest dark, equal steps are equal distances.
             "normal": (n + 1) / 2: x is red, y green, z blue.
-            "instance", "cluster", "triangle", "material": a colour for each number, the same in every picture.
+            "instance", "cluster", "triangle", "material", "material_depth": a colour for each number, the same in every
+                picture.
             "level": red is the finest level of detail, then yellow, green, blue and violet.
             "uv": u is red, v green, both repeated from whole number to whole number.
             "velocity": a hue for each direction, the lighter the faster; the fastest pixel of this picture is lightest,
@@ -149,7 +152,10 @@ _COVERED: dict[str, Callable[[Tensor], Tensor]] = {  # of the others, whether th
     "uv": lambda uv: uv.isfinite().all(-1),
     "velocity": lambda velocity: velocity.isfinite().all(-1) & _any(velocity),
     "color": _any,
+    "base_color": lambda color: color.isfinite().all(-1),
     "vertex_color": lambda color: color.isfinite().all(-1),
+    "coverage": lambda covered: covered,
+    "material_depth": lambda depth: depth > 0,
     "overdraw": lambda times: times > 0,
     "shadow": lambda shares: shares.isfinite().any(-1),  # without lights nothing
 }
@@ -159,6 +165,18 @@ _COVERED: dict[str, Callable[[Tensor], Tensor]] = {  # of the others, whether th
 
 def _of_color(color: Tensor) -> Tensor:
     return _bytes(color)
+
+
+def _of_base_color(color: Tensor) -> Tensor:
+    return _bytes(_displayed(color))
+
+
+def _of_coverage(covered: Tensor) -> Tensor:
+    return _bytes(torch.full((len(covered), 3), 0.95, device=covered.device))
+
+
+def _of_material_depth(depth: Tensor) -> Tensor:
+    return _of_number((depth * 65536).int() - 1)
 
 
 def _of_depth(depth: Tensor) -> Tensor:
@@ -222,6 +240,9 @@ _COLORS: dict[str, Callable[[Tensor], Tensor]] = {
     **dict.fromkeys(OUTPUTS, _of_number),
     "color": _of_color,
     "vertex_color": _of_color,
+    "base_color": _of_base_color,
+    "coverage": _of_coverage,
+    "material_depth": _of_material_depth,
     "depth": _of_depth,
     "normal": _of_normal,
     "uv": _of_uv,
@@ -253,7 +274,12 @@ def _oklch(lightness: Tensor, chroma: Tensor, hue_degrees: Tensor) -> Tensor:
     medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
     short = (lightness - 0.0894841775 * a - 1.2914855480 * b) ** 3
     linear = torch.stack([of[0] * long + of[1] * medium + of[2] * short for of in TO_RGB], 1).clamp(0, 1)
-    return _bytes(torch.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055))
+    return _bytes(_displayed(linear))
+
+
+def _displayed(linear: Tensor) -> Tensor:
+    """Linear light as sRGB."""
+    return torch.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
 
 
 def _bytes(values: Tensor) -> Tensor:

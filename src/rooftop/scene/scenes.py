@@ -13,6 +13,7 @@ from rooftop.scene.cameras import affine, real_numbers
 from rooftop.scene.geometry import Geometry
 from rooftop.scene.instances import REMOVED, Instances, first_flat
 from rooftop.scene.lights import DirectionalLight, Light, PointLight, SpotLight
+from rooftop.scene.materials import Material, checked_materials
 from rooftop.scene.world_bounds import WorldBounds
 
 MAX_INSTANCES = 2**27
@@ -32,6 +33,7 @@ class Scene:
     def __init__(self) -> None:
         self.placed = Instances()  # what renderers read; `instances` is for everyone
         self._meshes: list[Geometry] = []
+        self._materials: list[tuple[Material, ...] | None] = []
         self._lights: list[Light] = []
         self._bounds = WorldBounds()
 
@@ -44,13 +46,31 @@ class Scene:
         """In the order in which they were added."""
         return tuple(self._meshes)
 
-    def add_mesh(self, mesh: str | PathLike[str] | Geometry) -> int:
+    @property
+    def materials(self) -> tuple[tuple[Material, ...] | None, ...]:
+        """Of each mesh, a material for each material number; None where neither the file nor the caller says."""
+        return tuple(self._materials)
+
+    def add_mesh(self, mesh: str | PathLike[str] | Geometry, *, materials: Sequence[Material] | None = None) -> int:
         """A geometry file (`scene.build` makes them), or one that is open; the number by which instances name it.
+
+        Args:
+            materials: what faces look like, one for each material number, instead of what the file says. The same file
+                may be added again with others.
 
         Raises:
             GeometryFileError: the file is no such file, or not whole.
+            TypeError, ValueError: these are no materials, fewer than the file has numbers, or with a texture for a mesh
+                without texture coordinates.
         """
-        self._meshes.append(mesh if isinstance(mesh, Geometry) else Geometry.open(Path(mesh)))
+        opened = mesh if isinstance(mesh, Geometry) else Geometry.open(Path(mesh))
+        chosen = opened.materials
+        if materials is not None:
+            chosen = checked_materials(materials, int(opened.meta.get("materials", 1)), str(opened.path))
+            if not opened.meta["has_uv"] and any(each.texture is not None for each in chosen):
+                raise ValueError(f"{opened.path} has no texture coordinates: build it with uv=, or give no texture")
+        self._meshes.append(opened)
+        self._materials.append(chosen)
         return len(self._meshes) - 1
 
     def add_instance(self, mesh: int, transform: ArrayLike | None = None) -> int:

@@ -23,10 +23,8 @@ LADDERS = {
 }
 """What each ladder climbs, and what --size counts."""
 SURFACES = (
-    *("depth", "normal", "instance", "cluster", "triangle", "level", "uv", "velocity", "material", "color"),
-    "vertex_color",
-    "overdraw",
-    "shadow",
+    *("depth", "normal", "instance", "cluster", "triangle", "level", "uv", "velocity", "material", "coverage"),
+    *("material_depth", "color", "base_color", "vertex_color", "overdraw", "shadow"),
 )
 """Of --show."""
 TOKENS = ("uint8", "uint16", "uint32", "int32", "int64")

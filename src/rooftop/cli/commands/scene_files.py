@@ -32,12 +32,18 @@ from rooftop.cli.outputs import json_option
     help="Keep all vertices of open borders in all levels, so that tiles of a scan meet without cracks. Build each "
     "tile with the same --precision.",
 )  # fmt: skip
+@click.option(
+    "--no-textures",
+    is_flag=True,
+    help="Leave out the images of materials (.glb, .gltf, .obj); their colours are kept.",
+)
 @done_by("rooftop.cli.scene_files:run_build")
 def build_command() -> None:
     """Build MESH (.glb, .obj, .ply, .stl and more) into a geometry file.
 
     This is done once for each mesh, on the CPU. Several parts become one mesh, with a material
-    number each. What the mesh had that cannot be drawn (faces without area, faces that are there twice) is dropped,
+    number each. Base colours and textures of .glb, .gltf and .obj are kept in the file, so that it needs no other file
+    beside it. What the mesh had that cannot be drawn (faces without area, faces that are there twice) is dropped,
     and said.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,8 @@ from rooftop.scene.building.meshes import Mesh, Repairs, checked_mesh
 from rooftop.scene.building.reading import read_mesh
 from rooftop.scene.building.workers import Workers
 from rooftop.scene.building.writing import renamed_when_done, write
+from rooftop.scene.material_sections import material_sections
+from rooftop.scene.materials import IMAGES, Material, checked_materials
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class BuildReport:
         triangles: of the mesh, after repairs.
         levels: from the finest to the coarsest.
         fill: triangles of all clusters, as a fraction of what they could hold.
-        size_bytes: of the file; bytes_per_triangle: the same for each triangle of the mesh.
+        size_bytes: of the file; image_bytes: of these, its textures'; bytes_per_triangle: the others for each triangle
+            of the mesh.
         precision: the step of the grid, in object units.
         roots: clusters that nothing replaces; why_several: why they are more than one, or None.
         repairs: what was mended.
@@ -57,6 +60,7 @@ class BuildReport:
     why_several: str | None
     repairs: Repairs
     seconds: float
+    image_bytes: int = 0
 
 
 def build(
@@ -68,6 +72,7 @@ def build(
     materials: npt.ArrayLike | None = None,
     *,
     colors: npt.ArrayLike | None = None,
+    material_table: Sequence[Material] | None = None,
     precision: float | None = None,
     progress: Callable[[str, float], None] | None = None,
     workers: int | None = None,
@@ -82,7 +87,9 @@ def build(
         normals: (V, 3); or "smooth": computed; or None: none are stored, a renderer uses those of the faces.
         uv: (V, 2) texture coordinates.
         materials: (F,) numbers from 0 to 65535.
-        colors: (V, 3) red, green and blue, 0 to 1 or uint8; kept with 8 bits each.
+        colors: (V, 3) red, green and blue, 0 to 1 or uint8, as displayed; kept with 8 bits each.
+        material_table: what faces look like, a `Material` for each number of `materials` from 0 on. It is kept in the
+            file, with its images as they were encoded. Textures are looked up at `uv`.
         precision: positions are rounded to a grid whose step is a power of two, at most this. By default 1/64 of the
             mean edge, or 1/16384 of the mesh's extent if that is less.
         progress: called with what is being done and the fraction done.
@@ -96,6 +103,23 @@ def build(
         MissingExtraError: meshoptimizer is not installed.
         BuildError: a worker was ended from outside.
     """
+    arrays = (vertices, faces, normals, uv, materials, colors)
+    return _build(arrays, path, material_table, False, precision, progress, workers, lock_borders)
+
+
+def _build(
+    arrays: tuple[Any, Any, Any, Any, Any, Any],
+    path: str | Path,
+    material_table: Sequence[Material] | None,
+    linear_colors: bool,
+    precision: float | None,
+    progress: Callable[[str, float], None] | None,
+    workers: int | None,
+    lock_borders: bool,
+) -> BuildReport:
+    """As `build`. `arrays`: vertices, faces, normals, uv, materials and colors; `linear_colors`: whether these are in
+    linear light."""
+    vertices, faces, normals, uv, materials, colors = arrays
     began = time.perf_counter()
     team = Workers.of(workers)
     target = Path(path)
@@ -103,6 +127,7 @@ def build(
         raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into")
     show = progress or (lambda what, fraction: None)
     show("checking the mesh", 0.0)
+    sections = _sections(material_table, materials, uv is not None)
     mesh = checked_mesh(vertices, faces, normals, uv, materials, precision, colors, team)
     hierarchy = build_levels(mesh, show, team, lock_borders)
     mesh = replace(mesh, repairs=replace(mesh.repairs, non_manifold_edges=hierarchy.non_manifold_edges))
@@ -113,13 +138,14 @@ def build(
     why = None if roots == 1 else f"{hierarchy.unshrunk:,} clusters were in no group that could be simplified further"
     if why and lock_borders:
         why += ": borders are locked"
+    meta = _meta(mesh, hierarchy, levels, why) | ({"linear_colors": True} if linear_colors else {})
     with renamed_when_done(target) as file:
-        written = write(file, hierarchy, math.ldexp(1.0, mesh.vertices.exponent), _meta(mesh, hierarchy, levels, why))
-    size = written["bytes"]
+        written = write(file, hierarchy, math.ldexp(1.0, mesh.vertices.exponent), meta, sections)
+    size, images = written["bytes"], sum(len(content) for name, content in sections if name == IMAGES.encode())
     return BuildReport(
         path=target, triangles=len(mesh.faces), levels=levels, fill=fill, size_bytes=size,
-        bytes_per_triangle=size / len(mesh.faces), precision=math.ldexp(1.0, mesh.vertices.exponent), roots=roots,
-        why_several=why, repairs=mesh.repairs, seconds=time.perf_counter() - began,
+        bytes_per_triangle=(size - images) / len(mesh.faces), precision=math.ldexp(1.0, mesh.vertices.exponent),
+        roots=roots, why_several=why, repairs=mesh.repairs, seconds=time.perf_counter() - began, image_bytes=images,
     )  # fmt: skip
 
 
@@ -132,11 +158,13 @@ def build_file(
     progress: Callable[[str, float], None] | None = None,
     workers: int | None = None,
     lock_borders: bool = False,
+    textures: bool = True,
 ) -> BuildReport:
     """Write a mesh file as a geometry file.
 
     Parts of a scene are put together at their places; each has its own material number. Texture coordinates are kept
-    where all parts have them, colours of vertices where any has; the others are white then.
+    where all parts have them, or where a textured one has; colours of vertices where any has, and the others are white
+    then. Of glTF and OBJ base colours and their textures are kept, too.
 
     Args:
         mesh: any file that trimesh reads: .glb, .gltf, .obj, .ply, .stl and more.
@@ -144,9 +172,11 @@ def build_file(
         normals: "file": as all parts of the file have them, or none; "smooth": computed; "flat": none are stored, a
             renderer uses those of the faces.
         precision, progress, workers, lock_borders: as for `build`.
+        textures: whether images of materials are kept; without them their colours are.
 
     Raises:
-        FileNotFoundError, InputError: the file is missing, cannot be read or has no triangles.
+        FileNotFoundError, InputError: the file is missing, cannot be read or has no triangles; or an image that it
+            names is missing, damaged or too large.
         ValueError: the output would replace the mesh, or the mesh cannot be built from.
         MissingExtraError: trimesh or meshoptimizer is not installed.
     """
@@ -156,12 +186,31 @@ def build_file(
         raise InputError(f"{target} would replace the mesh that it is built from; name another output")
     if progress is not None:
         progress(f"reading {source.name}", 0.0)
-    found = read_mesh(source)
+    found = read_mesh(source, textures)
     chosen = {"file": found.normals, "smooth": "smooth", "flat": None}[normals]
-    return build(
-        found.vertices, found.faces, target, chosen, found.uv, found.materials if found.materials.any() else None,
-        colors=found.colors, precision=precision, progress=progress, workers=workers, lock_borders=lock_borders,
-    )  # fmt: skip
+    materials = found.materials if found.materials.any() else None
+    arrays = (found.vertices, found.faces, chosen, found.uv, materials, found.colors)
+    linear = found.colors is not None and found.linear_colors
+    return _build(arrays, target, found.table, linear, precision, progress, workers, lock_borders)
+
+
+def _sections(
+    table: Sequence[Material] | None, materials: npt.ArrayLike | None, has_uv: bool
+) -> list[tuple[bytes, bytes]]:
+    """The sections of a file that say what its materials look like. All images are decoded, so that none is damaged."""
+    if table is None:
+        return []
+    given = np.zeros(0) if materials is None else np.asarray(materials)
+    numbers = int(given.max()) + 1 if given.dtype.kind in "iu" and given.size else 1  # others are refused later on
+    checked = checked_materials(table, numbers, "the mesh")
+    for each in checked:
+        if each.texture is not None:
+            if not has_uv:
+                raise ValueError(
+                    f"material {each.name!r} has a texture, and the mesh has no uv to look it up at: give uv="
+                )
+            each.texture.texels()
+    return material_sections(checked)
 
 
 def _levels(hierarchy: Hierarchy) -> tuple[LevelCount, ...]:

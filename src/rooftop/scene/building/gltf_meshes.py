@@ -23,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.errors import InputError
+from rooftop.scene.building.gltf_materials import GltfMaterials
+from rooftop.scene.building.part_materials import PartMaterial
 
 Array = npt.NDArray[Any]
 Document = dict[str, Any]
@@ -44,8 +46,15 @@ _REFUSED = {
 }
 
 
-def plain_gltf(path: Path) -> bytes | None:
-    """The file converted to a GLB with plain meshes only. None if it has no others.
+def plain_gltf(path: Path, textures: bool = True) -> tuple[bytes | None, list[PartMaterial]]:
+    """The file converted to a GLB with plain meshes only, and its materials.
+
+    Args:
+        textures: whether images are read.
+
+    Returns:
+        The GLB, None if the file is plain already and has no materials; there each material is named by its number, and
+        there are no images. The materials, by that number.
 
     Raises:
         InputError: it is damaged, or has geometry in a form that cannot be read here.
@@ -53,7 +62,9 @@ def plain_gltf(path: Path) -> bytes | None:
     try:
         document, binary = _parts(path)
         _refuse_extensions(document, path)
-        return _Plain(document, binary, path).made()
+        plain = _Plain(document, binary, path)
+        materials = plain.take_materials(textures)
+        return plain.made(), materials
     except InputError:
         raise
     except (KeyError, IndexError, TypeError, ValueError, struct.error) as error:
@@ -100,6 +111,25 @@ class _Plain:
         self._added: list[bytes] = []  # behind the buffers, each for one view
         self._made: dict[tuple[int, bool], int] = {}  # accessor, whether indices -> its plain one
         self._changed = False
+
+    def take_materials(self, textures: bool) -> list[PartMaterial]:
+        """The materials. What is left of them are their numbers, and textures' coordinates in the first set."""
+        document = self._document
+        if not document.get("materials"):
+            return []
+        read = GltfMaterials(document, self._view_bytes, self._path, textures)
+        for mesh in document.get("meshes", ()):
+            for primitive in mesh["primitives"]:
+                uv_set = read.uv_sets[primitive["material"]] if "material" in primitive else 0
+                if uv_set and f"TEXCOORD_{uv_set}" in primitive["attributes"]:
+                    primitive["attributes"]["TEXCOORD_0"] = primitive["attributes"][f"TEXCOORD_{uv_set}"]
+                elif uv_set:
+                    primitive["attributes"].pop("TEXCOORD_0", None)
+        document["materials"] = [{"name": str(number)} for number in range(len(read.found))]
+        for name in ("textures", "images", "samplers"):
+            document.pop(name, None)
+        self._changed = True
+        return read.found
 
     def made(self) -> bytes | None:
         left_out: dict[str, int] = {}
@@ -189,6 +219,14 @@ class _Plain:
         if needed > min(end, len(content)):
             raise ValueError(f"view {number} ends before its {count:,} values")
         return np.ndarray((count, width), item, content, begin, (stride, item.itemsize))
+
+    def _view_bytes(self, number: int) -> bytes:
+        """All of a view, such as an image."""
+        view = self._document["bufferViews"][number]
+        begin, content = view.get("byteOffset", 0), self._content(view["buffer"])
+        if begin + view["byteLength"] > len(content):
+            raise ValueError(f"view {number} ends behind its buffer")
+        return content[begin : begin + view["byteLength"]]
 
     def _content(self, number: int) -> bytes:
         if self._buffers is None:

@@ -16,8 +16,11 @@ import numpy.typing as npt
 from rooftop.errors import InputError, MissingExtraError
 from rooftop.scene.building.gltf_meshes import plain_gltf
 from rooftop.scene.building.meshes import MOST_MATERIALS
+from rooftop.scene.building.mtl_texts import materials_of_obj
 from rooftop.scene.building.normals import unit_vectors
-from rooftop.scene.building.obj_texts import has_colors, plain_obj, utf8
+from rooftop.scene.building.obj_texts import has_colors, plain_obj
+from rooftop.scene.building.part_materials import PartMaterial
+from rooftop.scene.materials import Material
 
 Floats = npt.NDArray[np.float64]
 HEAD_BYTES = 1 << 16  # in which a PLY file's head is looked for
@@ -29,10 +32,13 @@ class MeshFile:
 
     Attributes:
         vertices: (V, 3); faces: (F, 3).
-        normals: (V, 3) where all parts have them, or None; uv: (V, 2), the same.
+        normals: (V, 3) where all parts have them, or None.
+        uv: (V, 2) where all parts have them, or where any has that is textured (0 elsewhere); or None.
         colors: (V, 3) uint8 where any part has them, white elsewhere; or None.
         materials: (F,) the part that a face is of: parts that are placed several times count once.
         parts: how many placed parts.
+        table: what each part looks like, by the numbers of `materials`; None if none has a colour or a texture.
+        linear_colors: whether `colors` are in linear light, as those of glTF are; else they are as displayed.
     """
 
     vertices: Floats
@@ -42,21 +48,27 @@ class MeshFile:
     colors: npt.NDArray[np.uint8] | None
     materials: npt.NDArray[np.int64]
     parts: int
+    table: tuple[Material, ...] | None = None
+    linear_colors: bool = False
 
 
-def read_mesh(path: Path) -> MeshFile:
+def read_mesh(path: Path, textures: bool = True) -> MeshFile:
     """Read any file that trimesh reads: .glb, .gltf, .obj, .ply, .stl, .off, .3mf and more.
+
+    Args:
+        textures: whether images of materials are read; their colours are, of glTF and OBJ.
 
     Raises:
         FileNotFoundError: there is none.
-        InputError: it is of a format that trimesh does not read, damaged, or without triangles.
+        InputError: it is of a format that trimesh does not read, damaged, or without triangles; or an image of a
+            material is missing, damaged or too large.
         MissingExtraError: trimesh is not installed, or a package that it needs for this format.
     """
     trimesh = _load_trimesh()
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     try:
-        scene = _loaded(trimesh, path)
+        scene, looks = _loaded(trimesh, path, textures)
     except InputError:
         raise
     except ImportError as error:
@@ -83,7 +95,24 @@ def read_mesh(path: Path) -> MeshFile:
     counts = [len(part.vertices) for _, _, part in placed]
     first = np.cumsum([0, *counts])[:-1]
     has_normals = all("vertex_normals" in part._cache for _, _, part in placed)
-    has_uv = all(_uv(part) is not None for _, _, part in placed)
+    named = [looks.get(_material_name(part), PartMaterial()) for _, _, part in placed]
+    uv = [_uv(part, look) for (_, _, part), look in zip(placed, named, strict=True)]
+    textured = [each is not None and look.material.texture is not None for each, look in zip(uv, named, strict=True)]
+    has_uv = all(each is not None for each in uv) or any(textured)
+    table: dict[int, Material] = {}
+    for (name, _, _), look, has_image in zip(placed, named, textured, strict=True):
+        material = look.material
+        if material.texture is not None and not has_image:
+            warnings.warn(
+                f"{path}: material {material.name or number[name]} has a texture, and part {name} has no texture "
+                "coordinates for it: it is drawn in the material's colour",
+                stacklevel=2,
+            )
+            material = Material(material.color, name=material.name)
+        table[number[name]] = material
+    if see_through := sorted({look.see_through for look in named if look.see_through}):
+        more = f" and {len(see_through) - 1} more" if len(see_through) > 1 else ""
+        warnings.warn(f"{path}: {see_through[0]}{more}: nothing is transparent here, it is drawn opaque", stacklevel=2)
     try:
         colors = [_colors(part) for _, _, part in placed]
     except InputError as error:
@@ -109,12 +138,16 @@ def read_mesh(path: Path) -> MeshFile:
         vertices=np.concatenate([part.vertices @ at[:3, :3].T + at[:3, 3] for _, at, part in placed]),
         faces=np.concatenate([_faces(at, part) + start for start, (_, at, part) in zip(first, placed, strict=True)]),
         normals=np.concatenate([_normals(at, part) for _, at, part in placed]) if has_normals else None,
-        uv=np.concatenate([_uv(part) for _, _, part in placed]) if has_uv else None,
+        uv=np.concatenate([np.zeros((n, 2)) if of is None else of for n, of in zip(counts, uv, strict=True)])
+        if has_uv
+        else None,
         colors=np.concatenate([a[:, :3] if a is not None else b for a, b in zip(colors, white, strict=True)])
         if colored
         else None,
         materials=np.repeat([number[name] for name, _, _ in placed], [len(part.faces) for _, _, part in placed]),
         parts=len(placed),
+        table=None if all(each.is_plain for each in table.values()) else tuple(table[k] for k in sorted(table)),
+        linear_colors=path.suffix.lower() in (".glb", ".gltf"),
     )
 
 
@@ -126,24 +159,36 @@ def _load_trimesh() -> ModuleType:
     return trimesh
 
 
-def _loaded(trimesh: ModuleType, path: Path) -> Any:
-    """Its scene. OBJ files, their materials and glTF files are made plain first."""
+def _loaded(trimesh: ModuleType, path: Path, textures: bool) -> tuple[Any, dict[str, PartMaterial]]:
+    """Its scene, and its materials by the names that they have there. OBJ files and glTF files are made plain first;
+    their materials are read here, and trimesh only tells which part has which."""
     suffix = path.suffix.lower()
-    if suffix in (".glb", ".gltf") and (plain := plain_gltf(path)) is not None:
+    if suffix in (".glb", ".gltf"):
+        plain, materials = plain_gltf(path, textures)
+        looks = {str(number): each for number, each in enumerate(materials)}
+        if plain is None:
+            return trimesh.load_scene(str(path), process=False), looks
         beside = trimesh.resolvers.FilePathResolver(str(path))
-        return trimesh.load_scene(io.BytesIO(plain), file_type="glb", resolver=beside, process=False)
+        return trimesh.load_scene(io.BytesIO(plain), file_type="glb", resolver=beside, process=False), looks
     if suffix != ".obj":
-        return trimesh.load_scene(str(path), process=False)
+        return trimesh.load_scene(str(path), process=False), {}
+    text = plain_obj(path.read_bytes(), str(path))
+    found = materials_of_obj(text, path, textures)
 
-    class Beside(trimesh.resolvers.FilePathResolver):  # type: ignore[misc, name-defined]
-        """Files of the same folder."""
+    class Names(trimesh.resolvers.FilePathResolver):  # type: ignore[misc, name-defined]
+        """In the place of .mtl files: the names of all materials, and nothing of them."""
 
         def get(self, name: str) -> bytes:
-            content: bytes = super().get(name)
-            return utf8(content) if name.lower().endswith(".mtl") else content
+            if found is None:
+                raise FileNotFoundError(name)
+            return "".join(f"newmtl {each}\n" for each in found).encode()
 
-    text = io.BytesIO(plain_obj(path.read_bytes(), str(path)))
-    return trimesh.load_scene(text, file_type="obj", resolver=Beside(str(path)), process=False)
+    scene = trimesh.load_scene(io.BytesIO(text), file_type="obj", resolver=Names(str(path)), process=False)
+    return scene, found or {}
+
+
+def _material_name(part: Any) -> str:
+    return getattr(getattr(part.visual, "material", None), "name", None) or ""
 
 
 def _faces(at: Floats, part: Any) -> npt.NDArray[np.int64]:
@@ -161,9 +206,9 @@ def _normals(at: Floats, part: Any) -> Floats:
     return unit_vectors(normals @ np.linalg.inv(linear))
 
 
-def _uv(part: Any) -> Floats | None:
+def _uv(part: Any, look: PartMaterial) -> Floats | None:
     uv = getattr(part.visual, "uv", None)
-    return None if uv is None or len(uv) != len(part.vertices) else np.asarray(uv, np.float64)[:, :2]
+    return None if uv is None or len(uv) != len(part.vertices) else look.placed(np.asarray(uv, np.float64)[:, :2])
 
 
 def _wide_colors(path: Path) -> str | None:

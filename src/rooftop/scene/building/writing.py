@@ -7,7 +7,7 @@ import os
 import struct
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,8 +28,10 @@ Words = npt.NDArray[np.uint32]
 ALIGNMENT = 16
 
 
-def write(file: BinaryIO, hierarchy: Hierarchy, step: float, meta: dict[str, Any]) -> dict[str, Any]:
-    """Write a geometry file; `meta` is completed by what is known only now, and returned."""
+def write(
+    file: BinaryIO, hierarchy: Hierarchy, step: float, meta: dict[str, Any], more: Sequence[tuple[bytes, bytes]] = ()
+) -> dict[str, Any]:
+    """Write a geometry file; `meta` is completed by what is known only now, and returned. `more`: further sections."""
     order, group_counts, pages = _page_plan(hierarchy)
     group_starts = starts_of(group_counts)
     rank = np.empty(len(order.groups), np.int64)
@@ -41,7 +43,7 @@ def write(file: BinaryIO, hierarchy: Hierarchy, step: float, meta: dict[str, Any
     streams = np.concatenate(hierarchy.streams)
     stream_starts = starts_of(hierarchy.lengths)
 
-    file.write(bytes(layouts.HEADER_BYTES + 5 * layouts.SECTION_BYTES))
+    file.write(bytes(layouts.HEADER_BYTES + (5 + len(more)) * layouts.SECTION_BYTES))
     first_page = file.tell()
     table = np.zeros(len(pages), layouts.PAGE_ENTRY)
     page_of_group = np.zeros(len(rank), np.int64)
@@ -68,6 +70,7 @@ def write(file: BinaryIO, hierarchy: Hierarchy, step: float, meta: dict[str, Any
         (b"pagetab", table.tobytes()),
         (b"needs", np.concatenate([needs.starts, needs.pages]).astype("<u4").tobytes()),
         (b"meta", json.dumps(meta).encode()),
+        *more,
     ):
         sections.append((name, file.tell(), len(data), zlib.crc32(data)))
         file.write(data + bytes(-len(data) % ALIGNMENT))

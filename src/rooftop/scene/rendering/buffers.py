@@ -141,9 +141,12 @@ class Targets:
     triangle: wp.array(dtype=wp.int32)  # its number in the cluster
     level: wp.array(dtype=wp.int32)  # of detail: 0 is the finest
     material: wp.array(dtype=wp.int32)
+    coverage: wp.array(dtype=wp.bool)  # whether a surface covers the pixel's centre
+    material_depth: wp.array(dtype=wp.float32)  # (material + 1) / 2^16
     velocity: wp.array2d(dtype=wp.float32)  # pixels since the frame before, to the right and down
     normal: wp.array2d(dtype=wp.float32)  # in the world; base_pass, and so on
     uv: wp.array2d(dtype=wp.float32)
     color: wp.array2d(dtype=wp.float32)  # 0 to 1
+    base_color: wp.array2d(dtype=wp.float32)  # in linear light
     vertex_color: wp.array2d(dtype=wp.float32)
     shadow: wp.array2d(dtype=wp.float32)  # (pixels, lights): shadows

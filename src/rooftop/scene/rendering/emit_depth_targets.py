@@ -26,6 +26,8 @@ from rooftop.scene.rendering.rasterize import on_screen
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
+MATERIAL_STEP = wp.constant(1.0 / 65536.0)  # of material depth, between a material and the next: exact in float32
+
 
 @wp.struct
 class Hit:
@@ -169,20 +171,26 @@ def emit_depth_targets(
             if targets.depth.shape[0] > 0:
                 near = wp.cast(wp.int32(pixel >> DEPTH_SHIFT), wp.float32)
                 targets.depth[i] = views.lens[view_at(views, i), LENS_NEAR] / near
+            if targets.coverage.shape[0] > 0:
+                targets.coverage[i] = True
             if targets.triangle.shape[0] > 0:
                 targets.triangle[i] = wp.int32(pixel) & (TRIANGLES - 1)
             if targets.instance.shape[0] > 0:
                 item = frame.drawn[wp.int32(pixel >> TRIANGLE_SHIFT) & RANK_MASK]
                 targets.instance[i] = pair_of(item) % frame.instances
-            of_cluster = targets.cluster.shape[0] + targets.level.shape[0] + targets.material.shape[0]
-            if of_cluster > 0:
+            of_material = targets.material.shape[0] + targets.material_depth.shape[0]
+            if targets.cluster.shape[0] + targets.level.shape[0] + of_material > 0:
                 hit = covering(resident, frame, pixel)
                 if targets.cluster.shape[0] > 0:
                     targets.cluster[i] = hit.cluster.number
                 if targets.level.shape[0] > 0:
                     targets.level[i] = hit.cluster.level
-                if targets.material.shape[0] > 0:
-                    targets.material[i] = material_of(resident, hit.cluster, hit.triangle)
+                if of_material > 0:
+                    material = material_of(resident, hit.cluster, hit.triangle)
+                    if targets.material.shape[0] > 0:
+                        targets.material[i] = material
+                    if targets.material_depth.shape[0] > 0:
+                        targets.material_depth[i] = MATERIAL_STEP * wp.float32(material + 1)
             if velocity != 0:
                 place = place_of(views, i)
                 hit = hit_of(resident, views, frame, pixel, place)

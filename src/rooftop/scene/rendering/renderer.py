@@ -20,6 +20,8 @@ from rooftop.scene.rendering.memory import MOST_THREADS, FrameMemory
 from rooftop.scene.rendering.placing import Placed
 from rooftop.scene.rendering.shadow_maps import Drawing, ShadowMaps
 from rooftop.scene.rendering.stages import THREADS_OF_A_MULTIPROCESSOR, Clock, Stages
+from rooftop.scene.rendering.surfaces import uploaded_surfaces
+from rooftop.scene.rendering.texturing import Surfaces
 from rooftop.scene.rendering.uploads import Meshes, Uploaded
 from rooftop.scene.scenes import Scene
 from rooftop.scene.streaming.page_graph import PageGraph
@@ -33,9 +35,12 @@ BACKGROUND = {  # else -1
     "velocity": 0.0,
     "normal": 0.0,
     "color": 0.0,
+    "base_color": torch.nan,
     "shadow": torch.nan,
+    "material_depth": 0.0,
+    "coverage": False,
 }
-CHANNELS = {"normal": 3, "uv": 2, "velocity": 2, "color": 3, "vertex_color": 3}
+CHANNELS = {"normal": 3, "uv": 2, "velocity": 2, "color": 3, "vertex_color": 3, "base_color": 3}
 
 
 class Renderer:
@@ -100,6 +105,8 @@ class Renderer:
             slots_of(PageGraph(scene.meshes), self.pool_bytes)
         self._chains, self._ahead = Chains(self.device), Chains(self.device, pictures=False)  # those of `prefetch`
         self._meshes: Meshes | None = None
+        self._surfaces: Uploaded | None = None
+        self._surfaces_of: tuple[object, ...] = ()
         self._memory: FrameMemory | None = None
         self._shadows = ShadowMaps(self.device)
         self._placed = Placed(self.device)
@@ -212,6 +219,7 @@ class Renderer:
         pool, best = self.pool, False
         if pool is not None:
             pool.begin()
+        surfaces = self._surfaces_now() if {"color", "base_color"} & set(outputs) else Surfaces()
         while True:
             clock = Clock(self.device, timings)
             stages = self._stages(chain, meshes, clock)
@@ -228,7 +236,7 @@ class Renderer:
                 if later and pool is not None:
                     pool.requests.collect(counters_of, self._threads, aging=False)
             pictures, targets = _pictures(emitted, canvas, len(lights), self.device)
-            stages.emit(targets, light, self._shadows.values if lights else buffers.Lights(), emitted)
+            stages.emit(targets, light, self._shadows.values if lights else buffers.Lights(), surfaces, emitted)
             answer = pool.requests.read() if pool is not None else None  # waits for the frame, as the next line does
             if pool is not None and answer is not None and answer.refused is not None:
                 self._drop_pool()
@@ -302,6 +310,14 @@ class Renderer:
                 self.pool = Pool(self.scene.meshes, self.pool_bytes, self.device)
             self._meshes = Meshes(self.scene.meshes, self.device, self.pool)
         return self._meshes
+
+    def _surfaces_now(self) -> Any:
+        """The scene's materials on the device, from the first frame on that asks for a colour."""
+        materials = self.scene.materials
+        if self._surfaces is None or self._surfaces_of != materials:
+            self._surfaces = uploaded_surfaces(self.scene.meshes, materials, self.device)
+            self._surfaces_of = materials
+        return self._surfaces.values
 
     def _drop_pool(self) -> None:
         """The next frame begins with a new one."""
@@ -419,8 +435,9 @@ def _pictures(
         if name == "overdraw":
             continue
         sizes = (canvas.camera_texels, *([channels[name]] if name in channels else []))
-        dtype = torch.float32 if name in BACKGROUND else torch.int32
-        pictures[name] = torch.full(sizes, BACKGROUND.get(name, -1), dtype=dtype, device=device)
+        background = BACKGROUND.get(name, -1)
+        dtype = torch.bool if background is False else torch.float32 if name in BACKGROUND else torch.int32
+        pictures[name] = torch.full(sizes, background, dtype=dtype, device=device)
         setattr(targets, name, wp.from_torch(pictures[name]))
     return pictures, targets
 

@@ -34,7 +34,7 @@ from rooftop.scene.streaming.answers import RequestBuffers
 
 THREADS_OF_A_MULTIPROCESSOR = 1024
 MOST_GRAPHS = 4  # of one memory: a first frame and those after it, each with and without timings
-OF_BASE_PASS = {"normal", "uv", "color", "vertex_color"}
+OF_BASE_PASS = {"normal", "uv", "color", "vertex_color", "base_color"}
 
 
 class Clock:
@@ -174,9 +174,9 @@ class Stages:
             self.draw(history)
         return graph, tuple(self.clock.events)
 
-    def emit(self, targets: Any, light: Any, lights: Any, outputs: Collection[str]) -> None:
+    def emit(self, targets: Any, light: Any, lights: Any, surfaces: Any, outputs: Collection[str]) -> None:
         """Pictures from the visibility buffer, of these names. `lights`: `buffers.Lights`, of which the maps are
-        drawn."""
+        drawn; `surfaces`: `texturing.Surfaces`, empty where no colour is asked for."""
         shared = (*self._inputs, self.memory.frame, targets)
         base, texels = not OF_BASE_PASS.isdisjoint(outputs), self.memory.canvas.camera_texels
         with self.clock.of("emit_depth_targets"):
@@ -188,7 +188,7 @@ class Stages:
                 self._launch(shadows.shadows, *of_pixels, texels)
         if base:
             with self.clock.of("base_pass"):
-                self._launch(base_pass.base_pass, *shared, lights, light, texels)
+                self._launch(base_pass.base_pass, *shared, lights, surfaces, light, texels)
 
     def keep_depths(self, which: Any, texel_at: Any, depths: Any) -> None:
         """The nearest depths of the shadow maps, the k-th as map which[k] of `buffers.Lights`."""

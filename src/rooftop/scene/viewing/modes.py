@@ -77,6 +77,7 @@ MODES = {
         numbers=lambda frame, pages: pages.of(frame),
     ),
     "material": Mode("materials", "A colour for each material.", ("material",)),
+    "base_color": Mode("base colours", "Colours, textures and vertex colours, not lit.", ("base_color",)),
     "vertex_color": Mode("vertex colours", "As the mesh has them, not lit.", ("vertex_color",), "has_colors"),
     "uv": Mode("texture coordinates", "u is red, v is green.", ("uv",), "has_uv"),
 }

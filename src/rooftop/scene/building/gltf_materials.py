@@ -1,0 +1,134 @@
+"""Materials of a glTF document: base colours, and images of them.
+
+A factor is in linear light, an image as displayed; here both are kept as displayed. Of a texture are read: its sampler
+(how it repeats, whether it is magnified by nearest texels), KHR_texture_transform, which set of coordinates it takes,
+and images in the file, beside it or in a `data:` URI, also those of EXT_texture_webp and MSFT_texture_dds. Images in
+KHR_texture_basisu are refused by name. Of the older KHR_materials_pbrSpecularGlossiness the diffuse colour is read.
+
+Source: the glTF 2.0 specification of the Khronos Group (3.8 and 3.9), and its registry of extensions.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from rooftop.errors import InputError
+from rooftop.scene.building.part_materials import AS_IT_IS, PartMaterial
+from rooftop.scene.images import Texture
+from rooftop.scene.materials import Material, to_displayed
+
+Document = dict[str, Any]
+
+_WRAPS = {10497: "repeat", 33071: "clamp", 33648: "mirror"}
+_NEAREST = 9728
+_SOURCES = ("EXT_texture_webp", "MSFT_texture_dds")  # whose images can be read
+WITHOUT = "give textures=False (--no-textures) to leave textures out"
+
+
+class GltfMaterials:
+    """The materials of a document.
+
+    Args:
+        document: which is not changed.
+        view: the bytes of a buffer view, by its number.
+        path: of the file.
+        textures: whether images are read.
+
+    Attributes:
+        found: of each material of the document.
+        uv_sets: of each, which set of texture coordinates its texture takes.
+
+    Raises:
+        InputError: an image is missing, damaged, too large, or of a kind that cannot be read.
+    """
+
+    def __init__(self, document: Document, view: Callable[[int], bytes], path: Path, textures: bool) -> None:
+        self._document, self._view, self._path = document, view, path
+        self._textures = textures
+        self._images: dict[int, Texture] = {}
+        self.uv_sets: list[int] = []
+        self.found = [self._material(number, each) for number, each in enumerate(document.get("materials", ()))]
+
+    def _material(self, number: int, described: Document) -> PartMaterial:
+        name = described.get("name", "")
+        called = f"material {number}" + (f" ({name})" if name else "")
+        factor, info = _base_color(described)
+        color = to_displayed([min(max(float(part), 0.0), 1.0) for part in factor[:3]]).tolist()
+        mode = described.get("alphaMode", "OPAQUE")
+        see_through = "" if mode == "OPAQUE" else f"alphaMode {mode} of {called}"
+        if info is None or not self._textures:
+            self.uv_sets.append(0)
+            return PartMaterial(Material(color, name=name), AS_IT_IS, see_through)
+        transform = info.get("extensions", {}).get("KHR_texture_transform", {})
+        self.uv_sets.append(int(transform.get("texCoord", info.get("texCoord", 0))))
+        texture = self._document["textures"][info["index"]]
+        sampler = self._document["samplers"][texture["sampler"]] if "sampler" in texture else {}
+        material = Material(
+            color,
+            self._image(texture, called),
+            tuple(_WRAPS[sampler.get(which, 10497)] for which in ("wrapS", "wrapT")),
+            "nearest" if sampler.get("magFilter") == _NEAREST else "linear",
+            name,
+        )
+        return PartMaterial(material, _placing(transform), see_through)
+
+    def _image(self, texture: Document, called: str) -> Texture:
+        extensions = texture.get("extensions", {})
+        number = next((extensions[each]["source"] for each in _SOURCES if each in extensions), texture.get("source"))
+        if number is None:
+            kinds = ", ".join(extensions) or "no image"
+            raise InputError(
+                f"{self._path}: the texture of {called} is in {kinds}, which is not read here: convert it to PNG or "
+                f"JPEG, or {WITHOUT}"
+            )
+        if number not in self._images:
+            image = self._document["images"][number]
+            content, name = self._content(image, called)
+            try:
+                self._images[number] = Texture.of_bytes(content, name)
+                self._images[number].texels()
+            except InputError as error:
+                raise InputError(f"{self._path}: {called}: {error}; or {WITHOUT}") from error
+        return self._images[number]
+
+    def _content(self, image: Document, called: str) -> tuple[bytes, str]:
+        """The file of an image, and what messages call it."""
+        uri = image.get("uri")
+        if uri is None:
+            return self._view(image["bufferView"]), f"image {image.get('name', '')}".rstrip()
+        if uri.startswith("data:"):
+            return base64.b64decode(uri.partition(",")[2]), "an image in the file"
+        file = (self._path.parent / unquote(uri)).resolve()
+        if not file.is_relative_to(self._path.parent.resolve()) or not file.is_file():
+            raise InputError(
+                f"{self._path}: {called} names the image {uri}, which is no file beside it: put it there, or {WITHOUT}"
+            )
+        return file.read_bytes(), uri
+
+
+def _base_color(described: Document) -> tuple[list[float], Document | None]:
+    """The factor, and what is said of the texture."""
+    older = described.get("extensions", {}).get("KHR_materials_pbrSpecularGlossiness")
+    if older is not None:
+        return older.get("diffuseFactor", [1.0] * 4), older.get("diffuseTexture")
+    of = described.get("pbrMetallicRoughness", {})
+    return of.get("baseColorFactor", [1.0] * 4), of.get("baseColorTexture")
+
+
+def _placing(transform: Document) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+    """That of KHR_texture_transform, which is offset * rotation * scale where v goes downwards."""
+    if not transform:
+        return AS_IT_IS
+    (x, y), (wide, high) = transform.get("offset", (0.0, 0.0)), transform.get("scale", (1.0, 1.0))
+    angle = transform.get("rotation", 0.0)
+    cosine, sine = math.cos(angle), math.sin(angle)
+    # down(u, w) = (cosine wide u + sine high w + x, -sine wide u + cosine high w + y), of w = 1 - v; and v' = 1 - w'.
+    return (
+        (cosine * wide, -sine * high, sine * high + x),
+        (sine * wide, cosine * high, 1.0 - cosine * high - y),
+    )

@@ -1,0 +1,193 @@
+"""Materials of an OBJ file: Kd and map_Kd of the .mtl files that it names.
+
+Colours and images are as displayed (sRGB), as programs that write such files mean them. `map_Kd` is multiplied by `Kd`,
+as the format says; a Kd of 0 0 0 beside it counts as white, since some programs write that. Of the options of `map_Kd`
+are read: -s and -o (scale and offset of the texture coordinates), -clamp. Others are skipped, with a warning if they
+would change the picture. A path may have blanks, backslashes or a drive: a file that is not where it says is looked for
+beside the .mtl file.
+
+Source: the MTL specification of Alias|Wavefront (Object files, appendix B1, "Material file format").
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path, PureWindowsPath
+
+from rooftop.errors import InputError
+from rooftop.scene.building.gltf_materials import WITHOUT
+from rooftop.scene.building.obj_texts import utf8
+from rooftop.scene.building.part_materials import AS_IT_IS, PartMaterial
+from rooftop.scene.images import Texture
+from rooftop.scene.materials import Material
+
+_LIBRARY = re.compile(rb"(?:^|[\r\n])[ \t]*mtllib[ \t]+([^\r\n]+)")
+_NUMBERS = {"-s": 3, "-o": 3, "-t": 3}  # up to so many numbers follow
+_WORDS = {
+    "-blendu": 1,
+    "-blendv": 1,
+    "-clamp": 1,
+    "-cc": 1,
+    "-texres": 1,
+    "-boost": 1,
+    "-bm": 1,
+    "-imfchan": 1,
+    "-mm": 2,
+}
+_HARMLESS = {"-blendu", "-blendv", "-texres", "-bm", "-boost"}  # of how other programs filter, and of bump maps
+
+
+def materials_of_obj(content: bytes, path: Path, textures: bool) -> dict[str, PartMaterial] | None:
+    """The materials that an OBJ file can use, by name; None where it names no .mtl file that is there.
+
+    Args:
+        content: of the OBJ file, in UTF-8.
+        path: of the OBJ file.
+        textures: whether images are read.
+
+    Raises:
+        InputError: an image is missing, damaged or too large, or numbers are none. The message names file and material.
+    """
+    files: list[Path] = []
+    for line in dict.fromkeys(_LIBRARY.findall(content)):
+        files += _libraries(line.decode(errors="replace").strip(), path)
+    if not files:
+        return None
+    found: dict[str, PartMaterial] = {}
+    for file in files:
+        images: dict[Path, Texture] = {}
+        for name, words in _described(file).items():
+            if name not in found:
+                found[name] = _material(name, words, file, images, textures)
+    return found
+
+
+def _libraries(names: str, path: Path) -> list[Path]:
+    """The files of a line: one whose name may have blanks, or several."""
+    whole = _beside(names, path.parent)
+    if whole is not None:
+        return [whole]
+    found = []
+    for name in names.split():
+        file = _beside(name, path.parent)
+        if file is None:
+            warnings.warn(f"{path} names {name}, which is not there: its materials are left out", stacklevel=6)
+        else:
+            found.append(file)
+    return found
+
+
+def _beside(name: str, folder: Path) -> Path | None:
+    """A file by the path that another one gives, or by its last part in the folder of that one."""
+    for each in (name, name.replace("\\", "/"), PureWindowsPath(name).name):
+        file = folder / each
+        if each and file.is_file():
+            return file
+    return None
+
+
+def _described(file: Path) -> dict[str, dict[str, tuple[int, str]]]:
+    """Of each material: line and rest, by the line's first word in lower case."""
+    found: dict[str, dict[str, tuple[int, str]]] = {}
+    words: dict[str, tuple[int, str]] = {}
+    text = utf8(file.read_bytes()).decode()
+    for number, line in enumerate(re.sub(r"\\\r?\n", " ", text).splitlines(), 1):
+        word, _, rest = line.strip().replace("\t", " ").partition(" ")
+        if word.lower() == "newmtl":
+            words = {}
+            found.setdefault(" ".join(rest.split()), words)
+        elif word and not word.startswith("#"):
+            words[word.lower()] = (number, rest.strip())
+    return found
+
+
+def _material(
+    name: str, words: dict[str, tuple[int, str]], file: Path, images: dict[Path, Texture], textures: bool
+) -> PartMaterial:
+    color = _color(words, file, name)
+    see_through = ""
+    for word, opaque in (("d", 1.0), ("tr", 0.0)):
+        if word in words and _last_number(words[word][1]) not in (None, opaque):
+            see_through = f"{word if word == 'd' else 'Tr'} of material {name}"
+    if "map_d" in words:
+        see_through = f"map_d of material {name}"
+    if "map_kd" not in words or not textures:
+        return PartMaterial(Material(color, name=name), AS_IT_IS, see_through)
+    image, options = _image_and_options(words["map_kd"][1], f"{file}, line {words['map_kd'][0]}: material {name}")
+    place = _beside(image, file.parent)
+    if place is None:
+        raise InputError(
+            f"{file}: material {name} names the image {image or 'of an empty name'}, which is not there: put it beside "
+            f"the file, or {WITHOUT}"
+        )
+    try:
+        if place not in images:
+            images[place] = Texture.of(place)
+            images[place].texels()
+    except InputError as error:
+        raise InputError(f"{file}: material {name}: {error}; or {WITHOUT}") from error
+    color = (1.0, 1.0, 1.0) if not any(color) else color
+    wrap = "clamp" if options.get("-clamp") == ["on"] else "repeat"
+    (wide, high), (right, up) = _pair(options.get("-s"), 1.0), _pair(options.get("-o"), 0.0)
+    placing = ((wide, 0.0, right), (0.0, high, up))
+    return PartMaterial(Material(color, images[place], wrap, name=name), placing, see_through)
+
+
+def _color(words: dict[str, tuple[int, str]], file: Path, name: str) -> tuple[float, float, float]:
+    if "kd" not in words:
+        return 1.0, 1.0, 1.0
+    number, rest = words["kd"]
+    parts = rest.split()
+    if parts and parts[0].lower() in ("spectral", "xyz"):
+        warnings.warn(f"{file}: Kd {parts[0]} of material {name} is not read; it is white", stacklevel=6)
+        return 1.0, 1.0, 1.0
+    try:
+        numbers = [min(max(float(part), 0.0), 1.0) for part in parts[:3]]
+        red, green, blue = numbers * 3 if len(numbers) == 1 else numbers
+    except ValueError as error:
+        raise InputError(f"{file}, line {number}: Kd of material {name} is {rest!r}: expected three numbers") from error
+    return red, green, blue
+
+
+def _last_number(text: str) -> float | None:
+    """Of `0.5` and of `-halo 0.5`."""
+    try:
+        return float(text.split()[-1])
+    except (IndexError, ValueError):
+        return None
+
+
+def _image_and_options(text: str, where: str) -> tuple[str, dict[str, list[str]]]:
+    """The path, which may have blanks, and what stands before it."""
+    options: dict[str, list[str]] = {}
+    rest = text
+    while rest.startswith("-"):
+        option, _, after = rest.partition(" ")
+        option, rest = option.lower(), after.lstrip()
+        if option not in _NUMBERS and option not in _WORDS:
+            raise InputError(f"{where} has the option {option} of map_Kd, which is not known here: take it out")
+        options[option] = []
+        for _ in range(_NUMBERS.get(option) or _WORDS[option]):
+            word, _, after = rest.partition(" ")
+            if not after or (option in _NUMBERS and _last_number(word) is None):
+                break  # -s, -o and -t have one to three numbers
+            options[option].append(word)
+            rest = after.lstrip()
+        if option not in _HARMLESS and option not in ("-s", "-o", "-clamp") and not _changes_nothing(options, option):
+            warnings.warn(f"{where}: {option} {' '.join(options[option])} of map_Kd is left out", stacklevel=7)
+    return rest.strip().strip('"'), options
+
+
+def _changes_nothing(options: dict[str, list[str]], option: str) -> bool:
+    usual = {"-mm": [0.0, 1.0], "-t": [0.0] * len(options[option])}
+    if option in usual:
+        return [_last_number(word) for word in options[option]] == usual[option]
+    return option == "-cc" and options[option] == ["off"]
+
+
+def _pair(words: list[str] | None, otherwise: float) -> tuple[float, float]:
+    """Of u and of v; one that is not given is as usual."""
+    numbers = [float(word) for word in (words or [])[:2]]
+    numbers += [otherwise] * (2 - len(numbers))
+    return numbers[0], numbers[1]

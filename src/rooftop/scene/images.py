@@ -1,0 +1,163 @@
+"""Images of surfaces: read by Pillow from files, or given as texels; decoded or encoded when that is asked for."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from rooftop.errors import InputError
+
+Bytes = npt.NDArray[np.uint8]
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TGA", "TIFF", "GIF", "DDS")  # as Pillow calls them
+MOST_SIDE = 1 << 14  # texels
+MOST_TEXELS = 1 << 27  # of an image: 0.5 GB on the device, and Pillow itself refuses 1.3 times as many
+_LIMIT = f"a texture has at most {MOST_SIDE} texels on a side and {MOST_TEXELS:,} in all: make it smaller"
+
+
+class Texture:
+    """An image of a surface: the file that it was, or texels. It is decoded or encoded when that is asked for.
+
+    Attributes:
+        name: what messages call it.
+        width, height: in texels.
+    """
+
+    def __init__(self, name: str, size: tuple[int, int], encoded: Callable[[], bytes] | None, texels: Bytes | None):
+        self.name, (self.width, self.height) = name, size
+        self._encoded, self._texels = encoded, texels
+
+    @classmethod
+    def of(cls, image: Any) -> Texture:
+        """A texture from whatever holds an image.
+
+        Args:
+            image: a path, a PIL image, or an array or tensor (H, W), (H, W, 1), (H, W, 3) or (H, W, 4) of uint8, or of
+                floats from 0 to 1; the first row is the top. Values are as displayed (sRGB). Alpha is left out.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            InputError: the file is no image that Pillow reads, or too large.
+            TypeError, ValueError: values of another shape, dtype or range.
+        """
+        if isinstance(image, Texture):
+            return image
+        if isinstance(image, str | PathLike):
+            path = Path(fspath(image))
+            if not path.is_file():
+                raise FileNotFoundError(f"there is no image {path}")
+            return cls.of_bytes(path.read_bytes(), str(path))
+        if isinstance(image, Image.Image):
+            _check_size(image.size, "the texture")
+            return cls("the texture", image.size, None, np.asarray(_in_rgb(image)))
+        texels = _of_array(image)
+        return cls("the texture", (texels.shape[1], texels.shape[0]), None, texels)
+
+    @classmethod
+    def of_bytes(cls, content: bytes, name: str) -> Texture:
+        """An image file; its head is looked at.
+
+        Raises:
+            InputError: it is no image that can be read, or it is too large.
+        """
+        return cls(name, _size_of(content, name), lambda: content, None)
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is held as the file that it was, and not as texels."""
+        return self._encoded is not None
+
+    def encoded(self) -> bytes:
+        """As an image file: the one that it was, else a PNG."""
+        if self._encoded is not None:
+            return self._encoded()
+        file = io.BytesIO()
+        assert self._texels is not None
+        Image.fromarray(self._texels).save(file, format="PNG")
+        return file.getvalue()
+
+    def texels(self) -> Bytes:
+        """(H, W, 3) uint8, the top row first.
+
+        Raises:
+            InputError: the image is damaged.
+        """
+        if self._texels is not None:
+            return self._texels
+        try:
+            with _opened(self.encoded(), self.name) as image:
+                found = np.asarray(_in_rgb(image))
+        except InputError:
+            raise
+        except Exception as error:  # whatever a decoder meets in a damaged file
+            what = f"{type(error).__name__}: {error}"
+            raise InputError(f"{self.name} cannot be decoded ({what}); it may be damaged") from error
+        if found.shape[:2] != (self.height, self.width):
+            is_, said = f"{found.shape[1]} x {found.shape[0]}", f"{self.width} x {self.height}"
+            raise InputError(f"{self.name} is {is_}, and {said} was said of it; it may be damaged")
+        return found
+
+
+def _size_of(content: bytes, name: str) -> tuple[int, int]:
+    with _opened(content, name) as image:
+        _check_size(image.size, name)
+        return image.size
+
+
+def _opened(content: bytes, name: str) -> Image.Image:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # MOST_TEXELS is the limit here
+            return Image.open(io.BytesIO(content), formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        raise InputError(f"{name} is too large ({error}); {_LIMIT}") from error
+    except Exception as error:  # whatever a decoder meets
+        expected = ", ".join(FORMATS)
+        raise InputError(f"{name} is no image that can be read ({error}); expected {expected}") from error
+
+
+def _check_size(size: tuple[int, int], name: str) -> None:
+    width, height = size
+    if min(size) < 1 or max(size) > MOST_SIDE or width * height > MOST_TEXELS:
+        raise InputError(f"{name} is {width} x {height}; {_LIMIT}")
+
+
+def _in_rgb(image: Image.Image) -> Image.Image:
+    """Any mode in 8 bits of red, green and blue; 16 bits are rounded to these."""
+    if image.mode in ("I;16", "I;16L", "I;16B", "I"):
+        rounded = np.rint(np.asarray(image.convert("I")).clip(0, 65535) / 257)
+        return Image.fromarray(rounded.astype(np.uint8)).convert("RGB")
+    if image.mode == "F":
+        return Image.fromarray(np.rint(255 * np.asarray(image).clip(0, 1)).astype(np.uint8)).convert("RGB")
+    if "A" in image.mode or "transparency" in image.info:
+        return image.convert("RGBA").convert("RGB")
+    return image.convert("RGB")
+
+
+def _of_array(image: Any) -> Bytes:
+    """(H, W, 3) of an array or tensor."""
+    detached = image.detach().cpu() if hasattr(image, "detach") else image
+    array = np.asarray(detached)
+    if array.dtype.kind not in "uif":
+        raise TypeError(f"texture={image!r}: expected a path, a PIL image, or an array of uint8 or floats")
+    if array.ndim == 2:
+        array = array[:, :, None]
+    if array.ndim != 3 or array.shape[2] not in (1, 3, 4):
+        raise ValueError(f"a texture has shape (H, W), (H, W, 3) or (H, W, 4), not {np.asarray(detached).shape}")
+    _check_size((array.shape[1], array.shape[0]), "the texture")
+    array = array[:, :, :3]
+    if array.dtype.kind == "f":
+        if not np.isfinite(array).all() or array.min() < 0 or array.max() > 1:
+            raise ValueError("texels are finite numbers from 0 to 1, or uint8")
+        array = np.rint(255 * array.astype(np.float64))
+    elif array.dtype != np.uint8:
+        raise TypeError(f"texels are uint8, or floats from 0 to 1, not {array.dtype}")
+    return np.ascontiguousarray(np.broadcast_to(array, (*array.shape[:2], 3)), np.uint8)

@@ -1,0 +1,90 @@
+"""Materials in a geometry file: a table in JSON, and images as they were encoded. docs/scene-format.md has both."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+from rooftop.errors import GeometryFileError
+from rooftop.scene.images import MOST_SIDE, MOST_TEXELS, Texture
+from rooftop.scene.materials import IMAGES, TABLE, Material
+
+
+def material_sections(materials: Sequence[Material]) -> list[tuple[bytes, bytes]]:
+    """The sections of a table: names and bytes. Equal images are stored once."""
+    images: dict[bytes, dict[str, Any]] = {}
+    length, rows = 0, []
+    for material in materials:
+        row: dict[str, Any] = {"name": material.name, "color": list(material.color)}
+        if material.texture is not None:
+            encoded = material.texture.encoded()
+            if encoded not in images:
+                size = {"width": material.texture.width, "height": material.texture.height}
+                place = {"offset": length, "length": len(encoded), "crc": zlib.crc32(encoded)}
+                images[encoded] = {"number": len(images)} | size | place
+                length += len(encoded)
+            row |= {"image": images[encoded]["number"], "wrap": list(material.wrap), "magnified": material.magnified}
+        rows.append(row)
+    listed = [{name: value for name, value in image.items() if name != "number"} for image in images.values()]
+    table = json.dumps({"materials": rows, "images": listed}).encode()
+    found = [(TABLE.encode(), table)]
+    return [*found, (IMAGES.encode(), b"".join(images))] if images else found
+
+
+def read_materials(
+    path: Path, data: mmap, sections: Mapping[str, tuple[int, int]], numbers: object
+) -> tuple[Material, ...]:
+    """The materials of a file that has a table. Images are read when they are asked for.
+
+    Args:
+        sections: of the file, offset and length by name.
+        numbers: one more than the highest material number.
+
+    Raises:
+        GeometryFileError: the table says what cannot be.
+    """
+    start, length = sections[TABLE]
+    try:
+        table = json.loads(data[start : start + length])
+        textures = [_texture(path, data, sections, number, each) for number, each in enumerate(table["images"])]
+        found = tuple(_material(row, textures) for row in table["materials"])
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        what = f"section {TABLE} says what cannot be ({type(error).__name__}: {error})"
+        raise GeometryFileError(path, what, start) from error
+    if not isinstance(numbers, int) or len(found) < numbers:
+        what = f"section {TABLE} has {len(found)} materials, and faces name {numbers}"
+        raise GeometryFileError(path, what, start)
+    return found
+
+
+def _material(row: Mapping[str, Any], textures: Sequence[Texture]) -> Material:
+    if "image" not in row:
+        return Material(row["color"], name=str(row.get("name", "")))
+    if not 0 <= row["image"] < len(textures):
+        raise ValueError(f"image {row['image']} of {len(textures)}")
+    wrap, magnified = row.get("wrap", "repeat"), row.get("magnified", "linear")
+    return Material(row["color"], textures[row["image"]], wrap, magnified, str(row.get("name", "")))
+
+
+def _texture(
+    path: Path, data: mmap, sections: Mapping[str, tuple[int, int]], number: int, image: Mapping[str, Any]
+) -> Texture:
+    start, length = sections[IMAGES]
+    offset, size, crc = int(image["offset"]), int(image["length"]), int(image["crc"])
+    width, height = int(image["width"]), int(image["height"])
+    if offset < 0 or size < 1 or offset + size > length:
+        raise ValueError(f"image {number} would lie outside of section {IMAGES}")
+    if min(width, height) < 1 or max(width, height) > MOST_SIDE or width * height > MOST_TEXELS:
+        raise ValueError(f"image {number} is {width} x {height}")
+
+    def encoded() -> bytes:
+        content = data[start + offset : start + offset + size]
+        if zlib.crc32(content) != crc:
+            raise GeometryFileError(path, f"the checksum of image {number} does not match", start + offset)
+        return content
+
+    return Texture(f"image {number} of {path}", (width, height), encoded, None)

@@ -1,0 +1,116 @@
+"""What a surface looks like: a colour and an image of it, by the number of its material.
+
+Colours and images are as displayed (sRGB), as those of vertices are; images are filtered in linear light. Nothing is
+transparent: alpha of an image is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from rooftop.scene.images import Texture
+
+TABLE, IMAGES = "material", "images"  # sections of a geometry file; a section's name has at most 8 bytes
+WRAPS = ("repeat", "clamp", "mirror")
+MAGNIFIED = ("linear", "nearest")
+
+
+class Material:
+    """What faces with a material's number look like.
+
+    Args:
+        color: red, green and blue from 0 to 1, as displayed (sRGB). It multiplies the texture, and the colours of
+            vertices, in linear light.
+        texture: an image over the mesh's `uv`, whose (0, 0) is the lower left corner: a path, a PIL image, or an array
+            or tensor (H, W), (H, W, 3) or (H, W, 4) of uint8, or of floats from 0 to 1. Alpha is left out. It has at
+            most 16384 texels on a side and 2^27 in all.
+        wrap: "repeat", "clamp" or "mirror": what is beyond 0 to 1 of u and of v; or a pair, of u and of v.
+        magnified: "linear", or "nearest": what is between the texels of a texture that is seen from near.
+        name: for people.
+
+    Raises:
+        FileNotFoundError, InputError: the texture's file is missing, or is no image that can be read, or is too large.
+        TypeError, ValueError: numbers or words that cannot be.
+
+    Example:
+        >>> Material((0.9, 0.8, 0.7), texture="bricks.jpg")
+    """
+
+    def __init__(
+        self,
+        color: Sequence[float] = (1.0, 1.0, 1.0),
+        texture: Any = None,
+        wrap: str | Sequence[str] = "repeat",
+        magnified: str = "linear",
+        name: str = "",
+    ) -> None:
+        try:
+            numbers = np.asarray(color, np.float64)
+        except (TypeError, ValueError):
+            numbers = np.zeros(0)
+        if numbers.shape != (3,) or not np.isfinite(numbers).all() or numbers.min() < 0 or numbers.max() > 1:
+            raise ValueError(f"color={color!r}: expected red, green and blue, from 0 to 1 each; nothing is transparent")
+        both = (wrap, wrap) if isinstance(wrap, str) else tuple(wrap)
+        if len(both) != 2 or any(each not in WRAPS for each in both):
+            raise ValueError(f"wrap={wrap!r}: expected one of {', '.join(WRAPS)}, or a pair of these, of u and of v")
+        if magnified not in MAGNIFIED:
+            raise ValueError(f"magnified={magnified!r}: expected one of {', '.join(MAGNIFIED)}")
+        self.color: tuple[float, float, float] = (float(numbers[0]), float(numbers[1]), float(numbers[2]))
+        self.texture: Texture | None = None
+        if texture is not None:
+            from rooftop.scene.images import Texture  # Pillow, which scenes without textures need not wait for
+
+            self.texture = Texture.of(texture)
+        self.wrap: tuple[str, str] = (str(both[0]), str(both[1]))
+        self.magnified, self.name = magnified, name
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it changes no colour."""
+        return self.texture is None and self.color == (1.0, 1.0, 1.0)
+
+    def __repr__(self) -> str:
+        image = "" if self.texture is None else f", texture of {self.texture.width} x {self.texture.height}"
+        return f"Material({self.name!r}, color={self.color}{image})"
+
+
+def checked_materials(materials: Sequence[Material], numbers: int, whose: str) -> tuple[Material, ...]:
+    """A material for each number of a mesh.
+
+    Args:
+        numbers: one more than the mesh's highest material number.
+        whose: what messages call the mesh.
+
+    Raises:
+        TypeError: these are no materials.
+        ValueError: they are fewer than the mesh has numbers.
+    """
+    given = tuple(materials) if isinstance(materials, Sequence) else (materials,)
+    wrong = [each for each in given if not isinstance(each, Material)]
+    if wrong:
+        raise TypeError(
+            f"materials of {whose}: expected a list of scene.Material, one for each number, got {wrong[0]!r}"
+        )
+    if len(given) < numbers:
+        raise ValueError(
+            f"{whose} has faces with the material number {numbers - 1}, and there are {len(given)} materials: expected "
+            f"{numbers} or more, the first for number 0"
+        )
+    return given
+
+
+def to_linear(values: Any) -> Any:
+    """Values as displayed (sRGB, IEC 61966-2-1), 0 to 1, in linear light."""
+    values = np.asarray(values, np.float64)
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def to_displayed(values: Any) -> Any:
+    """Values in linear light, 0 to 1, as displayed (sRGB)."""
+    values = np.asarray(values, np.float64)
+    curved = 1.055 * np.maximum(values, 0) ** (1 / 2.4) - 0.055
+    return np.where(values == 1, 1.0, np.where(values <= 0.0031308, values * 12.92, curved))  # 1.055 - 0.055 is not 1

@@ -1,0 +1,75 @@
+"""Images in ever smaller sizes, each half as wide and high as the one before, down to a single texel.
+
+A texel of a level is the mean of the image over the texel's square, in linear light. Where a side is odd, the squares
+of the next level overlap three texels of this one, and each counts by its share. All levels but the first are rounded
+to 8 bits once, as displayed (sRGB): a float16 would take twice the memory, and what rounding costs (at most half a step
+of 255) is less than what any filter does.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.scene.materials import to_linear
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+LINEAR = to_linear(np.arange(256) / 255).astype(np.float32)  # (256,) of a texel's 8 bits
+_BAND_ROWS = 256  # of a smaller level at a time, so that a large image is never in floats as a whole
+# From which linear light on a value is rounded to the next of 256: np.searchsorted is then exact.
+_STEPS = to_linear((np.arange(255) + 0.5) / 255)
+
+
+def levels_of(width: int, height: int) -> list[tuple[int, int]]:
+    """(width, height) of each level."""
+    count = max(width, height).bit_length()
+    return [(max(width >> level, 1), max(height >> level, 1)) for level in range(count)]
+
+
+def mip_chain(texels: Bytes) -> list[Bytes]:
+    """All levels of an image (H, W, 3), the image first."""
+    found = [texels]
+    finer: Floats | None = None  # the level before in linear light; of the image it is made band by band
+    for width, height in levels_of(texels.shape[1], texels.shape[0])[1:]:
+        coarser = np.empty((height, width, 3), np.float32)
+        before = texels.shape[0] if finer is None else len(finer)
+        for first in range(0, height, _BAND_ROWS):
+            last = min(first + _BAND_ROWS, height)
+            rows, weights = _rows_below(before, height, first, last)
+            source = LINEAR[texels[rows]] if finer is None else finer[rows]
+            coarser[first:last] = _halved(_mixed(source, weights))
+        finer = coarser
+        found.append(np.searchsorted(_STEPS, coarser.ravel()).astype(np.uint8).reshape(coarser.shape))
+    return found
+
+
+def _rows_below(before: int, after: int, first: int, last: int) -> tuple[slice, Floats]:
+    """Which rows of a level the rows first..last of the next take, and the weights (last - first, 1 to 3) of each."""
+    if before == 1:
+        return slice(0, 1), np.ones((1, 1), np.float32)
+    if before % 2 == 0:
+        return slice(2 * first, 2 * last), np.full((last - first, 2), 0.5, np.float32)
+    i = np.arange(first, last)
+    weights = np.stack([after - i, np.full(len(i), after), i + 1], 1) / before
+    return slice(2 * first, 2 * last + 1), weights.astype(np.float32)
+
+
+def _mixed(source: Floats, weights: Floats) -> Floats:
+    """Rows (R, W, 3) as (N, W, 3): row i of the sources from 2 i on, by their weights."""
+    if weights.shape[1] == 1:
+        return source
+    count = len(weights)
+    columns = weights.T[:, :, None, None]
+    mixed: Floats = sum(columns[k] * source[k : k + 2 * count - 1 : 2] for k in range(weights.shape[1]))
+    return mixed
+
+
+def _halved(rows: Floats) -> Floats:
+    """(R, W, 3) half as wide."""
+    width = rows.shape[1]
+    if width == 1:
+        return rows
+    _, weights = _rows_below(width, width // 2, 0, width // 2)
+    return _mixed(rows.swapaxes(0, 1), weights).swapaxes(0, 1)

@@ -1,0 +1,274 @@
+"""The base colour of what a pixel shows: its material's colour, texture and the colours of its vertices.
+
+A pixel's footprint on the texture is a parallelogram: its sides are how far the texture coordinates move from a pixel
+to the next, exact for the plane of the triangle (not differences of neighbouring pixels). The axes of the ellipse in it
+are cut into `ACROSS` pieces across, and into as many along as makes them square, at most `MOST_ALONG`. Each piece is
+looked up in the levels whose texels are as wide as it is, between two levels by both, and between texels by four:
+trilinear, anisotropic filtering, with the taps along a line of McCormack et al. 1999, "Feline". All of it is in linear
+light.
+"""
+
+import warp as wp
+
+from rooftop.scene.rendering.buffers import (
+    HAS_UV,
+    LENS_FX,
+    LENS_FY,
+    LENS_ORTHOGRAPHIC,
+    MESH_ATTRIBUTES,
+    Frame,
+    Resident,
+    Views,
+)
+from rooftop.scene.rendering.clusters import material_of, uv_of, vertex_color_of
+from rooftop.scene.rendering.emit_depth_targets import Hit, ray
+from rooftop.scene.rendering.projections import transformed
+
+wp.set_module_options({"enable_backward": False, "fuse_fp": False})
+
+
+@wp.struct
+class Surfaces:
+    """The materials of a scene, written by surfaces.py."""
+
+    mesh_rows: wp.array2d(
+        dtype=wp.int32
+    )  # (meshes, 3): the first of its rows, how many; whether its colours are linear
+    rows: wp.array2d(dtype=wp.int32)  # (rows, 4), as named below
+    factors: wp.array2d(dtype=wp.float32)  # (rows, 3), in linear light
+    images: wp.array2d(dtype=wp.int32)  # (images, 2): the first level, how many there are
+    levels: wp.array2d(dtype=wp.int32)  # (levels, 3): the first texel, width, height
+    texels: wp.array(
+        dtype=wp.int32
+    )  # red, green, blue in 8 bits each from the lowest on, as displayed; rows from the top
+    linear: wp.array(dtype=wp.float32)  # (256,) what 8 bits are in linear light
+
+
+ROW_NUMBERS = 4
+ROW_IMAGE, ROW_WRAP, ROW_MAGNIFIED = wp.constant(0), wp.constant(1), wp.constant(3)  # -1: no image; of u, then of v
+REPEAT, CLAMP, MIRROR = wp.constant(0), wp.constant(1), wp.constant(2)  # as materials.WRAPS
+NEAREST = wp.constant(1)  # as materials.MAGNIFIED
+
+# Taps of a pixel: two across, and as many along as make the pieces square. Of noise, photographs and chequers seen from
+# above, from the side and along the surface, pictures are off from 31 x 31 samples for each pixel by 1/8 to 1/33 of
+# what unfiltered ones are (1/3 to 1/48 with one tap across, 1/10 to 1/40 with three).
+ACROSS = wp.constant(2)
+MOST_ALONG = wp.constant(16)
+ONE_TEXEL = wp.constant(1.01)  # a footprint that is no larger is looked up once: texels on pixels stay as they are
+
+
+@wp.struct
+class Slopes:
+    """How texture coordinates change from a pixel to the next one to the right, and to the next one below."""
+
+    right: wp.vec2
+    down: wp.vec2
+
+
+@wp.func
+def displayed(light: wp.float32):
+    """Linear light as displayed (sRGB)."""
+    if light <= 0.0031308:
+        return 12.92 * light
+    return 1.055 * wp.pow(light, 1.0 / 2.4) - 0.055
+
+
+@wp.func
+def in_linear_light(value: wp.float32):
+    """A value as displayed (sRGB) in linear light."""
+    if value <= 0.04045:
+        return value / 12.92
+    return wp.pow((value + 0.055) / 1.055, 2.4)
+
+
+@wp.func
+def parts_in_plane(step: wp.vec3, u: wp.vec3, v: wp.vec3, normal: wp.vec3):
+    """How the shares of the second and third corner change along a step in a triangle's plane."""
+    square = wp.dot(normal, normal)
+    return wp.vec2(wp.dot(wp.cross(step, v), normal) / square, wp.dot(wp.cross(u, step), normal) / square)
+
+
+@wp.func
+def slopes_of(
+    resident: Resident, views: Views, frame: Frame, place: wp.vec3i, hit: Hit, a: wp.vec2,
+    b: wp.vec2, c: wp.vec2
+):  # fmt: skip
+    """Of coordinates a, b, c at the corners of what a pixel shows; infinite where the surface is seen from its edge."""
+    slopes = Slopes()
+    at = transformed(frame.to_view, hit.pair, hit.a)
+    to_b = transformed(frame.to_view, hit.pair, hit.b) - at
+    to_c = transformed(frame.to_view, hit.pair, hit.c) - at
+    longest = wp.max(wp.max(wp.abs(to_b)), wp.max(wp.abs(to_c)))
+    if longest == 0.0:
+        return slopes
+    u = to_b / longest
+    v = to_c / longest
+    normal = wp.cross(u, v)
+    if wp.dot(normal, normal) == 0.0:
+        return slopes
+    looking = ray(views, place)
+    view = place[0]
+    right = wp.vec3(1.0 / views.lens[view, LENS_FX], 0.0, 0.0)
+    down = wp.vec3(0.0, 1.0 / views.lens[view, LENS_FY], 0.0)
+    if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
+        right[2] = -normal[0] * right[0] / normal[2]
+        down[2] = -normal[1] * down[1] / normal[2]
+    else:
+        # A point of the plane is depth * looking. As `looking` moves, so does the depth.
+        along = wp.dot(normal, looking)
+        depth = wp.dot(normal, at) / along
+        right = depth * (right - looking * (wp.dot(normal, right) / along))
+        down = depth * (down - looking * (wp.dot(normal, down) / along))
+    by_right = parts_in_plane(right / longest, u, v, normal)
+    by_down = parts_in_plane(down / longest, u, v, normal)
+    slopes.right = by_right[0] * (b - a) + by_right[1] * (c - a)
+    slopes.down = by_down[0] * (b - a) + by_down[1] * (c - a)
+    return slopes
+
+
+@wp.func
+def within(place: wp.float32, wrap: wp.int32):
+    """A coordinate in 0..1."""
+    if wrap == REPEAT:
+        return place - wp.floor(place)
+    if wrap == MIRROR:
+        place = place - 2.0 * wp.floor(0.5 * place)
+        return wp.min(place, 2.0 - place)
+    return wp.clamp(place, 0.0, 1.0)
+
+
+@wp.func
+def neighbour(index: wp.int32, size: wp.int32, wrap: wp.int32):
+    """A texel that may be one beyond the edge; a mirrored image begins there with the same texel again."""
+    if wrap == REPEAT:
+        if index < 0:
+            return index + size
+        if index >= size:
+            return index - size
+    return wp.clamp(index, 0, size - 1)
+
+
+@wp.func
+def texel_at(surfaces: Surfaces, at: wp.int32):
+    """In linear light."""
+    word = surfaces.texels[at]
+    return wp.vec3(surfaces.linear[word & 255], surfaces.linear[(word >> 8) & 255], surfaces.linear[(word >> 16) & 255])
+
+
+@wp.func
+def in_level(surfaces: Surfaces, row: wp.int32, level: wp.int32, place: wp.vec2, nearest: wp.bool):
+    """What a level of an image shows at a place in 0..1, the second counted from the top."""
+    first = surfaces.levels[level, 0]
+    width = surfaces.levels[level, 1]
+    height = surfaces.levels[level, 2]
+    wrap_x = surfaces.rows[row, ROW_WRAP]
+    wrap_y = surfaces.rows[row, ROW_WRAP + 1]
+    x = place[0] * wp.float32(width)
+    y = place[1] * wp.float32(height)
+    if nearest:
+        column = neighbour(wp.int32(wp.floor(x)), width, wrap_x)
+        return texel_at(surfaces, first + neighbour(wp.int32(wp.floor(y)), height, wrap_y) * width + column)
+    x = x - 0.5
+    y = y - 0.5
+    left = wp.int32(wp.floor(x))
+    above = wp.int32(wp.floor(y))
+    of_right = x - wp.floor(x)
+    of_below = y - wp.floor(y)
+    right = neighbour(left + 1, width, wrap_x)
+    left = neighbour(left, width, wrap_x)
+    upper = first + neighbour(above, height, wrap_y) * width
+    lower = first + neighbour(above + 1, height, wrap_y) * width
+    top = (1.0 - of_right) * texel_at(surfaces, upper + left) + of_right * texel_at(surfaces, upper + right)
+    bottom = (1.0 - of_right) * texel_at(surfaces, lower + left) + of_right * texel_at(surfaces, lower + right)
+    return (1.0 - of_below) * top + of_below * bottom
+
+
+@wp.func
+def filtered(surfaces: Surfaces, row: wp.int32, uv: wp.vec2, slopes: Slopes):
+    """The mean of a material's image over a pixel, in linear light."""
+    image = surfaces.rows[row, ROW_IMAGE]
+    first = surfaces.images[image, 0]
+    last = surfaces.images[image, 1] - 1
+    size = wp.vec2(wp.float32(surfaces.levels[first, 1]), wp.float32(surfaces.levels[first, 2]))
+    right = wp.cw_mul(slopes.right, size)  # in texels of the image
+    down = wp.cw_mul(slopes.down, size)
+    # The axes of the ellipse that a circle of one pixel becomes: singular values of the matrix (right, down).
+    p = wp.dot(right, right)
+    q = wp.dot(down, down)
+    r = wp.dot(right, down)
+    root = wp.sqrt((p - q) * (p - q) + 4.0 * r * r)
+    longer = wp.sqrt(0.5 * (p + q + root))
+    level = wp.float32(last)
+    along = wp.int32(1)
+    across = wp.int32(1)
+    axis = wp.vec2()
+    other_axis = wp.vec2()
+    if longer < 1.0e9:  # else the surface is seen from its edge (or nan): the mean of all
+        shorter = wp.sqrt(wp.max(0.5 * (p + q - root), 0.0))
+        angle = 0.5 * wp.atan2(2.0 * r, p - q)
+        axis = wp.cw_div(wp.cos(angle) * right + wp.sin(angle) * down, size)
+        other_axis = wp.cw_div(wp.cos(angle) * down - wp.sin(angle) * right, size)
+        if longer > ONE_TEXEL:
+            pieces = wp.ceil(wp.float32(ACROSS) * longer / wp.max(shorter, 1.0))
+            along = wp.int32(wp.min(pieces, wp.float32(MOST_ALONG)))
+        if shorter > ONE_TEXEL:
+            across = ACROSS
+        piece = wp.max(longer / wp.float32(along), shorter / wp.float32(across))
+        level = wp.clamp(wp.log2(wp.max(piece, 1.0e-9)), 0.0, wp.float32(last))
+    finer = wp.int32(wp.floor(level))
+    coarser = wp.min(finer + 1, last)
+    share = level - wp.float32(finer)
+    nearest = surfaces.rows[row, ROW_MAGNIFIED] == NEAREST and level == 0.0
+    total = wp.vec3()
+    for tap in range(along * across):
+        of_axis = (wp.float32(tap // across) + 0.5) / wp.float32(along) - 0.5
+        of_other = (wp.float32(tap % across) + 0.5) / wp.float32(across) - 0.5
+        place = uv + of_axis * axis + of_other * other_axis
+        place = wp.vec2(
+            within(place[0], surfaces.rows[row, ROW_WRAP]), within(1.0 - place[1], surfaces.rows[row, ROW_WRAP + 1])
+        )
+        found = in_level(surfaces, row, first + finer, place, nearest)
+        if share > 0.0:
+            found = (1.0 - share) * found + share * in_level(surfaces, row, first + coarser, place, False)
+        total += found
+    return total / wp.float32(along * across)
+
+
+@wp.func
+def row_of(resident: Resident, surfaces: Surfaces, hit: Hit):
+    """The row of what a pixel shows; -1: its mesh has no materials."""
+    if surfaces.mesh_rows.shape[0] == 0:
+        return wp.int32(-1)
+    count = surfaces.mesh_rows[hit.mesh, 1]
+    if count == 0:
+        return wp.int32(-1)
+    number = material_of(resident, hit.cluster, hit.triangle)
+    return surfaces.mesh_rows[hit.mesh, 0] + wp.clamp(number, 0, count - 1)  # whatever a damaged page says
+
+
+@wp.func
+def base_color_of(
+    resident: Resident, surfaces: Surfaces, views: Views, frame: Frame, place: wp.vec3i,
+    hit: Hit, row: wp.int32
+):  # fmt: skip
+    """Of what a pixel shows, by its row, in linear light."""
+    color = wp.vec3(surfaces.factors[row, 0], surfaces.factors[row, 1], surfaces.factors[row, 2])
+    if hit.cluster.color_bits > 0:
+        own = (
+            hit.parts[0] * vertex_color_of(resident, hit.cluster, hit.corners[0])
+            + hit.parts[1] * vertex_color_of(resident, hit.cluster, hit.corners[1])
+            + hit.parts[2] * vertex_color_of(resident, hit.cluster, hit.corners[2])
+        )
+        if surfaces.mesh_rows[hit.mesh, 2] == 0:
+            own = wp.vec3(in_linear_light(own[0]), in_linear_light(own[1]), in_linear_light(own[2]))
+        color = wp.cw_mul(color, own)
+    if surfaces.rows[row, ROW_IMAGE] >= 0:
+        if resident.mesh[hit.mesh, MESH_ATTRIBUTES] & HAS_UV != 0:
+            step = resident.mesh_steps[hit.mesh, 1]
+            a = uv_of(resident, hit.cluster, hit.corners[0], step)
+            b = uv_of(resident, hit.cluster, hit.corners[1], step)
+            c = uv_of(resident, hit.cluster, hit.corners[2], step)
+            uv = hit.parts[0] * a + hit.parts[1] * b + hit.parts[2] * c
+            slopes = slopes_of(resident, views, frame, place, hit, a, b, c)
+            color = wp.cw_mul(color, filtered(surfaces, row, uv, slopes))
+    return color
