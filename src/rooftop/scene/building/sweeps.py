@@ -24,8 +24,8 @@ KEY_BITS, VERTEX_BITS, TRIANGLE_BITS = 28, 8, 7
 
 def swept(
     points: npt.NDArray[np.int32], triangles: Ints, members: Ints, corners: npt.NDArray[np.uint8]
-) -> npt.NDArray[np.int64]:
-    """The order (T,) of the triangles of all clusters, cluster by cluster.
+) -> tuple[Ints, Ints]:
+    """The order (T,) of the triangles of all clusters, cluster by cluster: along the sweep alone, and in fans.
 
     Args:
         points: of the clusters' vertices, cluster by cluster.
@@ -63,7 +63,7 @@ def swept(
         keys = keys << VERTEX_BITS | corner
     keys = np.sort(keys << TRIANGLE_BITS | within(triangles))
     order = starts[of_triangle] + (keys & (1 << TRIANGLE_BITS) - 1)
-    return order[_in_fans(ranks[:, order], of_triangle)]
+    return order, order[_in_fans(ranks[:, order], of_triangle)]
 
 
 def _in_fans(ranks: npt.NDArray[np.uint8], of_triangle: Ints) -> Ints:
@@ -116,6 +116,7 @@ def _in_fans(ranks: npt.NDArray[np.uint8], of_triangle: Ints) -> Ints:
         via = head[left]
         place[left], head[left] = place[left] + place[via], head[via]
         left = left[head[via] != via]
+    place = np.minimum(place, (1 << TRIANGLE_BITS) - 1)  # where faces are there twice, some follow each other for ever
     keys = first << 1 | late
     keys = keys << TRIANGLE_BITS | (head - first)
     keys = keys << TRIANGLE_BITS | np.where(late, (1 << TRIANGLE_BITS) - 1 - place, place)
