@@ -159,8 +159,10 @@ def masks_fit(words: wp.array(dtype=wp.int32), masks: wp.int64, sizes: Sizes):
     both = wp.int32(0)
     explicit = wp.int32(0)
     fits = bool(True)
+    left = sizes.triangles + 0
     for word in range(4):
-        there = wp.clamp(sizes.triangles - 32 * word, 0, 32)
+        there = wp.clamp(left, 0, 32)
+        left -= 32
         at = masks + wp.int64(word)
         low = wp.uint32(word_at(words, at))
         high = wp.uint32(word_at(words, at + wp.int64(4)))
