@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from rooftop import scene
 from rooftop.scene import Geometry, layouts
-from rooftop.scene.building.normals import from_octahedral, octahedral
+from rooftop.scene.building.normals import octahedral
+from rooftop.scene.geometry import _normals
 from rooftop.scene.heads import bit_lengths
 
 OLD_FILE = Path(__file__).with_name("version_3.rtg")  # half a ball with all attributes, as version 3 wrote it
@@ -203,7 +204,7 @@ def _numbers(geometry: Geometry, number: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if cluster.normals is not None:
         found["normals"] = octahedral(cluster.normals).astype(np.int64)
-        assert (from_octahedral(found["normals"]) == cluster.normals).all()
+        assert (_normals(found["normals"]) == cluster.normals).all()
     if cluster.uv is not None:
         found["uv"] = np.rint(np.ldexp(cluster.uv, -geometry.meta["uv_exponent"])).astype(np.int64)
     if cluster.colors is not None:

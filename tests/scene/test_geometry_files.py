@@ -176,6 +176,25 @@ def test_any_clusters_survive_encoding(tmp_path: Path, monkeypatch: pytest.Monke
         first += members[number]
 
 
+def test_triangles_in_fans_need_few_references(path: Path) -> None:
+    """Of a smooth mesh: 1.6 for a triangle, where each corner that is not new would take 2.3."""
+    heads = Geometry.open(path).clusters().astype(np.int64)
+    triangles, vertices = (heads[:, layouts.CLUSTER_COUNTS] & 255) + 1, (heads[:, layouts.CLUSTER_COUNTS] >> 8 & 255) + 1
+    assert heads[:, layouts.CLUSTER_REFERENCES].sum() / triangles.sum() < 1.75
+    assert (3 * triangles - vertices).sum() / triangles.sum() > 2.2
+    assert (heads[:, layouts.CLUSTER_MASKS] == layouts.FANS).mean() > 0.5
+
+
+@given(st.integers(0, 2**31 - 1))
+def test_boxes_are_at_most_a_sixteenth_wider_than_clusters(extent: int) -> None:
+    rows = np.zeros((1, layouts.CLUSTER_COLUMNS), np.uint32)
+    rows[0, layouts.CLUSTER_COUNTS] = 1 << 16
+    rows[0, layouts.CLUSTER_EXTENT] = extent
+    found = int(unpacked(packed(rows, False, False, False), False, False, False)[0, layouts.CLUSTER_EXTENT])
+    assert extent <= found <= extent + extent / 16
+    assert found.bit_length() == extent.bit_length()
+
+
 @given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 40)), min_size=1, max_size=40))
 def test_packed_values_lie_at_their_bits(entries: list[tuple[int, int]]) -> None:
     values = np.array([value for value, _ in entries])
@@ -308,6 +327,8 @@ def first_head(page: NDArray[np.int32]) -> int:
         (layouts.PAGE_CLUSTERS, 1 << 20, "head"),
         (layouts.PAGE_CLUSTERS, -1, "head"),
         (layouts.PAGE_GROUPS, 1 << 24, "head"),
+        (layouts.PAGE_GROUPS, 1, "head"),  # as a page before version 4 has it
+        (layouts.PAGE_GROUPS, 1 | 15 << layouts.PAGE_GROUP_BITS | layouts.PAGE_REPLACES, "head"),  # a word too few
         (layouts.PAGE_LENGTH, 7, "head"),
         (layouts.PAGE_WORDS + layouts.GROUP_COUNT, 1000, "group"),
         (layouts.PAGE_WORDS + layouts.GROUP_FIRST, -1, "group"),
@@ -326,6 +347,18 @@ def test_pages_that_point_outside_of_themselves_are_refused(
     opened = Geometry.open(damaged(tmp_path, resealed(data, "pagetab", 0)))
     with pytest.raises(GeometryFileError, match=match):
         opened.page(0)
+
+
+def test_masks_that_count_other_vertices_than_the_head_are_refused(path: Path, tmp_path: Path) -> None:
+    data, geometry = bytearray(path.read_bytes()), Geometry.open(path)
+    page = geometry.page(1)
+    streams = int(page[first_head(page) + layouts.HEAD_STREAMS]) & 0x7FFF
+    offset = int(geometry.page_offsets[1])
+    data[offset + 4 * streams] ^= 1
+    opened = Geometry.open(damaged(tmp_path, resealed(data, "pagetab", 1)))
+    with pytest.raises(GeometryFileError, match="masks of a cluster") as caught:
+        opened.page(1)
+    assert caught.value.offset == offset
 
 
 def test_a_tree_that_names_clusters_outside_of_a_page_is_found_with_the_page(path: Path, tmp_path: Path) -> None:
