@@ -1,9 +1,14 @@
-"""Small meshes of every kind, built once, and what renders them: on the CPU, and on a GPU where there is one."""
+"""Small meshes of every kind, built once, what renders them (on the CPU, and on a GPU where there is one), and files as
+earlier versions wrote them."""
 
 from __future__ import annotations
 
+import json
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +16,15 @@ import trimesh
 from numpy.typing import NDArray
 
 from rooftop import scene
-from rooftop.scene import Geometry
+from rooftop.scene import Geometry, layouts
+from rooftop.scene.building.normals import octahedral
+from rooftop.scene.geometry import _normals
+from rooftop.scene.heads import bit_lengths
 
+OLD_FILE = Path(__file__).with_name("version_3.rtg")  # half a ball with all attributes, as version 3 wrote it
+
+Words = NDArray[np.uint32]
+Column = tuple[NDArray[np.int64], int]  # values, and the bits of each
 Arrays = tuple[NDArray[np.float64], NDArray[np.int64]]
 
 
@@ -84,3 +96,128 @@ def photograph(built: Callable[..., Geometry]) -> Geometry:
     from skimage import color, data
 
     return built("photograph", *relief(color.rgb2gray(data.chelsea())[::2, ::4]), normals="smooth")
+
+
+# ---- earlier versions ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def in_old_layout() -> Callable[..., Geometry]:
+    """`in_old_layout(geometry, path, version)`: the same numbers, in the layout of version 1, 2 or 3."""
+    return _in_old_layout
+
+
+@pytest.fixture(scope="session")
+def old_file() -> Geometry:
+    """Half a noisy ball of 900 triangles, with normals, uv, colours and mixed materials, as version 3 wrote it."""
+    return Geometry.open(OLD_FILE)
+
+
+def _in_old_layout(geometry: Geometry, path: Path, version: int = 3) -> Geometry:
+    """The file in the layout of version 1, 2 or 3, written to `path`: every cluster decodes to the same numbers.
+
+    Its pages are longer: those of a mesh with full pages do not fit into PAGE_BYTES.
+    """
+    pages = [_page(geometry, page).astype("<u4").tobytes() for page in range(geometry.pages)]
+    assert max(map(len, pages)) <= 128 << 10
+    needs = np.concatenate([geometry.needs.starts, geometry.needs.pages]).astype("<u4").tobytes()
+    sections = {b"nodes": geometry.nodes.tobytes(), b"meta": json.dumps(geometry.meta).encode(), b"needs": needs}
+    if version < 3:
+        del sections[b"needs"]
+    data = bytearray(layouts.HEADER_BYTES + layouts.SECTION_BYTES * (len(sections) + 2))
+    table = np.zeros(len(pages), layouts.PAGE_ENTRY)
+    begin = len(data)
+    for page, words in enumerate(pages):
+        table[page] = (len(data), len(words), zlib.crc32(words))
+        data += words + bytes(-len(words) % 16)
+    rows = [(b"pages", begin, len(data) - begin, 0)]
+    for name, content in ({b"pagetab": table.tobytes()} | sections).items():
+        rows.append((name, len(data), len(content), zlib.crc32(content)))
+        data += content + bytes(-len(content) % 16)
+    listed = b"".join(struct.pack(layouts.SECTION, *row, 0) for row in rows)
+    data[layouts.HEADER_BYTES : layouts.HEADER_BYTES + len(listed)] = listed
+    header = (layouts.MAGIC, version, len(rows), len(data), zlib.crc32(listed), 0)
+    struct.pack_into(layouts.HEADER, data, 0, *header)
+    path.write_bytes(data)
+    return Geometry.open(path)
+
+
+def _page(geometry: Geometry, page: int) -> Words:
+    words = geometry.page(page).view(np.uint32)
+    first = int(words[layouts.PAGE_FIRST_CLUSTER])
+    groups = int(words[layouts.PAGE_GROUPS]) & 0xFFFF
+    records = words[layouts.PAGE_WORDS :][: groups * layouts.GROUP_WORDS]
+    count = int(words[layouts.PAGE_CLUSTERS])
+    heads = geometry._heads(page).view(np.uint32)[:, : layouts.CLUSTER_WORDS].copy()
+    at = layouts.PAGE_WORDS + len(records) + layouts.CLUSTER_WORDS * count
+    streams = []
+    for index in range(count):
+        own, reference_bits = _streams(geometry, heads[index], first + index)
+        counts = int(heads[index, layouts.CLUSTER_COUNTS])
+        heads[index, layouts.CLUSTER_COUNTS] = counts & ~(255 << 16) | reference_bits << 16
+        heads[index, layouts.CLUSTER_STREAMS] = at
+        at += len(own)
+        streams.append(own)
+    owned = records.reshape(-1, layouts.GROUP_WORDS)[:, layouts.GROUP_COUNT]
+    heads[:, layouts.CLUSTER_GROUP] = np.repeat(np.arange(groups), owned)
+    head = np.array([count, groups, first, at + 1], np.uint32)
+    return np.concatenate([head, records, heads.ravel(), *streams, np.zeros(1, np.uint32)])
+
+
+def _streams(geometry: Geometry, head: Words, number: int) -> tuple[Words, int]:
+    """The streams of a cluster, and how many bits a reference has."""
+    cluster, raw = geometry.decode(number), _numbers(geometry, number)
+    before, new, references = 0, [], []
+    for corners in cluster.triangles.tolist():
+        fresh = [corner for corner in corners if corner >= before]
+        assert corners[3 - len(fresh) :] == list(range(before, before + len(fresh)))
+        new.append(len(fresh))
+        references += [before - 1 - corner for corner in corners[: 3 - len(fresh)]]
+        before += len(fresh)
+    bits = int(bit_lengths(np.array([max(references, default=0)]))[0])
+    masks = sum((its & 1) << t | (its >> 1) << 128 + t for t, its in enumerate(new))
+    base = head[layouts.CLUSTER_BASE : layouts.CLUSTER_BASE + 3].view(np.int32)
+    widths = bit_lengths(head[layouts.CLUSTER_EXTENT : layouts.CLUSTER_EXTENT + 3]).tolist()
+    attributes: list[Column] = []
+    if cluster.normals is not None:
+        attributes += [(raw["normals"][:, axis], layouts.NORMAL_BITS) for axis in range(2)]
+    if cluster.uv is not None:
+        uv_base = head[layouts.CLUSTER_UV_BASE : layouts.CLUSTER_UV_BASE + 2].view(np.int32)
+        uv_widths = bit_lengths(head[layouts.CLUSTER_UV_EXTENT : layouts.CLUSTER_UV_EXTENT + 2]).tolist()
+        attributes += [(raw["uv"][:, axis] - uv_base[axis], uv_widths[axis]) for axis in range(2)]
+    if cluster.colors is not None:
+        attributes += [(raw["colors"][:, channel], layouts.COLOR_BITS) for channel in range(3)]
+    streams = [
+        np.frombuffer(masks.to_bytes(32, "little"), np.uint32),
+        _packed([(np.array(references, np.int64), bits)]),
+        _packed([(cluster.grid[:, axis] - int(base[axis]), widths[axis]) for axis in range(3)]),
+        _packed(attributes),
+    ]
+    if int(head[layouts.CLUSTER_MATERIAL]) == layouts.MIXED & 0xFFFFFFFF:
+        streams.append(_packed([(cluster.materials, layouts.MATERIAL_BITS)]))
+    return np.concatenate(streams), bits
+
+
+def _numbers(geometry: Geometry, number: int) -> dict[str, Any]:
+    """Attributes as the whole numbers that they are stored as."""
+    cluster = geometry.decode(number)
+    found: dict[str, Any] = {}
+    if cluster.normals is not None:
+        found["normals"] = octahedral(cluster.normals).astype(np.int64)
+        assert (_normals(found["normals"]) == cluster.normals).all()
+    if cluster.uv is not None:
+        found["uv"] = np.rint(np.ldexp(cluster.uv, -geometry.meta["uv_exponent"])).astype(np.int64)
+    if cluster.colors is not None:
+        found["colors"] = np.rint(cluster.colors * 255).astype(np.int64)
+    return found
+
+
+def _packed(columns: list[Column]) -> Words:
+    """Interleaved values, from the lowest bit of a word on."""
+    whole, at = 0, 0
+    for row in zip(*([(int(value), bits) for value in values] for values, bits in columns), strict=True):
+        for value, bits in row:
+            assert 0 <= value < 1 << max(bits, 1)
+            whole |= value << at
+            at += bits
+    return np.frombuffer(whole.to_bytes(4 * ((at + 31) // 32), "little"), np.uint32)

@@ -228,11 +228,13 @@ def test_errors_grow_and_spheres_enclose(each: Built) -> None:
     own = each.heads.astype(float)
     assert (groups[:, 4] >= GROWTH * own[:, 4]).all()
     away = np.linalg.norm(groups[:, :3] - own[:, :3], axis=1)
-    assert (away + own[:, 3] <= groups[:, 3]).all()
+    replaces = each.sources >= 0
+    assert (away + own[:, 3] <= groups[:, 3])[replaces].all()
     origin = np.array(each.geometry.meta["origin"])
     for number, cluster in enumerate(each.clusters):
-        distances = np.linalg.norm(cluster.positions - origin - own[number, :3], axis=1)
-        assert (distances <= own[number, 3]).all()
+        for sphere in (groups[number], own[number])[: 1 + replaces[number]]:  # the finest level has none of its own
+            distances = np.linalg.norm(cluster.positions - origin - sphere[:3], axis=1)
+            assert (distances <= sphere[3]).all()
 
 
 def test_clusters_share_the_bits_of_the_group_that_they_replace(each: Built) -> None:

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from rooftop import scene
 from rooftop.errors import GeometryFileError, RooftopError
 from rooftop.scene import Geometry, layouts
-from rooftop.scene.building.encoding import bit_lengths, encode, pack
+from rooftop.scene.building.encoding import encode, pack
 from rooftop.scene.building.meshes import Vertices
 from rooftop.scene.building.normals import from_octahedral, octahedral, unit_vectors
+from rooftop.scene.heads import bit_lengths, packed, unpacked
 
 Ints = NDArray[np.int64]
 
@@ -125,8 +126,15 @@ def test_any_clusters_survive_encoding(tmp_path: Path, monkeypatch: pytest.Monke
     page = np.concatenate([encoded.streams, [0]]).astype(np.uint32).view(np.int32)
     starts = np.cumsum([0, *encoded.counts[:-1]])
     encoded.heads[:, layouts.CLUSTER_STREAMS] = starts
+    replaces = data.draw(st.booleans())
+    encoded.heads[:, layouts.CLUSTER_SOURCE] = np.arange(len(counts)) - 1 if replaces else 0xFFFFFFFF
+    heads = unpacked(packed(encoded.heads, replaces, has_normals, has_uv), replaces, has_normals, has_uv)
+    exact = [layouts.CLUSTER_COUNTS, layouts.CLUSTER_STREAMS, layouts.CLUSTER_MATERIAL, layouts.CLUSTER_SOURCE]
+    exact += [layouts.CLUSTER_REFERENCES, layouts.CLUSTER_MASKS, *range(layouts.CLUSTER_BASE, layouts.CLUSTER_BASE + 3)]
+    assert (heads[:, exact] == encoded.heads[:, exact]).all()
 
     reader = object.__new__(Geometry)
+    reader.version = layouts.VERSION
     reader.meta = {
         "has_normals": has_normals,
         "has_uv": has_uv,
@@ -137,7 +145,7 @@ def test_any_clusters_survive_encoding(tmp_path: Path, monkeypatch: pytest.Monke
     }
     monkeypatch.setattr(Geometry, "place", lambda self, cluster: (0, cluster))
     monkeypatch.setattr(Geometry, "page", lambda self, page_number: page)
-    monkeypatch.setattr("rooftop.scene.geometry._heads_of", lambda _: encoded.heads.view(np.int32))
+    monkeypatch.setattr("rooftop.scene.geometry._heads_of", lambda *_: heads.view(np.int32))
     first = 0
     for number, local in enumerate(corners):
         found = reader.decode(number)
@@ -165,11 +173,26 @@ def test_any_clusters_survive_encoding(tmp_path: Path, monkeypatch: pytest.Monke
         if table.materials is not None:
             owner = table.materials[wanted]
             assert (found.materials[:, None] == owner).any(1).all()
-        head = encoded.heads[number].view(np.float32)
-        points = found.positions[found.triangles]
-        longest = np.linalg.norm(points - np.roll(points, 1, axis=1), axis=2).max()
-        assert head[layouts.CLUSTER_EDGE] == pytest.approx(longest, rel=1e-6)
         first += members[number]
+
+
+def test_triangles_in_fans_need_few_references(path: Path) -> None:
+    """Of a smooth mesh: 1.6 for a triangle, where each corner that is not new would take 2.3."""
+    heads = Geometry.open(path).clusters().astype(np.int64)
+    triangles, vertices = (heads[:, layouts.CLUSTER_COUNTS] & 255) + 1, (heads[:, layouts.CLUSTER_COUNTS] >> 8 & 255) + 1
+    assert heads[:, layouts.CLUSTER_REFERENCES].sum() / triangles.sum() < 1.75
+    assert (3 * triangles - vertices).sum() / triangles.sum() > 2.2
+    assert (heads[:, layouts.CLUSTER_MASKS] == layouts.FANS).mean() > 0.5
+
+
+@given(st.integers(0, 2**31 - 1))
+def test_boxes_are_at_most_a_sixteenth_wider_than_clusters(extent: int) -> None:
+    rows = np.zeros((1, layouts.CLUSTER_COLUMNS), np.uint32)
+    rows[0, layouts.CLUSTER_COUNTS] = 1 << 16
+    rows[0, layouts.CLUSTER_EXTENT] = extent
+    found = int(unpacked(packed(rows, False, False, False), False, False, False)[0, layouts.CLUSTER_EXTENT])
+    assert extent <= found <= extent + extent / 16
+    assert found.bit_length() == extent.bit_length()
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 40)), min_size=1, max_size=40))
@@ -292,12 +315,20 @@ def test_a_tree_that_leads_nowhere_is_refused(path: Path, tmp_path: Path, value:
         Geometry.open(damaged(tmp_path, resealed(data, "nodes")))
 
 
+def first_head(page: NDArray[np.int32]) -> int:
+    """Where the head of a page's first cluster is."""
+    groups = int(page[layouts.PAGE_GROUPS]) & (1 << layouts.PAGE_GROUP_BITS) - 1
+    return layouts.PAGE_WORDS + layouts.GROUP_WORDS * groups
+
+
 @pytest.mark.parametrize(
     ("word", "value", "match"),
     [
         (layouts.PAGE_CLUSTERS, 1 << 20, "head"),
         (layouts.PAGE_CLUSTERS, -1, "head"),
         (layouts.PAGE_GROUPS, 1 << 24, "head"),
+        (layouts.PAGE_GROUPS, 1, "head"),  # as a page before version 4 has it
+        (layouts.PAGE_GROUPS, 1 | 15 << layouts.PAGE_GROUP_BITS | layouts.PAGE_REPLACES, "head"),  # a word too few
         (layouts.PAGE_LENGTH, 7, "head"),
         (layouts.PAGE_WORDS + layouts.GROUP_COUNT, 1000, "group"),
         (layouts.PAGE_WORDS + layouts.GROUP_FIRST, -1, "group"),
@@ -311,12 +342,23 @@ def test_pages_that_point_outside_of_themselves_are_refused(
     geometry = Geometry.open(path)
     page = geometry.page(0)
     if not match:  # the first cluster's streams
-        word = layouts.PAGE_WORDS + layouts.GROUP_WORDS * int(page[layouts.PAGE_GROUPS]) + layouts.CLUSTER_STREAMS
-        value, match = len(page) - 20, "streams"
+        word, value, match = first_head(page) + layouts.HEAD_STREAMS, len(page) - 20, "streams"
     struct.pack_into("<i", data, int(geometry.page_offsets[0]) + 4 * word, value)
     opened = Geometry.open(damaged(tmp_path, resealed(data, "pagetab", 0)))
     with pytest.raises(GeometryFileError, match=match):
         opened.page(0)
+
+
+def test_masks_that_count_other_vertices_than_the_head_are_refused(path: Path, tmp_path: Path) -> None:
+    data, geometry = bytearray(path.read_bytes()), Geometry.open(path)
+    page = geometry.page(1)
+    streams = int(page[first_head(page) + layouts.HEAD_STREAMS]) & 0x7FFF
+    offset = int(geometry.page_offsets[1])
+    data[offset + 4 * streams] ^= 1
+    opened = Geometry.open(damaged(tmp_path, resealed(data, "pagetab", 1)))
+    with pytest.raises(GeometryFileError, match="masks of a cluster") as caught:
+        opened.page(1)
+    assert caught.value.offset == offset
 
 
 def test_a_tree_that_names_clusters_outside_of_a_page_is_found_with_the_page(path: Path, tmp_path: Path) -> None:
@@ -364,7 +406,7 @@ def test_other_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
 
 def test_a_newer_version_is_named(path: Path, tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
-    struct.pack_into("<I", data, 8, 4)
-    with pytest.raises(GeometryFileError, match="version 4") as caught:
+    struct.pack_into("<I", data, 8, 5)
+    with pytest.raises(GeometryFileError, match="version 5") as caught:
         Geometry.open(damaged(tmp_path, bytes(data)))
     assert caught.value.offset == 8

@@ -99,7 +99,7 @@ def test_files_with_and_without_colours_are_of_one_version(tmp_path: Path) -> No
     for name, colors in (("plain", None), ("colored", np.full((len(points), 3), 7, np.uint8))):
         scene.build(points, faces, tmp_path / name, colors=colors)
     versions = {name: struct.unpack_from("<I", (tmp_path / name).read_bytes(), 8)[0] for name in ("plain", "colored")}
-    assert versions == {"plain": 3, "colored": 3}
+    assert versions == {"plain": layouts.VERSION, "colored": layouts.VERSION}
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,12 @@ import numpy.typing as npt
 from rooftop.errors import GeometryFileError
 from rooftop.scene import layouts
 from rooftop.scene.dependencies import PageNeeds
+from rooftop.scene.heads import bit_lengths, head_words, unpacked, unpacked_old
 from rooftop.scene.materials import IMAGES, TABLE, Material
 
 Words = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 
-MOST_REFERENCE_BITS = 8  # a cluster has at most 255 vertices
 _NEEDED: dict[str, type | tuple[type, ...]] = {
     "origin": list,
     "bounds": list,
@@ -79,6 +79,7 @@ class Geometry:
         nodes: (N, NODE_CHILDREN, CHILD_WORDS) int32, the tree; nodes_offset: where it begins, in bytes.
         pages: how many there are.
         page_offsets, page_lengths: (pages,) int64, in bytes; page_reach: how many clusters the tree says each has.
+        version: of the file's format.
         size_bytes: of the file; image_bytes: of these, its textures'.
         identity: device, inode, size and time of the last change of the file when it was opened.
     """
@@ -88,7 +89,7 @@ class Geometry:
         self.size_bytes = len(data)
         self.identity = identity
         self._data = data
-        sections = _sections(path, data)
+        self.version, sections = _sections(path, data)
         self.meta: dict[str, Any] = _meta(path, data, *sections["meta"])
         table = np.frombuffer(data, layouts.PAGE_ENTRY, sections["pagetab"][1] // 16, sections["pagetab"][0])
         self.page_offsets = table["offset"].astype(np.int64)
@@ -146,7 +147,7 @@ class Geometry:
         """
         self.check_sum(page, words)
         start = int(self.page_offsets[page])
-        wrong = _wrong_in_page(words, self.fixed_bits, self.meta["groups"])
+        wrong = _wrong_in_page(words, self.attributes, self.meta["groups"])
         if not wrong and words[layouts.PAGE_CLUSTERS] < self.page_reach[page]:
             wrong = "the tree names clusters that it does not have"
         if wrong:
@@ -169,7 +170,7 @@ class Geometry:
             return self._stored_needs
         fine, coarse = [], []
         for page in range(self.pages):
-            sources = _heads_of(self.page(page))[:, layouts.CLUSTER_SOURCE]
+            sources = self._heads(page)[:, layouts.CLUSTER_SOURCE]
             replaced = self.group_pages[sources[sources >= 0]]
             fine.append(replaced)
             coarse.append(np.full(len(replaced), page))
@@ -209,8 +210,8 @@ class Geometry:
         return np.concatenate([_groups_of(self.page(page)).view(np.uint32) for page in range(self.pages)])
 
     def clusters(self) -> npt.NDArray[np.uint32]:
-        """The heads (C, CLUSTER_WORDS) of all clusters, in order."""
-        return np.concatenate([_heads_of(self.page(page)).view(np.uint32) for page in range(self.pages)])
+        """The heads (C, CLUSTER_COLUMNS) of all clusters, in order, as `layouts.py` has them unpacked."""
+        return np.concatenate([self._heads(page).view(np.uint32) for page in range(self.pages)])
 
     def place(self, cluster: int) -> tuple[int, int]:
         """The page of a cluster, and which of the page's clusters it is."""
@@ -228,33 +229,39 @@ class Geometry:
         """The triangles and vertices of a cluster, by its number over all pages."""
         page, index = self.place(cluster)
         words = self.page(page)
-        head = _heads_of(words)[index]
+        head = _heads_of(words, self.attributes)[index]
         counts = int(head[layouts.CLUSTER_COUNTS])
         triangles, vertices, reference_bits = (counts & 255) + 1, (counts >> 8 & 255) + 1, counts >> 16 & 255
         at = int(head[layouts.CLUSTER_STREAMS])
         bits = np.unpackbits(words[at:].view(np.uint8), bitorder="little")
 
-        masks = bits[: 32 * layouts.NEW_WORDS].reshape(2, -1)[:, :triangles].astype(np.int64)
-        new = masks[0] + 2 * masks[1]
-        before = np.cumsum(new) - new
-        corner = np.arange(3)
-        old = corner < (3 - new)[:, None]
-        corners = before[:, None] + corner - (3 - new)[:, None]
-        start = 32 * layouts.NEW_WORDS
-        references, start = _values(bits, start, 3 * triangles - vertices, [reference_bits])
-        corners[old] = (np.repeat(before, 3 - new) - 1) - references[:, 0]
+        kind = int(head[layouts.CLUSTER_MASKS])
+        masks = 3 if kind == layouts.FANS_AND_EXPLICIT else 2
+        start = 128 * masks
+        new, explicit = bits[:256].reshape(2, -1)[:, :triangles].astype(np.int64), np.zeros(triangles, np.int64)
+        new = new[0] + 2 * new[1]
+        if masks == 3:
+            explicit = bits[256:384][:triangles].astype(np.int64)
+        references, start = _values(bits, start, int(head[layouts.CLUSTER_REFERENCES]), [reference_bits])
+        corners = _corners(new - 3 * explicit, explicit > 0, references[:, 0].tolist(), kind == layouts.SEPARATE)
 
         extent = head[layouts.CLUSTER_EXTENT : layouts.CLUSTER_EXTENT + 3].view(np.uint32).tolist()
         above, start = _values(bits, start, vertices, [each.bit_length() for each in extent])
         grid = above + head[layouts.CLUSTER_BASE : layouts.CLUSTER_BASE + 3]
-        widths = [layouts.NORMAL_BITS] * 2 if self.meta["has_normals"] else []
+        widths: list[int] = []
+        if self.meta["has_normals"]:
+            extent = head[layouts.CLUSTER_NORMAL_EXTENT : layouts.CLUSTER_NORMAL_EXTENT + 2].tolist()
+            widths += [each.bit_length() for each in extent]
         if self.meta["has_uv"]:
             uv_extent = head[layouts.CLUSTER_UV_EXTENT : layouts.CLUSTER_UV_EXTENT + 2].view(np.uint32).tolist()
             widths += [each.bit_length() for each in uv_extent]
         uv_at = len(widths) - 2
         widths += [layouts.COLOR_BITS] * 3 if self.meta["has_colors"] else []
         attributes, start = _values(bits, start, vertices, widths)
-        uv = None
+        normals, uv = None, None
+        if self.meta["has_normals"]:
+            base = head[layouts.CLUSTER_NORMAL_BASE : layouts.CLUSTER_NORMAL_BASE + 2]
+            normals = _normals(attributes[:, :2] + base)
         if self.meta["has_uv"]:
             steps = attributes[:, uv_at : uv_at + 2] + head[layouts.CLUSTER_UV_BASE : layouts.CLUSTER_UV_BASE + 2]
             uv = steps * math.ldexp(1.0, self.meta["uv_exponent"])
@@ -266,16 +273,25 @@ class Geometry:
             grid=grid,
             positions=grid * math.ldexp(1.0, self.meta["grid_exponent"]) + np.array(self.meta["origin"]),
             triangles=corners,
-            normals=_normals(attributes[:, :2]) if self.meta["has_normals"] else None,
+            normals=normals,
             uv=uv,
             colors=attributes[:, -3:] / 255 if self.meta["has_colors"] else None,
             materials=materials,
         )
 
-    @property
-    def fixed_bits(self) -> int:
-        """That the attributes of a vertex take, but for its texture coordinates."""
-        return 2 * layouts.NORMAL_BITS * self.meta["has_normals"] + 3 * layouts.COLOR_BITS * self.meta["has_colors"]
+    @cached_property
+    def attributes(self) -> int:
+        """What its pages are like: `HAS_NORMALS` and others of `layouts.py`, as bits."""
+        has = {
+            "has_normals": layouts.HAS_NORMALS,
+            "has_uv": layouts.HAS_UV,
+            "has_colors": layouts.HAS_COLORS,
+        }
+        short = layouts.SHORT_HEADS if self.version >= 4 else 0
+        return short | sum(bit for name, bit in has.items() if self.meta[name])
+
+    def _heads(self, page: int) -> Words:
+        return _heads_of(self.page(page), self.attributes)
 
     def _first_cluster(self, page: int) -> int:
         at = int(self.page_offsets[page]) + 4 * layouts.PAGE_FIRST_CLUSTER
@@ -284,7 +300,7 @@ class Geometry:
     def _check_table(self, start: int, length: int, table: int) -> None:
         """Pages lie within their section, one after another, at the places where they should begin."""
         ends = np.append(start, self.page_offsets + self.page_lengths)
-        least = 4 * (layouts.PAGE_WORDS + layouts.GROUP_WORDS + layouts.CLUSTER_WORDS + layouts.NEW_WORDS + 1)
+        least = 4 * (layouts.PAGE_WORDS + layouts.GROUP_WORDS + layouts.HEAD_WORDS + layouts.NEW_WORDS + 1)
         fits = (self.page_offsets % 16 == 0) & (self.page_offsets >= ends[:-1]) & (ends[1:] <= start + length)
         fits &= (self.page_lengths % 4 == 0) & (self.page_lengths >= least)
         fits &= self.page_lengths <= layouts.PAGE_BYTES
@@ -328,8 +344,8 @@ def identity_of(descriptor: int) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _sections(path: Path, data: mmap.mmap) -> dict[str, tuple[int, int]]:
-    """Offset and length of each section, all checked but the pages and images, which are when they are read."""
+def _sections(path: Path, data: mmap.mmap) -> tuple[int, dict[str, tuple[int, int]]]:
+    """The version; offset and length of each section. Pages and images are checked when they are read."""
     magic, version, count, length, checksum, zero = struct.unpack_from(layouts.HEADER, data, 0)
     if magic != layouts.MAGIC:
         raise GeometryFileError(path, "it does not begin as a geometry file does", 0)
@@ -365,7 +381,7 @@ def _sections(path: Path, data: mmap.mmap) -> dict[str, tuple[int, int]]:
     ):
         if text not in sections or not sections[text][1] or sections[text][1] % unit:
             raise GeometryFileError(path, f"section {text} is missing or has a wrong length", layouts.HEADER_BYTES)
-    return sections
+    return version, sections
 
 
 def _meta(path: Path, data: mmap.mmap, start: int, length: int) -> dict[str, Any]:
@@ -394,49 +410,77 @@ def _are_numbers(values: object, shape: tuple[int, ...]) -> bool:
     return isinstance(values, list) and len(values) == shape[0] and all(_are_numbers(v, shape[1:]) for v in values)
 
 
+def _group_count(page: Words) -> int:
+    """Its groups; pages before version 4 have nothing else in this word."""
+    return int(page[layouts.PAGE_GROUPS]) & (1 << layouts.PAGE_GROUP_BITS) - 1
+
+
 def _groups_of(page: Words) -> Words:
-    groups = int(page[layouts.PAGE_GROUPS])
-    return page[layouts.PAGE_WORDS :][: groups * layouts.GROUP_WORDS].reshape(-1, layouts.GROUP_WORDS)
+    return page[layouts.PAGE_WORDS :][: _group_count(page) * layouts.GROUP_WORDS].reshape(-1, layouts.GROUP_WORDS)
 
 
-def _heads_of(page: Words) -> Words:
-    begin = layouts.PAGE_WORDS + int(page[layouts.PAGE_GROUPS]) * layouts.GROUP_WORDS
-    size = int(page[layouts.PAGE_CLUSTERS]) * layouts.CLUSTER_WORDS
-    return page[begin : begin + size].reshape(-1, layouts.CLUSTER_WORDS)
+def _head_words(page: Words, attributes: int) -> int:
+    """How many words a head of the page has."""
+    if not attributes & layouts.SHORT_HEADS:
+        return layouts.CLUSTER_WORDS
+    replaces = bool(page[layouts.PAGE_GROUPS] & layouts.PAGE_REPLACES)
+    return head_words(replaces, bool(attributes & layouts.HAS_NORMALS), bool(attributes & layouts.HAS_UV))
 
 
-def _wrong_in_page(page: Words, fixed_bits: int, all_groups: int) -> str | None:
+def _heads_of(page: Words, attributes: int) -> Words:
+    """The heads of a page, unpacked: (C, CLUSTER_COLUMNS) int32."""
+    begin = layouts.PAGE_WORDS + _group_count(page) * layouts.GROUP_WORDS
+    words = _head_words(page, attributes)
+    heads = page[begin : begin + int(page[layouts.PAGE_CLUSTERS]) * words].reshape(-1, words).view(np.uint32)
+    normals, uv = bool(attributes & layouts.HAS_NORMALS), bool(attributes & layouts.HAS_UV)
+    if not attributes & layouts.SHORT_HEADS:
+        return unpacked_old(heads, normals).view(np.int32)
+    return unpacked(heads, bool(page[layouts.PAGE_GROUPS] & layouts.PAGE_REPLACES), normals, uv).view(np.int32)
+
+
+def _wrong_in_page(page: Words, attributes: int, all_groups: int) -> str | None:
     """What is wrong with a page, so that whoever reads its clusters stays inside of it.
 
     Args:
-        fixed_bits: that the attributes of a vertex take, but for its texture coordinates.
+        attributes: of the file, see `Geometry.attributes`.
         all_groups: of the file.
     """
-    clusters, groups, first, length = (int(word) for word in page[: layouts.PAGE_WORDS])
-    before = layouts.PAGE_WORDS + groups * layouts.GROUP_WORDS + clusters * layouts.CLUSTER_WORDS
-    if length != len(page) or clusters < 1 or groups < 1 or first < 0 or before >= length:
+    clusters, group_word, first, length = (int(word) for word in page[: layouts.PAGE_WORDS])
+    groups, a_head = _group_count(page), _head_words(page, attributes)
+    expected = groups
+    if attributes & layouts.SHORT_HEADS:
+        expected |= a_head << layouts.PAGE_GROUP_BITS | group_word & layouts.PAGE_REPLACES
+    before = layouts.PAGE_WORDS + groups * layouts.GROUP_WORDS + clusters * a_head
+    fits = group_word == expected and length == len(page) and groups >= 1 and first >= 0 and before < length
+    if not fits or not 1 <= clusters <= layouts.MOST_CLUSTERS:
         return "its head is wrong"
-    heads = _heads_of(page).astype(np.int64)
+    heads = _heads_of(page, attributes).astype(np.int64)
     counts = heads[:, layouts.CLUSTER_COUNTS] & 0xFFFFFFFF
     triangles, vertices, reference_bits = (counts & 255) + 1, (counts >> 8 & 255) + 1, counts >> 16 & 255
+    references = heads[:, layouts.CLUSTER_REFERENCES]
     extent = heads[:, layouts.CLUSTER_EXTENT : layouts.CLUSTER_EXTENT + 3] & 0xFFFFFFFF
     uv_extent = heads[:, layouts.CLUSTER_UV_EXTENT : layouts.CLUSTER_UV_EXTENT + 2] & 0xFFFFFFFF
-    position = np.frexp(extent.astype(np.float64))[1].sum(1)
-    attributes = np.frexp(uv_extent.astype(np.float64))[1].sum(1) + fixed_bits
+    normal_extent = heads[:, layouts.CLUSTER_NORMAL_EXTENT : layouts.CLUSTER_NORMAL_EXTENT + 2]
+    of_vertex = bit_lengths(uv_extent).sum(1) + bit_lengths(normal_extent).sum(1)
+    of_vertex += 3 * layouts.COLOR_BITS * bool(attributes & layouts.HAS_COLORS)
     mixed = heads[:, layouts.CLUSTER_MATERIAL] == layouts.MIXED
-    bits = [(3 * triangles - vertices) * reference_bits, vertices * position, vertices * attributes]
-    needed = layouts.NEW_WORDS + sum((each + 31) // 32 for each in bits)
+    has_explicit = heads[:, layouts.CLUSTER_MASKS] == layouts.FANS_AND_EXPLICIT
+    bits = [references * reference_bits, vertices * bit_lengths(extent).sum(1), vertices * of_vertex]
+    needed = layouts.NEW_WORDS + layouts.EXPLICIT_WORDS * has_explicit + sum((each + 31) // 32 for each in bits)
     needed = needed + np.where(mixed, (layouts.MATERIAL_BITS * triangles + 31) // 32, 0)
     start = heads[:, layouts.CLUSTER_STREAMS]
     if (triangles > layouts.MAX_TRIANGLES).any() or (start < before).any() or (start + needed >= length).any():
         return "the streams of a cluster would lie outside of it"
     if (extent >= 1 << 31).any() or (uv_extent >= 1 << 31).any():
         return "a cluster is wider than 31 bits can say"
-    if (vertices > 3 * triangles).any() or (reference_bits > MOST_REFERENCE_BITS).any():
+    if (vertices > 3 * triangles).any() or (reference_bits > layouts.MOST_REFERENCE_BITS).any():
         return "a cluster has more vertices than corners, or longer references than it has vertices"
-    owner = heads[:, layouts.CLUSTER_GROUP]
-    if (owner < 0).any() or (owner >= groups).any():
-        return "a cluster is of a group that is not in it"
+    if not _masks_fit(page, heads, triangles, vertices, references):
+        return "the masks of a cluster do not go together with its vertices and references"
+    if not attributes & layouts.SHORT_HEADS:
+        owner = heads[:, layouts.CLUSTER_GROUP]
+        if (owner < 0).any() or (owner >= groups).any():
+            return "a cluster is of a group that is not in it"
     source = heads[:, layouts.CLUSTER_SOURCE]
     if (source < -1).any() or (source >= all_groups).any():
         return "a cluster replaces a group that is not in the file"
@@ -445,6 +489,52 @@ def _wrong_in_page(page: Words, fixed_bits: int, all_groups: int) -> str | None:
     if (group_first < 0).any() or (group_count < 1).any() or (group_first + group_count > clusters).any():
         return "a group has clusters that are not in it"
     return None
+
+
+def _masks_fit(
+    page: Words,
+    heads: npt.NDArray[np.int64],
+    triangles: npt.NDArray[np.int64],
+    vertices: npt.NDArray[np.int64],
+    references: npt.NDArray[np.int64],
+) -> bool:
+    """Whether the masks of each cluster count as many vertices and references as its head says: then no reference that
+    they lead to lies outside of the stream."""
+    kind = heads[:, layouts.CLUSTER_MASKS]
+    places = heads[:, layouts.CLUSTER_STREAMS, None] + np.arange(layouts.NEW_WORDS)
+    low, high = page[places].view(np.uint32).reshape(-1, 2, 4).transpose(1, 0, 2)
+    third = np.zeros_like(low)
+    has_third = kind == layouts.FANS_AND_EXPLICIT
+    third[has_third] = page[places[has_third, :4] + layouts.NEW_WORDS].view(np.uint32)
+    there = np.clip(triangles[:, None] - 32 * np.arange(4), 0, 32)
+    beyond = (low | high | third) & ~((1 << there) - 1).astype(np.uint32)
+    ones, twos, both, explicit = (
+        np.bitwise_count(mask).sum(1, dtype=np.int64) for mask in (low, high, low & high, third)
+    )
+    found = ones + 2 * twos - 3 * explicit
+    wanted = np.where(kind == layouts.SEPARATE, 3 * triangles - found, triangles + ones - 2 * both + 3 * explicit)
+    fits = (found == vertices) & (wanted == references) & ~beyond.any(1) & ~(third & ~(low & high)).any(1)
+    return bool(fits.all())
+
+
+def _corners(
+    new: npt.NDArray[np.int64], explicit: npt.NDArray[np.bool_], references: list[int], separate: bool
+) -> npt.NDArray[np.int64]:
+    """The corners (T, 3) of triangles of which so many are new, as the table in `layouts.py` says."""
+    left, count, before = iter(references), 0, (0, 0, 0)
+    found = []
+    for its, is_explicit in zip(new.tolist(), explicit.tolist(), strict=True):
+        n = count
+        if separate or its > 0:
+            corners = [n - 1 - next(left) for _ in range(3 - its)] + list(range(n, n + its))
+        elif is_explicit:
+            corners = [n - 1 - next(left), n - 2 - next(left), n - 2 - next(left)]
+        else:
+            corners = [n - 1, before[2] if before[2] != n - 1 else before[1], n - 2 - next(left)]
+        count += its
+        before = tuple(corners)
+        found.append(corners)
+    return np.array(found, np.int64)
 
 
 def _values(

@@ -8,8 +8,8 @@ object units apart.
 from __future__ import annotations
 
 MAGIC = b"ROOFTOPG"
-VERSIONS = (1, 2, 3)  # that are read: 2 has colours, 3 says which pages a page needs
-VERSION = 3  # that is written
+VERSIONS = (1, 2, 3, 4)  # that are read: 2 has colours, 3 says which pages a page needs, 4 has short heads and fans
+VERSION = 4  # that is written
 PAGE_BYTES = 128 << 10  # at most
 
 # As docs/scene-format.md lists them: magic, version, sections, length of the file, CRC-32 of the table, zero;
@@ -19,6 +19,9 @@ HEADER, HEADER_BYTES = "<8sIIQII", 32
 SECTION, SECTION_BYTES = "<8sQQII", 32
 PAGE_ENTRY = [("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")]
 
+# What the pages of a file are like, as bits: which attributes it has, and whether its heads are short (version 4).
+HAS_NORMALS, HAS_UV, HAS_COLORS, SHORT_HEADS = 1, 2, 4, 8
+
 MAX_TRIANGLES = 128  # of a cluster
 MAX_VERTICES = 255
 NEVER = 3.4028234663852886e38  # the parent error of what nothing replaces: the largest float32
@@ -27,6 +30,11 @@ NEVER = 3.4028234663852886e38  # the parent error of what nothing replaces: the 
 
 PAGE_WORDS = 4  # of the head
 PAGE_CLUSTERS, PAGE_GROUPS, PAGE_FIRST_CLUSTER, PAGE_LENGTH = range(PAGE_WORDS)  # the third counts over all pages
+# The word PAGE_GROUPS has the groups in its lower bits, then how many words the head of a cluster has (0: a page before
+# version 4), then whether these heads say what the clusters replace.
+PAGE_GROUP_BITS, PAGE_HEAD_BITS = 16, 8
+PAGE_REPLACES = 1 << PAGE_GROUP_BITS + PAGE_HEAD_BITS
+MOST_CLUSTERS = (1 << 11) - 1  # of a page
 
 GROUP_WORDS = 8
 GROUP_SPHERE = 0  # 4 float32: centre and radius of what decides when the group's clusters are too fine
@@ -34,29 +42,62 @@ GROUP_ERROR = 4  # float32: of the clusters that replace them, or NEVER
 GROUP_FIRST, GROUP_COUNT = 5, 6  # its clusters, within the page
 GROUP_NUMBER = 7  # over all pages
 
+# The head of a cluster. In a page it is short (see below); what reads and writes pages unpacks it into a row of
+# CLUSTER_COLUMNS. Its first CLUSTER_WORDS are the head as it stands in pages before version 4.
 CLUSTER_WORDS = 21
-CLUSTER_SPHERE = 0  # 4 float32: the sphere of the group that it replaces; of the finest level its own
+CLUSTER_SPHERE = 0  # 4 float32: the sphere of the group that it replaces; zeros where the page does not say
 CLUSTER_ERROR = 4  # float32: how far it is from the surface, or how wide parts in it are; 0 at the finest level
 CLUSTER_BASE = 5  # 3 int32: grid coordinates of the lowest corner
-CLUSTER_EXTENT = 8  # 3 uint32: those of the highest, less the lowest; as many bits has a position along that axis
-CLUSTER_EDGE = 11  # float32: the longest edge
+CLUSTER_EXTENT = 8  # 3 uint32: the size of the box; as many bits has a position along that axis
+CLUSTER_EDGE = 11  # before version 4, float32: the longest edge
 CLUSTER_COUNTS = 12  # triangles - 1 (8 bits), vertices - 1 (8), bits of a reference (8), level (8), from the lowest bit
 CLUSTER_STREAMS = 13  # where its streams begin, in words from the page's beginning
-CLUSTER_GROUP = 14  # its group, within the page
+CLUSTER_GROUP = 14  # before version 4, its group, within the page
 CLUSTER_MATERIAL = 15  # or MIXED: then each triangle has its own
 CLUSTER_SOURCE = 16  # the number of the group that it replaces, over all pages; -1 at the finest level
 CLUSTER_UV_BASE, CLUSTER_UV_EXTENT = 17, 19  # 2 int32 and 2 uint32, as for positions
+CLUSTER_REFERENCES = 21  # how many references it has
+CLUSTER_MASKS = 22  # how its corners are stored: SEPARATE before version 4, else FANS or FANS_AND_EXPLICIT
+CLUSTER_NORMAL_BASE, CLUSTER_NORMAL_EXTENT = 23, 25  # 2 each: the lowest numbers, and how far the others are above
+CLUSTER_COLUMNS = 27
 MIXED = -1
+SEPARATE, FANS, FANS_AND_EXPLICIT = 0, 1, 2
+
+# A short head. HEAD_WORDS are always there; then, in pages with PAGE_REPLACES, REPLACED_WORDS; then, of meshes that have
+# them, NORMAL_WORDS and UV_WORDS.
+HEAD_WORDS, REPLACED_WORDS, NORMAL_WORDS, UV_WORDS = 6, 6, 1, 3
+HEAD_BASE = 0  # as CLUSTER_BASE
+HEAD_COUNTS = 3  # triangles - 1 (7 bits), vertices - 1 (8), level (8), references (9)
+HEAD_BOX = 4  # of each axis, BOX_BITS: how many bits the extent has (5), and the MANTISSA_BITS after the first one
+BOX_BITS, MANTISSA_BITS = 9, 4  # so a box is at most 1/16 wider than its cluster
+HEAD_REFERENCE_AT, HEAD_EXPLICIT_AT = 27, 30  # then, in HEAD_BOX: bits of a reference - 1 (3), has a third mask (1)
+HEAD_STREAMS = 5  # where its streams begin (15 bits), is it mixed (1), its material (16)
+HEAD_SPHERE, HEAD_ERROR, HEAD_SOURCE = 6, 10, 11  # as CLUSTER_SPHERE, ...: the words of a page with PAGE_REPLACES
+# Of normals, one word: the lowest two numbers (NORMAL_BITS each), and how many bits what is above them has (4 each).
+# Of texture coordinates, three: the lowest u and v, and how many bits what is above them has (5 each).
+NORMAL_WIDTH_BITS, UV_WIDTH_BITS = 4, 5
 
 # ---- the streams of a cluster, each beginning at a word --------------------------------------------------------------
 #
-# new         two masks of 128 bits: the low and the high bit of how many vertices triangle t is the first to use
-# references  for each other corner: how far before the newest vertex so far
+# new         two masks of 128 bits: the low and the high bit of how many vertices triangle t is the first to use; with
+#             FANS_AND_EXPLICIT a third mask
+# references  for other corners: how far before the newest vertex so far
 # positions   for each vertex, x, y, z above the base
-# attributes  for each vertex, the normal (two numbers of NORMAL_BITS), u, v, and red, green and blue (COLOR_BITS each);
-#             what the mesh does not have takes no bits
+# attributes  for each vertex, the normal's two numbers, u, v, and red, green and blue (COLOR_BITS each); what the mesh
+#             does not have takes no bits
 # materials   16 bits for each triangle, if MIXED
+#
+# How a triangle gets its corners: n is the number of vertices before it, r stands for references of its own.
+#
+#   new   SEPARATE                            FANS
+#   0     n - 1 - r, n - 1 - r, n - 1 - r     n - 1, the last old corner of the triangle before, n - 2 - r
+#   1     n - 1 - r, n - 1 - r, n             the same as on the left
+#   2     n - 1 - r, n, n + 1                 the same
+#   3     n, n + 1, n + 2                     the same; with its bit in the third mask set, no corner is new:
+#                                             n - 1 - r, n - 2 - r, n - 2 - r
 NEW_WORDS = 8
+EXPLICIT_WORDS = 4  # the third mask
+MOST_REFERENCE_BITS = 8  # a cluster has at most 255 vertices
 NORMAL_BITS = 10
 NORMAL_MIDDLE = 511  # which means 0, so that the axes are exact: a number q is (q - 511) / 511
 COLOR_BITS = 8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -10,14 +12,27 @@ from hypothesis import strategies as st
 
 from rooftop.launch.warp_launch import launch_warp
 from rooftop.scene import Geometry, layouts
-from rooftop.scene.geometry import _wrong_in_page
+from rooftop.scene.geometry import _head_words, _heads_of, _wrong_in_page
 from rooftop.scene.streaming import admission
 
 VALUES = st.sampled_from([-(2**31), -2, -1, 0, 1, 7, 255, 2**16, 2**24, 2**30, 2**31 - 1])
 
 
-def refused(words: np.ndarray, reach: int, fixed_bits: int, groups: int, device: str) -> bool:
-    row = torch.tensor([[3, 0, len(words), reach, fixed_bits, groups]])
+@pytest.fixture(scope="module", params=["today", "version 3"])
+def knot(
+    request: pytest.FixtureRequest,
+    paged_knot: Geometry,
+    in_old_layout: Callable[..., Geometry],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Geometry:
+    """A mesh of many pages, in the layout of today and in that before."""
+    if request.param == "today":
+        return paged_knot
+    return in_old_layout(paged_knot, tmp_path_factory.mktemp("old") / "knot.rtg")
+
+
+def refused(words: np.ndarray, reach: int, attributes: int, groups: int, device: str) -> bool:
+    row = torch.tensor([[3, 0, len(words), reach, attributes, groups]])
     page_at = torch.full((5,), -1, device=device)
     wrong, refusal = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
     arriving, placed = row.to(device), torch.from_numpy(np.append(words, 0).astype(np.int32)).to(device)
@@ -28,30 +43,60 @@ def refused(words: np.ndarray, reach: int, fixed_bits: int, groups: int, device:
     return bool(wrong.item())
 
 
+def first_head(page: np.ndarray, attributes: int) -> tuple[int, int]:
+    """Where the heads of a page begin, and how many words each has."""
+    groups = int(page[layouts.PAGE_GROUPS]) & (1 << layouts.PAGE_GROUP_BITS) - 1
+    return layouts.PAGE_WORDS + layouts.GROUP_WORDS * groups, _head_words(page, attributes)
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_changed_word_of_a_head(paged_ball: Geometry, device: str, data: st.DataObject) -> None:
-    page = data.draw(st.integers(0, paged_ball.pages - 1))
-    words = paged_ball.page(page).copy()
-    heads = layouts.PAGE_WORDS + layouts.GROUP_WORDS * int(words[1]) + layouts.CLUSTER_WORDS * int(words[0])
+def test_any_changed_word_of_a_head(knot: Geometry, device: str, data: st.DataObject) -> None:
+    page = data.draw(st.integers(0, knot.pages - 1))
+    words = knot.page(page).copy()
+    begin, size = first_head(words, knot.attributes)
+    end = begin + size * int(words[layouts.PAGE_CLUSTERS])
     for _ in range(data.draw(st.integers(0, 2))):
-        at = data.draw(st.integers(0, heads - 1))
+        at = data.draw(st.integers(0, end - 1))
         words[at] = data.draw(VALUES | st.integers(0, 2**31 - 1) | st.just(int(words[at]) + 1))
-    groups, reach = paged_ball.meta["groups"], int(paged_ball.page_reach[page])
-    expected = _wrong_in_page(words, paged_ball.fixed_bits, groups) is not None or words[0] < reach
-    assert refused(words, reach, paged_ball.fixed_bits, groups, device) == expected
+    groups, reach = knot.meta["groups"], int(knot.page_reach[page])
+    expected = _wrong_in_page(words, knot.attributes, groups) is not None or words[0] < reach
+    assert refused(words, reach, knot.attributes, groups, device) == expected
 
 
-@pytest.mark.parametrize("word", range(layouts.CLUSTER_WORDS))
-def test_every_word_of_a_cluster(paged_ball: Geometry, device: str, word: int) -> None:
-    page = paged_ball.page(paged_ball.pages - 1)
-    at = layouts.PAGE_WORDS + layouts.GROUP_WORDS * int(page[1]) + layouts.CLUSTER_WORDS * (int(page[0]) - 1) + word
-    found = []
-    for value in (-(2**31), -1, 0, 3, 1 << 20, 2**31 - 1):
-        words = page.copy()
-        words[at] = value
-        expected = _wrong_in_page(words, paged_ball.fixed_bits, paged_ball.meta["groups"]) is not None
-        assert refused(words, 1, paged_ball.fixed_bits, paged_ball.meta["groups"], device) == expected
-        found.append(expected)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_changed_bit_of_a_mask(knot: Geometry, device: str, data: st.DataObject) -> None:
+    """Masks that count other vertices or references than the head says would lead out of the streams."""
+    page = data.draw(st.integers(0, knot.pages - 1))
+    words = knot.page(page).copy()
+    heads = _heads_of(words, knot.attributes)
+    head = heads[data.draw(st.integers(0, len(heads) - 1))]
+    masks = 12 if head[layouts.CLUSTER_MASKS] == layouts.FANS_AND_EXPLICIT else 8
+    changes = data.draw(st.lists(st.tuples(st.integers(0, masks - 1), st.integers(0, 31)), min_size=1, max_size=2))
+    bits = words.view(np.uint32)
+    for word, bit in changes:
+        bits[head[layouts.CLUSTER_STREAMS] + word] ^= np.uint32(1 << bit)
+    wrong = _wrong_in_page(words, knot.attributes, knot.meta["groups"])
+    assert refused(words, 1, knot.attributes, knot.meta["groups"], device) == (wrong is not None)
+    if len(changes) == 1:
+        assert wrong is not None
+        assert "masks" in wrong
+
+
+def test_every_word_of_a_cluster(knot: Geometry, device: str) -> None:
+    page = knot.page(knot.pages - 1)
+    begin, size = first_head(page, knot.attributes)
+    found = set()
+    for word in range(size):
+        for value in (-(2**31), -1, 0, 3, 1 << 20, 2**31 - 1):
+            words = page.copy()
+            words[begin + size * (int(page[layouts.PAGE_CLUSTERS]) - 1) + word] = value
+            wrong = _wrong_in_page(words, knot.attributes, knot.meta["groups"]) is not None
+            assert refused(words, 1, knot.attributes, knot.meta["groups"], device) == wrong
+            if wrong:
+                found.add(word)
     checked = {layouts.CLUSTER_COUNTS, layouts.CLUSTER_STREAMS, layouts.CLUSTER_GROUP, layouts.CLUSTER_SOURCE}
-    assert any(found) or word not in checked
+    if knot.version > 3:
+        checked = {layouts.HEAD_COUNTS, layouts.HEAD_BOX, layouts.HEAD_STREAMS}
+    assert found >= checked

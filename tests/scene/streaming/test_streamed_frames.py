@@ -8,7 +8,7 @@ import struct
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -589,25 +589,26 @@ def of_last_page(geometry: Geometry) -> int:
     return int(geometry.page_offsets[-1])
 
 
-def without_needs(geometry: Geometry, folder: Path, version: int) -> Path:
-    """The file as earlier versions had it."""
+def without_needs(geometry: Geometry, folder: Path) -> Path:
+    """The file without the section."""
     data = bytearray(copied(geometry, folder).read_bytes())
     count = struct.unpack_from(layouts.HEADER, data)[2]
     end = layouts.HEADER_BYTES + count * layouts.SECTION_BYTES
     at = data.index(b"needs\0\0\0", 0, end)
     data[at : at + 8] = b"unused\0\0"
-    struct.pack_into("<I", data, 8, version)
     struct.pack_into("<I", data, 24, zlib.crc32(data[layouts.HEADER_BYTES : end]))
-    path = folder / f"version{version}.rtg"
+    path = folder / "without.rtg"
     path.write_bytes(data)
     return path
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_earlier_versions_are_streamed_with_needs_computed(
-    paged_ball: Geometry, tmp_path: Path, version: int, device: str
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_earlier_versions_are_streamed_with_the_same_pictures(
+    paged_ball: Geometry, in_old_layout: Callable[..., Geometry], tmp_path: Path, version: int, device: str
 ) -> None:
-    old = Geometry.open(without_needs(paged_ball, tmp_path, version))
+    """Their needs are computed, up to version 2."""
+    old = in_old_layout(paged_ball, tmp_path / "old.rtg", version)
+    assert old.version == version
     assert old.needs.starts.tolist() == paged_ball.needs.starts.tolist()
     assert old.needs.pages.tolist() == paged_ball.needs.pages.tolist()
     assert len(old.needs.pages) > old.pages
@@ -619,8 +620,8 @@ def test_earlier_versions_are_streamed_with_needs_computed(
 
 
 def test_a_version_without_its_section_is_refused(paged_ball: Geometry, tmp_path: Path) -> None:
-    with pytest.raises(GeometryFileError, match="version 3 and section needs do not go together"):
-        Geometry.open(without_needs(paged_ball, tmp_path, 3))
+    with pytest.raises(GeometryFileError, match=f"version {layouts.VERSION} and section needs do not go together"):
+        Geometry.open(without_needs(paged_ball, tmp_path))
 
 
 def test_needs_that_cannot_be_are_refused_with_their_place(paged_ball: Geometry, tmp_path: Path) -> None:

@@ -122,13 +122,17 @@ def cut(vertices: Vertices, corners: Corners, counts: Ints, levels: Ints) -> Clu
     own_corners = flat.reshape(-1, 3)
 
     grid = vertices.grid[owned]
-    own_corners = own_corners[swept(grid, triangles, members, own_corners)]
+    order, in_fans = swept(grid, triangles, members, own_corners)
     starts = starts_of(members)
-    used = owned[own_corners + np.repeat(starts[:-1], triangles)[:, None]].astype(np.uint32)
+    used = owned[own_corners[order] + np.repeat(starts[:-1], triangles)[:, None]].astype(np.uint32)
     step = math.ldexp(1.0, vertices.exponent)
     spheres = around_points(grid * step, starts)
     return Clusters(
-        used, triangles, pieces, spheres, encode(vertices, triangles, members, own_corners, owned, levels[pieces])
+        used,
+        triangles,
+        pieces,
+        spheres,
+        encode(vertices, triangles, members, own_corners[in_fans], owned, levels[pieces]),
     )
 
 

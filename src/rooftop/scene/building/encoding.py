@@ -14,6 +14,7 @@ import numpy.typing as npt
 from rooftop.scene import layouts
 from rooftop.scene.building.meshes import Vertices
 from rooftop.scene.building.ragged import highest, lowest, rows_of, starts_of, taken, within
+from rooftop.scene.heads import bit_lengths
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
@@ -25,6 +26,11 @@ _NEW = np.array([0, 1, 1, 2, 1, 2, 2, 3], np.int64)
 # By how many corners of a triangle are new: which of them are, and which new one each is.
 _NEW_CORNER = np.arange(3) - 3 + np.arange(4)[:, None]
 _IS_NEW = _NEW_CORNER >= 0
+# How a triangle gets its corners: by how many are new, or EXPLICIT. Which corners are stored, and what is taken off.
+_EXPLICIT = 4
+_STORED = np.array([[0, 0, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]], bool)
+_OFF = np.array([[1, 1, 2], [1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 2, 2]], np.int64)
+_REFERENCES = _STORED.sum(1)
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class Encoded:
     """Clusters as they stand in pages, but for what depends on their page.
 
     Attributes:
-        heads: (C, CLUSTER_WORDS) uint32; spheres, errors, groups and places of streams are not filled in yet.
+        heads: (C, CLUSTER_COLUMNS) uint32; spheres, errors, sources and places of streams are not filled in yet.
         streams: the words of all streams, cluster by cluster.
         counts: (C,) how many words each has.
     """
@@ -80,26 +86,32 @@ def encode(
     numbers = np.empty(clusters * 256, np.int64)
     numbers[keys[is_new]] = (before[:, None] + _NEW_CORNER[new])[is_new]
     local = numbers[keys]  # (T, 3)
+    kind, local = _kinds(new, local, before)
 
     at = rows_of(members)
     ordered = np.empty(len(owned), np.int64)
     ordered[first[at] + numbers[at * 256 + within(members)]] = owned
 
     # What each cluster needs.
-    references = (before[:, None] - 1 - local)[~is_new]
-    of_reference = np.repeat(of_triangle, 3 - new)
+    stored = _STORED[kind]
+    references = (before[:, None] - _OFF[kind] - local)[stored]
+    reference_counts = np.add.reduceat(_REFERENCES[kind], starts[:-1])
+    reference_starts = starts_of(reference_counts)
     most = np.zeros(clusters, np.int64)
-    np.maximum.at(most, of_reference, references)
-    reference_bits = bit_lengths(most)
-    reference_counts = 3 * triangles - members
+    some = reference_counts > 0
+    if some.any():
+        most[some] = np.maximum.reduceat(references, reference_starts[:-1][some])
+    reference_bits = np.maximum(bit_lengths(most), 1)
+    explicit = np.logical_or.reduceat(kind == _EXPLICIT, starts[:-1])
 
-    heads = np.zeros((clusters, layouts.CLUSTER_WORDS), np.uint32)
+    heads = np.zeros((clusters, layouts.CLUSTER_COLUMNS), np.uint32)
     grid = vertices.grid[ordered].astype(np.int64)
     base, extent = _box(grid, first)
     heads[:, layouts.CLUSTER_BASE : layouts.CLUSTER_BASE + 3] = base.astype(np.int32).view(np.uint32)
     heads[:, layouts.CLUSTER_EXTENT : layouts.CLUSTER_EXTENT + 3] = extent
-    heads[:, layouts.CLUSTER_EDGE] = _longest_edges(grid, local + first[of_triangle][:, None], starts, vertices)
     heads[:, layouts.CLUSTER_COUNTS] = (triangles - 1) | (members - 1) << 8 | reference_bits << 16 | levels << 24
+    heads[:, layouts.CLUSTER_REFERENCES] = reference_counts
+    heads[:, layouts.CLUSTER_MASKS] = np.where(explicit, layouts.FANS_AND_EXPLICIT, layouts.FANS)
     columns = [grid[:, axis] - base[at, axis] for axis in range(3)]
     position_bits = bit_lengths(extent)
 
@@ -107,8 +119,11 @@ def encode(
     attribute_bits: list[Ints] = []
     if vertices.normals is not None:
         pair = vertices.normals[ordered].astype(np.int64)
-        attribute_columns.append(pair[:, 0] | pair[:, 1] << layouts.NORMAL_BITS)
-        attribute_bits.append(np.full(clusters, 2 * layouts.NORMAL_BITS))
+        normal_base, normal_extent = _box(pair, first)
+        heads[:, layouts.CLUSTER_NORMAL_BASE : layouts.CLUSTER_NORMAL_BASE + 2] = normal_base
+        heads[:, layouts.CLUSTER_NORMAL_EXTENT : layouts.CLUSTER_NORMAL_EXTENT + 2] = normal_extent
+        attribute_columns += [pair[:, axis] - normal_base[at, axis] for axis in range(2)]
+        attribute_bits += list(bit_lengths(normal_extent).T)
     if vertices.uv is not None:
         uv = vertices.uv[ordered].astype(np.int64)
         uv_base, uv_extent = _box(uv, first)
@@ -133,7 +148,7 @@ def encode(
     for bits in attribute_bits:
         widths += bits
     lengths = [
-        np.full(clusters, layouts.NEW_WORDS),
+        layouts.NEW_WORDS + np.where(explicit, layouts.EXPLICIT_WORDS, 0),
         words_of(reference_bits * reference_counts),
         words_of(position_bits.sum(1) * members),
         words_of(widths * members),
@@ -144,8 +159,12 @@ def encode(
     streams = np.zeros(int(counts.sum()) + 2, np.uint32)  # a value's upper half may reach into the next word
 
     place = within(triangles)
+    codes = np.minimum(kind, 3)
     for mask in range(2):
-        pack(streams, (new >> mask) & 1, (ends[0] * 32 + 128 * mask)[of_triangle] + place)
+        pack(streams, (codes >> mask) & 1, (ends[0] * 32 + 128 * mask)[of_triangle] + place)
+    marked = np.flatnonzero(kind == _EXPLICIT)
+    pack(streams, np.ones(len(marked), np.int64), ((ends[0] * 32 + 256)[of_triangle] + place)[marked])
+    of_reference = rows_of(reference_counts)
     pack(streams, references, (ends[1] * 32)[of_reference] + reference_bits[of_reference] * within(reference_counts))
     in_cluster = within(members)
     _pack_columns(streams, columns, list(position_bits.T), ends[2], at, in_cluster)
@@ -156,9 +175,24 @@ def encode(
     return Encoded(heads, streams[:-2], counts)
 
 
-def bit_lengths(values: Ints) -> Ints:
-    """How many bits each number (0 to 2^32 - 1) takes: 0 for 0."""
-    return np.frexp(values.astype(np.float64))[1].astype(np.int64)
+def _kinds(new: Ints, local: Ints, before: Ints) -> tuple[Ints, Ints]:
+    """How each triangle (T,) gets its corners, and the corners (T, 3), turned as that needs.
+
+    Args:
+        new: (T,) how many corners are new. before: (T,) vertices of the cluster before the triangle.
+        local: (T, 3) the corners, new ones last.
+    """
+    kind = new.copy()
+    old = np.flatnonzero(new == 0)
+    newest = local[old] == before[old, None] - 1
+    turned = _TURN[newest[:, 1] + 2 * newest[:, 2]]
+    local[old] = np.take_along_axis(local[old], turned, 1)
+    goes_on = np.ones(len(new), bool)  # whether a triangle after this one may go on around the newest vertex
+    goes_on[old] = newest.any(1)
+    last = np.where(new > 0, local[:, 1], local[:, 2])
+    fan = goes_on[old] & goes_on[old - 1] & (last[old - 1] == local[old, 1])
+    kind[old[~fan]] = _EXPLICIT
+    return kind, local
 
 
 def words_of(bits: Ints) -> Ints:
@@ -193,13 +227,3 @@ def _box(values: Ints, starts: Ints) -> tuple[Ints, Ints]:
     """The lowest corner of each row of points, and its extent from there."""
     base = lowest(values, starts)
     return base, highest(values, starts) - base
-
-
-def _longest_edges(grid: Ints, corners: Ints, starts: Ints, vertices: Vertices) -> Words:
-    longest = np.zeros(corners.shape[0])
-    axes = [grid[:, axis].astype(np.float64) for axis in range(3)]
-    first, second, third = np.ascontiguousarray(corners.T)
-    for begin, end in ((first, second), (second, third), (third, first)):
-        x, y, z = (axis[begin] - axis[end] for axis in axes)
-        np.maximum(longest, x * x + y * y + z * z, out=longest)
-    return np.ldexp(np.sqrt(highest(longest, starts)), vertices.exponent).astype(np.float32).view(np.uint32)

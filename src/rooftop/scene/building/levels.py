@@ -31,6 +31,7 @@ from rooftop.scene.building.ragged import rows_of, starts_of, taken
 from rooftop.scene.building.simplifying import simplify
 from rooftop.scene.building.spheres import around_spheres
 from rooftop.scene.building.workers import ALONE, Workers, shared
+from rooftop.scene.heads import head_words
 
 Ints = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float32]
@@ -47,6 +48,7 @@ RUN_CLUSTERS = 1 << 11  # neighbours among which groups are found: no group cros
 GROWTH = 1 + 2**-10 + 2**-20  # an error is larger than those below it by 1 + 2^-10, also when rounded to float32
 TRIES = 3
 MOST_LEVELS = 255
+LONGEST_HEAD = head_words(replaces=True, normals=True, uv=True)
 CUTTING = 0.45  # of the time of a build, about
 
 
@@ -78,8 +80,8 @@ class Hierarchy:
     """All clusters and groups.
 
     Attributes:
-        heads: (C, CLUSTER_WORDS) of all clusters in the order in which they were made; CLUSTER_SOURCE is the group's
-            number here, CLUSTER_STREAMS and CLUSTER_GROUP are not filled in.
+        heads: (C, CLUSTER_COLUMNS) of all clusters in the order in which they were made; CLUSTER_SOURCE is the group's
+            number here, CLUSTER_STREAMS is not filled in.
         streams: of all clusters, one after another, in the parts in which they were made.
         lengths: (C,) the words of each cluster's streams.
         levels: (C,).
@@ -406,7 +408,7 @@ class _Levels:
         self.spheres.append(spheres)
         self.errors.append(errors)
         self.levels.append((heads[:, layouts.CLUSTER_COUNTS] >> 24).astype(np.int64))
-        self.sizes.append(4 * (encoded.counts + layouts.CLUSTER_WORDS))
+        self.sizes.append(4 * (encoded.counts + LONGEST_HEAD))
         return numbers
 
     def _end(self, clusters: Ints, parts: Ints) -> None:

@@ -1,8 +1,11 @@
-"""The order of a cluster's triangles: along a sweep through it, so that references are short.
+"""The order of a cluster's triangles: along a sweep through it, so that references are few and short.
 
 A corner that is not new is stored as how far its vertex is before the newest one. Where a front sweeps through the
 cluster, that is no more than what the front is wide: about ten vertices of eighty. All references of a cluster take as
 many bits as its longest: 4.3 on average, where the order in which triangles were collected takes 5.8.
+
+A triangle comes with the last of its vertices along the sweep. Those that come with the same vertex follow one another
+around it, counterclockwise: then each but the first needs one reference alone.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ KEY_BITS, VERTEX_BITS, TRIANGLE_BITS = 28, 8, 7
 
 def swept(
     points: npt.NDArray[np.int32], triangles: Ints, members: Ints, corners: npt.NDArray[np.uint8]
-) -> npt.NDArray[np.int64]:
-    """The order (T,) of the triangles of all clusters, cluster by cluster.
+) -> tuple[Ints, Ints]:
+    """The order (T,) of the triangles of all clusters, cluster by cluster: along the sweep alone, and in fans.
 
     Args:
         points: of the clusters' vertices, cluster by cluster.
@@ -59,7 +62,66 @@ def swept(
     for corner in (most, middle, least):  # a triangle comes with its last vertex
         keys = keys << VERTEX_BITS | corner
     keys = np.sort(keys << TRIANGLE_BITS | within(triangles))
-    return starts[of_triangle] + (keys & (1 << TRIANGLE_BITS) - 1)
+    order = starts[of_triangle] + (keys & (1 << TRIANGLE_BITS) - 1)
+    return order, order[_in_fans(ranks[:, order], of_triangle)]
+
+
+def _in_fans(ranks: npt.NDArray[np.uint8], of_triangle: Ints) -> Ints:
+    """An order (T,) in which those that come with the same vertex follow one another around it.
+
+    Args:
+        ranks: (3, T) along the sweep, of triangles in the order in which their last vertices are.
+        of_triangle: (T,) the cluster of each.
+    """
+    count = len(of_triangle)
+    most = _most(ranks)
+    last = np.where(ranks[1] == most, 1, np.where(ranks[2] == most, 2, 0))
+    rows = np.arange(count)
+    before, after = ranks[(last + 1) % 3, rows], ranks[(last + 2) % 3, rows]  # counterclockwise around the last vertex
+    own = of_triangle << VERTEX_BITS
+    fan = own | most
+    begins = np.concatenate([[True], fan[1:] != fan[:-1]])
+    first = np.flatnonzero(begins)[np.cumsum(begins) - 1]
+
+    # A vertex whose triangles all come with later vertices appears first with the earliest of these. Triangles that
+    # have such a vertex come last, the other way around: the first brings it, and the next goes on around it.
+    appears = np.empty(int(own[-1]) + (1 << VERTEX_BITS), np.uint8)
+    corners = np.stack([before, after, most], 1)
+    appears[(own[:, None] | corners).ravel()[::-1]] = np.repeat(most[::-1], 3)  # of equal places the last one stays
+    late = (appears[own | before] == most) | (appears[own | after] == most)
+
+    # Which triangle each follows.
+    previous = np.full(count, -1)
+    near = rows
+    for distance in range(1, 1 << TRIANGLE_BITS):
+        near = near[near + distance < count]
+        near = near[first[near + distance] == first[near]]
+        if not len(near):
+            break
+        there = near + distance
+        alike = late[near] == late[there]
+        follows = alike & (after[near] == before[there])
+        previous[there[follows]] = near[follows]
+        follows = alike & (after[there] == before[near])
+        previous[near[follows]] = there[follows]
+    closed = np.logical_and.reduceat(previous >= 0, np.flatnonzero(begins))
+    previous[np.flatnonzero(begins)[closed]] = -1  # all around a vertex: it begins with any
+    head, place = rows.copy(), np.zeros(count, np.int64)
+    left = np.flatnonzero(previous >= 0)
+    place[left] = 1
+    head[left] = previous[left]
+    for _ in range(TRIANGLE_BITS):
+        if not len(left):
+            break
+        via = head[left]
+        place[left], head[left] = place[left] + place[via], head[via]
+        left = left[head[via] != via]
+    place = np.minimum(place, (1 << TRIANGLE_BITS) - 1)  # where faces are there twice, some follow each other for ever
+    keys = first << 1 | late
+    keys = keys << TRIANGLE_BITS | (head - first)
+    keys = keys << TRIANGLE_BITS | np.where(late, (1 << TRIANGLE_BITS) - 1 - place, place)
+    keys = np.sort(keys << TRIANGLE_BITS | (rows - first))
+    return first + (keys & (1 << TRIANGLE_BITS) - 1)
 
 
 def _least(ranks: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

@@ -21,6 +21,7 @@ from rooftop.scene.building.orders import morton_codes
 from rooftop.scene.building.ragged import starts_of, taken
 from rooftop.scene.building.trees import set_box, tree
 from rooftop.scene.dependencies import PageNeeds
+from rooftop.scene.heads import head_words, packed
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
@@ -32,7 +33,7 @@ def write(
     file: BinaryIO, hierarchy: Hierarchy, step: float, meta: dict[str, Any], more: Sequence[tuple[bytes, bytes]] = ()
 ) -> dict[str, Any]:
     """Write a geometry file; `meta` is completed by what is known only now, and returned. `more`: further sections."""
-    order, group_counts, pages = _page_plan(hierarchy)
+    order, group_counts, pages = _page_plan(hierarchy, meta["has_normals"], meta["has_uv"])
     group_starts = starts_of(group_counts)
     rank = np.empty(len(order.groups), np.int64)
     rank[order.groups] = np.arange(len(order.groups))
@@ -50,7 +51,8 @@ def write(
     for page, (a, b) in enumerate(pages):
         page_of_group[a:b] = page
         clusters = order.clusters[group_starts[a] : group_starts[b]]
-        words = _page(hierarchy, order.groups[a:b], group_counts[a:b], a, clusters, int(group_starts[a]))
+        has = (meta["has_normals"], meta["has_uv"])
+        words = _page(hierarchy, order.groups[a:b], group_counts[a:b], a, clusters, int(group_starts[a]), has)
         words[-1 - int(hierarchy.lengths[clusters].sum()) : -1] = streams[
             taken(stream_starts[clusters], hierarchy.lengths[clusters])
         ]
@@ -96,31 +98,42 @@ class _Order:
         self.clusters = np.argsort(rank[hierarchy.groups], kind="stable")
 
 
-def _page_plan(hierarchy: Hierarchy) -> tuple[_Order, Ints, list[tuple[int, int]]]:
+def _page_plan(hierarchy: Hierarchy, normals: bool, uv: bool) -> tuple[_Order, Ints, list[tuple[int, int]]]:
     """The order, how many clusters each group has in it, and the groups (first, end) of each page."""
     order = _Order(hierarchy)
     counts = np.bincount(hierarchy.groups, minlength=len(order.groups))[order.groups]
     starts = starts_of(counts)[:-1]
-    words = np.add.reduceat((hierarchy.lengths + layouts.CLUSTER_WORDS)[order.clusters], starts) + layouts.GROUP_WORDS
+    words = np.add.reduceat(hierarchy.lengths[order.clusters], starts) + layouts.GROUP_WORDS
+    replaces = np.logical_or.reduceat(_replaces(hierarchy)[order.clusters], starts)
     empty = layouts.PAGE_WORDS + 1  # with the word of zeros
-    pages, first, held = [], 0, empty
-    for group, size in enumerate(words.tolist()):
-        if group > first and 4 * (held + size) > layouts.PAGE_BYTES:
+    pages, first, held, clusters, any_replaces = [], 0, empty, 0, False
+    for group, (size, count, its) in enumerate(zip(words.tolist(), counts.tolist(), replaces.tolist(), strict=True)):
+        whole = held + size + (clusters + count) * head_words(any_replaces or its, normals, uv)
+        if group > first and (4 * whole > layouts.PAGE_BYTES or clusters + count > layouts.MOST_CLUSTERS):
             pages.append((first, group))
-            first, held = group, empty
-        held += size
+            first, held, clusters, any_replaces = group, empty, 0, False
+        held, clusters, any_replaces = held + size, clusters + count, any_replaces or its
     pages.append((first, len(words)))
     return order, counts, pages
 
 
+def _replaces(hierarchy: Hierarchy) -> npt.NDArray[np.bool_]:
+    """(C,) whether a cluster replaces a group."""
+    return hierarchy.heads.view(np.int32)[:, layouts.CLUSTER_SOURCE] >= 0
+
+
 def _page(
-    hierarchy: Hierarchy, groups: Ints, counts: Ints, first_group: int, clusters: Ints, first_cluster: int
-) -> Words:
-    """The words of a page; the streams are left out."""
+    hierarchy: Hierarchy, groups: Ints, counts: Ints, first_group: int, clusters: Ints, first_cluster: int,
+    has: tuple[bool, bool],
+) -> Words:  # fmt: skip
+    """The words of a page; the streams are left out. `has`: whether the mesh has normals, and uv."""
     lengths = hierarchy.lengths[clusters]
-    before = layouts.PAGE_WORDS + layouts.GROUP_WORDS * len(groups) + layouts.CLUSTER_WORDS * len(clusters)
+    replaces = bool(_replaces(hierarchy)[clusters].any())
+    a_head = head_words(replaces, *has)
+    before = layouts.PAGE_WORDS + layouts.GROUP_WORDS * len(groups) + a_head * len(clusters)
     words = np.zeros(before + int(lengths.sum()) + 1, np.uint32)
-    words[: layouts.PAGE_WORDS] = len(clusters), len(groups), first_cluster, len(words)
+    group_word = len(groups) | a_head << layouts.PAGE_GROUP_BITS | layouts.PAGE_REPLACES * replaces
+    words[: layouts.PAGE_WORDS] = len(clusters), group_word, first_cluster, len(words)
     heads_at = layouts.PAGE_WORDS + layouts.GROUP_WORDS * len(groups)
     records = words[layouts.PAGE_WORDS : heads_at].reshape(-1, layouts.GROUP_WORDS)
     reals = records.view(np.float32)
@@ -129,10 +142,9 @@ def _page(
     records[:, layouts.GROUP_FIRST] = starts_of(counts)[:-1]
     records[:, layouts.GROUP_COUNT] = counts
     records[:, layouts.GROUP_NUMBER] = np.arange(len(groups)) + first_group
-    heads = words[heads_at:before].reshape(-1, layouts.CLUSTER_WORDS)
-    heads[:] = hierarchy.heads[clusters]
-    heads[:, layouts.CLUSTER_STREAMS] = starts_of(lengths)[:-1] + before
-    heads[:, layouts.CLUSTER_GROUP] = np.repeat(np.arange(len(groups)), counts)
+    rows = hierarchy.heads[clusters]
+    rows[:, layouts.CLUSTER_STREAMS] = starts_of(lengths)[:-1] + before
+    words[heads_at:before] = packed(rows, replaces, *has).ravel()
     return words
 
 

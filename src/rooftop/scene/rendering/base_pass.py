@@ -50,7 +50,7 @@ def upright(a: wp.vec3, b: wp.vec3, c: wp.vec3):
 @wp.func
 def surface_normal(resident: Resident, hit: Hit, flat: wp.vec3):
     """In the world, of length 1: the mesh's own, or that of the triangle."""
-    if hit.cluster.normal_bits == 0:
+    if not hit.cluster.has_normals:
         return flat
     return to_world(
         resident,

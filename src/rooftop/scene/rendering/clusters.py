@@ -9,14 +9,29 @@ wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 PAGE_WORDS, PAGE_GROUPS = wp.constant(layouts.PAGE_WORDS), wp.constant(layouts.PAGE_GROUPS)
 PAGE_FIRST_CLUSTER = wp.constant(layouts.PAGE_FIRST_CLUSTER)
+PAGE_GROUP_BITS, PAGE_GROUP_MASK = wp.constant(layouts.PAGE_GROUP_BITS), wp.constant((1 << layouts.PAGE_GROUP_BITS) - 1)
+PAGE_HEAD_MASK, PAGE_REPLACES = wp.constant((1 << layouts.PAGE_HEAD_BITS) - 1), wp.constant(layouts.PAGE_REPLACES)
 GROUP_WORDS, GROUP_SPHERE = wp.constant(layouts.GROUP_WORDS), wp.constant(layouts.GROUP_SPHERE)
 GROUP_ERROR = wp.constant(layouts.GROUP_ERROR)
 CLUSTER_WORDS, CLUSTER_SPHERE = wp.constant(layouts.CLUSTER_WORDS), wp.constant(layouts.CLUSTER_SPHERE)
 CLUSTER_ERROR, CLUSTER_BASE = wp.constant(layouts.CLUSTER_ERROR), wp.constant(layouts.CLUSTER_BASE)
 CLUSTER_EXTENT, CLUSTER_COUNTS = wp.constant(layouts.CLUSTER_EXTENT), wp.constant(layouts.CLUSTER_COUNTS)
 CLUSTER_STREAMS, CLUSTER_MATERIAL = wp.constant(layouts.CLUSTER_STREAMS), wp.constant(layouts.CLUSTER_MATERIAL)
+CLUSTER_SOURCE = wp.constant(layouts.CLUSTER_SOURCE)
 CLUSTER_UV_BASE, CLUSTER_UV_EXTENT = wp.constant(layouts.CLUSTER_UV_BASE), wp.constant(layouts.CLUSTER_UV_EXTENT)
+HEAD_WORDS, REPLACED_WORDS = wp.constant(layouts.HEAD_WORDS), wp.constant(layouts.REPLACED_WORDS)
+HEAD_NORMAL_WORDS, HEAD_UV_WORDS = wp.constant(layouts.NORMAL_WORDS), wp.constant(layouts.UV_WORDS)
+HEAD_BASE, HEAD_COUNTS = wp.constant(layouts.HEAD_BASE), wp.constant(layouts.HEAD_COUNTS)
+HEAD_BOX, HEAD_STREAMS = wp.constant(layouts.HEAD_BOX), wp.constant(layouts.HEAD_STREAMS)
+HEAD_SPHERE, HEAD_ERROR = wp.constant(layouts.HEAD_SPHERE), wp.constant(layouts.HEAD_ERROR)
+HEAD_SOURCE, BOX_BITS = wp.constant(layouts.HEAD_SOURCE), wp.constant(layouts.BOX_BITS)
+LENGTH_BITS, MANTISSA_BITS = wp.constant(layouts.BOX_BITS - layouts.MANTISSA_BITS), wp.constant(layouts.MANTISSA_BITS)
+HEAD_REFERENCE_AT, HEAD_EXPLICIT_AT = wp.constant(layouts.HEAD_REFERENCE_AT), wp.constant(layouts.HEAD_EXPLICIT_AT)
+NORMAL_WIDTH_BITS, UV_WIDTH_BITS = wp.constant(layouts.NORMAL_WIDTH_BITS), wp.constant(layouts.UV_WIDTH_BITS)
+SEPARATE, FANS = wp.constant(layouts.SEPARATE), wp.constant(layouts.FANS)
+FANS_AND_EXPLICIT = wp.constant(layouts.FANS_AND_EXPLICIT)
 NEW_WORDS, NORMAL_BITS = wp.constant(layouts.NEW_WORDS), wp.constant(layouts.NORMAL_BITS)
+EXPLICIT_WORDS = wp.constant(layouts.EXPLICIT_WORDS)
 NORMAL_MIDDLE = wp.constant(layouts.NORMAL_MIDDLE)
 COLOR_BITS = wp.constant(layouts.COLOR_BITS)
 MATERIAL_BITS, MIXED = wp.constant(layouts.MATERIAL_BITS), wp.constant(layouts.MIXED)
@@ -60,6 +75,15 @@ def bit_length(number: wp.int32):
 
 
 @wp.struct
+class Head:
+    """The head of a cluster in a page."""
+
+    at: wp.int64  # its first word
+    words: wp.int32  # how many it has; 0: it is one of a page before version 4
+    replaces: wp.bool  # whether it says what the cluster replaces
+
+
+@wp.struct
 class Cluster:
     """What its head says, and where its streams are."""
 
@@ -67,15 +91,20 @@ class Cluster:
     vertices: wp.int32
     level: wp.int32
     number: wp.int32  # within the mesh
+    kind: wp.int32  # how its corners are stored: SEPARATE, FANS, FANS_AND_EXPLICIT
     reference_bits: wp.int32
+    reference_count: wp.int32
     material: wp.int32
     base: wp.vec3i
     position_bits: wp.vec3i
+    has_normals: wp.bool
+    normal_base: wp.vec2i
+    normal_bits: wp.vec2i
     uv_base: wp.vec2i
     uv_bits: wp.vec2i
-    normal_bits: wp.int32  # of a vertex; 0 where the mesh has none
-    color_bits: wp.int32
+    color_bits: wp.int32  # of a vertex; 0 where the mesh has none
     masks: wp.int64  # where each stream begins
+    references: wp.int64
     positions: wp.int64
     attributes: wp.int64
     materials: wp.int64
@@ -90,81 +119,230 @@ def whole_words(bit_count: wp.int32):
 @wp.func
 def attribute_bit(cluster: Cluster, vertex: wp.int32):
     """Where in the stream of attributes a vertex begins."""
-    return vertex * (cluster.normal_bits + cluster.uv_bits[0] + cluster.uv_bits[1] + cluster.color_bits)
+    width = cluster.normal_bits[0] + cluster.normal_bits[1] + cluster.uv_bits[0] + cluster.uv_bits[1]
+    return vertex * (width + cluster.color_bits)
 
 
 @wp.func
 def head_of(resident: Resident, mesh: wp.int32, page: wp.int32, index: wp.int32):
-    """Where the head of a cluster of a page is."""
+    """The head of a cluster of a page."""
     at = resident.page_at[resident.mesh[mesh, MESH_FIRST_PAGE] + page]
-    groups = word_at(resident.words, at + wp.int64(PAGE_GROUPS))
-    return at + wp.int64(PAGE_WORDS + groups * GROUP_WORDS + index * CLUSTER_WORDS)
+    word = word_at(resident.words, at + wp.int64(PAGE_GROUPS))
+    head = Head()
+    head.words = (word >> PAGE_GROUP_BITS) & PAGE_HEAD_MASK
+    head.replaces = head.words == 0 or (word & PAGE_REPLACES) != 0
+    words = wp.where(head.words == 0, CLUSTER_WORDS, head.words)
+    head.at = at + wp.int64(PAGE_WORDS + (word & PAGE_GROUP_MASK) * GROUP_WORDS + index * words)
+    return head
+
+
+@wp.func
+def head_word(resident: Resident, head: Head, old: wp.int32, short: wp.int32):
+    """A word of a head: the one in which heads before version 4 have it, or short ones."""
+    return word_at(resident.words, head.at + wp.int64(wp.where(head.words == 0, old, short)))
+
+
+@wp.func
+def triangles_of(resident: Resident, head: Head):
+    """How many triangles a cluster has."""
+    counts = head_word(resident, head, CLUSTER_COUNTS, HEAD_COUNTS)
+    return (counts & wp.where(head.words == 0, 255, 127)) + 1
+
+
+@wp.func
+def level_of(resident: Resident, head: Head):
+    """The level of detail of a cluster."""
+    counts = head_word(resident, head, CLUSTER_COUNTS, HEAD_COUNTS)
+    return (counts >> wp.where(head.words == 0, 24, 15)) & 255
+
+
+@wp.func
+def source_of(resident: Resident, head: Head):
+    """The number of the group that a cluster replaces, within the mesh; or -1."""
+    source = wp.int32(-1)
+    if head.replaces:
+        source = head_word(resident, head, CLUSTER_SOURCE, HEAD_SOURCE)
+    return source
+
+
+@wp.func
+def box_length(box: wp.int32, axis: wp.int32):
+    """How many bits a position has along an axis, from the word HEAD_BOX."""
+    return (box >> (axis * BOX_BITS)) & ((1 << LENGTH_BITS) - 1)
+
+
+@wp.func
+def extent_of(resident: Resident, head: Head, axis: wp.int32):
+    """How wide the box around a cluster is, in steps of the grid."""
+    if head.words == 0:
+        return word_at(resident.words, head.at + wp.int64(CLUSTER_EXTENT + axis))
+    box = word_at(resident.words, head.at + wp.int64(HEAD_BOX))
+    length = box_length(box, axis)
+    extent = wp.int32(0)
+    if length > 0:
+        mantissa = (box >> (axis * BOX_BITS + LENGTH_BITS)) & ((1 << MANTISSA_BITS) - 1)
+        below = wp.max(length - 1 - MANTISSA_BITS, 0)
+        extent = (1 << (length - 1)) + (((mantissa + 1) << below) - 1)
+    return extent
+
+
+@wp.func
+def read_old_head(resident: Resident, mesh: wp.int32, head: Head, page: wp.int64, has: wp.int32):
+    """What the head of a cluster before version 4 says; not yet where its streams are, but for the first."""
+    words = resident.words
+    cluster = Cluster()
+    counts = word_at(words, head.at + wp.int64(CLUSTER_COUNTS))
+    cluster.triangles = (counts & 255) + 1
+    cluster.vertices = ((counts >> 8) & 255) + 1
+    cluster.reference_bits = (counts >> 16) & 255
+    cluster.reference_count = 3 * cluster.triangles - cluster.vertices
+    cluster.level = (counts >> 24) & 255
+    cluster.kind = SEPARATE
+    cluster.material = word_at(words, head.at + wp.int64(CLUSTER_MATERIAL))
+    for axis in range(3):
+        cluster.base[axis] = word_at(words, head.at + wp.int64(CLUSTER_BASE + axis))
+        cluster.position_bits[axis] = bit_length(word_at(words, head.at + wp.int64(CLUSTER_EXTENT + axis)))
+    cluster.masks = page + wp.int64(word_at(words, head.at + wp.int64(CLUSTER_STREAMS)))
+    if has & HAS_NORMALS != 0:
+        cluster.normal_bits = wp.vec2i(NORMAL_BITS, NORMAL_BITS)
+    if has & HAS_UV != 0:
+        for axis in range(2):
+            cluster.uv_base[axis] = word_at(words, head.at + wp.int64(CLUSTER_UV_BASE + axis))
+            cluster.uv_bits[axis] = bit_length(word_at(words, head.at + wp.int64(CLUSTER_UV_EXTENT + axis)))
+    return cluster
+
+
+@wp.func
+def read_short_head(resident: Resident, mesh: wp.int32, head: Head, page: wp.int64, has: wp.int32):
+    """What a short head says; not yet where the cluster's streams are, but for the first."""
+    words = resident.words
+    cluster = Cluster()
+    counts = word_at(words, head.at + wp.int64(HEAD_COUNTS))
+    cluster.triangles = (counts & 127) + 1
+    cluster.vertices = ((counts >> 7) & 255) + 1
+    cluster.level = (counts >> 15) & 255
+    cluster.reference_count = (counts >> 23) & 511
+    box = word_at(words, head.at + wp.int64(HEAD_BOX))
+    for axis in range(3):
+        cluster.base[axis] = word_at(words, head.at + wp.int64(HEAD_BASE + axis))
+        cluster.position_bits[axis] = box_length(box, axis)
+    cluster.reference_bits = ((box >> HEAD_REFERENCE_AT) & 7) + 1
+    cluster.kind = FANS + ((box >> HEAD_EXPLICIT_AT) & 1)
+    streams = word_at(words, head.at + wp.int64(HEAD_STREAMS))
+    cluster.material = wp.where((streams >> 15) & 1 != 0, MIXED, (streams >> 16) & 65535)
+    cluster.masks = page + wp.int64(streams & 32767)
+    at = head.at + wp.int64(HEAD_WORDS)
+    if head.replaces:
+        at += wp.int64(REPLACED_WORDS)
+    if has & HAS_NORMALS != 0:
+        word = word_at(words, at)
+        for axis in range(2):
+            cluster.normal_base[axis] = (word >> (axis * NORMAL_BITS)) & ((1 << NORMAL_BITS) - 1)
+            width = word >> (2 * NORMAL_BITS + axis * NORMAL_WIDTH_BITS)
+            cluster.normal_bits[axis] = width & ((1 << NORMAL_WIDTH_BITS) - 1)
+        at += wp.int64(HEAD_NORMAL_WORDS)
+    if has & HAS_UV != 0:
+        widths = word_at(words, at + wp.int64(2))
+        cluster.uv_base = wp.vec2i(word_at(words, at), word_at(words, at + wp.int64(1)))
+        for axis in range(2):
+            cluster.uv_bits[axis] = (widths >> (axis * UV_WIDTH_BITS)) & ((1 << UV_WIDTH_BITS) - 1)
+    return cluster
+
+
+@wp.func
+def mask_words(kind: wp.int32):
+    """How many words the masks of a cluster have."""
+    return wp.where(kind == FANS_AND_EXPLICIT, NEW_WORDS + EXPLICIT_WORDS, NEW_WORDS)
 
 
 @wp.func
 def read_cluster(resident: Resident, mesh: wp.int32, page: wp.int32, index: wp.int32, attributes: wp.bool):
     """The cluster; with what lies behind its positions only if that is asked for."""
-    words = resident.words
     at = resident.page_at[resident.mesh[mesh, MESH_FIRST_PAGE] + page]
     head = head_of(resident, mesh, page, index)
+    has = wp.where(attributes, resident.mesh[mesh, MESH_ATTRIBUTES], 0)
     cluster = Cluster()
-    counts = word_at(words, head + wp.int64(CLUSTER_COUNTS))
-    cluster.triangles = (counts & 255) + 1
-    cluster.vertices = ((counts >> 8) & 255) + 1
-    cluster.reference_bits = (counts >> 16) & 255
-    cluster.level = (counts >> 24) & 255
-    cluster.number = word_at(words, at + wp.int64(PAGE_FIRST_CLUSTER)) + index
-    cluster.material = word_at(words, head + wp.int64(CLUSTER_MATERIAL))
-    for axis in range(3):
-        cluster.base[axis] = word_at(words, head + wp.int64(CLUSTER_BASE + axis))
-        cluster.position_bits[axis] = bit_length(word_at(words, head + wp.int64(CLUSTER_EXTENT + axis)))
-    cluster.masks = at + wp.int64(word_at(words, head + wp.int64(CLUSTER_STREAMS)))
-    references = (3 * cluster.triangles - cluster.vertices) * cluster.reference_bits
-    cluster.positions = cluster.masks + wp.int64(NEW_WORDS) + whole_words(references)
+    if head.words == 0:
+        cluster = read_old_head(resident, mesh, head, at, has)
+    else:
+        cluster = read_short_head(resident, mesh, head, at, has)
+    cluster.number = word_at(resident.words, at + wp.int64(PAGE_FIRST_CLUSTER)) + index
+    cluster.references = cluster.masks + wp.int64(mask_words(cluster.kind))
+    cluster.positions = cluster.references + whole_words(cluster.reference_count * cluster.reference_bits)
     width = cluster.position_bits[0] + cluster.position_bits[1] + cluster.position_bits[2]
     cluster.attributes = cluster.positions + whole_words(cluster.vertices * width)
-    has = wp.where(attributes, resident.mesh[mesh, MESH_ATTRIBUTES], 0)
-    if has & HAS_NORMALS != 0:
-        cluster.normal_bits = 2 * NORMAL_BITS
+    cluster.has_normals = (has & HAS_NORMALS) != 0
     if has & HAS_COLORS != 0:
         cluster.color_bits = 3 * COLOR_BITS
-    if has & HAS_UV != 0:
-        for axis in range(2):
-            cluster.uv_base[axis] = word_at(words, head + wp.int64(CLUSTER_UV_BASE + axis))
-            cluster.uv_bits[axis] = bit_length(word_at(words, head + wp.int64(CLUSTER_UV_EXTENT + axis)))
     cluster.materials = cluster.attributes + whole_words(attribute_bit(cluster, cluster.vertices))
     return cluster
 
 
 @wp.func
+def mask_bit(words: wp.array(dtype=wp.int32), mask: wp.int64, triangle: wp.int32):
+    """The bit of a triangle in a mask."""
+    return (word_at(words, mask + wp.int64(triangle >> 5)) >> (triangle & 31)) & 1
+
+
+@wp.func
+def reference(resident: Resident, cluster: Cluster, number: wp.int32):
+    """A value of the stream of references."""
+    width = cluster.reference_bits
+    return bits(resident.words, cluster.references, number * width, width)
+
+
+@wp.func
 def corners_of(resident: Resident, cluster: Cluster, triangle: wp.int32):
-    """The vertices of a triangle: those used before come first, new ones last."""
-    before = wp.int32(0)
+    """The vertices of a triangle, as the table in layouts.py says."""
+    words = resident.words
+    ones = wp.int32(0)  # of the triangles before this one: bits of the first mask, of the second, of both, of the third
+    twos = wp.int32(0)
+    both = wp.int32(0)
+    explicit = wp.int32(0)
+    third = cluster.masks + wp.int64(NEW_WORDS)
     for word in range(4):
         mask = wp.uint32(0)
         if word < (triangle >> 5):
             mask = ~wp.uint32(0)
         if word == (triangle >> 5):
             mask = (wp.uint32(1) << wp.uint32(triangle & 31)) - wp.uint32(1)
-        at = cluster.masks + wp.int64(word)
-        low = wp.uint32(word_at(resident.words, at))
-        high = wp.uint32(word_at(resident.words, at + wp.int64(4)))
-        before += wp.int32(wp.bit_count(low & mask)) + 2 * wp.int32(wp.bit_count(high & mask))
-    own = wp.int64(triangle >> 5)
-    low_bit = (wp.uint32(word_at(resident.words, cluster.masks + own)) >> wp.uint32(triangle & 31)) & wp.uint32(1)
-    high_bit = (
-        wp.uint32(word_at(resident.words, cluster.masks + own + wp.int64(4))) >> wp.uint32(triangle & 31)
-    ) & wp.uint32(1)
-    old = 3 - wp.int32(low_bit) - 2 * wp.int32(high_bit)
-    references = cluster.masks + wp.int64(NEW_WORDS)
-    width = cluster.reference_bits
+        at = wp.int64(word)
+        low = wp.uint32(word_at(words, cluster.masks + at)) & mask
+        high = wp.uint32(word_at(words, cluster.masks + wp.int64(4) + at)) & mask
+        ones += wp.int32(wp.bit_count(low))
+        twos += wp.int32(wp.bit_count(high))
+        both += wp.int32(wp.bit_count(low & high))
+        if cluster.kind == FANS_AND_EXPLICIT:
+            explicit += wp.int32(wp.bit_count(wp.uint32(word_at(words, third + at)) & mask))
+    n = ones + 2 * twos - 3 * explicit
+    new = mask_bit(words, cluster.masks, triangle) + 2 * mask_bit(words, cluster.masks + wp.int64(4), triangle)
+    if cluster.kind == FANS_AND_EXPLICIT:
+        if mask_bit(words, third, triangle) != 0:
+            new = -1
+    first = triangle + ones - 2 * both + 3 * explicit  # of the triangle's references
+    if cluster.kind == SEPARATE:
+        first = 3 * triangle - n
     corners = wp.vec3i()
+    if new > 0 or cluster.kind == SEPARATE:
+        for corner in range(3):
+            if corner < 3 - new:
+                corners[corner] = n - 1 - reference(resident, cluster, first + corner)
+            else:
+                corners[corner] = n + corner + new - 3
+    elif new == 0:
+        corners[0] = n - 1
+        corners[1] = n - 2
+        after_new = mask_bit(words, cluster.masks + wp.int64(4), wp.max(triangle - 1, 0)) != 0
+        if after_new and cluster.kind == FANS_AND_EXPLICIT:
+            after_new = mask_bit(words, third, wp.max(triangle - 1, 0)) == 0
+        if not after_new:  # else that is the corner before the newest vertex
+            corners[1] = n - 2 - reference(resident, cluster, first - 1)
+        corners[2] = n - 2 - reference(resident, cluster, first)
+    else:
+        corners[0] = n - 1 - reference(resident, cluster, first)
+        corners[1] = n - 2 - reference(resident, cluster, first + 1)
+        corners[2] = n - 2 - reference(resident, cluster, first + 2)
     for corner in range(3):
-        if corner < old:
-            back = bits(resident.words, references, (3 * triangle - before + corner) * width, width)
-            corners[corner] = before - 1 - back
-        else:
-            corners[corner] = before + corner - old
         corners[corner] = wp.clamp(corners[corner], 0, cluster.vertices - 1)  # whatever a damaged page says
     return corners
 
@@ -186,13 +364,13 @@ def position_of(resident: Resident, cluster: Cluster, vertex: wp.int32, step: wp
 def normal_of(resident: Resident, cluster: Cluster, vertex: wp.int32):
     """Of a mesh that has normals: of length 1, from two numbers on an octahedron."""
     bit = attribute_bit(cluster, vertex)
-    x = wp.float32(bits(resident.words, cluster.attributes, bit, NORMAL_BITS) - NORMAL_MIDDLE) / wp.float32(
-        NORMAL_MIDDLE
-    )
-    bit += NORMAL_BITS
-    y = wp.float32(bits(resident.words, cluster.attributes, bit, NORMAL_BITS) - NORMAL_MIDDLE) / wp.float32(
-        NORMAL_MIDDLE
-    )
+    numbers = wp.vec2()
+    for axis in range(2):
+        number = cluster.normal_base[axis] + bits(resident.words, cluster.attributes, bit, cluster.normal_bits[axis])
+        numbers[axis] = wp.float32(number - NORMAL_MIDDLE) / wp.float32(NORMAL_MIDDLE)
+        bit += cluster.normal_bits[axis]
+    x = numbers[0]
+    y = numbers[1]
     z = 1.0 - wp.abs(x) - wp.abs(y)
     if z < 0.0:
         folded = (1.0 - wp.abs(y)) * wp.where(x < 0.0, -1.0, 1.0)
@@ -204,7 +382,7 @@ def normal_of(resident: Resident, cluster: Cluster, vertex: wp.int32):
 @wp.func
 def uv_of(resident: Resident, cluster: Cluster, vertex: wp.int32, step: wp.float32):
     """Of a mesh that has texture coordinates."""
-    bit = attribute_bit(cluster, vertex) + cluster.normal_bits
+    bit = attribute_bit(cluster, vertex) + cluster.normal_bits[0] + cluster.normal_bits[1]
     u = bits(resident.words, cluster.attributes, bit, cluster.uv_bits[0])
     v = bits(resident.words, cluster.attributes, bit + cluster.uv_bits[0], cluster.uv_bits[1])
     return wp.vec2(step * wp.float32(cluster.uv_base[0] + u), step * wp.float32(cluster.uv_base[1] + v))
@@ -213,7 +391,7 @@ def uv_of(resident: Resident, cluster: Cluster, vertex: wp.int32, step: wp.float
 @wp.func
 def vertex_color_of(resident: Resident, cluster: Cluster, vertex: wp.int32):
     """Of a mesh that has colours: 0 to 1."""
-    bit = attribute_bit(cluster, vertex) + cluster.normal_bits + cluster.uv_bits[0] + cluster.uv_bits[1]
+    bit = attribute_bit(cluster, vertex + 1) - cluster.color_bits
     packed = bits(resident.words, cluster.attributes, bit, 3 * COLOR_BITS)
     most = (1 << COLOR_BITS) - 1
     color = wp.vec3()

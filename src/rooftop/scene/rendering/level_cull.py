@@ -23,11 +23,15 @@ from rooftop.scene.rendering.buffers import (
 from rooftop.scene.rendering.clusters import (
     CLUSTER_BASE,
     CLUSTER_ERROR,
-    CLUSTER_EXTENT,
     CLUSTER_SPHERE,
+    HEAD_BASE,
+    HEAD_ERROR,
+    HEAD_SPHERE,
+    Head,
+    extent_of,
     head_of,
+    head_word,
     real,
-    word_at,
 )
 from rooftop.scene.rendering.instance_cull import (
     append,
@@ -46,7 +50,7 @@ CHILD_CENTER, CHILD_HALF = wp.constant(layouts.CHILD_CENTER), wp.constant(layout
 CHILD_SPHERE, CHILD_ERROR = wp.constant(layouts.CHILD_SPHERE), wp.constant(layouts.CHILD_ERROR)
 CHILD_KIND, CHILD_AT = wp.constant(layouts.CHILD_KIND), wp.constant(layouts.CHILD_AT)
 CHILD_FIRST, INNER = wp.constant(layouts.CHILD_FIRST), wp.constant(layouts.INNER)
-CLUSTER_INDEX_BITS = wp.constant(11)  # a page has fewer clusters than 2^11: their heads alone take 84 bytes
+CLUSTER_INDEX_BITS = wp.constant(11)  # a page has at most layouts.MOST_CLUSTERS, which is 2^11 - 1
 CLUSTER_INDEX_MASK = wp.constant((1 << 11) - 1)
 LANES = wp.constant(32)  # threads that go through the clusters of a group
 
@@ -168,45 +172,42 @@ def ask_children_again(resident: Resident, views: Views, frame: Frame, stride: w
 
 
 @wp.func
-def low_corner(resident: Resident, head: wp.int64, step: wp.float32):
+def low_corner(resident: Resident, head: Head, step: wp.float32):
     """The lowest corner of a cluster's box, in the mesh's units from its origin."""
-    words = resident.words
-    base = head + wp.int64(CLUSTER_BASE)
     return step * wp.vec3(
-        wp.float32(word_at(words, base)),
-        wp.float32(word_at(words, base + wp.int64(1))),
-        wp.float32(word_at(words, base + wp.int64(2))),
+        wp.float32(head_word(resident, head, CLUSTER_BASE, HEAD_BASE)),
+        wp.float32(head_word(resident, head, CLUSTER_BASE + 1, HEAD_BASE + 1)),
+        wp.float32(head_word(resident, head, CLUSTER_BASE + 2, HEAD_BASE + 2)),
     )
 
 
 @wp.func
-def half_extent(resident: Resident, head: wp.int64, step: wp.float32):
+def half_extent(resident: Resident, head: Head, step: wp.float32):
     """Half the size of a cluster's box."""
-    words = resident.words
-    extent = head + wp.int64(CLUSTER_EXTENT)
     return (
         0.5
         * step
         * wp.vec3(
-            wp.float32(word_at(words, extent)),
-            wp.float32(word_at(words, extent + wp.int64(1))),
-            wp.float32(word_at(words, extent + wp.int64(2))),
+            wp.float32(extent_of(resident, head, 0)),
+            wp.float32(extent_of(resident, head, 1)),
+            wp.float32(extent_of(resident, head, 2)),
         )
     )
 
 
 @wp.func
-def cluster_too_coarse(resident: Resident, views: Views, frame: Frame, pair: wp.int32, head: wp.int64):
-    """Whether what a cluster replaces has to be drawn instead of it."""
-    words = resident.words
-    sphere = head + wp.int64(CLUSTER_SPHERE)
+def cluster_too_coarse(resident: Resident, views: Views, frame: Frame, pair: wp.int32, head: Head):
+    """Whether what a cluster replaces has to be drawn instead of it; heads that do not say it are of the finest
+    level."""
+    if not head.replaces:
+        return False
     center = wp.vec3(
-        real(word_at(words, sphere)),
-        real(word_at(words, sphere + wp.int64(1))),
-        real(word_at(words, sphere + wp.int64(2))),
+        real(head_word(resident, head, CLUSTER_SPHERE, HEAD_SPHERE)),
+        real(head_word(resident, head, CLUSTER_SPHERE + 1, HEAD_SPHERE + 1)),
+        real(head_word(resident, head, CLUSTER_SPHERE + 2, HEAD_SPHERE + 2)),
     )
-    radius = real(word_at(words, sphere + wp.int64(3)))
-    error = real(word_at(words, head + wp.int64(CLUSTER_ERROR)))
+    radius = real(head_word(resident, head, CLUSTER_SPHERE + 3, HEAD_SPHERE + 3))
+    error = real(head_word(resident, head, CLUSTER_ERROR, HEAD_ERROR))
     return too_coarse(resident, views, frame, pair, center, radius, error)
 
 
@@ -219,7 +220,7 @@ def list_cluster(
     history: wp.int32,
     second: wp.int32,
     item: wp.int64,
-    head: wp.int64,
+    head: Head,
 ):
     """A cluster that is as coarse as is right becomes visible, is set aside, or is outside."""
     pair = pair_of(item)

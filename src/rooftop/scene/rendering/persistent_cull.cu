@@ -25,7 +25,6 @@ constexpr int NODE_BATCH = 4;  // nodes of a warp at a time: 32 children
 constexpr int NODES_WRITTEN = 16, NODES_CLAIMED = 10, NODES_FINISHED = 11, GROUPS_CLAIMED = 12;  // counters of its own
 constexpr int CHILDREN = 8, CHILD_WORDS = 16, CHILD_SPHERE = 6, CHILD_ERROR = 10, CHILD_KIND = 11, CHILD_AT = 12, CHILD_FIRST = 13;
 constexpr int INNER = -1;
-constexpr int CLUSTER_SOURCE = 16;
 constexpr int SHORTEST_NAP = 64, LONGEST_NAP = 1024;  // nanoseconds
 
 struct Scene {
@@ -193,22 +192,34 @@ __device__ void ask_for(const Scene& scene, const Frame& frame, const Views& vie
         pixels_off(scene, now, pair % frame.instances, three(child + CHILD_SPHERE), real(child[CHILD_SPHERE + 3]), real(child[CHILD_ERROR]))};
     if (now_at(scene.wanted + page) < pixels.word) atomicMax(scene.wanted + page, pixels.word);  // of numbers >= 0, bits have the same order
 }
-__device__ __forceinline__ bool finer_is_there(const Scene& scene, int mesh, const int* head) {
-    const int source = head[CLUSTER_SOURCE];
+__device__ __forceinline__ bool finer_is_there(const Scene& scene, int mesh, const Head& head) {
+    const int source = head.words[head.is_short ? HEAD_SOURCE : CLUSTER_SOURCE];
     return source >= 0 && scene.page_at[scene.group_page[scene.first_group[mesh] + source]] >= 0;
+}
+
+// How wide the box around a cluster is, in steps of the grid, as `extent_of` in clusters.py.
+__device__ __forceinline__ int extent_of(const Head& head, int axis) {
+    if (!head.is_short) return head.words[CLUSTER_EXTENT + axis];
+    const int box = head.words[HEAD_BOX], length = box_length(box, axis);
+    const int mantissa = box >> (axis * BOX_BITS + LENGTH_BITS) & ((1 << MANTISSA_BITS) - 1);
+    return length ? (1 << (length - 1)) + (((mantissa + 1) << max(length - 1 - MANTISSA_BITS, 0)) - 1) : 0;
 }
 
 template <bool STREAMED>
 __device__ State ask_cluster(const Scene& scene, const Frame& frame, const Views& views, int pair, int page, int index, Entry& found) {
     const int instance = pair % frame.instances, mesh = scene.instance_mesh[instance];
-    const int* head = head_of(scene.words + scene.page_at[scene.mesh[4 * mesh + 1] + page], index);
+    const Head head = head_of(scene.words + scene.page_at[scene.mesh[4 * mesh + 1] + page], index);
     const View now = view_of(frame, views, views.lens, views.to_view, pair);
-    if (too_coarse(scene, frame, now, instance, three(head + CLUSTER_SPHERE), real(head[CLUSTER_SPHERE + 3]), real(head[CLUSTER_ERROR]))) {
-        if (!STREAMED || finer_is_there(scene, mesh, head)) return UNSEEN;
+    if (head.replaces) {  // else it is of the finest level
+        const int* sphere = head.words + (head.is_short ? HEAD_SPHERE : CLUSTER_SPHERE);
+        const float error = real(head.words[head.is_short ? HEAD_ERROR : CLUSTER_ERROR]);
+        if (too_coarse(scene, frame, now, instance, three(sphere), real(sphere[3]), error)) {
+            if (!STREAMED || finer_is_there(scene, mesh, head)) return UNSEEN;
+        }
     }
     const float step = scene.steps[2 * mesh], half_step = 0.5f * step;
-    const int *base = head + CLUSTER_BASE, *extent = head + CLUSTER_EXTENT;
-    const Vector half = {half_step * float(extent[0]), half_step * float(extent[1]), half_step * float(extent[2])};
+    const int* base = head.words + (head.is_short ? HEAD_BASE : CLUSTER_BASE);
+    const Vector half = {half_step * float(extent_of(head, 0)), half_step * float(extent_of(head, 1)), half_step * float(extent_of(head, 2))};
     const Vector center = {step * float(base[0]) + half.x, step * float(base[1]) + half.y, step * float(base[2]) + half.z};
     const View before = view_of(frame, views, views.lens_before, views.before, pair);
     found = entry_of(pair, (page << CLUSTER_INDEX_BITS) | index);

@@ -7,9 +7,14 @@ constexpr int PASS = 64;  // counters of a pass
 constexpr int GROUPS = 0, VISIBLE = 1, HIDDEN_CHILDREN = 3, HIDDEN_CLUSTERS = 4, LARGE = 5;
 constexpr int FX = 0, FY = 1, CX = 2, CY = 3, NEAR = 4, ORTHOGRAPHIC = 5, TANGENT = 6, LENS = 8;
 constexpr int PICTURE = 4, WIDTH = 0, HEIGHT = 1, PICTURE_AT = 2, LEVELS = 3;  // of a view: how large its picture is, and where
-constexpr int PAGE_WORDS = 4, PAGE_GROUPS = 1, GROUP_WORDS = 8, CLUSTER_WORDS = 21;
+constexpr int PAGE_WORDS = 4, PAGE_GROUPS = 1, PAGE_GROUP_BITS = 16, PAGE_REPLACES = 1 << 24, GROUP_WORDS = 8;
+constexpr int CLUSTER_WORDS = 21, CLUSTER_INDEX_BITS = 11, NEW_WORDS = 8, EXPLICIT_WORDS = 4;
+constexpr int BOX_BITS = 9, LENGTH_BITS = 5, MANTISSA_BITS = 4;  // of HEAD_BOX
+// Where words of a head are: as pages before version 4 have it, and in short ones.
 constexpr int CLUSTER_SPHERE = 0, CLUSTER_ERROR = 4, CLUSTER_BASE = 5, CLUSTER_EXTENT = 8, CLUSTER_COUNTS = 12;
-constexpr int CLUSTER_STREAMS = 13, CLUSTER_INDEX_BITS = 11, NEW_WORDS = 8;
+constexpr int CLUSTER_STREAMS = 13, CLUSTER_SOURCE = 16;
+constexpr int HEAD_BASE = 0, HEAD_COUNTS = 3, HEAD_BOX = 4, HEAD_STREAMS = 5, HEAD_SPHERE = 6, HEAD_ERROR = 10, HEAD_SOURCE = 11;
+constexpr int HEAD_REFERENCE_AT = 27, HEAD_EXPLICIT_AT = 30;  // bits of HEAD_BOX
 
 struct Vector { float x, y, z; };
 struct List { Entry* items; int room; int* count; };
@@ -29,6 +34,16 @@ __device__ __forceinline__ Vector transformed(const float* m, Vector p) {
     return {m[0] * p.x + m[1] * p.y + m[2] * p.z + m[3], m[4] * p.x + m[5] * p.y + m[6] * p.z + m[7],
             m[8] * p.x + m[9] * p.y + m[10] * p.z + m[11]};
 }
-__device__ __forceinline__ const int* head_of(const int* page, int index) {
-    return page + PAGE_WORDS + page[PAGE_GROUPS] * GROUP_WORDS + index * CLUSTER_WORDS;
+
+struct Head {
+    const int* words;
+    bool is_short;  // of version 4
+    bool replaces;  // says what the cluster replaces
+};
+
+__device__ __forceinline__ Head head_of(const int* page, int index) {
+    const int word = page[PAGE_GROUPS], own = word >> PAGE_GROUP_BITS & 255;
+    const int groups = word & ((1 << PAGE_GROUP_BITS) - 1);
+    return {page + PAGE_WORDS + groups * GROUP_WORDS + index * (own ? own : CLUSTER_WORDS), own != 0, !own || word & PAGE_REPLACES};
 }
+__device__ __forceinline__ int box_length(int box, int axis) { return box >> axis * BOX_BITS & ((1 << LENGTH_BITS) - 1); }

@@ -35,7 +35,7 @@ from rooftop.scene.rendering.buffers import (
     Resident,
     Views,
 )
-from rooftop.scene.rendering.clusters import CLUSTER_COUNTS, corners_of, head_of, position_of, read_cluster, word_at
+from rooftop.scene.rendering.clusters import corners_of, head_of, level_of, position_of, read_cluster, triangles_of
 from rooftop.scene.rendering.instance_cull import append, pair_of, what_of
 from rooftop.scene.rendering.level_cull import CLUSTER_INDEX_BITS, CLUSTER_INDEX_MASK
 from rooftop.scene.rendering.projections import transformed
@@ -511,9 +511,8 @@ def count_cluster(resident: Resident, frame: Frame, second: wp.int32, item: wp.i
     mesh = resident.instance_mesh[pair_of(item) % frame.instances]
     page = what_of(item) >> CLUSTER_INDEX_BITS
     head = head_of(resident, mesh, page, what_of(item) & CLUSTER_INDEX_MASK)
-    counts = word_at(resident.words, head + wp.int64(CLUSTER_COUNTS))
-    wp.atomic_add(frame.counters, second * PASS + DRAWN_TRIANGLES, (counts & 255) + 1)
-    wp.atomic_or(frame.counters, second * PASS + DRAWN_LEVELS, 1 << ((counts >> 24) & 31))
+    wp.atomic_add(frame.counters, second * PASS + DRAWN_TRIANGLES, triangles_of(resident, head))
+    wp.atomic_or(frame.counters, second * PASS + DRAWN_LEVELS, 1 << (level_of(resident, head) & 31))
 
 
 @wp.kernel

@@ -22,21 +22,74 @@ __device__ __forceinline__ int bits(const int* words, int bit, int count) {
 }
 __device__ __forceinline__ int bit_length(int number) { return 32 - __clz(number); }
 
-// The vertices of a triangle, as `corners_of` in clusters.py: those used before come first, new ones last.
-__device__ void corners_of(const int* masks, int triangle, int reference_bits, int vertices, int (&corners)[3]) {
-    const int own = triangle >> 5, bit = triangle & 31;
-    const unsigned below = (1u << bit) - 1;
-    int before = 0;
+// A cluster as its head says, and where its streams are: `read_cluster` in clusters.py.
+enum Kind { SEPARATE, FANS, FANS_AND_EXPLICIT };  // how its corners are stored
+struct Cluster {
+    int triangles, vertices, kind, reference_bits, widths[3];
+    const int *base, *masks, *references, *positions;
+};
+
+__device__ Cluster read_cluster(const int* page, const Head& head) {
+    Cluster cluster;
+    int reference_count;
+    if (head.is_short) {
+        const int counts = head.words[HEAD_COUNTS], box = head.words[HEAD_BOX];
+        cluster.triangles = (counts & 127) + 1, cluster.vertices = (counts >> 7 & 255) + 1;
+        cluster.reference_bits = (box >> HEAD_REFERENCE_AT & 7) + 1, reference_count = counts >> 23 & 511;
+        cluster.kind = FANS + (box >> HEAD_EXPLICIT_AT & 1);
+        for (int axis = 0; axis < 3; ++axis) cluster.widths[axis] = box_length(box, axis);
+        cluster.base = head.words + HEAD_BASE, cluster.masks = page + (head.words[HEAD_STREAMS] & 32767);
+    } else {
+        const int counts = head.words[CLUSTER_COUNTS];
+        cluster.triangles = (counts & 255) + 1, cluster.vertices = (counts >> 8 & 255) + 1;
+        cluster.reference_bits = counts >> 16 & 255, reference_count = 3 * cluster.triangles - cluster.vertices;
+        cluster.kind = SEPARATE;
+        for (int axis = 0; axis < 3; ++axis) cluster.widths[axis] = bit_length(head.words[CLUSTER_EXTENT + axis]);
+        cluster.base = head.words + CLUSTER_BASE, cluster.masks = page + head.words[CLUSTER_STREAMS];
+    }
+    cluster.references = cluster.masks + NEW_WORDS + (cluster.kind == FANS_AND_EXPLICIT ? EXPLICIT_WORDS : 0);
+    cluster.positions = cluster.references + ((reference_count * cluster.reference_bits + 31) >> 5);
+    return cluster;
+}
+
+__device__ __forceinline__ int mask_bit(const int* mask, int triangle) { return mask[triangle >> 5] >> (triangle & 31) & 1; }
+__device__ __forceinline__ int reference(const Cluster& cluster, int number) {
+    return bits(cluster.references, number * cluster.reference_bits, cluster.reference_bits);
+}
+
+// The vertices of a triangle, as `corners_of` in clusters.py.
+__device__ void corners_of(const Cluster& cluster, int triangle, int (&corners)[3]) {
+    const int *masks = cluster.masks, *third = masks + NEW_WORDS;
+    const int own = triangle >> 5;
+    const unsigned below = (1u << (triangle & 31)) - 1;
+    int ones = 0, twos = 0, both = 0, explicit_before = 0;
     for (int word = 0; word < 4; ++word) {
         const unsigned mask = word < own ? ~0u : word == own ? below : 0u;
-        before += __popc(masks[word] & mask) + 2 * __popc(masks[word + 4] & mask);
+        const unsigned low = masks[word] & mask, high = masks[word + 4] & mask;
+        ones += __popc(low), twos += __popc(high), both += __popc(low & high);
+        if (cluster.kind == FANS_AND_EXPLICIT) explicit_before += __popc(third[word] & mask);
     }
-    const int old = 3 - (masks[own] >> bit & 1) - 2 * (masks[own + 4] >> bit & 1);
-    for (int corner = 0; corner < 3; ++corner) {
-        int vertex = before + corner - old;
-        if (corner < old) vertex = before - 1 - bits(masks + NEW_WORDS, (3 * triangle - before + corner) * reference_bits, reference_bits);
-        corners[corner] = min(max(vertex, 0), vertices - 1);
+    const int n = ones + 2 * twos - 3 * explicit_before;
+    int new_corners = mask_bit(masks, triangle) + 2 * mask_bit(masks + 4, triangle);
+    if (cluster.kind == FANS_AND_EXPLICIT && mask_bit(third, triangle)) new_corners = -1;
+    const int first = cluster.kind == SEPARATE ? 3 * triangle - n : triangle + ones - 2 * both + 3 * explicit_before;
+    if (new_corners > 0 || cluster.kind == SEPARATE) {
+        const int old = 3 - new_corners;
+        for (int corner = 0; corner < 3; ++corner)
+            corners[corner] = corner < old ? n - 1 - reference(cluster, first + corner) : n + corner - old;
+    } else if (new_corners == 0) {
+        const int previous = max(triangle - 1, 0);
+        bool after_new = mask_bit(masks + 4, previous);
+        if (cluster.kind == FANS_AND_EXPLICIT && mask_bit(third, previous)) after_new = false;
+        corners[0] = n - 1;
+        corners[1] = after_new ? n - 2 : n - 2 - reference(cluster, first - 1);  // the corner before the newest vertex
+        corners[2] = n - 2 - reference(cluster, first);
+    } else {
+        corners[0] = n - 1 - reference(cluster, first);
+        corners[1] = n - 2 - reference(cluster, first + 1);
+        corners[2] = n - 2 - reference(cluster, first + 2);
     }
+    for (int corner = 0; corner < 3; ++corner) corners[corner] = min(max(corners[corner], 0), cluster.vertices - 1);
 }
 
 __device__ Vertex placed(const Picture& picture, Vector point) {
@@ -92,30 +145,26 @@ __global__ void __launch_bounds__(128) rasterize_clusters(
         const Entry item = visible[at];
         const int pair = pair_of(item), view = pair / instances, instance = pair % instances, its_mesh = instance_mesh[instance];
         const int* page = words + page_at[mesh[4 * its_mesh + 1] + (what_of(item) >> CLUSTER_INDEX_BITS)];
-        const int* head = head_of(page, what_of(item) & ((1 << CLUSTER_INDEX_BITS) - 1));
-        const int counts = head[CLUSTER_COUNTS], triangles = (counts & 255) + 1, vertices = (counts >> 8 & 255) + 1;
-        const int reference_bits = counts >> 16 & 255;
-        const int* masks = page + head[CLUSTER_STREAMS];
+        const Cluster cluster = read_cluster(page, head_of(page, what_of(item) & ((1 << CLUSTER_INDEX_BITS) - 1)));
         const int *size = pictures + PICTURE * view, width = size[WIDTH], height = size[HEIGHT], first = size[PICTURE_AT];
         const bool counted = fragments && view < cameras;
         const Picture picture = {lens + LENS * view, pixels + first, counted ? fragments + first : nullptr, width};
 
-        const int* positions = masks + NEW_WORDS + (((3 * triangles - vertices) * reference_bits + 31) >> 5);
         const float* matrix = to_view + 12ll * pair;
         const float step = mesh_steps[2 * its_mesh];
-        int widths[3], together = 0;
-        for (int axis = 0; axis < 3; ++axis) together += widths[axis] = bit_length(head[CLUSTER_EXTENT + axis]);
-        for (int vertex = threadIdx.x; vertex < vertices; vertex += blockDim.x) {
+        const int* widths = cluster.widths;
+        const int together = widths[0] + widths[1] + widths[2];
+        for (int vertex = threadIdx.x; vertex < cluster.vertices; vertex += blockDim.x) {
             float position[3];
             for (int axis = 0, bit = vertex * together; axis < 3; bit += widths[axis++])
-                position[axis] = step * float(int(unsigned(head[CLUSTER_BASE + axis]) + unsigned(bits(positions, bit, widths[axis]))));
+                position[axis] = step * float(int(unsigned(cluster.base[axis]) + unsigned(bits(cluster.positions, bit, widths[axis]))));
             placed_vertices[vertex] = placed(picture, transformed(matrix, {position[0], position[1], position[2]}));
         }
         __syncthreads();
 
-        for (int number = threadIdx.x; number < triangles; number += blockDim.x) {
+        for (int number = threadIdx.x; number < cluster.triangles; number += blockDim.x) {
             int corners[3];
-            corners_of(masks, number, reference_bits, vertices, corners);
+            corners_of(cluster, number, corners);
             const Vertex a = placed_vertices[corners[0]], b = placed_vertices[corners[1]], c = placed_vertices[corners[2]];
             const int first_x = min(a.x, min(b.x, c.x)), last_x = max(a.x, max(b.x, c.x));
             const int first_y = min(a.y, min(b.y, c.y)), last_y = max(a.y, max(b.y, c.y));

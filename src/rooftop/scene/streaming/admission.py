@@ -9,22 +9,45 @@ the host then has `check_page` say what is wrong.
 import warp as wp
 
 from rooftop.scene import layouts
-from rooftop.scene.geometry import MOST_REFERENCE_BITS
+from rooftop.scene.rendering.buffers import HAS_COLORS, HAS_NORMALS, HAS_UV
 from rooftop.scene.rendering.clusters import (
     CLUSTER_COUNTS,
     CLUSTER_EXTENT,
     CLUSTER_MATERIAL,
+    CLUSTER_SOURCE,
     CLUSTER_STREAMS,
     CLUSTER_UV_EXTENT,
     CLUSTER_WORDS,
+    COLOR_BITS,
+    FANS,
+    FANS_AND_EXPLICIT,
     GROUP_WORDS,
+    HEAD_BOX,
+    HEAD_COUNTS,
+    HEAD_EXPLICIT_AT,
+    HEAD_NORMAL_WORDS,
+    HEAD_REFERENCE_AT,
+    HEAD_SOURCE,
+    HEAD_STREAMS,
+    HEAD_UV_WORDS,
+    HEAD_WORDS,
     MATERIAL_BITS,
     MIXED,
     NEW_WORDS,
+    NORMAL_BITS,
+    NORMAL_WIDTH_BITS,
     PAGE_FIRST_CLUSTER,
+    PAGE_GROUP_BITS,
+    PAGE_GROUP_MASK,
     PAGE_GROUPS,
+    PAGE_REPLACES,
     PAGE_WORDS,
+    REPLACED_WORDS,
+    SEPARATE,
+    UV_WIDTH_BITS,
     bit_length,
+    box_length,
+    mask_words,
     whole_words,
     word_at,
 )
@@ -33,13 +56,129 @@ wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 LANES = wp.constant(128)  # threads that go through the clusters and groups of a page
 PAGE_CLUSTERS, PAGE_LENGTH = wp.constant(layouts.PAGE_CLUSTERS), wp.constant(layouts.PAGE_LENGTH)
-CLUSTER_GROUP, CLUSTER_SOURCE = wp.constant(layouts.CLUSTER_GROUP), wp.constant(layouts.CLUSTER_SOURCE)
+CLUSTER_GROUP, SHORT_HEADS = wp.constant(layouts.CLUSTER_GROUP), wp.constant(layouts.SHORT_HEADS)
 GROUP_FIRST, GROUP_COUNT = wp.constant(layouts.GROUP_FIRST), wp.constant(layouts.GROUP_COUNT)
-MOST_TRIANGLES, MOST_BITS = wp.constant(layouts.MAX_TRIANGLES), wp.constant(MOST_REFERENCE_BITS)
+MOST_TRIANGLES, MOST_BITS = wp.constant(layouts.MAX_TRIANGLES), wp.constant(layouts.MOST_REFERENCE_BITS)
+MOST_CLUSTERS = wp.constant(layouts.MOST_CLUSTERS)
 
 # Of a page that arrives, columns: its number over all meshes, its place, and what its mesh's file says.
-PAGE, PLACE, WORDS, REACH, FIXED_BITS, ALL_GROUPS = (wp.constant(column) for column in range(6))
+PAGE, PLACE, WORDS, REACH, ATTRIBUTES, ALL_GROUPS = (wp.constant(column) for column in range(6))
 COLUMNS = 6
+
+
+@wp.struct
+class Sizes:
+    """What the head of a cluster says of its streams."""
+
+    fits: wp.bool  # whether the numbers are such that there may be
+    kind: wp.int32
+    triangles: wp.int32
+    vertices: wp.int32
+    references: wp.int32
+    start: wp.int32
+    needed: wp.int64  # words
+
+
+@wp.func
+def added_up(sizes: Sizes, reference_bits: wp.int32, position_bits: wp.int32, attribute_bits: wp.int32, mixed: wp.bool):
+    """The words of all streams."""
+    whole = sizes
+    whole.needed = wp.int64(mask_words(sizes.kind)) + whole_words(wp.max(sizes.references, 0) * reference_bits)
+    whole.needed += whole_words(sizes.vertices * position_bits) + whole_words(sizes.vertices * attribute_bits)
+    if mixed:
+        whole.needed += whole_words(MATERIAL_BITS * sizes.triangles)
+    whole.fits = sizes.fits and sizes.triangles <= MOST_TRIANGLES and sizes.vertices <= 3 * sizes.triangles
+    whole.fits = whole.fits and reference_bits <= MOST_BITS
+    return whole
+
+
+@wp.func
+def old_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.int32):
+    """Of a head before version 4."""
+    sizes = Sizes()
+    counts = word_at(words, head + wp.int64(CLUSTER_COUNTS))
+    sizes.fits = True
+    sizes.kind = SEPARATE
+    sizes.triangles = (counts & 255) + 1
+    sizes.vertices = ((counts >> 8) & 255) + 1
+    sizes.references = 3 * sizes.triangles - sizes.vertices
+    sizes.start = word_at(words, head + wp.int64(CLUSTER_STREAMS))
+    position_bits = wp.int32(0)
+    attribute_bits = wp.where((attributes & HAS_NORMALS) != 0, 2 * NORMAL_BITS, 0)
+    attribute_bits += wp.where((attributes & HAS_COLORS) != 0, 3 * COLOR_BITS, 0)
+    for axis in range(3):
+        extent = word_at(words, head + wp.int64(CLUSTER_EXTENT + axis))
+        position_bits += bit_length(extent)
+        sizes.fits = sizes.fits and extent >= 0
+    for axis in range(2):
+        extent = word_at(words, head + wp.int64(CLUSTER_UV_EXTENT + axis))
+        attribute_bits += bit_length(extent)
+        sizes.fits = sizes.fits and extent >= 0
+    mixed = word_at(words, head + wp.int64(CLUSTER_MATERIAL)) == MIXED
+    return added_up(sizes, (counts >> 16) & 255, position_bits, attribute_bits, mixed)
+
+
+@wp.func
+def short_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.int32, replaces: wp.bool):
+    """Of a short head."""
+    sizes = Sizes()
+    counts = word_at(words, head + wp.int64(HEAD_COUNTS))
+    box = word_at(words, head + wp.int64(HEAD_BOX))
+    streams = word_at(words, head + wp.int64(HEAD_STREAMS))
+    sizes.fits = True
+    sizes.kind = FANS + ((box >> HEAD_EXPLICIT_AT) & 1)
+    sizes.triangles = (counts & 127) + 1
+    sizes.vertices = ((counts >> 7) & 255) + 1
+    sizes.references = (counts >> 23) & 511
+    sizes.start = streams & 32767
+    position_bits = box_length(box, 0) + box_length(box, 1) + box_length(box, 2)
+    attribute_bits = wp.where((attributes & HAS_COLORS) != 0, 3 * COLOR_BITS, 0)
+    at = head + wp.int64(HEAD_WORDS)
+    if replaces:
+        at += wp.int64(REPLACED_WORDS)
+    if (attributes & HAS_NORMALS) != 0:
+        widths = word_at(words, at) >> (2 * NORMAL_BITS)
+        most = (1 << NORMAL_WIDTH_BITS) - 1
+        attribute_bits += (widths & most) + ((widths >> NORMAL_WIDTH_BITS) & most)
+        at += wp.int64(HEAD_NORMAL_WORDS)
+    if (attributes & HAS_UV) != 0:
+        widths = word_at(words, at + wp.int64(2))
+        most = (1 << UV_WIDTH_BITS) - 1
+        attribute_bits += (widths & most) + ((widths >> UV_WIDTH_BITS) & most)
+    mixed = ((streams >> 15) & 1) != 0
+    return added_up(sizes, ((box >> HEAD_REFERENCE_AT) & 7) + 1, position_bits, attribute_bits, mixed)
+
+
+@wp.func
+def masks_fit(words: wp.array(dtype=wp.int32), masks: wp.int64, sizes: Sizes):
+    """Whether the masks count as many vertices and references as the head says: then no reference that they lead to
+    lies outside of the stream."""
+    ones = wp.int32(0)
+    twos = wp.int32(0)
+    both = wp.int32(0)
+    explicit = wp.int32(0)
+    fits = True
+    left = sizes.triangles + 0
+    for word in range(4):
+        there = wp.clamp(left, 0, 32)
+        left -= 32
+        at = masks + wp.int64(word)
+        low = wp.uint32(word_at(words, at))
+        high = wp.uint32(word_at(words, at + wp.int64(4)))
+        third = wp.uint32(0)
+        if sizes.kind == FANS_AND_EXPLICIT:
+            third = wp.uint32(word_at(words, at + wp.int64(NEW_WORDS)))
+        beyond = ~wp.uint32((wp.uint64(1) << wp.uint64(there)) - wp.uint64(1))
+        fits = fits and ((low | high | third) & beyond) == wp.uint32(0) and (third & ~(low & high)) == wp.uint32(0)
+        ones += wp.int32(wp.bit_count(low))
+        twos += wp.int32(wp.bit_count(high))
+        both += wp.int32(wp.bit_count(low & high))
+        explicit += wp.int32(wp.bit_count(third))
+    vertices = ones + 2 * twos - 3 * explicit
+    references = sizes.triangles + ones - 2 * both + 3 * explicit
+    if sizes.kind == SEPARATE:
+        references = 3 * sizes.triangles - vertices
+    return fits and vertices == sizes.vertices and references == sizes.references
 
 
 @wp.func
@@ -49,31 +188,41 @@ def cluster_fits(
     head: wp.int64,
     before: wp.int64,
     length: wp.int64,
-    fixed_bits: wp.int32,
+    attributes: wp.int32,
+    replaces: wp.bool,
 ):
-    """Whether the streams of a cluster are within its page."""
-    counts = word_at(words, head + wp.int64(CLUSTER_COUNTS))
-    triangles = (counts & 255) + 1
-    vertices = ((counts >> 8) & 255) + 1
-    reference_bits = (counts >> 16) & 255
-    position_bits = wp.int32(0)
-    attribute_bits = fixed_bits
-    fits = triangles <= MOST_TRIANGLES and vertices <= 3 * triangles and reference_bits <= MOST_BITS
-    for axis in range(3):
-        extent = word_at(words, head + wp.int64(CLUSTER_EXTENT + axis))
-        position_bits += bit_length(extent)
-        fits = fits and extent >= 0
-    for axis in range(2):
-        extent = word_at(words, head + wp.int64(CLUSTER_UV_EXTENT + axis))
-        attribute_bits += bit_length(extent)
-        fits = fits and extent >= 0
-    needed = wp.int64(NEW_WORDS)
-    needed += whole_words(wp.max(3 * triangles - vertices, 0) * reference_bits)
-    needed += whole_words(vertices * position_bits) + whole_words(vertices * attribute_bits)
-    if word_at(words, head + wp.int64(CLUSTER_MATERIAL)) == MIXED:
-        needed += whole_words(MATERIAL_BITS * triangles)
-    start = wp.int64(word_at(words, head + wp.int64(CLUSTER_STREAMS)))
-    return fits and start >= before and start + needed < length
+    """Whether the streams of a cluster are within its page, and lead to nothing outside of it."""
+    sizes = Sizes()
+    if (attributes & SHORT_HEADS) != 0:
+        sizes = short_sizes(words, head, attributes, replaces)
+    else:
+        sizes = old_sizes(words, head, attributes)
+    start = wp.int64(sizes.start)
+    fits = sizes.fits and start >= before and start + sizes.needed < length
+    if fits:
+        fits = masks_fit(words, place + start, sizes)
+    return fits
+
+
+@wp.func
+def names_fit(
+    words: wp.array(dtype=wp.int32),
+    head: wp.int64,
+    attributes: wp.int32,
+    replaces: wp.bool,
+    groups: wp.int32,
+    all_groups: wp.int64,
+):
+    """Whether the groups that a head names are there."""
+    fits = True
+    source = wp.int32(-1)
+    if (attributes & SHORT_HEADS) == 0:
+        group = word_at(words, head + wp.int64(CLUSTER_GROUP))
+        fits = group >= 0 and group < groups
+        source = word_at(words, head + wp.int64(CLUSTER_SOURCE))
+    elif replaces:
+        source = word_at(words, head + wp.int64(HEAD_SOURCE))
+    return fits and source >= -1 and wp.int64(source) < all_groups
 
 
 @wp.kernel
@@ -83,22 +232,30 @@ def check_pages(words: wp.array(dtype=wp.int32), arriving: wp.array2d(dtype=wp.i
     lane = wp.tid() % LANES
     place = arriving[k, PLACE]
     clusters = word_at(words, place + wp.int64(PAGE_CLUSTERS))
-    groups = word_at(words, place + wp.int64(PAGE_GROUPS))
+    group_word = word_at(words, place + wp.int64(PAGE_GROUPS))
+    attributes = wp.int32(arriving[k, ATTRIBUTES])
+    groups = group_word & PAGE_GROUP_MASK
+    expected = groups
+    a_head = wp.int32(CLUSTER_WORDS)
+    replaces = True
+    if (attributes & SHORT_HEADS) != 0:
+        replaces = (group_word & PAGE_REPLACES) != 0
+        a_head = HEAD_WORDS + wp.where(replaces, REPLACED_WORDS, 0)
+        a_head += wp.where((attributes & HAS_NORMALS) != 0, HEAD_NORMAL_WORDS, 0)
+        a_head += wp.where((attributes & HAS_UV) != 0, HEAD_UV_WORDS, 0)
+        expected = groups | (a_head << PAGE_GROUP_BITS) | (group_word & PAGE_REPLACES)
     length = arriving[k, WORDS]
     heads = place + wp.int64(PAGE_WORDS) + wp.int64(groups) * wp.int64(GROUP_WORDS)
-    before = heads - place + wp.int64(clusters) * wp.int64(CLUSTER_WORDS)
+    before = heads - place + wp.int64(clusters) * wp.int64(a_head)
     fits = wp.int64(word_at(words, place + wp.int64(PAGE_LENGTH))) == length and before < length
-    fits = fits and clusters >= 1 and groups >= 1 and wp.int64(clusters) >= arriving[k, REACH]
+    fits = fits and clusters >= 1 and clusters <= MOST_CLUSTERS and wp.int64(clusters) >= arriving[k, REACH]
+    fits = fits and groups >= 1 and group_word == expected
     fits = fits and word_at(words, place + wp.int64(PAGE_FIRST_CLUSTER)) >= 0
     if fits:
-        fixed_bits = wp.int32(arriving[k, FIXED_BITS])
         for index in range(lane, clusters, LANES):
-            head = heads + wp.int64(index) * wp.int64(CLUSTER_WORDS)
-            group = word_at(words, head + wp.int64(CLUSTER_GROUP))
-            source = word_at(words, head + wp.int64(CLUSTER_SOURCE))
-            fits = fits and group >= 0 and group < groups
-            fits = fits and source >= -1 and wp.int64(source) < arriving[k, ALL_GROUPS]
-            fits = fits and cluster_fits(words, place, head, before, length, fixed_bits)
+            head = heads + wp.int64(index) * wp.int64(a_head)
+            fits = fits and names_fit(words, head, attributes, replaces, groups, arriving[k, ALL_GROUPS])
+            fits = fits and cluster_fits(words, place, head, before, length, attributes, replaces)
         for index in range(lane, groups, LANES):
             record = place + wp.int64(PAGE_WORDS) + wp.int64(index) * wp.int64(GROUP_WORDS)
             first = word_at(words, record + wp.int64(GROUP_FIRST))

@@ -23,8 +23,8 @@ class PageGraph:
         first_page, first_group: (meshes,) the numbers at which each mesh begins.
         needs: of each page, those that it needs directly.
         roots: (pages,) whether a page is always resident.
-        limits: (pages, 4) of each: its words, the clusters that the tree names, the bits of a vertex's attributes
-            without uv, and the groups of its mesh.
+        limits: (pages, 4) of each: its words, the clusters that the tree names, what its mesh's pages are like
+            (`Geometry.attributes`), and the groups of its mesh.
         group_page: (groups,) the page of each group.
     """
 
@@ -40,7 +40,7 @@ class PageGraph:
             self.roots[mesh.root_pages + first] = True
         self.limits = np.concatenate(
             [
-                np.stack(np.broadcast_arrays(m.page_lengths // 4, m.page_reach, m.fixed_bits, m.meta["groups"]), axis=1)
+                np.stack(np.broadcast_arrays(m.page_lengths // 4, m.page_reach, m.attributes, m.meta["groups"]), axis=1)
                 for m in meshes
             ]
         )

@@ -7,9 +7,8 @@ on what is there.
 
 import warp as wp
 
-from rooftop.scene import layouts
 from rooftop.scene.rendering.buffers import GROUPS, MESH_FIRST_NODE, MESH_FIRST_PAGE, PASS, Frame, Resident, Views
-from rooftop.scene.rendering.clusters import head_of, real, word_at
+from rooftop.scene.rendering.clusters import Head, head_of, real, source_of
 from rooftop.scene.rendering.instance_cull import entry, pair_of, what_of
 from rooftop.scene.rendering.level_cull import (
     CHILD_AT,
@@ -27,8 +26,6 @@ from rooftop.scene.rendering.level_cull import (
 from rooftop.scene.streaming.requests import Requests
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
-
-CLUSTER_SOURCE = wp.constant(layouts.CLUSTER_SOURCE)
 
 
 @wp.func
@@ -52,9 +49,9 @@ def ask_for(
 
 
 @wp.func
-def finer_is_there(resident: Resident, requests: Requests, mesh: wp.int32, head: wp.int64):
+def finer_is_there(resident: Resident, requests: Requests, mesh: wp.int32, head: Head):
     """Whether the page of the group that a cluster replaces is resident."""
-    source = word_at(resident.words, head + wp.int64(CLUSTER_SOURCE))
+    source = source_of(resident, head)
     if source < 0:
         return False
     return resident.page_at[requests.group_page[requests.first_group[mesh] + source]] >= wp.int64(0)
