@@ -173,7 +173,9 @@ class Renderer:
             pool.begin()
         lights, emitted, drawn_maps = self.scene.lights, outputs, 0
         if lights and "color" in outputs and "shadow" not in outputs:
-            emitted = (*outputs, "shadow")
+            emitted = (*emitted, "shadow")
+        if "color" in outputs and "base_color" not in outputs and any(self.scene.materials):
+            emitted = (*emitted, "base_color")
         surfaces = self._surfaces_now() if {"color", "base_color"} & set(outputs) else Surfaces()
         while True:
             clock = Clock(self.device, timings)
@@ -207,8 +209,8 @@ class Renderer:
             best, history = _filled(pool, history)
         if "overdraw" in outputs:
             pictures["overdraw"] = memory.tensors["fragments"].clone()
-        if emitted is not outputs:
-            del pictures["shadow"]
+        for name in set(emitted) - set(outputs):
+            del pictures[name]
         streaming = None if pool is None or answer is None else pool.stats(answer, memory.frame.pixel_error)
         stats = replace(_stats(counters, drawn_maps, clock.stage_ms()), streaming=streaming)
         memory.turn_over()
