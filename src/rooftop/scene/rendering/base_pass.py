@@ -1,8 +1,8 @@
-"""Stage 5: the surface at each pixel: its normal, texture coordinates, base colour, and a simple shaded colour.
+"""Stage 5: the surface at each pixel: its normal, texture coordinates, and a simple shaded colour.
 
 Nanite draws this stage once for each range of materials, since each has a program of its own, and finds its pixels by
 material depth. Here all materials are rows of one table that one program reads: a launch for each range would read the
-visibility buffer again and again, and gain nothing.
+visibility buffer again and again, and gain nothing. Textures are looked up before, by `base_colors`.
 """
 
 import warp as wp
@@ -21,7 +21,7 @@ from rooftop.scene.rendering.clusters import material_of, normal_of, uv_of, vert
 from rooftop.scene.rendering.emit_depth_targets import Hit, emit_velocity, hit_of, longest_side, ray
 from rooftop.scene.rendering.lighting import point_of, strength, toward_light
 from rooftop.scene.rendering.projections import place_of
-from rooftop.scene.rendering.texturing import Surfaces, base_color_of, displayed, in_linear_light, row_of
+from rooftop.scene.rendering.texturing import Surfaces, displayed, row_of
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
@@ -157,19 +157,6 @@ def base_pass(
                 own = own_color(resident, hit)
                 for axis in range(3):
                     targets.vertex_color[i, axis] = own[axis]
-            color = wp.vec3()
-            if targets.color.shape[0] + targets.base_color.shape[0] > 0:
-                row = row_of(resident, surfaces, hit)
-                base = wp.vec3()
-                if row >= 0:
-                    base = base_color_of(resident, surfaces, views, frame, place, hit, row)
-                    color = wp.vec3(displayed(base[0]), displayed(base[1]), displayed(base[2]))
-                else:
-                    color = own_color(resident, hit)
-                    base = wp.vec3(in_linear_light(color[0]), in_linear_light(color[1]), in_linear_light(color[2]))
-                if targets.base_color.shape[0] > 0:
-                    for axis in range(3):
-                        targets.base_color[i, axis] = base[axis]
             if targets.color.shape[0] > 0:
                 if wp.dot(flat, toward) < 0.0:  # the back of a surface is lit as its front
                     normal = -normal
@@ -177,6 +164,10 @@ def base_pass(
                 shone = wp.vec3(1.0, 1.0, 1.0) * wp.max(wp.dot(normal, light), 0.0)
                 if lights.kind.shape[0] > 0:
                     shone = light_on(resident, lights, targets, i, hit, normal)
+                color = own_color(resident, hit)
+                if row_of(resident, surfaces, hit) >= 0:
+                    for axis in range(3):
+                        color[axis] = displayed(targets.base_color[i, axis])
                 for axis in range(3):
                     lit = AMBIENT * ambient + (1.0 - AMBIENT) * shone[axis]
                     targets.color[i, axis] = color[axis] * wp.min(lit, 1.0)

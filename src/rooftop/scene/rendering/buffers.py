@@ -147,6 +147,6 @@ class Targets:
     normal: wp.array2d(dtype=wp.float32)  # in the world; base_pass, and so on
     uv: wp.array2d(dtype=wp.float32)
     color: wp.array2d(dtype=wp.float32)  # 0 to 1
-    base_color: wp.array2d(dtype=wp.float32)  # in linear light
+    base_color: wp.array2d(dtype=wp.float32)  # in linear light; base_colors
     vertex_color: wp.array2d(dtype=wp.float32)
     shadow: wp.array2d(dtype=wp.float32)  # (pixels, lights): shadows

@@ -186,30 +186,21 @@ class Renderer:
         """The pictures of all cameras, (pixels[, C]) one behind another."""
         outputs = _checked_outputs(outputs)
         light = wp.vec3(*_checked_light(self.light))
+        pixel_error = _checked_error(self.pixel_error)
         sizes = tuple((camera.width, camera.height) for camera in cameras)
-        _check_sizes(Canvas(sizes, len(cameras)), self.scene.placed.count)
-        lights = self.scene.lights
+        canvas = Canvas(sizes, len(cameras))
+        _check_sizes(canvas, self.scene.placed.count)
         if not len(self.scene):
-            self._forget()
-            pictures, _ = _pictures(outputs, Canvas(sizes, len(cameras)), len(lights), self.device)
-            if "overdraw" in outputs:
-                pictures["overdraw"] = torch.zeros(
-                    Canvas(sizes, len(cameras)).texels, dtype=torch.int32, device=self.device
-                )
-            return FrameStats(0, 0, (), 0, 0, 0), pictures
-        meshes = self._meshes_now()
+            return FrameStats(0, 0, (), 0, 0, 0), self._background(outputs, canvas)
+        meshes, lights = self._meshes_now(), self.scene.lights
         placed = self._place(meshes)
         same_views = sizes == tuple((camera.width, camera.height) for camera in self._cameras)
         history = self.occlusion and same_views and self._has_depths
-        pixel_error = _checked_error(self.pixel_error)
-        emitted = outputs
-        if lights and "color" in outputs and "shadow" not in outputs:
-            emitted = (*outputs, "shadow")
+        emitted = _emitted(outputs, self.scene)
         due: tuple[int, ...] = ()
         if lights and "shadow" in emitted:
-            of_scene = (meshes, self.scene.placed, self.scene.bounds())
             drawing = Drawing(self.one_sided, self.kernels == "cuda", pixel_error)
-            due = self._shadows.due(lights, cameras, *of_scene, drawing)
+            due = self._shadows.due(lights, cameras, meshes, self.scene.placed, self.scene.bounds(), drawing)
         beside, *later = self._shadows.batches(due, placed.places, len(cameras))
         maps = [self._shadows.views[number] for number in beside]
         canvas = Canvas((*sizes, *((view.width, view.height) for view in maps)), len(cameras))
@@ -256,8 +247,8 @@ class Renderer:
         self._shadows.drawn(due, answer is None or not len(answer.missing))
         if "overdraw" in outputs:
             pictures["overdraw"] = memory.tensors["fragments"].clone()
-        if emitted is not outputs:
-            del pictures["shadow"]
+        for name in set(emitted) - set(outputs):
+            del pictures[name]
         streaming = None if pool is None or answer is None else pool.stats(answer, pixel_error)
         stats = replace(_stats(counters, len(due), clock.stage_ms()), streaming=streaming)
         self._chains.settle(chain)
@@ -357,9 +348,14 @@ class Renderer:
             self._chains.widen(chain, room)
         self._shadows.keep(stages, numbers)
 
-    def _forget(self) -> None:
+    def _background(self, outputs: tuple[str, ...], canvas: Canvas) -> dict[str, Tensor]:
+        """The pictures of a scene without instances; the frame after it has none before it."""
         self._placed.settle()
         self._cameras, self._has_depths = (), False
+        pictures, _ = _pictures(outputs, canvas, len(self.scene.lights), self.device)
+        if "overdraw" in outputs:
+            pictures["overdraw"] = torch.zeros(canvas.texels, dtype=torch.int32, device=self.device)
+        return pictures
 
 
 def _filled(pool: Pool, history: bool) -> tuple[bool, bool]:
@@ -389,6 +385,13 @@ def _checked_outputs(outputs: Sequence[str]) -> tuple[str, ...]:
     if any(name not in OUTPUTS for name in names):
         raise ValueError(f"outputs={outputs!r}: expected a list of {', '.join(OUTPUTS)}")
     return tuple(str(name) for name in names)
+
+
+def _emitted(outputs: tuple[str, ...], scene: Scene) -> tuple[str, ...]:
+    """These outputs, and those from which "color" is made."""
+    needed = [("shadow", bool(scene.lights)), ("base_color", any(scene.materials))]
+    more = (name for name, there in needed if there and "color" in outputs and name not in outputs)
+    return (*outputs, *more)
 
 
 def _check_sizes(canvas: Canvas, instances: int) -> None:

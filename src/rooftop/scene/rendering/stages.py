@@ -13,6 +13,7 @@ import torch
 from rooftop.hardware.graphs import collection_paused
 from rooftop.launch.warp_launch import launch_warp
 from rooftop.scene.rendering import (
+    base_colors,
     base_pass,
     buffers,
     emit_depth_targets,
@@ -34,7 +35,7 @@ from rooftop.scene.streaming.answers import RequestBuffers
 
 THREADS_OF_A_MULTIPROCESSOR = 1024
 MOST_GRAPHS = 4  # of one memory: a first frame and those after it, each with and without timings
-OF_BASE_PASS = {"normal", "uv", "color", "vertex_color", "base_color"}
+OF_BASE_PASS = {"normal", "uv", "color", "vertex_color"}
 
 
 class Clock:
@@ -186,6 +187,10 @@ class Stages:
             with self.clock.of("shadows"):
                 of_pixels = (self.resident.values, self.now.values, self.memory.frame, targets, lights)
                 self._launch(shadows.shadows, *of_pixels, texels)
+        if "base_color" in outputs:
+            with self.clock.of("base_colors"):
+                of_pixels = (*shared[:2], self.memory.frame, targets, surfaces)
+                self._launch(base_colors.base_colors, *of_pixels, texels)
         if base:
             with self.clock.of("base_pass"):
                 self._launch(base_pass.base_pass, *shared, lights, surfaces, light, texels)

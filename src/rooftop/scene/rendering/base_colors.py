@@ -1,0 +1,41 @@
+"""Before stage 5: the base colour of each pixel, where it is asked for or meshes have materials.
+
+A kernel of its own: filtering takes many registers, which the base pass of scenes without materials need not have.
+"""
+
+import warp as wp
+
+from rooftop.scene.rendering.base_pass import own_color
+from rooftop.scene.rendering.buffers import Frame, Resident, Targets, Views
+from rooftop.scene.rendering.emit_depth_targets import hit_of
+from rooftop.scene.rendering.projections import place_of
+from rooftop.scene.rendering.texturing import Surfaces, base_color_of, in_linear_light, row_of
+
+wp.set_module_options({"enable_backward": False, "fuse_fp": False})
+
+
+@wp.kernel
+def base_colors(
+    resident: Resident,
+    views: Views,
+    frame: Frame,
+    targets: Targets,
+    surfaces: Surfaces,
+    texels: wp.int32,
+    stride: wp.int32,
+):
+    """`targets.base_color` of each pixel that is not background, in linear light."""
+    for i in range(wp.tid(), texels, stride):
+        pixel = frame.pixels[i]
+        if pixel != wp.int64(0):
+            place = place_of(views, i)
+            hit = hit_of(resident, views, frame, pixel, place)
+            row = row_of(resident, surfaces, hit)
+            color = wp.vec3()
+            if row >= 0:
+                color = base_color_of(resident, surfaces, views, frame, place, hit, row)
+            else:
+                shown = own_color(resident, hit)
+                color = wp.vec3(in_linear_light(shown[0]), in_linear_light(shown[1]), in_linear_light(shown[2]))
+            for axis in range(3):
+                targets.base_color[i, axis] = color[axis]
