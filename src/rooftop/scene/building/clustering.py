@@ -128,7 +128,11 @@ def cut(vertices: Vertices, corners: Corners, counts: Ints, levels: Ints) -> Clu
     step = math.ldexp(1.0, vertices.exponent)
     spheres = around_points(grid * step, starts)
     return Clusters(
-        used, triangles, pieces, spheres, encode(vertices, triangles, members, own_corners[in_fans], owned, levels[pieces])
+        used,
+        triangles,
+        pieces,
+        spheres,
+        encode(vertices, triangles, members, own_corners[in_fans], owned, levels[pieces]),
     )
 
 

@@ -19,7 +19,6 @@ from rooftop.scene.rendering.clusters import (
     CLUSTER_UV_EXTENT,
     CLUSTER_WORDS,
     COLOR_BITS,
-    EXPLICIT_WORDS,
     FANS,
     FANS_AND_EXPLICIT,
     GROUP_WORDS,
@@ -158,7 +157,7 @@ def masks_fit(words: wp.array(dtype=wp.int32), masks: wp.int64, sizes: Sizes):
     twos = wp.int32(0)
     both = wp.int32(0)
     explicit = wp.int32(0)
-    fits = bool(True)
+    fits = wp.bool(True)
     left = sizes.triangles + 0
     for word in range(4):
         there = wp.clamp(left, 0, 32)
@@ -215,7 +214,7 @@ def names_fit(
     all_groups: wp.int64,
 ):
     """Whether the groups that a head names are there."""
-    fits = bool(True)
+    fits = wp.bool(True)
     source = wp.int32(-1)
     if (attributes & SHORT_HEADS) == 0:
         group = word_at(words, head + wp.int64(CLUSTER_GROUP))
@@ -238,7 +237,7 @@ def check_pages(words: wp.array(dtype=wp.int32), arriving: wp.array2d(dtype=wp.i
     groups = group_word & PAGE_GROUP_MASK
     expected = groups
     a_head = wp.int32(CLUSTER_WORDS)
-    replaces = bool(True)
+    replaces = wp.bool(True)
     if (attributes & SHORT_HEADS) != 0:
         replaces = (group_word & PAGE_REPLACES) != 0
         a_head = HEAD_WORDS + wp.where(replaces, REPLACED_WORDS, 0)
