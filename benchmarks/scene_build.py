@@ -123,18 +123,21 @@ def parts_of_file(path: Path) -> dict[str, Any]:
     geometry = scene.Geometry.open(path)
     heads = geometry.clusters()
     counts = heads[:, layouts.CLUSTER_COUNTS].astype(np.int64)
-    triangles, vertices, bits = (counts & 255) + 1, (counts >> 8 & 255) + 1, counts >> 16 & 255
+    vertices, bits = (counts >> 8 & 255) + 1, counts >> 16 & 255
 
     def widths(first: int, columns: int) -> np.ndarray:
         return np.frexp(heads[:, first : first + columns].astype(float))[1].sum(1)
 
+    pages = [geometry.page(page) for page in range(geometry.pages)]
+    a_head = np.array([page[layouts.PAGE_GROUPS] >> layouts.PAGE_GROUP_BITS & 255 for page in pages])
+    has_third = heads[:, layouts.CLUSTER_MASKS] == layouts.FANS_AND_EXPLICIT
     sizes = {
-        "heads": 32 * layouts.CLUSTER_WORDS * len(heads),
-        "new": 32 * layouts.NEW_WORDS * len(heads),
-        "references": int(((3 * triangles - vertices) * bits).sum()),
+        "heads": 32 * int((a_head * [page[layouts.PAGE_CLUSTERS] for page in pages]).sum()),
+        "new": 32 * (layouts.NEW_WORDS * len(heads) + layouts.EXPLICIT_WORDS * int(has_third.sum())),
+        "references": int((heads[:, layouts.CLUSTER_REFERENCES] * bits).sum()),
         "positions": int((widths(layouts.CLUSTER_EXTENT, 3) * vertices).sum()),
-        "normals": int(2 * layouts.NORMAL_BITS * vertices.sum()) * geometry.meta["has_normals"],
-        "uv": int((widths(layouts.CLUSTER_UV_EXTENT, 2) * vertices).sum()) * geometry.meta["has_uv"],
+        "normals": int((widths(layouts.CLUSTER_NORMAL_EXTENT, 2) * vertices).sum()),
+        "uv": int((widths(layouts.CLUSTER_UV_EXTENT, 2) * vertices).sum()),
     }
     of_all = {name: round(size / 8 / geometry.meta["triangles"], 3) for name, size in sizes.items()}
     return {"bytes_by_part": of_all, "reference_bits": round(float(bits.mean()), 3)}

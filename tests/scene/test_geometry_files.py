@@ -179,7 +179,8 @@ def test_any_clusters_survive_encoding(tmp_path: Path, monkeypatch: pytest.Monke
 def test_triangles_in_fans_need_few_references(path: Path) -> None:
     """Of a smooth mesh: 1.6 for a triangle, where each corner that is not new would take 2.3."""
     heads = Geometry.open(path).clusters().astype(np.int64)
-    triangles, vertices = (heads[:, layouts.CLUSTER_COUNTS] & 255) + 1, (heads[:, layouts.CLUSTER_COUNTS] >> 8 & 255) + 1
+    counts = heads[:, layouts.CLUSTER_COUNTS]
+    triangles, vertices = (counts & 255) + 1, (counts >> 8 & 255) + 1
     assert heads[:, layouts.CLUSTER_REFERENCES].sum() / triangles.sum() < 1.75
     assert (3 * triangles - vertices).sum() / triangles.sum() > 2.2
     assert (heads[:, layouts.CLUSTER_MASKS] == layouts.FANS).mean() > 0.5

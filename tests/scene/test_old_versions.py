@@ -39,7 +39,8 @@ def today(tmp_path_factory: pytest.TempPathFactory) -> Geometry:
     assert found.pages > 2
     kinds = found.clusters()[:, layouts.CLUSTER_MASKS]
     assert set(kinds.tolist()) == {layouts.FANS, layouts.FANS_AND_EXPLICIT}
-    assert len({bool(found.page(page)[layouts.PAGE_GROUPS] & layouts.PAGE_REPLACES) for page in range(found.pages)}) == 2
+    words = [int(found.page(page)[layouts.PAGE_GROUPS]) for page in range(found.pages)]
+    assert len({word & layouts.PAGE_REPLACES for word in words}) == 2  # pages of both kinds
     return found
 
 

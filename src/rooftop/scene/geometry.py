@@ -521,8 +521,8 @@ def _corners(
     new: npt.NDArray[np.int64], explicit: npt.NDArray[np.bool_], references: list[int], separate: bool
 ) -> npt.NDArray[np.int64]:
     """The corners (T, 3) of triangles of which so many are new, as the table in `layouts.py` says."""
-    left, count, before = iter(references), 0, (0, 0, 0)
-    found = []
+    left, count, before = iter(references), 0, [0, 0, 0]
+    found: list[list[int]] = []
     for its, is_explicit in zip(new.tolist(), explicit.tolist(), strict=True):
         n = count
         if separate or its > 0:
@@ -532,7 +532,7 @@ def _corners(
         else:
             corners = [n - 1, before[2] if before[2] != n - 1 else before[1], n - 2 - next(left)]
         count += its
-        before = tuple(corners)
+        before = corners
         found.append(corners)
     return np.array(found, np.int64)
 

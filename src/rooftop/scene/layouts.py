@@ -63,8 +63,8 @@ CLUSTER_COLUMNS = 27
 MIXED = -1
 SEPARATE, FANS, FANS_AND_EXPLICIT = 0, 1, 2
 
-# A short head. HEAD_WORDS are always there; then, in pages with PAGE_REPLACES, REPLACED_WORDS; then, of meshes that have
-# them, NORMAL_WORDS and UV_WORDS.
+# A short head. HEAD_WORDS are always there; then, in pages with PAGE_REPLACES, REPLACED_WORDS; then NORMAL_WORDS and
+# UV_WORDS, if the mesh has them.
 HEAD_WORDS, REPLACED_WORDS, NORMAL_WORDS, UV_WORDS = 6, 6, 1, 3
 HEAD_BASE = 0  # as CLUSTER_BASE
 HEAD_COUNTS = 3  # triangles - 1 (7 bits), vertices - 1 (8), level (8), references (9)

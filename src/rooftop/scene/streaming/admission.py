@@ -157,7 +157,7 @@ def masks_fit(words: wp.array(dtype=wp.int32), masks: wp.int64, sizes: Sizes):
     twos = wp.int32(0)
     both = wp.int32(0)
     explicit = wp.int32(0)
-    fits = True
+    fits = wp.bool(True)
     left = sizes.triangles + 0
     for word in range(4):
         there = wp.clamp(left, 0, 32)
@@ -214,7 +214,7 @@ def names_fit(
     all_groups: wp.int64,
 ):
     """Whether the groups that a head names are there."""
-    fits = True
+    fits = wp.bool(True)
     source = wp.int32(-1)
     if (attributes & SHORT_HEADS) == 0:
         group = word_at(words, head + wp.int64(CLUSTER_GROUP))
@@ -237,7 +237,7 @@ def check_pages(words: wp.array(dtype=wp.int32), arriving: wp.array2d(dtype=wp.i
     groups = group_word & PAGE_GROUP_MASK
     expected = groups
     a_head = wp.int32(CLUSTER_WORDS)
-    replaces = True
+    replaces = wp.bool(True)
     if (attributes & SHORT_HEADS) != 0:
         replaces = (group_word & PAGE_REPLACES) != 0
         a_head = HEAD_WORDS + wp.where(replaces, REPLACED_WORDS, 0)
