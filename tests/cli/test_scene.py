@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trimesh
+from PIL import Image
 
 from rooftop.cli.main import main
 from rooftop.scene import Geometry
@@ -36,6 +37,47 @@ def test_a_mesh_is_built_and_looked_into(mesh: Path, capsys: pytest.CaptureFixtu
     assert found["bytes"] == mesh.with_suffix(".rtg").stat().st_size
     assert 0.85 < found["fill"] <= 1
     assert found["roots"] == 1
+
+
+def test_textures_are_kept_and_listed_or_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Then a picture shows them."""
+    image = np.full((4, 8, 3), (255, 0, 0), np.uint8)
+    Image.fromarray(image).save(tmp_path / "red.png")
+    (tmp_path / "two.mtl").write_text("newmtl red\nKd 1 1 1\nmap_Kd red.png\nnewmtl blue\nKd 0 0 1\n")
+    corners = "v 0 0 0\nv 1 0 0\nv 0 1 0\nv 1 1 0\nvt 0 0\nvt 1 0\nvt 0 1\nvt 1 1\n"
+    faces = "usemtl red\nf 1/1 2/2 3/3\nusemtl blue\nf 3/3 2/2 4/4\n"
+    (tmp_path / "two.obj").write_text(f"mtllib two.mtl\n{corners}{faces}")
+    obj, rtg = str(tmp_path / "two.obj"), str(tmp_path / "two.rtg")
+    assert main(["scene", "build", obj]) == 0
+    size = (tmp_path / "red.png").stat().st_size
+    assert f"a triangle, and {size:,} of textures" in capsys.readouterr().out
+    assert main(["scene", "info", rtg]) == 0
+    said = capsys.readouterr().out
+    assert "red #ffffff, a texture of 8 x 4" in said
+    assert "blue #0000ff\n" in said
+    assert f"textures: {size:,} of the bytes" in said
+    assert main(["scene", "info", rtg, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["image_bytes"] == size
+    textures = {each["name"]: each["texture"] for each in found["material_table"]}
+    wrap = {"wrap": ["repeat", "repeat"], "magnified": "linear"}
+    assert textures == {"red": {"width": 8, "height": 4} | wrap, "blue": None}
+
+    words = ["-o", str(tmp_path / "{show}.png"), "--size", "32x32", "--device", "cpu", "--parallel", "1.2"]
+    shows = ["--show", "base_color", "--show", "coverage", "--show", "material_depth"]
+    assert main(["scene", "render", rtg, *words, "--orbit", "-90,90", *shows]) == 0
+    with Image.open(tmp_path / "base_color.png") as picture:
+        seen = np.asarray(picture.convert("RGB")).reshape(-1, 3)
+    assert {(255, 0, 0), (0, 0, 255), (16, 19, 26)} == {tuple(each) for each in seen.tolist()}
+    capsys.readouterr()
+
+    (tmp_path / "red.png").unlink()
+    assert main(["scene", "build", obj]) == 2
+    said = capsys.readouterr().err
+    assert "material red names the image red.png, which is not there" in said
+    assert "--no-textures" in said
+    assert main(["scene", "build", obj, "--no-textures"]) == 0
+    assert Geometry.open(rtg).image_bytes == 0
 
 
 def test_workers_and_borders_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -236,6 +236,15 @@ def test_wide_integers_as_colours_of_a_ply_file_are_left_out_with_a_warning(tmp_
     assert found.colors is None
 
 
+def test_a_texture_of_a_ply_file_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    head = ["ply", "format ascii 1.0", "comment TextureFile my scan.png", "element vertex 3"]
+    head += [*(f"property float {axis}" for axis in "xyz"), "element face 1"]
+    lines = [*head, "property list uchar int vertex_indices", "end_header", "0 0 0", "1 0 0", "0 1 0", "3 0 1 2"]
+    (tmp_path / "mesh.ply").write_text("\n".join(lines) + "\n")
+    with pytest.warns(UserWarning, match=r"mesh\.ply: its texture my scan\.png is left out"):
+        assert read_mesh(tmp_path / "mesh.ply").table is None
+
+
 def test_colours_of_faces_and_of_some_vertices_only_are_left_out_with_a_warning(tmp_path: Path) -> None:
     places = ("0 0 0", "1 0 0", "0 1 0")
     head = ["ply", "format ascii 1.0", "element vertex 3", *(f"property float {axis}" for axis in "xyz")]

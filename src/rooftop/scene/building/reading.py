@@ -124,6 +124,11 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
             f"{path}: its colours are of type {kind} and are left out; uchar and float are read", stacklevel=2
         )
         colors = [None] * len(placed)
+    if path.suffix.lower() == ".ply" and (image := _named_image(path)):
+        warnings.warn(
+            f"{path}: its texture {image} is left out; textures are read of glTF and OBJ: save it as one of these",
+            stacklevel=2,
+        )
     if path.suffix.lower() == ".obj" and all(each is None for each in colors) and has_colors(path.read_bytes()):
         warnings.warn(
             f"{path}: colours of its vertices are left out: they are read if all have one and none has uv", stacklevel=2
@@ -213,10 +218,19 @@ def _uv(part: Any, look: PartMaterial) -> Floats | None:
 
 def _wide_colors(path: Path) -> str | None:
     """The type of a PLY file's colours if it is wider than 8 bits, else None. trimesh would drop the high bits."""
-    with path.open("rb") as file:
-        head = file.read(HEAD_BYTES).partition(b"end_header")[0]
-    found = re.search(rb"property\s+(u?short|u?int|u?int16|u?int32)\s+(?:diffuse_)?red\b", head)
+    found = re.search(rb"property\s+(u?short|u?int|u?int16|u?int32)\s+(?:diffuse_)?red\b", _head_of_ply(path))
     return found[1].decode() if found else None
+
+
+def _named_image(path: Path) -> str | None:
+    """The image that a PLY file names in a comment, as programs for scans write it."""
+    found = re.search(rb"\ncomment\s+TextureFile\s+([^\r\n]+)", _head_of_ply(path))
+    return found[1].decode(errors="replace").strip() if found else None
+
+
+def _head_of_ply(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(HEAD_BYTES).partition(b"end_header")[0]
 
 
 def _colors(part: Any) -> npt.NDArray[np.uint8] | None:
