@@ -1,6 +1,7 @@
 """Before stage 5: the base colour of each pixel, where it is asked for or meshes have materials.
 
-A kernel of its own: filtering takes many registers, which the base pass of scenes without materials need not have.
+A kernel of its own: compiled for sm_90 the base pass takes 96 registers, and would take 128 with filtering in it, which
+scenes without materials need not pay for.
 """
 
 import warp as wp
