@@ -405,6 +405,19 @@ def test_pages_from_a_pool_show_the_same(tmp_path: Path, device: str) -> None:
     assert same(first, pooled, names)
 
 
+def test_each_of_several_views_is_filtered_by_its_own_lens(tmp_path: Path, device: str) -> None:
+    """As it is alone, bit for bit."""
+    world = flat(tmp_path, Material(texture=noise(128, 128)))
+    cameras = list(CAMERAS.values())
+    names = ("base_color", "color", "coverage", "material_depth")
+    together = Renderer(world, device).render(cameras, names)
+    for number, camera in enumerate(cameras):
+        alone = Renderer(world, device).render(camera, names)
+        for name in names:
+            ours, theirs = together[name][number].nan_to_num(-7.0), alone[name][0].nan_to_num(-7.0)
+            assert torch.equal(ours, theirs), (number, name)
+
+
 def test_lights_and_shadows_fall_on_textures(tmp_path: Path, device: str) -> None:
     world = flat(tmp_path, Material(texture=noise(16, 16)))
     world.add_light(scene.DirectionalLight((0, 0, -1), color=(1, 0.5, 0.25)))
