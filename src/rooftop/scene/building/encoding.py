@@ -188,7 +188,7 @@ def words_of(bits: Ints) -> Ints:
     return (bits + 31) // 32
 
 
-def pack(words: Words, values: Ints, bits: Ints) -> None:
+def pack(words: Words, values: npt.NDArray[np.integer], bits: Ints) -> None:
     """Write `values` (below 2^32) into `words`, each beginning at its bit; bits must not decrease."""
     if not len(values):
         return
@@ -242,8 +242,7 @@ def _put_masks(
 def _boxed(
     values: npt.NDArray[np.integer], chosen: npt.NDArray[np.uint32], starts: Ints, at: Ints
 ) -> tuple[list[Words], npt.NDArray[np.int32], Words]:
-    """Each column of the chosen rows above the lowest of its cluster; the lowest corner (C, N), and the extent of the box
-    around a cluster's."""
+    """Each column of the chosen rows above the lowest of its cluster; the lowest corners (C, N); the boxes' extents."""
     columns, bases, extents = [], [], []
     for axis in range(values.shape[1]):
         column = values[chosen, axis].astype(np.int32)
