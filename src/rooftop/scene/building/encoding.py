@@ -6,6 +6,7 @@ and adding up those that fall into the same word.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,18 +19,17 @@ from rooftop.scene.heads import bit_lengths
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
+Shorts = npt.NDArray[np.int16]  # numbers of a cluster's vertices, and how many
 
 # With which corner a triangle begins so that its new corners are its last, by which corners are new (bits 0, 1, 2).
 _BEGIN = np.array([0, 1, 2, 2, 0, 1, 0, 0], np.int32)
 _TURN = (_BEGIN[:, None] + np.arange(3, dtype=np.int32)) % 3
-_NEW = np.array([0, 1, 1, 2, 1, 2, 2, 3], np.int64)
-# By how many corners of a triangle are new: which of them are, and which new one each is.
-_NEW_CORNER = np.arange(3) - 3 + np.arange(4)[:, None]
-_IS_NEW = _NEW_CORNER >= 0
+_NEW = np.array([0, 1, 1, 2, 1, 2, 2, 3], np.int16)
+_IS_NEW = np.arange(3) >= 3 - np.arange(4)[:, None]  # which corners are, by how many
 # How a triangle gets its corners: by how many are new, or EXPLICIT. Which corners are stored, and what is taken off.
 _EXPLICIT = 4
 _STORED = np.array([[0, 0, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]], bool)
-_OFF = np.array([[1, 1, 2], [1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 2, 2]], np.int64)
+_OFF = np.array([[1, 1, 2], [1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 2, 2]], np.int16)
 _REFERENCES = _STORED.sum(1)
 
 
@@ -80,17 +80,15 @@ def encode(
     pattern = uses_first[:, 0] | uses_first[:, 1] << 1 | uses_first[:, 2] << 2
     keys = flat[_TURN[pattern] + place_of_corner[::3, None]]
     new = _NEW[pattern]
-    before = starts_of(new)[:-1]
-    before -= np.repeat(before[starts[:-1]], triangles)  # vertices of the cluster before this triangle
-    is_new = _IS_NEW[new]
-    numbers = np.empty(clusters * 256, np.int64)
-    numbers[keys[is_new]] = (before[:, None] + _NEW_CORNER[new])[is_new]
-    local = numbers[keys]  # (T, 3)
-    kind, local = _kinds(new, local, before)
-
-    at = rows_of(members)
-    ordered = np.empty(len(owned), np.int64)
-    ordered[first[at] + numbers[at * 256 + within(members)]] = owned
+    sums = np.cumsum(new, dtype=np.int32)
+    sums -= new
+    before = (sums - np.repeat(sums[starts[:-1]], triangles)).astype(np.int16)  # vertices before this triangle
+    fresh = keys[_IS_NEW[new]]
+    at, in_cluster = rows_of(members), within(members)
+    numbers = np.empty(clusters * 256, np.int16)
+    numbers[fresh] = in_cluster
+    kind, local = _kinds(new, numbers[keys], before)  # local: (T, 3)
+    ordered = owned[first[at] + (fresh & 255)]
 
     # What each cluster needs.
     stored = _STORED[kind]
@@ -105,35 +103,30 @@ def encode(
     explicit = np.logical_or.reduceat(kind == _EXPLICIT, starts[:-1])
 
     heads = np.zeros((clusters, layouts.CLUSTER_COLUMNS), np.uint32)
-    grid = vertices.grid[ordered].astype(np.int64)
-    base, extent = _box(grid, first)
-    heads[:, layouts.CLUSTER_BASE : layouts.CLUSTER_BASE + 3] = base.astype(np.int32).view(np.uint32)
+    columns, base, extent = _boxed(vertices.grid, ordered, first, at)
+    heads[:, layouts.CLUSTER_BASE : layouts.CLUSTER_BASE + 3] = base.view(np.uint32)
     heads[:, layouts.CLUSTER_EXTENT : layouts.CLUSTER_EXTENT + 3] = extent
     heads[:, layouts.CLUSTER_COUNTS] = (triangles - 1) | (members - 1) << 8 | reference_bits << 16 | levels << 24
     heads[:, layouts.CLUSTER_REFERENCES] = reference_counts
     heads[:, layouts.CLUSTER_MASKS] = np.where(explicit, layouts.FANS_AND_EXPLICIT, layouts.FANS)
-    columns = [grid[:, axis] - base[at, axis] for axis in range(3)]
     position_bits = bit_lengths(extent)
 
-    attribute_columns: list[Ints] = []
+    attribute_columns: list[Words] = []
     attribute_bits: list[Ints] = []
     if vertices.normals is not None:
-        pair = vertices.normals[ordered].astype(np.int64)
-        normal_base, normal_extent = _box(pair, first)
-        heads[:, layouts.CLUSTER_NORMAL_BASE : layouts.CLUSTER_NORMAL_BASE + 2] = normal_base
-        heads[:, layouts.CLUSTER_NORMAL_EXTENT : layouts.CLUSTER_NORMAL_EXTENT + 2] = normal_extent
-        attribute_columns += [pair[:, axis] - normal_base[at, axis] for axis in range(2)]
-        attribute_bits += list(bit_lengths(normal_extent).T)
+        pair, base, extent = _boxed(vertices.normals, ordered, first, at)
+        heads[:, layouts.CLUSTER_NORMAL_BASE : layouts.CLUSTER_NORMAL_BASE + 2] = base.view(np.uint32)
+        heads[:, layouts.CLUSTER_NORMAL_EXTENT : layouts.CLUSTER_NORMAL_EXTENT + 2] = extent
+        attribute_columns += pair
+        attribute_bits += list(bit_lengths(extent).T)
     if vertices.uv is not None:
-        uv = vertices.uv[ordered].astype(np.int64)
-        uv_base, uv_extent = _box(uv, first)
-        heads[:, layouts.CLUSTER_UV_BASE : layouts.CLUSTER_UV_BASE + 2] = uv_base.astype(np.int32).view(np.uint32)
-        heads[:, layouts.CLUSTER_UV_EXTENT : layouts.CLUSTER_UV_EXTENT + 2] = uv_extent
-        attribute_columns += [uv[:, axis] - uv_base[at, axis] for axis in range(2)]
-        attribute_bits += list(bit_lengths(uv_extent).T)
-
+        uv, base, extent = _boxed(vertices.uv, ordered, first, at)
+        heads[:, layouts.CLUSTER_UV_BASE : layouts.CLUSTER_UV_BASE + 2] = base.view(np.uint32)
+        heads[:, layouts.CLUSTER_UV_EXTENT : layouts.CLUSTER_UV_EXTENT + 2] = extent
+        attribute_columns += uv
+        attribute_bits += list(bit_lengths(extent).T)
     if vertices.colors is not None:
-        attribute_columns += list(vertices.colors[ordered].astype(np.int64).T)
+        attribute_columns += list(vertices.colors[ordered].astype(np.uint32).T)
         attribute_bits += [np.full(clusters, layouts.COLOR_BITS)] * 3
 
     materials, mixed = None, np.zeros(clusters, bool)
@@ -159,14 +152,9 @@ def encode(
     streams = np.zeros(int(counts.sum()) + 2, np.uint32)  # a value's upper half may reach into the next word
 
     place = within(triangles)
-    codes = np.minimum(kind, 3)
-    for mask in range(2):
-        pack(streams, (codes >> mask) & 1, (ends[0] * 32 + 128 * mask)[of_triangle] + place)
-    marked = np.flatnonzero(kind == _EXPLICIT)
-    pack(streams, np.ones(len(marked), np.int64), ((ends[0] * 32 + 256)[of_triangle] + place)[marked])
+    _put_masks(streams, kind, of_triangle, place, ends[0], explicit)
     of_reference = rows_of(reference_counts)
     pack(streams, references, (ends[1] * 32)[of_reference] + reference_bits[of_reference] * within(reference_counts))
-    in_cluster = within(members)
     _pack_columns(streams, columns, list(position_bits.T), ends[2], at, in_cluster)
     _pack_columns(streams, attribute_columns, attribute_bits, ends[3], at, in_cluster)
     if materials is not None and mixed.any():
@@ -175,7 +163,7 @@ def encode(
     return Encoded(heads, streams[:-2], counts)
 
 
-def _kinds(new: Ints, local: Ints, before: Ints) -> tuple[Ints, Ints]:
+def _kinds(new: Shorts, local: Shorts, before: Shorts) -> tuple[Shorts, Shorts]:
     """How each triangle (T,) gets its corners, and the corners (T, 3), turned as that needs.
 
     Args:
@@ -200,7 +188,7 @@ def words_of(bits: Ints) -> Ints:
     return (bits + 31) // 32
 
 
-def pack(words: Words, values: Ints, bits: Ints) -> None:
+def pack(words: Words, values: npt.NDArray[np.integer], bits: Ints) -> None:
     """Write `values` (below 2^32) into `words`, each beginning at its bit; bits must not decrease."""
     if not len(values):
         return
@@ -212,18 +200,55 @@ def pack(words: Words, values: Ints, bits: Ints) -> None:
     words[at[begin] + 1] |= (sums >> np.uint64(32)).astype(np.uint32)
 
 
-def _pack_columns(words: Words, columns: list[Ints], bits: list[Ints], begin: Ints, at: Ints, place: Ints) -> None:
+def _pack_columns(words: Words, columns: list[Words], bits: list[Ints], begin: Ints, at: Ints, place: Ints) -> None:
     """Interleaved values of each vertex: column after column, with as many bits as the vertex's cluster says."""
     if not columns:
         return
     width = np.sum(bits, axis=0)
     offset = begin * 32
-    for column, bit in zip(columns, bits, strict=True):
+    for column, bit in _joined(columns, bits, at):
         pack(words, column, offset[at] + width[at] * place)
         offset = offset + bit
 
 
-def _box(values: Ints, starts: Ints) -> tuple[Ints, Ints]:
-    """The lowest corner of each row of points, and its extent from there."""
-    base = lowest(values, starts)
-    return base, highest(values, starts) - base
+def _joined(columns: list[Words], bits: list[Ints], at: Ints) -> Iterator[tuple[Words, Ints]]:
+    """Columns that follow one another as one, as long as 32 bits hold them in every cluster: fewer to pack."""
+    column, width = columns[0], bits[0]
+    for more, bit in zip(columns[1:], bits[1:], strict=True):
+        if int((width + bit).max(initial=0)) <= 32:
+            column = column | more << width.astype(np.uint32)[at]
+            width = width + bit
+        else:
+            yield column, width
+            column, width = more, bit
+    yield column, width
+
+
+def _put_masks(
+    words: Words, kind: Shorts, of_triangle: Ints, place: Ints, begin: Ints, explicit: npt.NDArray[np.bool_]
+) -> None:
+    """The masks of each cluster: bits of the kinds of its triangles, and where there are any, which are EXPLICIT."""
+    dense = np.zeros((len(begin), layouts.MAX_TRIANGLES), np.uint8)
+    dense[of_triangle, place] = kind
+    marked = dense == _EXPLICIT
+    dense[marked] = 3
+    for mask in range(2):
+        packed = np.packbits(dense >> mask & 1, axis=1, bitorder="little").view(np.uint32)
+        words[begin[:, None] + np.arange(4 * mask, 4 * mask + 4)] = packed
+    third = np.packbits(marked[explicit], axis=1, bitorder="little").view(np.uint32)
+    words[begin[explicit, None] + layouts.NEW_WORDS + np.arange(layouts.EXPLICIT_WORDS)] = third
+
+
+def _boxed(
+    values: npt.NDArray[np.integer], chosen: npt.NDArray[np.uint32], starts: Ints, at: Ints
+) -> tuple[list[Words], npt.NDArray[np.int32], Words]:
+    """Each column of the chosen rows above the lowest of its cluster; the lowest corners (C, N); the boxes' extents."""
+    columns, bases, extents = [], [], []
+    for axis in range(values.shape[1]):
+        column = values[chosen, axis].astype(np.int32)
+        base = lowest(column, starts)
+        above = (column - base[at]).view(np.uint32)  # right beyond 2^31, too
+        columns.append(above)
+        bases.append(base)
+        extents.append(highest(above, starts))
+    return columns, np.stack(bases, 1), np.stack(extents, 1)

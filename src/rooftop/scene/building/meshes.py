@@ -30,7 +30,7 @@ STEPS_PER_SMALL_EDGE = 16  # and than the edges of most faces that it would swal
 NEEDLE = 0.01  # height of a face over its longest edge, below which it may be swallowed
 UV_STEPS_PER_EDGE = 8  # or more, by the step below: a texture that is finer than a mesh decides
 UV_STEP = 2.0**-13  # half a texel of a texture 4096 wide
-MOST_UV_STEPS = 1 << 30
+MOST_UV_STEPS = (1 << 30) - 1  # so that what is between the lowest and the highest has 31 bits
 LARGEST, SMALLEST = 2.0**60, 2.0**-60  # a mesh, and a step of its grid: squares stay far from float32's limits
 MOST_MATERIALS = 1 << layouts.MATERIAL_BITS
 

@@ -75,13 +75,15 @@ def _in_fans(ranks: npt.NDArray[np.uint8], of_triangle: Ints) -> Ints:
     """
     count = len(of_triangle)
     most = _most(ranks)
-    last = np.where(ranks[1] == most, 1, np.where(ranks[2] == most, 2, 0))
-    rows = np.arange(count)
-    before, after = ranks[(last + 1) % 3, rows], ranks[(last + 2) % 3, rows]  # counterclockwise around the last vertex
-    own = of_triangle << VERTEX_BITS
+    a, b, c = ranks
+    is_b, is_c = b == most, c == most
+    before, after = np.where(is_b, c, np.where(is_c, a, b)), np.where(is_b, a, np.where(is_c, b, c))  # around the last
+    rows = np.arange(count, dtype=np.int32)
+    own = of_triangle.astype(np.int32) << VERTEX_BITS
     fan = own | most
-    begins = np.concatenate([[True], fan[1:] != fan[:-1]])
-    first = np.flatnonzero(begins)[np.cumsum(begins) - 1]
+    begins = np.flatnonzero(np.concatenate([[True], fan[1:] != fan[:-1]]))
+    sizes = np.diff(begins, append=count)
+    first = np.repeat(begins.astype(np.int32), sizes)
 
     # A vertex whose triangles all come with later vertices appears first with the earliest of these. Triangles that
     # have such a vertex come last, the other way around: the first brings it, and the next goes on around it.
@@ -91,11 +93,11 @@ def _in_fans(ranks: npt.NDArray[np.uint8], of_triangle: Ints) -> Ints:
     late = (appears[own | before] == most) | (appears[own | after] == most)
 
     # Which triangle each follows.
-    previous = np.full(count, -1)
+    previous = np.full(count, -1, np.int32)
+    left = np.repeat(sizes.astype(np.int32), sizes) - (rows - first)  # triangles of the fan from this one on
     near = rows
     for distance in range(1, 1 << TRIANGLE_BITS):
-        near = near[near + distance < count]
-        near = near[first[near + distance] == first[near]]
+        near = near[left[near] > distance]
         if not len(near):
             break
         there = near + distance
@@ -104,9 +106,9 @@ def _in_fans(ranks: npt.NDArray[np.uint8], of_triangle: Ints) -> Ints:
         previous[there[follows]] = near[follows]
         follows = alike & (after[there] == before[near])
         previous[near[follows]] = there[follows]
-    closed = np.logical_and.reduceat(previous >= 0, np.flatnonzero(begins))
-    previous[np.flatnonzero(begins)[closed]] = -1  # all around a vertex: it begins with any
-    head, place = rows.copy(), np.zeros(count, np.int64)
+    closed = np.logical_and.reduceat(previous >= 0, begins)
+    previous[begins[closed]] = -1  # all around a vertex: it begins with any
+    head, place = rows.copy(), np.zeros(count, np.int32)
     left = np.flatnonzero(previous >= 0)
     place[left] = 1
     head[left] = previous[left]
@@ -117,7 +119,7 @@ def _in_fans(ranks: npt.NDArray[np.uint8], of_triangle: Ints) -> Ints:
         place[left], head[left] = place[left] + place[via], head[via]
         left = left[head[via] != via]
     place = np.minimum(place, (1 << TRIANGLE_BITS) - 1)  # where faces are there twice, some follow each other for ever
-    keys = first << 1 | late
+    keys = first.astype(np.int64) << 1 | late
     keys = keys << TRIANGLE_BITS | (head - first)
     keys = keys << TRIANGLE_BITS | np.where(late, (1 << TRIANGLE_BITS) - 1 - place, place)
     keys = np.sort(keys << TRIANGLE_BITS | (rows - first))
