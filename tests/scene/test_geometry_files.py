@@ -108,11 +108,15 @@ def test_any_clusters_survive_encoding(tmp_path: Path, monkeypatch: pytest.Monke
         vertices.append(random.integers(-span, span, (len(used), 3)))
     grid = np.concatenate(vertices).astype(np.int32)
     has_normals, has_uv, has_colors, has_materials = (data.draw(st.booleans()) for _ in range(4))
+    wide, low = 2 ** int(random.integers(0, 11)) - 1, int(random.integers(0, 1023))  # of normals: 0 to all 10 bits
+    uv_span = 2 ** int(random.integers(0, 31))
     table = Vertices(
         grid=grid,
         place=np.arange(len(grid), dtype=np.uint32),
-        normals=random.integers(0, 1023, (len(grid), 2)).astype(np.uint16) if has_normals else None,
-        uv=random.integers(-(2**30), 2**30, (len(grid), 2)).astype(np.int32) if has_uv else None,
+        normals=np.minimum(low + random.integers(0, wide + 1, (len(grid), 2)), 1022).astype(np.uint16)
+        if has_normals
+        else None,
+        uv=random.integers(-uv_span, uv_span, (len(grid), 2)).astype(np.int32) if has_uv else None,
         colors=random.integers(0, 256, (len(grid), 3)).astype(np.uint8) if has_colors else None,
         materials=random.integers(0, 65536, len(grid)).astype(np.uint16) if has_materials else None,
         merged=np.arange(len(grid), dtype=np.uint32),
