@@ -11,7 +11,7 @@ the share of pixels whose depth is within 2%. Frames are drawn by the kernels in
 same view of ever finer rocks, as many; 64 cameras at once; and hills of ten million triangles as a single mesh, beside
 brute force and a ray for each pixel through Warp's tree of boxes. Frames of a field of which some rocks move, come and
 go beside frames of which none does; four cascades of 2048 x 2048, drawn anew and kept; and cameras of several sizes,
-together and each by itself. Then a tree of 200,000 leaves: what it covers from
+together and each by itself; hills with and without a texture. Then a tree of 200,000 leaves: what it covers from
 ever farther, as a share of all its triangles from near, and a forest of it. Builds are of such hills, too, on the CPU
 of the machine, all its threads.
 
@@ -340,6 +340,22 @@ def sized(camera: scene.Camera, width: int, height: int) -> scene.Camera:
     return scene.Camera(camera.world_to_camera, width, height, focal, focal, *centre)
 
 
+def textures(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
+    """Hills under a texture of noise, beside the same hills without one."""
+    triangles, side = (1_000_000, 4096) if not options.quick else (3000, 64)
+    vertices, faces = hills(triangles)
+    noise = np.random.default_rng(3).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    with tempfile.TemporaryDirectory() as folder:
+        mesh = Path(folder) / "hills.rtg"
+        scene.build(vertices, faces, mesh, uv=8 * vertices[:, :2])
+        for what, materials in (("plain", None), ("textured", [scene.Material(texture=noise)])):
+            world = scene.Scene()
+            world.add_instance(world.add_mesh(mesh, materials=materials))
+            cameras = [over_hills(k, *options.sizes[0]) for k in range(options.frames)]
+            row = {"what": what, "triangles": len(faces), "texture": [side, side], "size": list(options.sizes[0])}
+            rows(row | of_scene(world, cameras, options.kernels[-1], options))
+
+
 def builds(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
     for triangles in options.builds:
         vertices, faces = hills(triangles)
@@ -387,6 +403,7 @@ CASES = {
     "changing": changing,
     "lights": lights,
     "mixed": mixed_sizes,
+    "textures": textures,
     "hills": one_mesh,
     "trees": trees,
 }
