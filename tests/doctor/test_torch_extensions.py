@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rooftop.hardware import diagnosis, torch_extensions
-from rooftop.hardware.diagnosis import diagnose
-from rooftop.hardware.findings import Part
-from rooftop.hardware.torch_extensions import extensions_part
+from rooftop.doctor import diagnosis, torch_extensions
+from rooftop.doctor.diagnosis import diagnose
+from rooftop.doctor.findings import Part
+from rooftop.doctor.torch_extensions import extensions_part
 
 LIBRARIES = Path(torch.__file__).parent / "lib"
 RELEASE = torch.__version__.partition("+")[0]

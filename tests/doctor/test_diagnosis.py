@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from rooftop.doctor import diagnosis, findings, gpu_findings, mending, requirements
+from rooftop.doctor.diagnosis import PARTS, diagnose, install_kernel
+from rooftop.doctor.findings import Finding, Part
+from rooftop.doctor.gpu_findings import runs_on
+from rooftop.doctor.requirements import asked_by, fits
 from rooftop.errors import MissingExtraError
-from rooftop.hardware import diagnosis, findings, gpu_findings, mending, requirements
-from rooftop.hardware.diagnosis import PARTS, diagnose, install_kernel
-from rooftop.hardware.findings import Finding, Part
-from rooftop.hardware.gpu_findings import runs_on
-from rooftop.hardware.requirements import asked_by, fits
 
 
 def look(name: str) -> Finding:

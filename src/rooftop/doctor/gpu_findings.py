@@ -11,8 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rooftop.hardware import mending
-from rooftop.hardware.findings import (
+from rooftop.doctor import mending
+from rooftop.doctor.findings import (
     Finding,
     build_of,
     counted,
@@ -22,7 +22,7 @@ from rooftop.hardware.findings import (
     torch_cuda,
     torch_here,
 )
-from rooftop.hardware.requirements import asked_by
+from rooftop.doctor.requirements import asked_by
 
 PROC_DRIVER = Path("/proc/driver/nvidia")  # there when the driver's kernel module is loaded, in containers too
 PCI_DEVICES = Path("/sys/bus/pci/devices")

@@ -20,9 +20,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rooftop.hardware import mending
-from rooftop.hardware.findings import Finding, torch_here
-from rooftop.hardware.requirements import asked_by, fits, version_of
+from rooftop.doctor import mending
+from rooftop.doctor.findings import Finding, torch_here
+from rooftop.doctor.requirements import asked_by, fits, version_of
 
 LINKED = (b"libc10.so", b"libtorch.so", b"libtorch_cpu.so", b"libtorch_python.so")
 """What a compiled part names if it is linked against torch."""

@@ -22,12 +22,12 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+from rooftop.doctor import mending
+from rooftop.doctor.findings import Finding, NoTorch, Part, build_of, gpu_usable, reason_of, reinstall, torch_here
+from rooftop.doctor.gpu_findings import cuda_part, cudnn_part, driver_part, gpus_part, library_part, nccl_part
+from rooftop.doctor.requirements import asked_by, fits, python_asked_by, version_of
+from rooftop.doctor.torch_extensions import extensions_part
 from rooftop.errors import MissingExtraError
-from rooftop.hardware import mending
-from rooftop.hardware.findings import Finding, NoTorch, Part, build_of, gpu_usable, reason_of, reinstall, torch_here
-from rooftop.hardware.gpu_findings import cuda_part, cudnn_part, driver_part, gpus_part, library_part, nccl_part
-from rooftop.hardware.requirements import asked_by, fits, python_asked_by, version_of
-from rooftop.hardware.torch_extensions import extensions_part
 
 
 def diagnose(parts: Sequence[Part] | None = None) -> list[Finding]:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
-from rooftop.hardware import out_of_memory
-from rooftop.hardware.memory import DeviceMemory
-from rooftop.hardware.out_of_memory import (
+from rooftop.debugging import out_of_memory
+from rooftop.debugging.out_of_memory import (
     ACTIVATION,
     BACKWARD,
     GRADIENT,
@@ -29,6 +28,7 @@ from rooftop.hardware.out_of_memory import (
     explained_memory,
     explanation_of,
 )
+from rooftop.hardware.memory import DeviceMemory
 from rooftop.hardware.source_lines import SourceLine
 
 MIB = 1 << 20

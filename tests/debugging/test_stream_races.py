@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rooftop.debugging.stream_races import StreamRace, StreamRaceError, _Launches, _Watcher, check_streams
 from rooftop.hardware.source_lines import SourceLine
-from rooftop.hardware.stream_races import StreamRace, StreamRaceError, _Launches, _Watcher, check_streams
 
 A, B = 0, 7
 """Streams."""
@@ -217,7 +217,7 @@ def test_the_error_tells_all_races() -> None:
 
 def test_torchs_own_sanitizer_does_not_listen_afterwards() -> None:
     code = (
-        "import torch; from torch.cuda import _gpu_trace as trace; from rooftop.hardware import stream_races as ours\n"
+        "import torch; from torch.cuda import _gpu_trace as trace; from rooftop.debugging import stream_races as ours\n"
         "ours._listen(); ours._listen()\n"
         "assert trace.MemoryAllocationCallbacks.callback_list[0].func is ours._heard\n"
         "assert [len(r.callback_list) for n, r in vars(trace).items() if n.endswith('Callbacks')] == [1] * 10\n"

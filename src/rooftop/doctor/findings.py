@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
-from rooftop.hardware import mending
-from rooftop.hardware.requirements import version_of
+from rooftop.doctor import mending
+from rooftop.doctor.requirements import version_of
 
 Status = Literal["works", "absent", "broken"]
 
