@@ -19,7 +19,7 @@ from rooftop.mat.allocation import same_device
 from rooftop.mat.copies import apart, overlap, same_elements
 from rooftop.mat.expressions import BITWISE, FLOATING, MatExpr, leaf, node, rebuilt, topological
 from rooftop.mat.matrix import Mat
-from rooftop.mat.planning import Plan, of, plan_of, simpler
+from rooftop.mat.planning import ExpressionPlan, of, plan_of, simpler
 from rooftop.mat.products import gemm_of, inverse_of, multiply_into
 from rooftop.mat.type_codes import CV_64F, CV_MAKETYPE, CV_MAT_DEPTH, DEPTHS, type_code
 from rooftop.mat.whole_numbers import store_whole_numbers
@@ -89,7 +89,7 @@ def evaluate_into(expression: MatExpr, target: Tensor, depth: int) -> None:
         loop_programs.run(plan, tensors, into)
 
 
-def _store_large(plan: Plan, root: MatExpr, tensors: Sequence[Tensor], into: Tensor) -> None:
+def _store_large(plan: ExpressionPlan, root: MatExpr, tensors: Sequence[Tensor], into: Tensor) -> None:
     """Whole numbers beyond int64. Into a floating depth they come by way of float64, as all numbers do."""
     if plan.depth not in FLOATING or plan.depth == CV_64F:
         store_whole_numbers(plan.root, plan.bounds, plan.leaves, tensors, into, plan.depth)

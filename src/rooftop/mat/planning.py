@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 Form = tuple[Any, ...]
 _MOST_PLANS = 1024
-_plans: dict[Form, Plan] = {}
+_plans: dict[Form, ExpressionPlan] = {}
 _remembering = Lock()
 os.register_at_fork(
     before=_remembering.acquire, after_in_parent=_remembering.release, after_in_child=_remembering.release
 )
 
 
-class Plan:
+class ExpressionPlan:
     """Of expressions of one form, stored as numbers of one depth. It keeps no Mat.
 
     Attributes:
@@ -96,12 +96,12 @@ class Plan:
         return ElementProgram(self.root, self.bounds, dtype, self.leaves, self.depth, for_kernel)
 
 
-def plan_of(nodes: Sequence[MatExpr], depth: int) -> Plan:
+def plan_of(nodes: Sequence[MatExpr], depth: int) -> ExpressionPlan:
     """The plan of an expression without matrix products and inverses, from its nodes in topological order."""
     form = form_of(nodes, depth)
     found = _plans.get(form)
     if found is None:
-        found = Plan(nodes[-1], depth)
+        found = ExpressionPlan(nodes[-1], depth)
         remember(_plans, form, found, _MOST_PLANS)
     return found
 
