@@ -17,7 +17,7 @@ from rich.table import Table
 from rooftop.analysis.page import ms
 from rooftop.analysis.report import write_text
 from rooftop.analysis.text import WIDTH
-from rooftop.cli.analyze import pick_device
+from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES as NAMES

@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from rooftop.analysis.report import write_text
 from rooftop.analysis.text import WIDTH
-from rooftop.cli.analyze import pick_device
+from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import check_writable
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import MeasurementError

@@ -23,6 +23,7 @@ from rich.table import Table
 from rooftop import scene
 from rooftop.analysis.report import write_text
 from rooftop.analysis.text import WIDTH
+from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.scene_cameras import Choice, Numbers, chosen_cameras, turned
@@ -64,8 +65,6 @@ def run_render(
     json_path: Path | None,
 ) -> None:
     """Do what `rooftop.cli.commands.scene_render:render_command` says."""
-    from rooftop.cli.analyze import pick_device  # takes seconds, which the other verbs need not wait
-
     where = pick_device(None if device == "auto" else device)
     shows = tuple(dict.fromkeys(shows))
     world = world_of(files, instances, up or (0.0, 0.0, 1.0))
