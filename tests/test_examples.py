@@ -22,13 +22,13 @@ from PIL import Image
 
 from rooftop.hardware import Ceilings, ceilings_of
 from rooftop.models import CocoDataset
-from rooftop.models.detr_losses import corners
+from rooftop.models.detr.losses import corners
 from rooftop.models.images import MEAN, STD
 from rooftop.testing import no_waiting_for_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples"
-TESTED_ELSEWHERE = {"classify", "data_parallel"}  # tests/models/test_classification.py, tests/parallel
+TESTED_ELSEWHERE = {"classify", "data_parallel"}  # tests/models/vision/test_classification.py, tests/parallel
 SNIPPETS = [
     pytest.param(match[1], id=f"{page}-line-{text[: match.start()].count(chr(10)) + 1}")
     for page in ("cost", "cuda", "generation", "hardware", "inference", "parallel", "scene")

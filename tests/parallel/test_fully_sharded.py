@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftop.cli.main import main
-from rooftop.models import gpt_layouts
-from rooftop.models.gpt import Gpt
-from rooftop.models.gpt_configs import GptConfig
-from rooftop.models.gpt_layouts import fully_sharded_gpt, parallel_gpt
+from rooftop.models.gpt import layouts as gpt_layouts
+from rooftop.models.gpt.configs import GptConfig
+from rooftop.models.gpt.layouts import fully_sharded_gpt, parallel_gpt
+from rooftop.models.gpt.network import Gpt
 from rooftop.parallel import Layout, ModelGradients, Shard, sharded_data, shards_of, targets_of_all_ranks
 from rooftop.parallel.exchanges import Group, start_sum
 from rooftop.parallel.sharded_data import fully_sharded, local_of, part_like, shard_here, whole_of

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rooftop.models import gpt_stages
-from rooftop.models.gpt_configs import GptConfig
-from rooftop.models.gpt_layouts import parallel_gpt
-from rooftop.models.gpt_stages import GptStages, parallel_gpt_stages
+from rooftop.models.gpt import stages as gpt_stages
+from rooftop.models.gpt.configs import GptConfig
+from rooftop.models.gpt.layouts import parallel_gpt
+from rooftop.models.gpt.stages import GptStages, parallel_gpt_stages
 from rooftop.parallel import (
     Layout,
     ModelGradients,

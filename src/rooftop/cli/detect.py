@@ -29,8 +29,8 @@ from rooftop.cli.trained_models import (
 from rooftop.errors import InputError
 from rooftop.inference import Engine
 from rooftop.models import detr_resnet50, detr_resnet101, find_images
-from rooftop.models.detection import Detected, detect, draw_objects, load_detector
-from rooftop.models.detr import Detr, Predictions, pad_images
+from rooftop.models.detr.detection import Detected, detect, draw_objects, load_detector
+from rooftop.models.detr.network import Detr, Predictions, pad_images
 from rooftop.models.images import check_images, read_image
 
 BUILDERS = {"detr_resnet50": detr_resnet50, "detr_resnet101": detr_resnet101}

@@ -17,13 +17,13 @@ from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware import measure_ceilings
-from rooftop.models.generation import Generation
-from rooftop.models.gpt import Gpt
-from rooftop.models.gpt_configs import PRESETS, gpt_config
-from rooftop.models.gpt_switches import GptConfig
-from rooftop.models.gpt_weights import CONFIG, config_of_files, empty_gpt, load_gpt_weights, read_gpt_config
-from rooftop.models.sampling import Sampling
-from rooftop.models.tokenizing import TOKENIZER, ByteTokenizer, Decoder, FileTokenizer, Tokenizer, stop_tokens
+from rooftop.models.gpt.configs import PRESETS, gpt_config
+from rooftop.models.gpt.generation import Generation
+from rooftop.models.gpt.network import Gpt
+from rooftop.models.gpt.sampling import Sampling
+from rooftop.models.gpt.switches import GptConfig
+from rooftop.models.gpt.tokenizing import TOKENIZER, ByteTokenizer, Decoder, FileTokenizer, Tokenizer, stop_tokens
+from rooftop.models.gpt.weights import CONFIG, config_of_files, empty_gpt, load_gpt_weights, read_gpt_config
 from rooftop.parallel import Layout, join, launched
 from rooftop.parallel.exchanges import Group
 from rooftop.train.trained_models import holds_training, load_trained_gpt, saved_training
