@@ -45,7 +45,8 @@ class Classified:
 @cache
 def imagenet_classes() -> tuple[str, ...]:
     """The names of the 1000 classes of ImageNet-1k, in the order of the logits."""
-    return tuple(files("rooftop.models.vision").joinpath("imagenet_classes.txt").read_text(encoding="utf-8").splitlines())
+    file = files("rooftop.models.vision").joinpath("imagenet_classes.txt")
+    return tuple(file.read_text(encoding="utf-8").splitlines())
 
 
 def load_classifier(name: str, weights: str | Path = "DEFAULT") -> tuple[nn.Module, Preprocessing]:
