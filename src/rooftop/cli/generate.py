@@ -12,11 +12,11 @@ import click
 import torch
 from click.core import ParameterSource
 
-from rooftop.analysis.report import write_text
 from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware import measure_ceilings
+from rooftop.hardware.ceilings import write_whole
 from rooftop.models.gpt.configs import PRESETS, gpt_config
 from rooftop.models.gpt.generation import Generation
 from rooftop.models.gpt.network import Gpt
@@ -113,7 +113,7 @@ def run(
         if to_stdout:
             click.echo(text, nl=False)
             return
-        write_text(json_path, text)
+        write_whole(json_path, text)
     if config.tied != said.tied:
         click.echo("the weights have a head of their own, although the config ties it to the embedding", err=True)
     for line in _lines(figures):
