@@ -501,20 +501,6 @@ def test_install_commands_work_in_a_clone() -> None:
     assert {extra for each in named for extra in each.split(",")} <= set(extras)
 
 
-def test_the_architecture_names_every_file() -> None:
-    """By its name, or by its folder (`formulas/`)."""
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    source = ROOT / "src" / "rooftop"
-    files = [path.relative_to(source) for path in source.rglob("*.py") if not path.name.startswith("__")]
-    unnamed = [
-        str(path) for path in files if path.name not in page and path.parent.name not in ("formulas", "page_files")
-    ]
-    assert not unnamed, "docs/architecture.md should say in a few words what these are for"
-    there = {path.name for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
-    for name in re.findall(r"\w+\.py", page):
-        assert name in there, f"docs/architecture.md names {name}, which is not there"
-
-
 def test_what_moves_is_marked(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("av")
     from rooftop.media import VideoReader

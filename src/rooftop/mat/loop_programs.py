@@ -25,7 +25,8 @@ from rooftop.kernels.expressions import DTYPES, OPERATIONS, Expression, topologi
 from rooftop.launch.numba_loops import compiled_loop, in_threads, memory_of, numba_works, run_part
 from rooftop.mat.conversions import Scaling
 from rooftop.mat.element_programs import ConversionProgram, ElementProgram, conversion_program, signed
-from rooftop.mat.planning import ExpressionPlan, remember
+from rooftop.mat.planning import ExpressionPlan
+from rooftop.mat.remembered import remember
 from rooftop.mat.row_programs import merged
 
 PATIENCE_SECONDS = 0.3
