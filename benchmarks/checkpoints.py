@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from rooftop.models import GptConfig
-from rooftop.models.gpt_configs import gpt_config
+from rooftop.models.gpt.configs import gpt_config
 from rooftop.parallel import Layout, join, launched
 from rooftop.train import GptTrainer, GptTraining, Saver, Tokens
 

@@ -42,10 +42,10 @@ from torch import Tensor
 from rooftop.cost import roof
 from rooftop.hardware import Ceilings, ceilings_of, measure_ceilings
 from rooftop.models import Gpt, generate, gpt_config
-from rooftop.models.generation import step_cost
-from rooftop.models.gpt_configs import GptConfig, hugging_face_config
-from rooftop.models.gpt_layouts import parallel_gpt
-from rooftop.models.gpt_weights import hugging_face_state_dict
+from rooftop.models.gpt.configs import GptConfig, hugging_face_config
+from rooftop.models.gpt.generation import step_cost
+from rooftop.models.gpt.layouts import parallel_gpt
+from rooftop.models.gpt.weights import hugging_face_state_dict
 from rooftop.parallel import Layout, join, launched
 
 Texts = list[list[int]]

@@ -42,8 +42,8 @@ from rooftop import models
 from rooftop.hardware import Ceilings, ceilings_of, compare, measure_ceilings
 from rooftop.hardware.graphs import captured, waits_for_gpu
 from rooftop.inference import Engine
-from rooftop.models.detr_weights import detr_state_dict
-from rooftop.models.resnet import Bottleneck
+from rooftop.models.detr.weights import detr_state_dict
+from rooftop.models.vision.resnet import Bottleneck
 
 Call = Callable[[], Any]
 BF16 = torch.bfloat16

@@ -58,8 +58,8 @@ from torch import Tensor
 from rooftop.cost import Cost, roof
 from rooftop.hardware import Ceilings, ceilings_of, measure_ceilings
 from rooftop.models import Gpt, gpt_config, parallel_gpt
-from rooftop.models.gpt_configs import GptConfig
-from rooftop.models.gpt_layouts import fully_sharded_gpt
+from rooftop.models.gpt.configs import GptConfig
+from rooftop.models.gpt.layouts import fully_sharded_gpt
 from rooftop.parallel import Layout, ModelGradients
 from rooftop.train import AdamW, GptTrainer, GptTraining, MainWeights, Replayed, Tokens
 

@@ -38,7 +38,7 @@ from torch.nn.functional import cross_entropy
 from rooftop.hardware import Timing, ceilings_of, collectives, compare, measure_ceilings
 from rooftop.hardware.timing import timing_of
 from rooftop.models import resnet50
-from rooftop.models.resnet import Bottleneck, ResNet
+from rooftop.models.vision.resnet import Bottleneck, ResNet
 from rooftop.parallel import device_copies
 from rooftop.parallel.data_parallel import DataParallel
 

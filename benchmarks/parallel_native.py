@@ -31,9 +31,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
 from rooftop.kernels import Box
-from rooftop.models.gpt import initial_values
-from rooftop.models.gpt_blocks import rotation_of
-from rooftop.models.gpt_configs import GptConfig
+from rooftop.models.gpt.blocks import rotation_of
+from rooftop.models.gpt.configs import GptConfig
+from rooftop.models.gpt.network import initial_values
 from rooftop.parallel import Stream
 
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from worlds import Ended, Row, largest, rows_of, told, written
 
 from rooftop.models import gpt_config
-from rooftop.models.gpt_blocks import rotation_of
-from rooftop.models.gpt_stages import GptStages, layers_of_stages, parallel_gpt_stages
+from rooftop.models.gpt.blocks import rotation_of
+from rooftop.models.gpt.stages import GptStages, layers_of_stages, parallel_gpt_stages
 from rooftop.parallel import Layout, Pipeline, defer_weight_gradients, join, launched, schedule_of, simulate
 from rooftop.train import GptTrainer, GptTraining, Replayed, Tokens
 

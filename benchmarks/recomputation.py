@@ -23,7 +23,7 @@ import torch
 from rooftop.hardware import devices
 from rooftop.hardware.timing import compare
 from rooftop.models import gpt_config, parallel_gpt
-from rooftop.models.gpt import Gpt
+from rooftop.models.gpt.network import Gpt
 from rooftop.parallel import recomputing
 
 KINDS: tuple[bool | str, ...] = (False, "selective", "full")

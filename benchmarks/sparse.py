@@ -45,7 +45,7 @@ from rooftop.hardware import Ceilings, ceilings_of, compare, measure_ceilings, t
 from rooftop.hardware.graphs import captured, waits_for_gpu
 from rooftop.hardware.timing import rotated, rotated_copies
 from rooftop.kernels import sparse_conv
-from rooftop.models import sparse_unet
+from rooftop.models.point_clouds import sparse_unet
 
 Call = Callable[[], Any]
 FARTHEST = 0.1  # of results: float16 through some forty layers moves them by less, other work by about 1

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rooftop import sparse
 from rooftop.cost import Cost, matrix_precision, tensor_bytes
-from rooftop.models.sparse_unet import UShape
+from rooftop.models.point_clouds.sparse_unet import UShape
 
 ROOM = 1.05  # of the outputs that a cloud has, rows that a bound makes
 GRANULE = 1024  # to a multiple of which a bound is rounded up

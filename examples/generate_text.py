@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 
 from rooftop.models import Generation, Gpt, gpt_config
-from rooftop.models.sampling import Sampling
-from rooftop.models.tokenizing import ByteTokenizer, Decoder
+from rooftop.models.gpt import ByteTokenizer, Decoder, Sampling
 
 LENGTH = 128  # bytes of a sequence that is learned from
 CONFIG = replace(

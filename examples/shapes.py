@@ -44,7 +44,7 @@ class Shapes(NamedTuple):
     counts: list[int]
 
     def targets(self) -> list[dict[str, Tensor]]:
-        """What `rooftop.models.detr_losses.SetCriterion` takes: labels (n,) and boxes (n, 4) of each picture."""
+        """What `rooftop.models.detr.SetCriterion` takes: labels (n,) and boxes (n, 4) of each picture."""
         rows = zip(self.labels, self.boxes, self.counts, strict=True)
         return [{"labels": labels[:n], "boxes": boxes[:n]} for labels, boxes, n in rows]
 

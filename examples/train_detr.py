@@ -36,10 +36,9 @@ from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
 from rooftop.models import CocoDataset, FoundObject, as_lists, average_precision, draw_objects
-from rooftop.models.detr import Detr
-from rooftop.models.detr_losses import Detections, Matcher, SetCriterion, Target, corners, to_detections
+from rooftop.models.detr import Detections, Detr, Matcher, SetCriterion, Target, corners, to_detections
 from rooftop.models.images import MEAN, STD
-from rooftop.models.resnet import BasicBlock, Variant
+from rooftop.models.vision.resnet import BasicBlock, Variant
 
 Batch = tuple[Tensor, Sequence[Target]]
 """Normalized images (B, 3, side, side), and their targets."""

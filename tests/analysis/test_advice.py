@@ -16,7 +16,7 @@ from rooftop.analysis.findings import Findings
 from rooftop.analysis.floors import operator_rows
 from rooftop.analysis.instruments import MeasuredOperator, Plain
 from rooftop.analysis.repeating import Form, Times, tensor_like
-from rooftop.analysis.report import Gaps, Summary
+from rooftop.analysis.report_contents import Gaps, Summary
 from rooftop.cost import CallSpec, Cost, CountingMode, Record, TensorSpec, roof
 from rooftop.hardware.ceilings import Ceilings
 

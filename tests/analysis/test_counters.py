@@ -30,7 +30,7 @@ from rooftop.analysis.counters import (
 )
 from rooftop.analysis.counters_table import counted_bytes, counters_table, short_name
 from rooftop.analysis.program import Program
-from rooftop.analysis.report import OperatorRow
+from rooftop.analysis.report_contents import OperatorRow
 from rooftop.errors import MeasurementError
 
 SAMPLE = Path(__file__).parent / "data" / "ncu_h200.csv"

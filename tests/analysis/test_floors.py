@@ -9,7 +9,7 @@ from torch import nn
 from rooftop.analysis.attribution import ModuleTracker
 from rooftop.analysis.floors import module_tree, operator_rows
 from rooftop.analysis.instruments import MeasuredOperator
-from rooftop.analysis.report import ModuleNode
+from rooftop.analysis.report_contents import ModuleNode
 from rooftop.cost import CountingMode
 from rooftop.hardware.ceilings import Ceilings
 

@@ -17,7 +17,7 @@ from rooftop.analysis.advice.host_rules import (
 from rooftop.analysis.findings import Findings
 from rooftop.analysis.instruments import MeasuredOperator, Plain
 from rooftop.analysis.kernel_join import Kernel
-from rooftop.analysis.report import Gaps, Summary
+from rooftop.analysis.report_contents import Gaps, Summary
 from rooftop.cost import Cost, Record
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.page_faults import PageFaults

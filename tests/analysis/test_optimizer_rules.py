@@ -14,7 +14,7 @@ from rooftop.analysis.advice import optimizer_rules
 from rooftop.analysis.advice.optimizer_rules import fused_optimizer
 from rooftop.analysis.findings import Findings
 from rooftop.analysis.instruments import MeasuredOperator, Plain
-from rooftop.analysis.report import Gaps, Summary
+from rooftop.analysis.report_contents import Gaps, Summary
 from rooftop.cost import Cost, Record
 from rooftop.hardware.ceilings import Ceilings
 

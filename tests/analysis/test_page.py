@@ -16,7 +16,8 @@ from torch import nn
 import rooftop
 from rooftop.analysis.page import RANK_PARTS, render_page
 from rooftop.analysis.ranks.merging import RankRow, compared
-from rooftop.analysis.report import Compilation, GraphBreak, Recompilation, Report
+from rooftop.analysis.report import Report
+from rooftop.analysis.report_contents import Compilation, GraphBreak, Recompilation
 from rooftop.hardware.ceilings import Ceilings
 
 HOSTILE = "</script><script>alert(1)</script><b>&\"'"

@@ -28,7 +28,6 @@ from rooftop.analysis.ranks.lockstep import distributed, process_group, several_
 from rooftop.analysis.ranks.measuring import (
     RANK_STEP_LABEL,
     clipped,
-    gather_ranks,
     length,
     measure_rank,
     measure_ranks,
@@ -259,9 +258,6 @@ def test_alone() -> None:
     row = measure_rank(program, device, steps=3)
     assert row.communication_ms == 0
     assert row.own_ms == row.wall_ms > row.busy_ms > 0
-    assert gather_ranks(row) is None
-    with pytest.raises(ZeroDivisionError):
-        gather_ranks(ZeroDivisionError())
     with pytest.raises(ValueError, match="steps=0"):
         measure_rank(program, device, steps=0)
 
@@ -272,9 +268,9 @@ PROLOGUE = """
 import json, os, sys, time
 import torch
 import torch.distributed as dist
-from rooftop.analysis.ranks.lockstep import SharedProgram, distributed, process_group
+from rooftop.analysis.ranks.lockstep import SharedProgram, distributed, on_all_ranks, process_group
 from rooftop.analysis.program import Program
-from rooftop.analysis.ranks.measuring import gather_ranks, measure_rank, measure_ranks
+from rooftop.analysis.ranks.measuring import measure_rank, measure_ranks
 from rooftop.errors import MeasurementError
 
 rank = int(os.environ["RANK"])
@@ -403,10 +399,16 @@ def test_a_rank_that_raised_before_gathering_is_named_at_all(launch: Launch) -> 
         with process_group(torch.device("cpu")) as device:
             program = Program(Net(0.0), (x,), {})
             row = measure_rank(program, device, steps=2)
+
+            def half_a_step():
+                if rank == 1:
+                    raise ZeroDivisionError("half a step")
+                return row
+
             try:
-                gather_ranks(row if rank == 0 else ZeroDivisionError("half a step"))
+                on_all_ranks(half_a_step)
             except MeasurementError as error:
-                write([str(error), len(gather_ranks(row).rows)])  # and they can go on together
+                write([str(error), len(on_all_ranks(lambda: row))])  # and they can go on together
     """)
     assert status == 0, errors
     assert found == [["rank 1 of 2 failed: ZeroDivisionError: half a step", 2]] * 2

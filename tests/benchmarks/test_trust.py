@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rooftop.analysis.report import Advice
+from rooftop.analysis.report_contents import Advice
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rooftop.cli.main import main
 from rooftop.models import GptConfig
-from rooftop.models.gpt_weights import load_gpt
+from rooftop.models.gpt.weights import load_gpt
 from rooftop.parallel import Layout
 from rooftop.train import GptTrainer, GptTraining, Tokens, find_training, load_training, save_training
 from rooftop.train.checkpoints import open_tensors

@@ -23,7 +23,7 @@ from rooftop.cli import trained_models
 from rooftop.cli.main import main
 from rooftop.inference import Engine
 from rooftop.models.images import Preprocessing
-from rooftop.models.weights import WEIGHTS, Weights
+from rooftop.models.weights.files import WEIGHTS, Weights
 
 pytestmark = pytest.mark.usefixtures("models_remembered")
 

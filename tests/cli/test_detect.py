@@ -16,9 +16,9 @@ from rooftop.cli import detect as module
 from rooftop.cli import trained_models
 from rooftop.cli.main import main
 from rooftop.inference import Engine
-from rooftop.models.detection import detect
-from rooftop.models.detr import Detr
-from rooftop.models.resnet import Bottleneck
+from rooftop.models.detr.detection import detect
+from rooftop.models.detr.network import Detr
+from rooftop.models.vision.resnet import Bottleneck
 
 pytestmark = pytest.mark.usefixtures("models_remembered")
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 import rooftop
 from rooftop.cli.commands.doctor import command
-from rooftop.hardware.findings import Finding
+from rooftop.doctor.findings import Finding
 
 WORKS = Finding("torch", "works", "2.11.0, CUDA 13.0 build")
 ABSENT = Finding("Charts", "absent", "not installed", "", 'pip install "rooftop[report]"', needed=False)
@@ -25,7 +25,7 @@ BROKEN = Finding(
 
 
 def doctor(monkeypatch: pytest.MonkeyPatch, *findings: Finding, words: tuple[str, ...] = ()) -> Result:
-    monkeypatch.setattr("rooftop.hardware.diagnosis.diagnose", lambda: list(findings))
+    monkeypatch.setattr("rooftop.doctor.diagnosis.diagnose", lambda: list(findings))
     return CliRunner().invoke(command, words)
 
 
@@ -61,13 +61,13 @@ def test_json_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_exit_status_is_what_main_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rooftop.hardware.diagnosis.diagnose", lambda: [BROKEN])
+    monkeypatch.setattr("rooftop.doctor.diagnosis.diagnose", lambda: [BROKEN])
     assert command.main([], standalone_mode=False) == 1
 
 
 def test_install_kernel_comes_before_the_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr("rooftop.hardware.diagnosis.install_kernel", lambda: done.append("kernel"))
+    monkeypatch.setattr("rooftop.doctor.diagnosis.install_kernel", lambda: done.append("kernel"))
     assert doctor(monkeypatch, WORKS).exit_code == 0
     assert done == []
     assert doctor(monkeypatch, WORKS, words=("--install-kernel",)).exit_code == 0

@@ -19,8 +19,8 @@ from rooftop.cli import generate as verb
 from rooftop.cli.main import main
 from rooftop.hardware import ceilings_of
 from rooftop.models import Gpt, GptConfig, generate, gpt_config, load_gpt, save_gpt
-from rooftop.models.rope_scaling import RopeScaling
-from rooftop.models.tokenizing import ByteTokenizer
+from rooftop.models.gpt.rope_scaling import RopeScaling
+from rooftop.models.gpt.tokenizing import ByteTokenizer
 from rooftop.parallel import Layout
 from rooftop.train.checkpoints import save_training
 from rooftop.train.gpt_trainer import GptTrainer

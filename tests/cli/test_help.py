@@ -18,7 +18,7 @@ from rooftop.cli.outputs import STANDARD_OUTPUT, write_json
 from rooftop.hardware.crossovers import DTYPES, OPERATIONS
 from rooftop.ladder import LADDERS
 from rooftop.models import builtin_models
-from rooftop.models.gpt_configs import PRESETS
+from rooftop.models.gpt.configs import PRESETS
 from rooftop.parallel import TRANSPORTS
 from rooftop.parallel.recomputing import GRANULARITIES
 from rooftop.parallel.schedules import SCHEDULES

@@ -17,7 +17,7 @@ from PIL import Image
 from rooftop.cli.main import main
 from rooftop.media import VideoReader, VideoWriter
 from rooftop.models import NextFrameNetwork, colour_next_frame_network, next_frame_network, predict_frames
-from rooftop.models.video import load_next_frame_network
+from rooftop.models.conv_lstm.video import load_next_frame_network
 
 pytestmark = pytest.mark.usefixtures("models_remembered")
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rooftop.cost import Call, CountingMode, covered_operators
-from rooftop.cost.formulas.attention_kernels import windowed_pairs
+from rooftop.cost.formulas.library_attentions import windowed_pairs
 from rooftop.cost.formulas.softmaxes import SOFTMAX_FLOPS
 from rooftop.cost.registry import formula_for
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftop.hardware.stream_races import check_streams
+from rooftop.debugging.stream_races import check_streams
 from rooftop.hardware.streams import join, on_stream, side_stream
 
 

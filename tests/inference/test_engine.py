@@ -21,8 +21,8 @@ from rooftop.cost import CountingMode
 from rooftop.inference import Engine
 from rooftop.inference.graphs import Graph, Graphs, UncapturedError, _waits
 from rooftop.inference.structures import signature
-from rooftop.models.detr import Detr
-from rooftop.models.resnet import BasicBlock, ResNet
+from rooftop.models.detr.network import Detr
+from rooftop.models.vision.resnet import BasicBlock, ResNet
 from rooftop.testing import assert_as_accurate
 
 

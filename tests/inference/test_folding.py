@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from rooftop import models
 from rooftop.inference import Engine, fold_norms
-from rooftop.models.detr import Detr, FrozenBatchNorm
-from rooftop.models.resnet import Bottleneck
+from rooftop.models.detr.network import Detr, FrozenBatchNorm
+from rooftop.models.vision.resnet import Bottleneck
 
 RESNETS = ("resnet18", "resnet50", "resnext50_32x4d", "wide_resnet50_2")  # the others only have more of the same
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from rooftop.cost import CountingMode
 from rooftop.inference import Engine, fold_norms, fuse_convolutions
-from rooftop.models import resnet
+from rooftop.models.vision import resnet
 
 # As the variants by name, with fewer blocks.
 VARIANTS: dict[str, tuple[type[resnet.Block], dict[str, Any]]] = {

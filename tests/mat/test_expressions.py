@@ -40,7 +40,7 @@ def test_large_expressions_of_64_bits_in_regions_and_in_place() -> None:
 
 
 def test_type_and_size_are_known_without_evaluating(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rooftop.mat.evaluation.evaluate", None)
+    monkeypatch.setattr("rooftop.mat.evaluation.evaluate_into", None)
     a = Mat(5, 8, CV_8UC3)
     expression = (a + a * 2).t()
     assert expression.type() == CV_8UC3

@@ -14,7 +14,7 @@ import torch
 from rooftop import mat
 from rooftop.launch import INTERPRETED
 from rooftop.launch.triton_launch import Repeated
-from rooftop.mat import Mat, conversions, copies, evaluation
+from rooftop.mat import Mat, converting, copies, evaluation
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETED or os.name == "nt", reason="compiles kernels")
@@ -53,7 +53,7 @@ def instructions(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], obje
         found.append(triton.compile(source, target=target, options=options).asm["ptx"])
 
     monkeypatch.setattr(Repeated, "__call__", compile_instead)
-    for module in (conversions, copies, evaluation):
+    for module in (converting, copies, evaluation):
         monkeypatch.setattr(module, "INTERPRETED", True)  # as for a GPU
 
     def of(call: Callable[[], object]) -> Counter[str]:

@@ -15,7 +15,8 @@ from rooftop import mat
 from rooftop.launch import INTERPRETED
 from rooftop.launch.triton_launch import count_launches
 from rooftop.mat import Mat
-from rooftop.mat.conversions import WITHOUT_PROGRAMS, convert, convert_blocks, scaling_of
+from rooftop.mat.conversions import WITHOUT_PROGRAMS, convert_blocks, scaling_of
+from rooftop.mat.converting import convert
 from rooftop.mat.type_codes import DEPTHS, CV_Bool
 
 pytest.importorskip("triton")

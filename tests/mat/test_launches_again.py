@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rooftop import mat
 from rooftop.launch import INTERPRETED
 from rooftop.launch.triton_launch import Repeated
-from rooftop.mat import CV_32F, CV_32FC3, Mat, MatExpr, Scalar, conversions, copies, evaluation, masked_copies, planning
+from rooftop.mat import CV_32F, CV_32FC3, Mat, MatExpr, Scalar, converting, copies, evaluation, masked_copies, planning
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETED or os.name == "nt", reason="where kernels are interpreted none is kept")
@@ -76,7 +76,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
         assert self.at(addresses)
 
     monkeypatch.setattr(Repeated, "__call__", call)
-    for module in (conversions, copies, evaluation):
+    for module in (converting, copies, evaluation):
         monkeypatch.setattr(module, "INTERPRETED", True)  # as for a GPU
     forget()
     yield found

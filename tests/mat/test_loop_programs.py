@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from rooftop import mat
 from rooftop.launch import INTERPRETED, numba_loops
 from rooftop.mat import Mat, MatExpr, loop_programs
-from rooftop.mat.planning import remember
+from rooftop.mat.remembered import remember
 from rooftop.mat.type_codes import DEPTHS
 
 pytest.importorskip("numba")

@@ -23,7 +23,7 @@ from rooftop.errors import InputError, MissingExtraError, TargetError, WeightsEr
 from rooftop.models import detr_resnet50, load, load_report, next_frame_network, resnet18, swin_t
 from rooftop.models.images import Preprocessing
 from rooftop.models.loading import FAMILIES, UNREGISTERED
-from rooftop.models.weights import WEIGHTS, Weights
+from rooftop.models.weights.files import WEIGHTS, Weights
 
 NAMES = [*models.builtin_models(), *(build.__name__ for build in UNREGISTERED)]
 DETR: dict[str, Any] = {

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import rooftop.nn
 from rooftop import models
-from rooftop.models.resnet import BasicBlock
+from rooftop.models.vision.resnet import BasicBlock
 
 SWIN: dict[str, Any] = {"num_classes": 5, "embed_dim": 12, "depths": (1, 2), "num_heads": (2, 4), "window_size": (4, 4)}
 SIZES = {"vocabulary": 32, "positions": 16, "width": 16, "layers": 1, "heads": 2, "kv_heads": 1, "hidden": 32}

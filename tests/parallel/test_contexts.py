@@ -186,7 +186,7 @@ MUTANTS: dict[str, Callable[[], Any]] = {
         contexts, "_send_back", lambda step, dkey, dvalue, group: lambda a, b: None
     ),
     "rows arrive in another order": lambda: patch.object(contexts.Chunks, "positions", shuffled_positions),
-    "merged in bfloat16": lambda: patch.object(contexts._Plan, "dtype_of_sums", lambda plan, x: torch.bfloat16),
+    "merged in bfloat16": lambda: patch.object(contexts._RankPlan, "dtype_of_sums", lambda plan, x: torch.bfloat16),
 }
 
 

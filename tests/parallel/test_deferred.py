@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rooftop.models.gpt_blocks import Block
-from rooftop.models.gpt_configs import GptConfig
-from rooftop.models.gpt_layouts import parallel_gpt
+from rooftop.models.gpt.blocks import Block
+from rooftop.models.gpt.configs import GptConfig
+from rooftop.models.gpt.layouts import parallel_gpt
 from rooftop.parallel import ColumnParallelLinear, RowParallelLinear
 from rooftop.parallel.deferred import defer_weight_gradients
 

@@ -24,10 +24,10 @@ from rooftop.cli import generate as verb
 from rooftop.cli.main import main
 from rooftop.hardware import ceilings_of
 from rooftop.models import Gpt, GptConfig, generate
-from rooftop.models.generation import Generation, step_cost
-from rooftop.models.gpt_weights import empty_gpt, save_gpt
-from rooftop.models.safetensors_files import TensorFiles
-from rooftop.models.sampling import Sampling, choose, choose_on_ranks
+from rooftop.models.gpt.generation import Generation, step_cost
+from rooftop.models.gpt.sampling import Sampling, choose, choose_on_ranks
+from rooftop.models.gpt.weights import empty_gpt, save_gpt
+from rooftop.models.weights.safetensors_files import TensorFiles
 from rooftop.parallel import Layout, shards_of
 from rooftop.train.checkpoints import save_training
 from rooftop.train.gpt_trainer import GptTrainer
@@ -155,7 +155,7 @@ def drawn_otherwise() -> list[list[int]]:
     def other(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
         return (choose(logits, numbers, sampling) + dist.get_rank()) % logits.shape[1]
 
-    with patch("rooftop.models.sampling.choose", other):
+    with patch("rooftop.models.gpt.sampling.choose", other):
         return generate(part_of(whole(LLAMA)), prompts_of(LLAMA), NEW, **SAMPLED)
 
 
@@ -190,7 +190,7 @@ def held_on_ranks() -> dict[str, tuple[int, int, float]]:
         list(generation)
         assert generation.ranks == dist.get_world_size()
         elements = sum(parameter.numel() for parameter in model.parameters())
-        with patch("rooftop.models.generation.roof", lambda cost, _: SimpleNamespace(ms=cost.read_bytes)):
+        with patch("rooftop.models.gpt.generation.roof", lambda cost, _: SimpleNamespace(ms=cost.read_bytes)):
             found[kind] = elements, generation.cache.page_bytes, generation.decode_roof_ms(H200)
     return found
 

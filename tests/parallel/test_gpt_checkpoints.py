@@ -26,7 +26,6 @@ from torch.distributed.tensor import Shard as ShardedAlong
 from rooftop.errors import InputError
 from rooftop.models import GptConfig
 from rooftop.parallel import Layout, Shard, shards_of
-from rooftop.parallel.sharded_data import whole_of
 from rooftop.train import (
     GptTrainer,
     GptTraining,
@@ -192,7 +191,7 @@ def saved_as_before(training: GptTraining, name: str, to: Path, steps: int, with
     numbers(one, steps)
 
     def whole(tensor: Tensor) -> Tensor:
-        return whole_of(tensor).detach()
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
     states = one.optimizer.state_dict()["state"].items()
     part = {

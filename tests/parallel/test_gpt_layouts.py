@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rooftop.models import gpt, gpt_blocks, gpt_layouts
-from rooftop.models.gpt import Gpt, continue_greedily
-from rooftop.models.gpt_configs import GptConfig
-from rooftop.models.gpt_layouts import parallel_gpt, rules_of
+from rooftop.models.gpt import blocks as gpt_blocks
+from rooftop.models.gpt import layouts as gpt_layouts
+from rooftop.models.gpt import network as gpt
+from rooftop.models.gpt.configs import GptConfig
+from rooftop.models.gpt.layouts import parallel_gpt, rules_of
+from rooftop.models.gpt.network import Gpt, continue_greedily
 from rooftop.parallel import (
     Context,
     Documents,

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from rooftop.cli.main import main
 from rooftop.errors import WeightsError
 from rooftop.models import Gpt, GptConfig
-from rooftop.models.gpt_weights import save_gpt
+from rooftop.models.gpt.weights import save_gpt
 from rooftop.train import GptTrainer
 
 Run = Callable[..., list[Any]]

@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rooftop.models import gpt_weights, safetensors_files
-from rooftop.models.gpt import Gpt
-from rooftop.models.gpt_configs import GptConfig
-from rooftop.models.gpt_layouts import parallel_gpt
-from rooftop.models.gpt_weights import load_gpt, load_gpt_weights, save_gpt
+from rooftop.models.gpt import weights as gpt_weights
+from rooftop.models.gpt.configs import GptConfig
+from rooftop.models.gpt.layouts import parallel_gpt
+from rooftop.models.gpt.network import Gpt
+from rooftop.models.gpt.weights import load_gpt, load_gpt_weights, save_gpt
+from rooftop.models.weights import safetensors_files
 from rooftop.parallel import Layout, shards_of
 
 pytest.importorskip("safetensors.torch")

@@ -20,12 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rooftop.models import gpt_stages
-from rooftop.models.gpt_configs import GptConfig
-from rooftop.models.gpt_layouts import parallel_gpt
-from rooftop.models.gpt_stages import GptStages, parallel_gpt_stages
+from rooftop.models.gpt import stages as gpt_stages
+from rooftop.models.gpt.configs import GptConfig
+from rooftop.models.gpt.layouts import parallel_gpt
+from rooftop.models.gpt.stages import GptStages, parallel_gpt_stages
 from rooftop.parallel import (
     Layout,
     ModelGradients,
@@ -41,7 +42,6 @@ from rooftop.parallel.dropouts import CounterDropouts, Place
 from rooftop.parallel.exchanges import Group
 from rooftop.parallel.pipelines import Pipeline
 from rooftop.parallel.schedules import Instruction, Schedule, schedule_of, simulate
-from rooftop.parallel.sharded_data import whole_of
 from rooftop.train import Replayed
 
 Run = Callable[..., list[Any]]
@@ -134,6 +134,11 @@ def text(config: GptConfig) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(config.vocabulary, (BATCH, LENGTH + 1), generator=generator)
     unknown = torch.rand(BATCH, LENGTH, generator=generator) < torch.linspace(0, 0.6, BATCH)[:, None]
     return tokens[:, :-1], tokens[:, 1:].masked_fill(unknown, -100)
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """A shared tensor put together, on every rank, or another tensor itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def copied(model: nn.Module) -> Tensors:

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rooftop.models.gpt_blocks import Block, rotation_of
-from rooftop.models.gpt_configs import GptConfig, gpt_config
-from rooftop.models.gpt_layouts import fully_sharded_gpt, parallel_gpt
+from rooftop.models.gpt.blocks import Block, rotation_of
+from rooftop.models.gpt.configs import GptConfig, gpt_config
+from rooftop.models.gpt.layouts import fully_sharded_gpt, parallel_gpt
 from rooftop.parallel import Layout, ModelGradients, recomputing
 from rooftop.parallel.recomputing import granularity_of, made_again
 from rooftop.parallel.sharded_data import local_of

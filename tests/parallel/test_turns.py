@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rooftop.models import GptConfig
-from rooftop.models.gpt_layouts import parallel_gpt
+from rooftop.models.gpt.layouts import parallel_gpt
 from rooftop.parallel import Layout, tensor_linears, turns
 from rooftop.parallel.turns import Phases, begin_gather, begin_scattered_sum, take_turns
 

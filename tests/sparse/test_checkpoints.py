@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import rooftop.sparse as spconv
-from rooftop.sparse.checkpoints import LAYOUTS, as_krsc, fitting
+from rooftop.sparse.weight_layouts import LAYOUTS, as_krsc, fitting
 
 
 def a_network() -> nn.Module:

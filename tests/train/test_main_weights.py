@@ -17,7 +17,7 @@ from rooftop.cli.main import main
 from rooftop.errors import WeightsError
 from rooftop.launch import INTERPRETED
 from rooftop.models import Gpt, GptConfig
-from rooftop.models.gpt_weights import load_gpt, save_gpt
+from rooftop.models.gpt.weights import load_gpt, save_gpt
 from rooftop.parallel import Layout, ModelGradients
 from rooftop.train import (
     AdamW,

@@ -3,7 +3,8 @@
 from rooftop.analysis.analyzing import analyze
 from rooftop.analysis.predicting import fake_tensors, predict
 from rooftop.analysis.recordings import Recording, recording
-from rooftop.analysis.report import Advice, Gaps, ModuleNode, OperatorRow, Report, Summary
+from rooftop.analysis.report import Report
+from rooftop.analysis.report_contents import Advice, Gaps, ModuleNode, OperatorRow, Summary
 
 __all__ = [
     "Advice",

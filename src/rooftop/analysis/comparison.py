@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rooftop.analysis.report import ModuleNode, Report
+from rooftop.analysis.report import Report
+from rooftop.analysis.report_contents import ModuleNode
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.figures import in_words
 from rooftop.hardware.histories import figures_of

@@ -13,7 +13,8 @@ from rich.text import Text
 
 from rooftop.analysis.counters import KernelRow
 from rooftop.analysis.formats import quantity_text, time_text
-from rooftop.analysis.report import OperatorRow, Report
+from rooftop.analysis.report import Report
+from rooftop.analysis.report_contents import OperatorRow
 
 REREADING = 1.3
 """Moved over counted from which a kernel is said to move data more than once."""

@@ -11,7 +11,7 @@ import torch
 
 from rooftop.analysis.host_operators import LEAST_WORK
 from rooftop.analysis.instruments import MeasuredOperator, Plain
-from rooftop.analysis.report import Gaps, OperatorRow, Summary
+from rooftop.analysis.report_contents import Gaps, OperatorRow, Summary
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.page_faults import NO_FAULTS, PageFaults
 

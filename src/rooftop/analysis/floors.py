@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from rooftop.analysis.attribution import OPTIMIZER, ModuleTracker, ModuleTraffic
 from rooftop.analysis.instruments import MeasuredOperator
-from rooftop.analysis.report import ModuleNode, OperatorRow
+from rooftop.analysis.report_contents import ModuleNode, OperatorRow
 from rooftop.cost import FREE, Cost, Record, roof
 from rooftop.hardware.ceilings import Ceilings
 

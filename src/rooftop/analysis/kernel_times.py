@@ -49,12 +49,6 @@ def in_launch_order(kernels: Sequence[Kernel]) -> list[Kernel]:
     return sorted(kernels, key=lambda kernel: (kernel.correlation_id, kernel.start_ns))
 
 
-def times_of_step(kernels: Sequence[Kernel]) -> KernelTimes:
-    """The kernels of a single step."""
-    ordered = in_launch_order(kernels)
-    return KernelTimes(tuple(k.name for k in ordered), tuple(k.ms for k in ordered), busy_ms(kernels), 1)
-
-
 def times_of_sequence(kernels: Sequence[Kernel], steps: int, lead: int) -> KernelTimes | None:
     """The kernels of the last of several steps; None if not all steps launched the same ones.
 

@@ -37,7 +37,8 @@ from rooftop.analysis.floors import comparable, module_tree, operator_rows
 from rooftop.analysis.held_objects import Held, left_as_they_were
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.program import Program, describe_tensor
-from rooftop.analysis.report import Gaps, Report, Summary
+from rooftop.analysis.report import Report
+from rooftop.analysis.report_contents import Gaps, Summary
 from rooftop.analysis.without_values import RESULTS, answered_without_values
 from rooftop.cost import CountingMode, Record, counted_for, roof
 from rooftop.cost.accounting import tensors_in

@@ -41,7 +41,7 @@ from rooftop.analysis.instruments import (
 )
 from rooftop.analysis.kernel_times import KernelTimes, watch_kernels
 from rooftop.analysis.program import Program
-from rooftop.analysis.report import Compilation
+from rooftop.analysis.report_contents import Compilation
 from rooftop.analysis.traced_steps import TracingQuestions
 from rooftop.cost import distinct_bytes
 from rooftop.cost.accounting import tensors_in

@@ -19,7 +19,8 @@ from rooftop.analysis.floors import comparable, module_tree, operator_rows
 from rooftop.analysis.formats import time_text
 from rooftop.analysis.profiling import UNEXPLAINED, Profile
 from rooftop.analysis.program import describe_tensor
-from rooftop.analysis.report import Gaps, ModuleNode, OperatorRow, Report, Summary
+from rooftop.analysis.report import Report
+from rooftop.analysis.report_contents import Gaps, ModuleNode, OperatorRow, Summary
 from rooftop.hardware import devices
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.page_faults import KEEP_MEMORY

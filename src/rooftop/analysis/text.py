@@ -19,7 +19,7 @@ from rooftop.analysis.formats import (
     time_text,
 )
 from rooftop.analysis.ranks.merging import Ranks
-from rooftop.analysis.report import Advice, Compilation, OperatorRow, Report
+from rooftop.analysis.report_contents import Advice, Compilation, OperatorRow, ReportContents
 
 WIDTH = 110
 PARTS = (  # of the wall time, in the order in which they stack up; with the colour of their bar
@@ -31,14 +31,14 @@ PARTS = (  # of the wall time, in the order in which they stack up; with the col
 GAP_OF_A_CPU = "between operators: Python, PyTorch, and the system"
 
 
-def render_text(report: Report, rows: int) -> str:
+def render_text(report: ReportContents, rows: int) -> str:
     """The report as plain text, at most `WIDTH` columns wide."""
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
     console.print(renderable(report, rows))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def renderable(report: Report, rows: int) -> RenderableType:
+def renderable(report: ReportContents, rows: int) -> RenderableType:
     """The report for a rich console, in colour where the console has any."""
     parts: list[RenderableType] = [_heading(report), _gaps(report)]
     if report.pace:
@@ -54,7 +54,7 @@ def renderable(report: Report, rows: int) -> RenderableType:
     return Group(*parts)
 
 
-def _heading(report: Report) -> Text:
+def _heading(report: ReportContents) -> Text:
     summary = report.summary
     rate = f" ({1e3 * summary.samples / summary.wall_ms:,.0f} samples/s)" if summary.samples else ""
     heading = Text()
@@ -78,14 +78,14 @@ def _heading(report: Report) -> Text:
     return heading
 
 
-def _uncovered(report: Report) -> str:
+def _uncovered(report: ReportContents) -> str:
     names = list(dict.fromkeys(row.name for row in report.uncovered))
     if not names:
         return ""
     return f" (without a formula: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
-def _gaps(report: Report) -> Table:
+def _gaps(report: ReportContents) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 1))
     for _ in range(4):
         table.add_column(no_wrap=True)
@@ -105,7 +105,7 @@ def _gaps(report: Report) -> Table:
     return table
 
 
-def _advice(report: Report) -> Table:
+def _advice(report: ReportContents) -> Table:
     table = Table(box=None, padding=(0, 1), title="\nopportunities, by predicted gain", title_justify="left")
     table.add_column("gain", justify="right", no_wrap=True)
     table.add_column("what")
@@ -158,7 +158,7 @@ def ranks_table(ranks: Ranks) -> Table:
     return table
 
 
-def _operators(report: Report, rows: int) -> Table:
+def _operators(report: ReportContents, rows: int) -> Table:
     what = "operators by predicted time" if report.predicted else "slowest operators"
     title = f"\n{what} ({min(rows, len(report.ops))} of {len(report.ops)})"
     table = Table(box=None, padding=(0, 1), title=title, title_justify="left")

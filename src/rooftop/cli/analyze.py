@@ -34,7 +34,8 @@ from rooftop.analysis.ranks.lockstep import (
 )
 from rooftop.analysis.scripts import ScriptRun, run_script
 from rooftop.analysis.text import WIDTH, renderable
-from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
+from rooftop.cli.device_option import pick_device
+from rooftop.cli.outputs import STANDARD_OUTPUT, check_outputs
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES, Target, resolve_target
 from rooftop.cli.words import Words
@@ -66,7 +67,7 @@ def run(
     html_path = None if no_html else output or Path(f"rooftop-{re.sub(r'[^A-Za-z0-9_.-]+', '-', target)}.html")
     if not first_rank():  # only one rank writes
         json_path = html_path = trace = None
-    _check_outputs([path for path in (json_path, html_path, trace) if path is not None and path != STANDARD_OUTPUT])
+    check_outputs([path for path in (json_path, html_path, trace) if path is not None and path != STANDARD_OUTPUT])
     if trace is not None and trace.exists() and not trace.is_file():
         raise click.BadParameter(f"{trace} is no regular file", param_hint="--trace")
     if html_path is not None:
@@ -336,39 +337,6 @@ class _ClassLoss:
         if self._labels is None:
             self._labels = torch.randint(logits.shape[1], logits.shape[:1], device=logits.device)
         return cross_entropy(logits, self._labels)
-
-
-def pick_device(text: str | None) -> torch.device:
-    """The device that --device names; the GPU if there is one and nothing is named.
-
-    Raises:
-        click.BadParameter: no such device here.
-    """
-    if text is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if re.fullmatch(r"cpu|cuda(:\d+)?", text) is None:
-        raise click.BadParameter(f"expected cpu, cuda or cuda:N, got {text!r}", param_hint="--device")
-    device = torch.device(text)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise click.BadParameter(
-            f"{text} is not there: torch {torch.__version__} can use {torch.cuda.device_count()} GPUs on this machine",
-            param_hint="--device",
-        )
-    return device
-
-
-def _check_outputs(paths: Sequence[Path]) -> None:
-    """Refuse files that cannot be written, and one file for two outputs.
-
-    Raises:
-        click.BadParameter: there is one.
-    """
-    for path in paths:
-        check_writable(path)
-    files = [path.resolve() for path in paths if path.is_file() or not path.exists()]
-    twice = next((path for path in files if files.count(path) > 1), None)
-    if twice is not None:
-        raise click.BadParameter(f"{twice} is named for two outputs", param_hint="output")
 
 
 def _check_plotly() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rooftop.cli.analyze import pick_device
+from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import check_writable, write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.hardware import Ceilings, measure_ceilings

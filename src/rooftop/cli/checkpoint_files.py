@@ -14,9 +14,9 @@ from rooftop.analysis.text import WIDTH
 from rooftop.cli.outputs import write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError
-from rooftop.models.gpt_configs import hugging_face_config
-from rooftop.models.gpt_weights import save_gpt
-from rooftop.models.safetensors_files import safetensors_library
+from rooftop.models.gpt.configs import hugging_face_config
+from rooftop.models.gpt.weights import save_gpt
+from rooftop.models.weights.safetensors_files import safetensors_library
 from rooftop.train.checkpoints import open_tensors
 from rooftop.train.conversions import check_new, convert
 from rooftop.train.gpt_training import DTYPES

@@ -16,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from rooftop.analysis.report import write_text
 from rooftop.analysis.text import WIDTH
 from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
 from rooftop.cli.progress import progress_bar
@@ -26,6 +25,7 @@ from rooftop.cli.trained_models import (
     skipped_ones_named,
 )
 from rooftop.errors import InputError, MissingExtraError
+from rooftop.hardware.ceilings import write_whole
 from rooftop.inference import Engine
 from rooftop.media import DamagedVideoError, VideoReader
 from rooftop.media.images import SUFFIXES, check_images, find_images
@@ -105,7 +105,7 @@ def run(
         if to_stdout:
             click.echo(text, nl=False)
         else:
-            write_text(json_path, text)
+            write_whole(json_path, text)
     if not to_stdout:
         _show(photographs, clips)
         if seed is not None:

@@ -15,13 +15,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from rooftop.analysis.page import ms
-from rooftop.analysis.report import write_text
 from rooftop.analysis.text import WIDTH
-from rooftop.cli.analyze import pick_device
+from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES as NAMES
 from rooftop.errors import MeasurementError, MissingExtraError
+from rooftop.hardware.ceilings import write_whole
 from rooftop.hardware.crossovers import NEEDS_GPU, BreakEven, Crossover, measure_crossover
 
 CURVES = (  # attribute of a point, name, color
@@ -44,9 +44,9 @@ def run(operation: str, dtype: str, device: str, json_path: Path | None, output:
         crossover = measure_crossover(operation, dtype=NAMES[dtype], device=where, progress=progress)
     text = json.dumps(crossover.to_dict(), indent=1)
     if json_path is not None and not to_stdout:
-        write_text(json_path, text + "\n")
+        write_whole(json_path, text + "\n")
     if output is not None:
-        write_text(output, _page(crossover))
+        write_whole(output, _page(crossover))
     if to_stdout:
         click.echo(text)
         return

@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from rooftop.analysis.report import write_text
 from rooftop.analysis.text import WIDTH
 from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
 from rooftop.cli.progress import progress_bar
@@ -27,10 +26,11 @@ from rooftop.cli.trained_models import (
     skipped_ones_named,
 )
 from rooftop.errors import InputError
+from rooftop.hardware.ceilings import write_whole
 from rooftop.inference import Engine
 from rooftop.models import detr_resnet50, detr_resnet101, find_images
-from rooftop.models.detection import Detected, detect, draw_objects, load_detector
-from rooftop.models.detr import Detr, Predictions, pad_images
+from rooftop.models.detr.detection import Detected, detect, draw_objects, load_detector
+from rooftop.models.detr.network import Detr, Predictions, pad_images
 from rooftop.models.images import check_images, read_image
 
 BUILDERS = {"detr_resnet50": detr_resnet50, "detr_resnet101": detr_resnet101}
@@ -97,7 +97,7 @@ def run(
         if to_stdout:
             click.echo(text, nl=False)
             return
-        write_text(json_path, text)
+        write_whole(json_path, text)
     Console(width=None if sys.stdout.isatty() else WIDTH).print(_table(photographs))
     if weights is None:
         click.echo("random weights: what is found means nothing")

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rooftop.cli.outputs import write_json
-from rooftop.hardware import Finding, diagnosis
+from rooftop.doctor import Finding, diagnosis
 
 MARKS = {"works": ("✓", "green"), "absent": ("-", "dim"), "broken": ("✗", "bold red")}
 

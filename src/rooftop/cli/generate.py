@@ -12,18 +12,18 @@ import click
 import torch
 from click.core import ParameterSource
 
-from rooftop.analysis.report import write_text
 from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware import measure_ceilings
-from rooftop.models.generation import Generation
-from rooftop.models.gpt import Gpt
-from rooftop.models.gpt_configs import PRESETS, gpt_config
-from rooftop.models.gpt_switches import GptConfig
-from rooftop.models.gpt_weights import CONFIG, config_of_files, empty_gpt, load_gpt_weights, read_gpt_config
-from rooftop.models.sampling import Sampling
-from rooftop.models.tokenizing import TOKENIZER, ByteTokenizer, Decoder, FileTokenizer, Tokenizer, stop_tokens
+from rooftop.hardware.ceilings import write_whole
+from rooftop.models.gpt.configs import PRESETS, gpt_config
+from rooftop.models.gpt.generation import Generation
+from rooftop.models.gpt.network import Gpt
+from rooftop.models.gpt.sampling import Sampling
+from rooftop.models.gpt.switches import GptConfig
+from rooftop.models.gpt.tokenizing import TOKENIZER, ByteTokenizer, Decoder, FileTokenizer, Tokenizer, stop_tokens
+from rooftop.models.gpt.weights import CONFIG, config_of_files, empty_gpt, load_gpt_weights, read_gpt_config
 from rooftop.parallel import Layout, join, launched
 from rooftop.parallel.exchanges import Group
 from rooftop.train.trained_models import holds_training, load_trained_gpt, saved_training
@@ -113,7 +113,7 @@ def run(
         if to_stdout:
             click.echo(text, nl=False)
             return
-        write_text(json_path, text)
+        write_whole(json_path, text)
     if config.tied != said.tied:
         click.echo("the weights have a head of their own, although the config ties it to the embedding", err=True)
     for line in _lines(figures):

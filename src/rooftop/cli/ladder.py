@@ -14,13 +14,13 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from rooftop.analysis.report import write_text
 from rooftop.analysis.text import WIDTH
-from rooftop.cli.analyze import pick_device
+from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import check_writable
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import MeasurementError
 from rooftop.hardware import measure_ceilings
+from rooftop.hardware.ceilings import write_whole
 from rooftop.ladder import Climb, build, climb
 from rooftop.ladder.chart import page, require_plotly
 from rooftop.ladder.table import WITHOUT_GPU, heading, table
@@ -50,9 +50,9 @@ def run(
     for remark in (*found.remarks, *([WITHOUT_GPU] if where.type == "cpu" else [])):
         console.print(f"\n{escape(remark)}")
     if out is not None:
-        write_text(out, json.dumps(found.to_dict(), indent=1) + "\n")
+        write_whole(out, json.dumps(found.to_dict(), indent=1) + "\n")
     if chart is not None:
-        write_text(chart, page([found]))
+        write_whole(chart, page([found]))
     for what, path in (("figures", out), ("chart", chart)):
         if path is not None:
             click.echo(f"{what}: {path}")

@@ -40,6 +40,20 @@ def check_writable(path: Path, inputs: Sequence[Path] = ()) -> None:
     raise click.BadParameter(f"{path} {problem}", param_hint="output")
 
 
+def check_outputs(paths: Sequence[Path]) -> None:
+    """Refuse files that cannot be written, and one file for two outputs.
+
+    Raises:
+        click.BadParameter: there is one.
+    """
+    for path in paths:
+        check_writable(path)
+    files = [path.resolve() for path in paths if path.is_file() or not path.exists()]
+    twice = next((path for path in files if files.count(path) > 1), None)
+    if twice is not None:
+        raise click.BadParameter(f"{twice} is named for two outputs", param_hint="output")
+
+
 def _is_in(path: Path, source: Path) -> bool:
     """Whether a file is that one, or in that folder."""
     if source.is_dir():

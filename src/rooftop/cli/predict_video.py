@@ -19,8 +19,8 @@ from rooftop.cli.trained_models import engine_of, seeded
 from rooftop.errors import InputError
 from rooftop.media import VideoReader, VideoWriter
 from rooftop.models import NextFrameNetwork, colour_next_frame_network, next_frame_network
-from rooftop.models.conv_lstm import States
-from rooftop.models.video import Continuation, continue_clip, load_next_frame_network
+from rooftop.models.conv_lstm.network import States
+from rooftop.models.conv_lstm.video import Continuation, continue_clip, load_next_frame_network
 
 MAX_SIDE = 16384  # pixels, of libx264
 SLACK_S = 0.0005  # as VideoReader.frames_at: 2 / 30 is frame 2 also where the file says 0.067 s

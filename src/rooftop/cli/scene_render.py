@@ -21,12 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from rooftop import scene
-from rooftop.analysis.report import write_text
 from rooftop.analysis.text import WIDTH
+from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.scene_cameras import Choice, Numbers, chosen_cameras, turned
 from rooftop.errors import InputError, RooftopError
+from rooftop.hardware.ceilings import write_whole
 from rooftop.scene.framing import around, outline
 from rooftop.scene.gbuffers import FrameStats
 from rooftop.scene.rendering.renderer import LIGHT
@@ -64,8 +65,6 @@ def run_render(
     json_path: Path | None,
 ) -> None:
     """Do what `rooftop.cli.commands.scene_render:render_command` says."""
-    from rooftop.cli.analyze import pick_device  # takes seconds, which the other verbs need not wait
-
     where = pick_device(None if device == "auto" else device)
     shows = tuple(dict.fromkeys(shows))
     world = world_of(files, instances, up or (0.0, 0.0, 1.0))
@@ -122,7 +121,7 @@ def run_render(
         if to_stdout:
             click.echo(text, nl=False)
             return
-        write_text(json_path, text)
+        write_whole(json_path, text)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(_table(found))
     for line in _lines(found, world):

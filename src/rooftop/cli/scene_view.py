@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from rooftop.cli.device_option import pick_device
 from rooftop.cli.scene_cameras import Numbers
 from rooftop.cli.scene_render import world_of, wrong_call
 from rooftop.cli.words import Words
@@ -32,8 +33,6 @@ def run_view(
     """Do what `rooftop.cli.commands.scene_view:view_command` says."""
     x, y, z = up or (0.0, 0.0, 1.0)
     world = world_of(files, instances, (x, y, z))
-    from rooftop.cli.analyze import pick_device  # takes seconds, which a wrong call need not wait
-
     where = pick_device(None if device == "auto" else device)
     with wrong_call():
         drawing = Drawing(world, where, pixel_error, (x, y, z), fov, pool, shadows)

@@ -19,10 +19,10 @@ from rooftop.cli.outputs import check_writable
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError, RooftopError
 from rooftop.hardware import measure_ceilings
-from rooftop.models.gpt_configs import gpt_config
-from rooftop.models.gpt_stages import layers_of_stages
-from rooftop.models.gpt_switches import GptConfig
-from rooftop.models.gpt_weights import read_gpt_config
+from rooftop.models.gpt.configs import gpt_config
+from rooftop.models.gpt.stages import layers_of_stages
+from rooftop.models.gpt.switches import GptConfig
+from rooftop.models.gpt.weights import read_gpt_config
 from rooftop.parallel import Layout, Packing, Schedule, World, join, launched, simulate
 from rooftop.train import (
     GptTrainer,

@@ -10,7 +10,8 @@
     measure_crossover                         from which size on the GPU beats the CPU
     diagnose                                  what works here and what does not
 
-Names are loaded when they are first used: `rooftop doctor` imports this package where torch is broken.
+Names are loaded when they are first used, so this package imports where torch is broken. Some stand in
+`rooftop.doctor` (which is below this package) and `rooftop.debugging` (which is above it).
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rooftop.debugging.out_of_memory import MemoryExplanation, MemoryRecording, explain_memory, explained_memory
+    from rooftop.debugging.stream_races import StreamCheck, StreamRace, StreamRaceError, check_streams
+    from rooftop.doctor.diagnosis import diagnose
+    from rooftop.doctor.findings import Finding
     from rooftop.hardware.ceilings import Ceilings, MemoryLevel, MemoryPoint, ceilings_of, known_machines
     from rooftop.hardware.crossovers import BreakEven, Crossover, CrossoverPoint, measure_crossover
     from rooftop.hardware.device import Cpu, Device, Gpu, devices
-    from rooftop.hardware.diagnosis import diagnose
-    from rooftop.hardware.findings import Finding
     from rooftop.hardware.measuring import measure_ceilings
     from rooftop.hardware.memory import DeviceMemory, Released, TrackedMemory, memory_summary, release, track
     from rooftop.hardware.occupancies import Change, Occupancy, occupancy
-    from rooftop.hardware.out_of_memory import MemoryExplanation, MemoryRecording, explain_memory, explained_memory
     from rooftop.hardware.select import DeviceSelectionError, Ensemble, on_each, select_devices
-    from rooftop.hardware.stream_races import StreamCheck, StreamRace, StreamRaceError, check_streams
     from rooftop.hardware.streams import join, on_stream, side_stream
     from rooftop.hardware.timing import Timing, compare, measure
     from rooftop.hardware.topology import NvLink, Peer
@@ -83,22 +84,22 @@ __all__ = [
 ]
 
 _NAMES = {
-    "ceilings": "Ceilings MemoryLevel MemoryPoint ceilings_of known_machines",
-    "crossovers": "BreakEven Crossover CrossoverPoint measure_crossover",
-    "device": "Cpu Device Gpu devices",
-    "diagnosis": "diagnose",
-    "findings": "Finding",
-    "measuring": "measure_ceilings",
-    "memory": "DeviceMemory Released TrackedMemory memory_summary release track",
-    "occupancies": "Change Occupancy occupancy",
-    "out_of_memory": "MemoryExplanation MemoryRecording explain_memory explained_memory",
-    "select": "DeviceSelectionError Ensemble on_each select_devices",
-    "stream_races": "StreamCheck StreamRace StreamRaceError check_streams",
-    "streams": "join on_stream side_stream",
-    "timing": "Timing compare measure",
-    "topology": "NvLink Peer",
+    "rooftop.hardware.ceilings": "Ceilings MemoryLevel MemoryPoint ceilings_of known_machines",
+    "rooftop.hardware.crossovers": "BreakEven Crossover CrossoverPoint measure_crossover",
+    "rooftop.hardware.device": "Cpu Device Gpu devices",
+    "rooftop.doctor.diagnosis": "diagnose",
+    "rooftop.doctor.findings": "Finding",
+    "rooftop.hardware.measuring": "measure_ceilings",
+    "rooftop.hardware.memory": "DeviceMemory Released TrackedMemory memory_summary release track",
+    "rooftop.hardware.occupancies": "Change Occupancy occupancy",
+    "rooftop.debugging.out_of_memory": "MemoryExplanation MemoryRecording explain_memory explained_memory",
+    "rooftop.hardware.select": "DeviceSelectionError Ensemble on_each select_devices",
+    "rooftop.debugging.stream_races": "StreamCheck StreamRace StreamRaceError check_streams",
+    "rooftop.hardware.streams": "join on_stream side_stream",
+    "rooftop.hardware.timing": "Timing compare measure",
+    "rooftop.hardware.topology": "NvLink Peer",
 }
-_HOME = {name: f"{__name__}.{file}" for file, names in _NAMES.items() for name in names.split()}
+_HOME = {name: file for file, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -94,13 +94,6 @@ def joined(events: Iterable[Any], repeats: Sequence[int]) -> list[list[Kernels]]
     return [[next(remaining) for _ in range(count)] for count in repeats]
 
 
-def marker_times_ms(events: Iterable[Any]) -> list[float]:
-    """Durations of the markers, which do nothing: more samples of the shortest kernel."""
-    return [
-        duration_ns / 1e6 for name, duration_ns in _device_work(events) if name.startswith(MARKER) and duration_ns > 0
-    ]
-
-
 def _device_work(events: Iterable[Any]) -> list[tuple[str, int]]:
     """(name, ns) of what ran on the device, in order of start; the spans that labels leave there are not work."""
     work = [e for e in events if e.device_type().name == "CUDA" and not e.is_user_annotation() and _is_work(e)]

@@ -8,7 +8,7 @@
 
 A kernel on one stream does not wait for those on another: without the wait it reads what is not yet there. And the
 caching allocator hands freed memory out again to the stream that allocated it, at once: without `record_stream` it
-does so while the other stream still reads. `rooftop.hardware.stream_races.check_streams` finds both mistakes.
+does so while the other stream still reads. `rooftop.debugging.stream_races.check_streams` finds both mistakes.
 
 Without CUDA there are no streams: `side_stream` is None, and the code runs as if the others were not there.
 """

@@ -25,10 +25,9 @@ from rooftop.mat.channels import (
     mixChannels,
     split,
 )
-from rooftop.mat.evaluation import evaluate
 from rooftop.mat.expressions import MatExpr, absdiff, absolute, maximum, minimum
 from rooftop.mat.linear import determinant, solve
-from rooftop.mat.matrix import Mat
+from rooftop.mat.matrix import Mat, evaluate
 from rooftop.mat.scalars import Scalar
 from rooftop.mat.type_codes import (
     CV_8S,

@@ -11,22 +11,19 @@ OpenCV on x86 differs where its own documentation of saturate_cast promises what
 and more become the *least* value there (1e10 as CV_8U is 0), and CV_32U from 2^31 on wraps into CV_8S and CV_16S. In
 float64 it fuses product and sum where the processor can; here they are rounded one after the other, on every device.
 
-Most depths are converted by one loop on a CPU, by one kernel on a GPU. Of others, and of small Mats on a CPU, blocks of
-rows that stay in its cache pass through these steps one after another; on a GPU the whole does.
+Most depths are converted by one loop on a CPU, by one kernel on a GPU (`converting.py`). Of others, and of small Mats
+on a CPU, blocks of rows that stay in its cache pass through these steps one after another; on a GPU the whole does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rooftop.launch.numba_loops import worth_a_loop
-from rooftop.launch.triton_launch import INTERPRETED
 from rooftop.mat.type_codes import (
     CV_16BF,
     CV_16F,
@@ -41,36 +38,12 @@ from rooftop.mat.type_codes import (
     CV_Bool,
 )
 
-_EPSILON = 2.0**-52  # within it of 1 and 0, a scale and a shift are none
 _BLOCK_ELEMENTS = 1 << 17  # within an L2 of 2 MB; smaller ones cost more in calls than they save
 WITHOUT_PROGRAMS = (CV_64S, CV_64U, CV_16F, CV_16BF)
 """Depths that neither loops nor kernels convert."""
 _WIDE = (CV_32S, CV_32U, CV_64S, CV_64U, CV_64F)
 _TOP = 1 << 63
 _MOST_SCALE = 2.0**128  # beyond, a number that is not 0 is past every limit
-
-
-def convert(source: Tensor, target: Tensor, depth: int, new_depth: int, alpha: float, beta: float) -> None:
-    """Writes a tensor of one depth into a tensor of another, of the same shape and on the same device.
-
-    They are of the depths' own dtypes and do not overlap, or are the same elements of the same depth.
-    """
-    alpha, beta = float(alpha), float(beta)
-    plain = abs(alpha - 1) < _EPSILON and abs(beta) < _EPSILON
-    scaling = None if plain else scaling_of(depth, new_depth, alpha, beta)
-    by_blocks = partial(convert_blocks, source, target, depth, new_depth, scaling)
-    if depth in WITHOUT_PROGRAMS or new_depth in WITHOUT_PROGRAMS or (plain and depth == new_depth):
-        by_blocks()
-    elif source.device.type != "cpu" or INTERPRETED:
-        from rooftop.mat import kernel_programs  # which imports Triton
-
-        kernel_programs.run_conversion(source, target, depth, new_depth, scaling)
-    elif worth_a_loop(source.numel()):
-        from rooftop.mat import loop_programs  # which imports all kernels
-
-        loop_programs.run_conversion(source, target, depth, new_depth, scaling, by_blocks)
-    else:
-        by_blocks()
 
 
 def scales_wholes(depth: int, new_depth: int, alpha: float, beta: float) -> bool:
@@ -83,7 +56,11 @@ def scales_wholes(depth: int, new_depth: int, alpha: float, beta: float) -> bool
 
 
 def convert_blocks(source: Tensor, target: Tensor, depth: int, new_depth: int, scaling: Scaling | None) -> None:
-    """The same step by step by operations of torch."""
+    """Writes a tensor of one depth into a tensor of another, of the same shape and on the same device, step by step by
+    operations of torch.
+
+    They are of the depths' own dtypes and do not overlap, or are the same elements of the same depth.
+    """
     for some, into in row_blocks(source, target):
         if scaling is None:
             _convert_plain(some, into, depth, new_depth)

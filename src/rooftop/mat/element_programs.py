@@ -20,7 +20,7 @@ from rooftop.kernels.expressions import NAMES, Expression, apply, argument, cons
 from rooftop.mat.conversions import Scaling
 from rooftop.mat.exactness import Bounds, BoundsOf, depth_bounds, limits_in, rounded_bounds, trusted
 from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, same_number, topological
-from rooftop.mat.planning import remember
+from rooftop.mat.remembered import remember
 from rooftop.mat.type_codes import CV_16U, CV_32U, CV_64S, CV_64U, DEPTHS, CV_Bool
 
 _UNSIGNED = {CV_16U: ("int32", 0xFFFF), CV_32U: ("int64", 0xFFFFFFFF)}  # read as signed numbers, and masked

@@ -1,4 +1,4 @@
-"""The value of an expression, written into a Mat.
+"""The value of an expression, written into memory.
 
 What is no element by element operation is done first: matrix products and inverses go to BLAS and LAPACK, a sum above a
 product within the same call. The rest is one pass over memory: blocks of rows on the CPU (`row_programs.py`), one
@@ -16,32 +16,31 @@ from torch import Tensor
 from rooftop.launch.numba_loops import worth_a_loop
 from rooftop.launch.triton_launch import INTERPRETED
 from rooftop.mat.allocation import same_device
+from rooftop.mat.blocks import Block, new_block
 from rooftop.mat.copies import apart, overlap, same_elements
 from rooftop.mat.expressions import BITWISE, FLOATING, MatExpr, leaf, node, rebuilt, topological
-from rooftop.mat.matrix import Mat
-from rooftop.mat.planning import Plan, of, plan_of, simpler
+from rooftop.mat.planning import ExpressionPlan, of, plan_of, simpler
 from rooftop.mat.products import gemm_of, inverse_of, multiply_into
 from rooftop.mat.type_codes import CV_64F, CV_MAKETYPE, CV_MAT_DEPTH, DEPTHS, type_code
 from rooftop.mat.whole_numbers import store_whole_numbers
 
 
-def evaluate(expression: MatExpr, dst: Mat | None = None, rtype: Any = None) -> Mat:
-    """Evaluates an expression and gives the Mat with its value.
+def store(expression: MatExpr, dst: Block, rtype: Any = None) -> None:
+    """Evaluates an expression into a header's memory.
 
     Args:
-        dst: gets size and type by `create`, so that nothing is allocated when it has them; a new Mat if None. It may
-            overlap what the expression reads.
+        dst: gets size and type by `create`, so that nothing is allocated when it has them. It may overlap what the
+            expression reads.
         rtype: a depth, a type, whose channels are not looked at, or a dtype, to store the numbers as; None is the
             expression's own.
 
-    Returns:
-        dst.
+    Raises:
+        ValueError: dst has elements on another device.
     """
     depth, type = expression.depth(), expression._type
     if rtype is not None and rtype != -1:
         depth = CV_MAT_DEPTH(type_code(rtype))
         type = CV_MAKETYPE(depth, expression.channels())
-    dst = Mat(device=expression._device) if dst is None else dst
     fits = same_device(dst._device, expression._device)
     if not fits and not dst.empty():
         raise ValueError(f"an expression on {expression._device} cannot be stored in {dst}: move one with to(device)")
@@ -49,7 +48,6 @@ def evaluate(expression: MatExpr, dst: Mat | None = None, rtype: Any = None) -> 
         dst.create(expression._sizes, type, device=expression._device)
     if not dst.empty():
         evaluate_into(expression, dst._writable(), depth)
-    return dst
 
 
 def evaluate_into(expression: MatExpr, target: Tensor, depth: int) -> None:
@@ -89,12 +87,12 @@ def evaluate_into(expression: MatExpr, target: Tensor, depth: int) -> None:
         loop_programs.run(plan, tensors, into)
 
 
-def _store_large(plan: Plan, root: MatExpr, tensors: Sequence[Tensor], into: Tensor) -> None:
+def _store_large(plan: ExpressionPlan, root: MatExpr, tensors: Sequence[Tensor], into: Tensor) -> None:
     """Whole numbers beyond int64. Into a floating depth they come by way of float64, as all numbers do."""
     if plan.depth not in FLOATING or plan.depth == CV_64F:
         store_whole_numbers(plan.root, plan.bounds, plan.leaves, tensors, into, plan.depth)
         return
-    wide = Mat(root._sizes, CV_MAKETYPE(CV_64F, root.channels()), device=root._device)
+    wide = new_block(root._sizes, CV_MAKETYPE(CV_64F, root.channels()), root._device)
     store_whole_numbers(plan.root, plan.bounds, plan.leaves, tensors, wide._writable(), CV_64F)
     evaluate_into(leaf(wide), into, plan.depth)
 
@@ -121,7 +119,7 @@ def _without_matrices(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr |
     if each._operation not in ("product", "inverse"):
         return None
     new = node(each._operation, operands, *of(each), each._value)
-    m = Mat(each._sizes, each._type, device=each._device)
+    m = new_block(each._sizes, each._type, each._device)
     if not m.empty():
         _multiplied(new, m._writable(), each.depth())
     return leaf(m)
@@ -153,7 +151,7 @@ def _multiplied(root: MatExpr, target: Tensor, depth: int) -> bool:
 
 def _matrix(each: MatExpr) -> Tensor:
     """The value as (rows, columns); of a Mat its own memory, of anything else new memory."""
-    found = each if each._operation == "mat" else leaf(evaluate(each))
+    found = each if each._operation == "mat" else _computed(each)
     return tensor_of(found)[..., 0]
 
 
@@ -161,7 +159,13 @@ def _without_wide_bits(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr 
     """Bitwise operations of 64 bits computed, as leaves."""
     if each._operation not in BITWISE or DEPTHS[each.depth()].size_bytes != 8:
         return None
-    simple = tuple(
-        operand if operand._operation in ("mat", "numbers") else leaf(evaluate(operand)) for operand in operands
-    )
-    return leaf(evaluate(node(each._operation, simple, *of(each))))
+    simple = tuple(operand if operand._operation in ("mat", "numbers") else _computed(operand) for operand in operands)
+    return _computed(node(each._operation, simple, *of(each)))
+
+
+def _computed(each: MatExpr) -> MatExpr:
+    """The value in new memory, as a leaf."""
+    m = new_block(each._sizes, each._type, each._device)
+    if not m.empty():
+        evaluate_into(each, m._writable(), each.depth())
+    return leaf(m)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from torch import Tensor, device
 
 from rooftop.mat.allocation import same_device
+from rooftop.mat.blocks import block_on
 from rooftop.mat.headers import Sizes
 from rooftop.mat.interchange import is_foreign
 from rooftop.mat.scalars import ScalarLike, numbers_of
@@ -34,7 +35,7 @@ from rooftop.mat.type_codes import (
 from rooftop.mat.views import Header, Shaped
 
 if TYPE_CHECKING:
-    from rooftop.mat.matrix import Mat
+    from rooftop.mat.matrix import Mat  # which stands above this file; its methods give them
 
 ELEMENTWISE = ("add", "sub", "mul", "div", "min", "max", "abs", "neg")
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
@@ -154,18 +155,6 @@ class Arithmetic:
         """
         return _inverse(as_expression(self), method)
 
-    def dot(self, other: Mat | MatExpr) -> float:
-        """The sum of the products of all numbers, those of all channels together, in float64."""
-        from rooftop.mat import linear  # that needs this file
-
-        return linear.dot(self, other)  # type: ignore[arg-type]
-
-    def cross(self, other: Mat | MatExpr) -> Mat:
-        """The cross product of two vectors of three floating numbers."""
-        from rooftop.mat import linear
-
-        return linear.cross(self, other)  # type: ignore[arg-type]
-
 
 class MatExpr(Arithmetic, Shaped):
     """What shall be computed, with its type and size. Made by operators of Mats, not by hand.
@@ -179,6 +168,7 @@ class MatExpr(Arithmetic, Shaped):
     _operands: tuple[MatExpr, ...]
     _value: Any  # of "mat" (header, transposed), of "numbers" one for each channel, of "inverse" the method
     _device: device
+    _value_as_mat: ClassVar[Callable[..., Mat]]  # which `matrix.py` gives, where Mat is
 
     @property
     def device(self) -> device:
@@ -186,13 +176,19 @@ class MatExpr(Arithmetic, Shaped):
 
     def to_mat(self, rtype: int | None = None) -> Mat:
         """The value, in new memory; as numbers of another depth if one is named."""
-        from rooftop.mat.evaluation import evaluate  # that needs Mat, which needs this file
-
-        return evaluate(self, None, rtype)
+        return self._value_as_mat(rtype)
 
     def clone(self) -> Mat:
         """As `to_mat`."""
         return self.to_mat()
+
+    def dot(self, other: Operand) -> float:
+        """As `Mat.dot` of its value."""
+        return self.to_mat().dot(other)
+
+    def cross(self, other: Operand) -> Mat:
+        """As `Mat.cross` of its value."""
+        return self.to_mat().cross(other)
 
     def copyTo(self, dst: Mat | None = None, mask: Any = None) -> Mat:
         """Evaluates it into `dst`, as `Mat.copyTo`; under a mask by way of new memory."""
@@ -329,9 +325,7 @@ def as_expression(value: Any) -> MatExpr:
     if isinstance(value, Header):
         return leaf(value)
     if is_foreign(value):
-        from rooftop.mat.matrix import Mat  # that needs this file
-
-        return leaf(Mat(value))
+        return leaf(block_on(value))
     raise TypeError(f"a Mat or an expression was expected, got {type(value).__name__}")
 
 

@@ -21,7 +21,8 @@ from rooftop.mat.conversions import Scaling
 from rooftop.mat.copies import apart, end_of
 from rooftop.mat.element_programs import ConversionProgram, ElementProgram, conversion_program, signed
 from rooftop.mat.expressions import MatExpr
-from rooftop.mat.planning import Form, Plan, form_of, remember
+from rooftop.mat.planning import ExpressionPlan, Form, form_of
+from rooftop.mat.remembered import remember
 from rooftop.mat.type_codes import CV_Bool
 
 _MOST_LAUNCHES = 4096
@@ -76,7 +77,7 @@ class Evaluation:
         found = _launches.get(self.key)
         return found is not None and found.again(self.addresses)
 
-    def run(self, plan: Plan, tensors: Sequence[Tensor], target: Tensor) -> None:
+    def run(self, plan: ExpressionPlan, tensors: Sequence[Tensor], target: Tensor) -> None:
         """Computes it, and keeps the launch for others.
 
         Args:

@@ -25,7 +25,8 @@ from rooftop.kernels.expressions import DTYPES, OPERATIONS, Expression, topologi
 from rooftop.launch.numba_loops import compiled_loop, in_threads, memory_of, numba_works, run_part
 from rooftop.mat.conversions import Scaling
 from rooftop.mat.element_programs import ConversionProgram, ElementProgram, conversion_program, signed
-from rooftop.mat.planning import Plan, remember
+from rooftop.mat.planning import ExpressionPlan
+from rooftop.mat.remembered import remember
 from rooftop.mat.row_programs import merged
 
 PATIENCE_SECONDS = 0.3
@@ -48,7 +49,7 @@ _spent: dict[Form, float] = {}  # seconds, of forms that have no loop yet
 _loops: dict[Form, Loop] = {}  # none is ever forgotten, since Numba frees none
 
 
-def run(plan: Plan, tensors: Sequence[Tensor], target: Tensor) -> None:
+def run(plan: ExpressionPlan, tensors: Sequence[Tensor], target: Tensor) -> None:
     """Writes an expression's value into the target, by a loop, or row by row where there is none yet or none can be.
 
     Args:

@@ -18,7 +18,7 @@ from rooftop.kernels.repeating_numbers import COLUMNS as TABLE
 from rooftop.kernels.repeating_numbers import table_of
 from rooftop.kernels.tiles import LINE_BYTES, from_line
 from rooftop.launch.triton_launch import Repeated, require_triton
-from rooftop.mat.planning import remember
+from rooftop.mat.remembered import remember
 
 _NUMBERS = 2048  # of a program: of bytes two words a thread, and of wider ones more, as fewer programs start sooner
 _WARPS = 2

@@ -6,7 +6,6 @@ views are in views.py, what other libraries see in exports.py, rows that come an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Self
@@ -16,14 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from rooftop.mat import growth, headers
+from rooftop.mat import growth
 from rooftop.mat.allocation import DeviceLike, MatAllocator, allocator_for, same_device
-from rooftop.mat.conversions import convert, scales_wholes
+from rooftop.mat.blocks import Block, shape_arguments
+from rooftop.mat.conversions import scales_wholes
+from rooftop.mat.converting import convert
 from rooftop.mat.copies import apart, copy_masked, fill
-from rooftop.mat.exports import ExportedHeader
+from rooftop.mat.evaluation import evaluate_into, store
 from rooftop.mat.expressions import Arithmetic, MatExpr, Operand, leaf
 from rooftop.mat.headers import Sizes
-from rooftop.mat.interchange import is_foreign, parts_of
+from rooftop.mat.interchange import is_foreign
 from rooftop.mat.scalars import Scalar, ScalarLike, element
 from rooftop.mat.type_codes import (
     CV_8S,
@@ -36,10 +37,11 @@ from rooftop.mat.type_codes import (
     type_code,
     typeToString,
 )
-from rooftop.mat.views import Header, Range, is_integer
+from rooftop.mat.vector_products import cross, dot
+from rooftop.mat.views import Range
 
 
-class Mat(ExportedHeader, Arithmetic):
+class Mat(Block, Arithmetic):
     """An n-dimensional array of elements with 1 to 512 channels, that other Mats may share."""
 
     __slots__ = ()
@@ -80,7 +82,7 @@ class Mat(ExportedHeader, Arithmetic):
         if not given and type is None and value is None:
             self._set_empty(CV_8U, (), allocator_for(device, allocator).device)
             return
-        sizes, type, value = _shape_arguments(given, type, value)
+        sizes, type, value = shape_arguments(given, type, value)
         self._allocate(sizes, type, allocator_for(device, allocator))
         if value is not None:
             self.setTo(value)
@@ -112,12 +114,7 @@ class Mat(ExportedHeader, Arithmetic):
                 raise TypeError(f"{source} cannot be seen as {typeToString(type)}: convertTo, or reshape its channels")
             self._become(source)
             return
-        parts = parts_of(source, type, layout)
-        self._type, self._sizes, self._steps, self._device = parts.type, parts.sizes, parts.steps, parts.device
-        self._data, self._share = parts.data, parts.data and parts.data.share
-        self._offset = self._start = parts.offset
-        self._submatrix, self._cached = False, None
-        self._finish()
+        self._look_at(source, type, layout)
 
     @classmethod
     def from_dlpack(cls, thing: Any, type: int | None = None) -> Mat:
@@ -181,9 +178,7 @@ class Mat(ExportedHeader, Arithmetic):
         if isinstance(expression, Mat):
             self._become(expression)
             return self
-        from rooftop.mat.evaluation import evaluate  # that needs Mat
-
-        evaluate(expression, self)
+        store(expression, self)
         return self
 
     # In place: into this Mat's memory, as numbers of its depth. Of two Mats `*=` is the matrix product, as `*` is.
@@ -223,11 +218,9 @@ class Mat(ExportedHeader, Arithmetic):
 
     def _store(self, expression: MatExpr) -> None:
         """The value of an expression of this one's size, as numbers of this one's depth."""
-        from rooftop.mat.evaluation import evaluate  # that needs Mat
-
         if expression._sizes != self._sizes or expression.channels() != self.channels():
             raise ValueError(f"{expression!r} cannot be assigned to a region {self}: sizes and channels must be equal")
-        evaluate(expression, self, self.depth())
+        store(expression, self, self.depth())
 
     def copyTo(self, dst: Mat | None = None, mask: MatLike | None = None) -> Mat:
         """Copies all elements, or those whose mask is not 0.
@@ -288,8 +281,6 @@ class Mat(ExportedHeader, Arithmetic):
             return dst
         target = dst._writable()
         if scales_wholes(source.depth(), depth, alpha, beta):
-            from rooftop.mat.evaluation import evaluate_into  # that needs this file
-
             evaluate_into(leaf(source) * int(alpha) + int(beta), target, depth)
         else:
             convert(apart(source._tensor(), target), target, source.depth(), depth, alpha, beta)
@@ -311,39 +302,22 @@ class Mat(ExportedHeader, Arithmetic):
             copy_masked(bits, target, apart(self._mask(mask, self._device), target))
         return self
 
-    def create(
-        self, *shape: Any, type: int | None = None, device: DeviceLike | None = None,
-        allocator: MatAllocator | None = None,
-    ) -> Mat:  # fmt: skip
-        """Makes this a Mat of some sizes and type: `create(rows, cols, type)` or `create(sizes, type)`.
-
-        Nothing is allocated when sizes, type and device are those that it has: so results are written into regions.
-        Else it leaves its memory to other headers and gets new one, by its allocator; not initialized.
-        """
-        sizes, type, _ = _shape_arguments(shape, type, None)
-        where = self._device if device is None and allocator is None else allocator_for(device, allocator).device
-        if sizes == self._sizes and type == self._type and same_device(where, self._device):
-            return self
-        if allocator is None and same_device(where, self._device):
-            allocator = self._own_allocator()
-        self._allocate(sizes, type, allocator or allocator_for(where, None))
-        return self
-
-    def prepare_for(self, source: Mat, type: int) -> None:
-        """`create` for a result of `source`: of its sizes, on its device.
-
-        Raises:
-            ValueError: this has elements on another device, where they would be left behind.
-        """
-        fits = same_device(self._device, source._device)
-        if not fits and not self.empty():
-            raise ValueError(f"a result on {source._device} cannot go to {self}: move one with to(device)")
-        if not (fits and self._sizes == source._sizes and self._type == type):
-            self.create(source._sizes, type, device=source._device)
-
     def release(self) -> None:
         """Makes this an empty Mat; the memory is free when no other header looks at it."""
         self._set_empty(self._type, (), self._device)
+
+    # Vectors.
+
+    def dot(self, other: MatLike) -> float:
+        """The sum of the products of all numbers, those of all channels together, in float64."""
+        return dot(self, as_mat(other))
+
+    def cross(self, other: MatLike) -> Mat:
+        """The cross product of two vectors of three floating numbers."""
+        found = cross(self, as_mat(other))
+        result = Mat(self.size, self.type(), device=self.device)
+        result._writable().copy_(found.view(result._writable().shape))
+        return result
 
     # Rows that come and go.
 
@@ -434,33 +408,6 @@ class Mat(ExportedHeader, Arithmetic):
 
     # From within.
 
-    def _allocate(self, sizes: Sizes, type: int, allocator: MatAllocator) -> None:
-        elem_bytes = depth_of(type).size_bytes * CV_MAT_CN(type)
-        self._set_empty(type, sizes, allocator.device)
-        size_bytes = math.prod(sizes) * elem_bytes
-        if size_bytes:
-            self._data = allocator.allocate(size_bytes)
-            self._share, self._device = self._data.share, self._data.device
-            self._offset = self._start = self._data.start_bytes
-            self._finish()
-
-    def _set_empty(self, type: int, sizes: Sizes, device: torch.device) -> None:
-        self._type, self._sizes, self._device = type, sizes, device
-        self._steps = headers.natural_steps(sizes, depth_of(type).size_bytes * CV_MAT_CN(type))
-        self._data = self._share = self._cached = None
-        self._offset = self._start = self._end = self._limit = 0
-        self._submatrix = False
-
-    def _finish(self) -> None:
-        """The end of the whole, of a header that is its own whole."""
-        self._end = self._offset + headers.span_bytes(self._sizes, self._steps)
-        self._limit = self._offset + self._sizes[0] * self._steps[0] if self._data is not None else self._offset
-
-    def _become(self, other: Mat) -> None:
-        for name in Header.__slots__:
-            if name != "__weakref__":
-                setattr(self, name, getattr(other, name))
-
     def _mask(self, mask: MatLike, device: torch.device) -> Tensor:
         """The bits of a mask of these elements, for a target on a device."""
         if isinstance(mask, (list, tuple)):
@@ -477,11 +424,6 @@ class Mat(ExportedHeader, Arithmetic):
             raise ValueError(f"a mask on {mask._device} for elements on {device}: take mask.to({str(device)!r})")
         return mask._bits()
 
-    def _own_allocator(self) -> MatAllocator:
-        if self._data is not None and self._data.allocator is not None:
-            return self._data.allocator
-        return allocator_for(self._device, None)
-
     def _first_channel(self, value: float) -> Sequence[float]:
         return Scalar(value) if self.channels() <= 4 else [value] + [0] * (self.channels() - 1)
 
@@ -494,36 +436,33 @@ def as_mat(given: MatLike) -> Mat:
     return given if isinstance(given, Mat) else Mat(given)
 
 
+def evaluate(expression: MatExpr, dst: Mat | None = None, rtype: Any = None) -> Mat:
+    """Evaluates an expression and gives the Mat with its value.
+
+    Args:
+        dst: gets size and type by `create`, so that nothing is allocated when it has them; a new Mat if None. It may
+            overlap what the expression reads.
+        rtype: a depth, a type, whose channels are not looked at, or a dtype, to store the numbers as; None is the
+            expression's own.
+
+    Returns:
+        dst.
+    """
+    dst = Mat(device=expression._device) if dst is None else dst
+    store(expression, dst, rtype)
+    return dst
+
+
+def _value_of(expression: MatExpr, rtype: int | None) -> Mat:
+    return evaluate(expression, None, rtype)
+
+
+MatExpr._value_as_mat = _value_of  # expressions know nothing of what stands above them
+
+
 def _rebuilt(elements: Tensor | None, sizes: Sizes, type: int) -> Mat:
     if elements is None:
         return Mat()
     if 0 in sizes:
         return Mat(sizes, type, device=elements.device)
     return Mat(elements, CV_MAKETYPE(CV_MAT_DEPTH(type), 1)).reshape(CV_MAT_CN(type), sizes)
-
-
-def _shape_arguments(given: tuple[Any, ...], type: int | None, value: Any) -> tuple[Sizes, int, Any]:
-    """Sizes, type and value out of (rows, cols, type, value) or (sizes, type, value)."""
-    sizes: Sizes
-    rest: tuple[Any, ...]
-    if len(given) >= 2 and all(is_integer(each) for each in given[:2]):
-        sizes, rest = (int(given[0]), int(given[1])), given[2:]
-    elif given and isinstance(given[0], (tuple, list, torch.Size)) and all(is_integer(each) for each in given[0]):
-        sizes, rest = tuple(int(each) for each in given[0]), given[1:]
-    else:
-        raise TypeError(
-            "(rows, cols, type), (sizes, type) or an array was expected, got "
-            f"{', '.join(map(repr, given)) or 'no sizes'}; np.array(...) makes an array of numbers"
-        )
-    if rest and type is None:
-        type, rest = rest[0], rest[1:]
-    if rest and value is None:
-        value, rest = rest[0], rest[1:]
-    if rest:
-        raise TypeError(f"{len(rest)} arguments too many: (rows, cols, type, value) or (sizes, type, value)")
-    if type is None:
-        raise TypeError(f"a type is needed beside the sizes {sizes}, such as CV_8UC3")
-    depth_of(type)
-    if any(size < 0 for size in sizes):
-        raise ValueError(f"sizes must be at least 0, got {sizes}")
-    return sizes, type, value

@@ -6,11 +6,9 @@ found again by the form: evaluating small images takes less than planning would.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cached_property
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +16,7 @@ import torch
 
 from rooftop.mat.exactness import bounds_of, computing_dtype
 from rooftop.mat.expressions import BITWISE, MatExpr, node, rebuilt, topological
+from rooftop.mat.remembered import remember
 from rooftop.mat.row_programs import RowProgram, row_program
 from rooftop.mat.type_codes import CV_MAKETYPE, CV_MAT_CN, DEPTHS
 
@@ -26,14 +25,10 @@ if TYPE_CHECKING:
 
 Form = tuple[Any, ...]
 _MOST_PLANS = 1024
-_plans: dict[Form, Plan] = {}
-_remembering = Lock()
-os.register_at_fork(
-    before=_remembering.acquire, after_in_parent=_remembering.release, after_in_child=_remembering.release
-)
+_plans: dict[Form, ExpressionPlan] = {}
 
 
-class Plan:
+class ExpressionPlan:
     """Of expressions of one form, stored as numbers of one depth. It keeps no Mat.
 
     Attributes:
@@ -96,22 +91,14 @@ class Plan:
         return ElementProgram(self.root, self.bounds, dtype, self.leaves, self.depth, for_kernel)
 
 
-def plan_of(nodes: Sequence[MatExpr], depth: int) -> Plan:
+def plan_of(nodes: Sequence[MatExpr], depth: int) -> ExpressionPlan:
     """The plan of an expression without matrix products and inverses, from its nodes in topological order."""
     form = form_of(nodes, depth)
     found = _plans.get(form)
     if found is None:
-        found = Plan(nodes[-1], depth)
+        found = ExpressionPlan(nodes[-1], depth)
         remember(_plans, form, found, _MOST_PLANS)
     return found
-
-
-def remember(found: dict[Any, Any], key: Any, value: Any, most: int) -> None:
-    """Keeps a value, and of as many as that the last ones."""
-    with _remembering:
-        if len(found) >= most and key not in found:
-            found.pop(next(iter(found)))
-        found[key] = value
 
 
 def form_of(nodes: Sequence[MatExpr], depth: int) -> Form:

@@ -19,8 +19,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+from rooftop.doctor.gpu_findings import ask_driver
 from rooftop.errors import InputError, MissingExtraError, did_you_mean
-from rooftop.hardware.gpu_findings import ask_driver
 from rooftop.media.ffmpeg_packages import install_command
 from rooftop.media.ffmpeg_trials import CODECS, FILTERS, Codec, FFmpegAbility, Trials
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 
-from rooftop.hardware import mending
+from rooftop.doctor import mending
 
 PACKAGES = {
     "apt-get": {

@@ -93,7 +93,7 @@ class Surface:
     colours: Colours
 
 
-class Geometry(NamedTuple):
+class SurfaceLayout(NamedTuple):
     """What a surface has in common with the others of a video.
 
     Attributes:
@@ -129,7 +129,7 @@ def all_to_rgb(
     mirrored: bool = False,
     into: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Each as `to_rgb` has it; those of one geometry that follow each other by one launch.
+    """Each as `to_rgb` has it; those of one layout that follow each other by one launch.
 
     Args:
         into: contiguous tensors to write to, one for each, of the form's dtype; new ones if None.
@@ -142,13 +142,13 @@ def all_to_rgb(
     ):
         raise ValueError(f"into: expected {len(surfaces)} contiguous tensors of {form.dtype}, one for each picture")
     found: list[Tensor] = []
-    for geometry, group in groupby(surfaces, geometry_of):
+    for layout, group in groupby(surfaces, layout_of):
         whole = list(group)
         for start in range(0, len(whole), MOST_AT_ONCE):
             some = whole[start : start + MOST_AT_ONCE]
-            kernel, upright = _conversion(geometry, form, turns, mirrored, len(some))
+            kernel, upright = _conversion(layout, form, turns, mirrored, len(some))
             if into is None:
-                outs = [torch.empty(3, *upright, dtype=form.dtype, device=geometry.device) for _ in some]
+                outs = [torch.empty(3, *upright, dtype=form.dtype, device=layout.device) for _ in some]
             else:
                 outs = list(into[len(found) : len(found) + len(some)])
             filled = [*range(len(some)), *[0] * (MOST_AT_ONCE - len(some))]  # what is not used points at the first
@@ -158,31 +158,31 @@ def all_to_rgb(
     return found
 
 
-def geometry_of(surface: Surface) -> Geometry:
+def layout_of(surface: Surface) -> SurfaceLayout:
     """What decides which kernel converts a surface: sizes in numbers, strides in numbers, bits and colours."""
     y, u = surface.y, surface.u
     strides = (y.stride(0), u.stride(0), u.stride(1))
     size, chroma = (y.shape[0], y.shape[1]), (u.shape[0], u.shape[1])
-    return Geometry(size, chroma, strides, y.element_size(), surface.bits, surface.colours, y.device)
+    return SurfaceLayout(size, chroma, strides, y.element_size(), surface.bits, surface.colours, y.device)
 
 
 @functools.lru_cache(maxsize=128)
 def _conversion(
-    geometry: Geometry, form: Form, turns: int, mirrored: bool, count: int
+    layout: SurfaceLayout, form: Form, turns: int, mirrored: bool, count: int
 ) -> tuple[Repeated, tuple[int, int]]:
-    """The kernel for so many surfaces of a geometry, ready to be launched, and the (height, width) of its results."""
+    """The kernel for so many surfaces of a layout, ready to be launched, and the (height, width) of its results."""
     require_triton()
     from rooftop.media import frame_kernels
 
-    height, width = geometry.size
+    height, width = layout.size
     upright = form.resize or ((width, height) if turns % 2 else (height, width))
     rows, columns = upright[::-1] if turns % 2 else upright  # as the surface lies
     origin, *steps = _placed(rows, columns, turns, mirrored, upright[1])
-    strides = (*geometry.strides, origin, upright[0] * upright[1], *steps)
-    numbers = (*_matrix(geometry, form.white), *_gains(form))
+    strides = (*layout.strides, origin, upright[0] * upright[1], *steps)
+    numbers = (*_matrix(layout, form.white), *_gains(form))
     constants = {
-        "DOWN": pixels_a_sample(height, geometry.chroma[0]),
-        "ACROSS": pixels_a_sample(width, geometry.chroma[1]),
+        "DOWN": pixels_a_sample(height, layout.chroma[0]),
+        "ACROSS": pixels_a_sample(width, layout.chroma[1]),
         "ROUND": not form.dtype.is_floating_point,
         "ROWS": ROWS,
         "COLUMNS": COLUMNS,
@@ -197,7 +197,7 @@ def _conversion(
         arguments = (height, width, rows, columns, down_by, across_by, *taps, *strides, *numbers)
     pointers = 4 * MOST_AT_ONCE  # of y, u, v and results
     arguments = (*[0] * pointers, *arguments)
-    return Repeated(kernel, grid, geometry.device, arguments, range(pointers), **constants), upright
+    return Repeated(kernel, grid, layout.device, arguments, range(pointers), **constants), upright
 
 
 def _placed(rows: int, columns: int, turns: int, mirrored: bool, width: int) -> tuple[int, int, int]:
@@ -213,13 +213,13 @@ def _placed(rows: int, columns: int, turns: int, mirrored: bool, width: int) -> 
     return origin, of_row, of_column
 
 
-def _matrix(geometry: Geometry, white: float) -> tuple[float, ...]:
+def _matrix(layout: SurfaceLayout, white: float) -> tuple[float, ...]:
     """black, the middle of chroma, and what luma and chroma are multiplied with to become colours in 0..white."""
-    kr, kb = WEIGHTS[geometry.colours.matrix]
+    kr, kb = WEIGHTS[layout.colours.matrix]
     kg = 1 - kr - kb
-    unit = 1 << (8 * geometry.element_bytes - geometry.bits)
-    black, luma, chroma = (each * unit for each in extents(geometry.colours.full_range, geometry.bits))
-    middle = (1 << (geometry.bits - 1)) * unit
+    unit = 1 << (8 * layout.element_bytes - layout.bits)
+    black, luma, chroma = (each * unit for each in extents(layout.colours.full_range, layout.bits))
+    middle = (1 << (layout.bits - 1)) * unit
     differences = (2 * (1 - kr), -2 * (1 - kb) * kb / kg, -2 * (1 - kr) * kr / kg, 2 * (1 - kb))
     return (float(black), float(middle), white / luma, *(white / chroma * each for each in differences), white)
 

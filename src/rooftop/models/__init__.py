@@ -1,29 +1,30 @@
 """Models with the state dicts and weights of their origins, and the photographs and point clouds that go into them."""
 
-from rooftop.models.classification import Classified, Guess, classify, load_classifier
-from rooftop.models.coco import CocoDataset, as_lists, average_precision
-from rooftop.models.conv_lstm import (
+from rooftop.models.conv_lstm.keras_weights import load_keras_weights
+from rooftop.models.conv_lstm.network import (
     ConvLSTM2D,
     NextFrameNetwork,
     colour_next_frame_network,
     next_frame_network,
     predict_frames,
 )
-from rooftop.models.detection import Detected, FoundObject, detect, draw_objects, load_detector
-from rooftop.models.detr import Detr, detr_resnet50, detr_resnet101
-from rooftop.models.generation import Generation, generate
-from rooftop.models.gpt import Gpt, continue_greedily
-from rooftop.models.gpt_configs import gpt_config
-from rooftop.models.gpt_layouts import fully_sharded_gpt, parallel_gpt
-from rooftop.models.gpt_stages import parallel_gpt_stages
-from rooftop.models.gpt_switches import GptConfig
-from rooftop.models.gpt_weights import gpt_state_dict, hugging_face_state_dict, load_gpt, save_gpt
+from rooftop.models.detr.coco import CocoDataset, as_lists, average_precision
+from rooftop.models.detr.detection import Detected, FoundObject, detect, draw_objects, load_detector
+from rooftop.models.detr.network import Detr, detr_resnet50, detr_resnet101
+from rooftop.models.gpt.configs import gpt_config
+from rooftop.models.gpt.generation import Generation, generate
+from rooftop.models.gpt.layouts import fully_sharded_gpt, parallel_gpt
+from rooftop.models.gpt.network import Gpt, continue_greedily
+from rooftop.models.gpt.stages import parallel_gpt_stages
+from rooftop.models.gpt.switches import GptConfig
+from rooftop.models.gpt.weights import gpt_state_dict, hugging_face_state_dict, load_gpt, save_gpt
 from rooftop.models.images import Preprocessing, find_images, load_images, read_image
-from rooftop.models.keras_weights import load_keras_weights
-from rooftop.models.load_reports import LoadReport
 from rooftop.models.loading import load, load_report
+from rooftop.models.point_clouds.second import SecondBackbone, second_backbone, second_state_dict
+from rooftop.models.point_clouds.sparse_unet import MinkUNet, SparseUNet, minkunet18, minkunet34
 from rooftop.models.registry import ModelEntry, builtin_models, model_entry
-from rooftop.models.resnet import (
+from rooftop.models.vision.classification import Classified, Guess, classify, load_classifier
+from rooftop.models.vision.resnet import (
     ResNet,
     resnet18,
     resnet34,
@@ -36,10 +37,9 @@ from rooftop.models.resnet import (
     wide_resnet50_2,
     wide_resnet101_2,
 )
-from rooftop.models.second import SecondBackbone, second_backbone, second_state_dict
-from rooftop.models.sparse_unet import MinkUNet, SparseUNet, minkunet18, minkunet34
-from rooftop.models.swin import SwinTransformer, swin_b, swin_s, swin_t, swin_v2_b, swin_v2_s, swin_v2_t
-from rooftop.models.video_classification import ClassifiedFrame, SampledVideo, classify_video
+from rooftop.models.vision.swin import SwinTransformer, swin_b, swin_s, swin_t, swin_v2_b, swin_v2_s, swin_v2_t
+from rooftop.models.vision.video_classification import ClassifiedFrame, SampledVideo, classify_video
+from rooftop.models.weights.load_reports import LoadReport
 
 __all__ = [
     "Classified",

@@ -3,8 +3,8 @@
     model = load("swin_t", "swin_tiny_patch4_window7_224.safetensors").eval()  # timm's
     print(load_report("swin_t", "swin_tiny_patch4_window7_224.safetensors"))   # what went where
 
-The file's keys tell whose it is (`rooftop.models.dialects`); its tensors get our keys, and every one must find its
-place.
+The file's keys tell whose it is (`rooftop.models.weights.dialects`). Its tensors get our keys, and every one must find
+its place.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from rooftop.errors import TargetError, WeightsError, did_you_mean
-from rooftop.models.checkpoint_contents import Contents
-from rooftop.models.conv_lstm import NextFrameNetwork, colour_next_frame_network, next_frame_network
-from rooftop.models.detr import Detr, detr_resnet50, detr_resnet101
-from rooftop.models.dialects import DETR, NEXT_FRAME, RESNET, SWIN, Converted, Dialect, converted
-from rooftop.models.keras_weights import keras_converted
-from rooftop.models.left_out import differing_keys
-from rooftop.models.load_reports import LoadReport, compared
+from rooftop.models.conv_lstm.keras_weights import keras_converted
+from rooftop.models.conv_lstm.network import NextFrameNetwork, colour_next_frame_network, next_frame_network
+from rooftop.models.detr.network import Detr, detr_resnet50, detr_resnet101
 from rooftop.models.registry import builtin_models
-from rooftop.models.resnet import ResNet
-from rooftop.models.swin import SwinTransformer
-from rooftop.models.weights import fitting, options_of, read_checkpoint, weights_file
+from rooftop.models.vision.left_out import differing_keys
+from rooftop.models.vision.resnet import ResNet
+from rooftop.models.vision.swin import SwinTransformer
+from rooftop.models.weights.checkpoint_contents import Contents
+from rooftop.models.weights.dialects import DETR, NEXT_FRAME, RESNET, SWIN, Converted, Dialect, converted
+from rooftop.models.weights.files import fitting, options_of, read_checkpoint, weights_file
+from rooftop.models.weights.load_reports import LoadReport, compared
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def load(name: str, weights: str | Path, *, strict: bool = True, part: str | Non
         strict: every key of the model and of the file must be used, with its shape. If False, what does not fit is left
             out and the model keeps it as it was built: for a new head, `num_classes=7, strict=False`.
         part: which weights, of a file that has several: `load_report` and errors name them. If None, the only ones, or
-            those that are averaged (EMA, SWA): `rooftop.models.checkpoint_contents` lists the kinds of checkpoints.
+            those that are averaged (EMA, SWA): `models/weights/checkpoint_contents.py` lists the kinds of checkpoints.
         options: of the builder, e.g. num_classes. Those that published weights need (dilation, of "COCO_DC5") need not
             be given.
 

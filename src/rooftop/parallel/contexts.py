@@ -149,7 +149,7 @@ class ContextAttention:
         plan = self._plan(joined, far, attention.window, query)
         return positions_here(_Attend.apply(query, key, value, plan, scale), order, near)
 
-    def _plan(self, packing: Packing, group: Group, window: int | None, query: Tensor) -> _Plan:
+    def _plan(self, packing: Packing, group: Group, window: int | None, query: Tensor) -> _RankPlan:
         in_steps = self.context.transport in ("p2p", "a2a+p2p") and place_in(group)[1] > 1
         if in_steps and window is not None:
             raise ValueError(
@@ -157,7 +157,7 @@ class ContextAttention:
             )
         batch = query.shape[0]
         place = ("plan", len(packing.held), group, in_steps, window, batch, query.device)
-        return self._ready(place, lambda: _Plan(packing, group, window, in_steps, batch, query.device))
+        return self._ready(place, lambda: _RankPlan(packing, group, window, in_steps, batch, query.device))
 
     def _ready(self, place: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         if place not in self.packing.ready:
@@ -215,7 +215,7 @@ class _Step:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _RankPlan:
     """What a rank sends, receives and computes in each step."""
 
     packing: Packing
@@ -342,7 +342,7 @@ class _Attend(torch.autograd.Function):
     are on their way. Only this rank's keys and values are kept."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Plan, scale: float) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _RankPlan, scale: float) -> Tensor:
         ctx.plan, ctx.scale = plan, scale
         dtype, arriving = plan.dtype_of_sums(query), _arriving(plan, key, value)
         if plan.own is not None:
@@ -375,7 +375,7 @@ class _Attend(torch.autograd.Function):
         return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), None, None
 
 
-def _arriving(plan: _Plan, key: Tensor, value: Tensor) -> Iterator[tuple[_Step, Rows]]:
+def _arriving(plan: _RankPlan, key: Tensor, value: Tensor) -> Iterator[tuple[_Step, Rows]]:
     """Each step with the rows that have arrived for it, while those of the next one are on their way."""
     pending = [_send(step, key, value, plan.group) for step in plan.steps[:1]]
 

@@ -81,12 +81,16 @@ def _accumulate(weight: GradientEdge, make: Callable[[], Tensor]) -> None:
     torch.autograd.backward(weight, gradient)
 
 
+class Deferring:
+    """A linear layer that may leave its weight's gradient to a deferral; without one, backward makes it."""
+
+    deferral: Deferral | None = None
+
+
 def defer_weight_gradients(model: nn.Module) -> Deferral:
     """Tell all `ColumnParallelLinear` and `RowParallelLinear` of a model where they may leave weight gradients."""
-    from rooftop.parallel.tensor_linears import ColumnParallelLinear, RowParallelLinear
-
     deferral = Deferral()
     for module in model.modules():
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+        if isinstance(module, Deferring):
             module.deferral = deferral
     return deferral

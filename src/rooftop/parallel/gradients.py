@@ -53,7 +53,7 @@ class ModelGradients:
         groups: by name, "tp" and "dp-cp", with a pipeline also "tp-pp" and "embedding", as of `Layout.process_groups`.
         sequence_parallel: whether the tensor ranks' activations were split along the sequence.
         tied: the name of the parameter that the first and the last stage of a pipeline both hold, at different ranks
-            (`rooftop.models.gpt_stages.GptStages.tied`); None if this rank has none.
+            (`rooftop.models.gpt.stages.GptStages.tied`); None if this rank has none.
 
     Attributes:
         parameters: whose gradients these are, by name.

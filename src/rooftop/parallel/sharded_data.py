@@ -118,12 +118,6 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_of(tensor: Tensor) -> Tensor:
-    """A shared tensor put together, on every rank, or another tensor itself. Every rank of its group must call it."""
-    with torch.no_grad():
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def part_like(parameter: Tensor, whole: Tensor) -> Tensor:
     """Of a whole tensor what this rank holds of such a parameter, shared in the same way; on its device."""
     if not isinstance(parameter, DTensor):

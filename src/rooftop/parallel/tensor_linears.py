@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from rooftop.kernels import Box, linear_act
 from rooftop.kernels.matmuls import linear_act_and_before
 from rooftop.nn import LinearAct
-from rooftop.parallel.deferred import Deferral
+from rooftop.parallel.deferred import Deferral, Deferring
 from rooftop.parallel.exchanges import (
     Group,
     copy_to_ranks,
@@ -48,7 +48,7 @@ KEPT = ("gelu", "gelu_tanh", "silu")
 SEQUENCE = -2  # the dimension of positions, in (B, S, W) and (S, W)
 
 
-class ColumnParallelLinear(LinearAct):
+class ColumnParallelLinear(Deferring, LinearAct):
     """A linear layer, and an activation, of which each rank computes some of the features.
 
     Args:
@@ -105,7 +105,6 @@ class ColumnParallelLinear(LinearAct):
         super().__init__(in_features, sum(rows) + shard.padding, bias, activation)
         self.parts = dict(zip(widths, [sum(rows) + shard.padding] if padded else rows, strict=True))
         self.group, self.sequence_parallel = group, sequence_parallel
-        self.deferral: Deferral | None = None
         self.gathers_again = False
         self.shards = {}
         if count > 1:
@@ -158,7 +157,7 @@ class ColumnParallelLinear(LinearAct):
         return f"{super().extra_repr()}{_said(self.group, self.sequence_parallel)}, parts={self.parts}"
 
 
-class RowParallelLinear(LinearAct):
+class RowParallelLinear(Deferring, LinearAct):
     """A linear layer of which each rank multiplies some of the input's features; the sum of these is the result.
 
     Args:
@@ -189,7 +188,6 @@ class RowParallelLinear(LinearAct):
             )
         super().__init__(in_features // count, out_features, bias)
         self.group, self.sequence_parallel = group, sequence_parallel
-        self.deferral: Deferral | None = None
         self.shards = {}
         if count > 1:
             self.shards["weight"] = Shard((Piece(Box.shard((out_features, in_features), 1, index, count)),))
@@ -248,6 +246,12 @@ def under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tup
     return x, weight, bias
 
 
+def is_traced() -> bool:
+    """Whether torch.jit.trace records this call: what it makes has no autograd functions of Python. The compiler's own
+    tracing is none, and cannot ask for it."""
+    return not torch.compiler.is_compiling() and torch._C._is_tracing()
+
+
 def product(
     x: Tensor,
     weight: Tensor,
@@ -260,7 +264,7 @@ def product(
 
     While training an activation is that of `linear_act_and_before`, whatever is recomputed.
     """
-    training = torch.is_grad_enabled() and not torch._C._is_tracing()  # a trace has no functions of Python
+    training = torch.is_grad_enabled() and not is_traced()
     if deferral is None and activation in KEPT and residual is None and training:
         return linear_act_and_before(x, weight, bias, activation)[0]
     if deferral is None:

@@ -21,14 +21,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rooftop.errors import did_you_mean
-
-LAYOUTS = ("KRSC", "RSKC", "RSCK")
-OWN_VERSION = 2
-"""What `state_dict` notes of a convolution of this library; spconv notes 1."""
+from rooftop.sparse.convolutions import SparseConvolution
+from rooftop.sparse.weight_layouts import LAYOUTS, OWN_VERSION, as_krsc, fitting
 
 
 @dataclass(frozen=True)
@@ -93,8 +90,6 @@ def convert_state_dict(
         ValueError: a layout that there is not, a weight that no layout fits, or weights that fit several layouts while
             nothing decides between them.
     """
-    from rooftop.sparse.convolutions import SparseConvolution  # which asks this file for layouts
-
     if layout is not None and layout not in LAYOUTS:
         raise ValueError(
             f"layout must be one of {', '.join(LAYOUTS)} or None, got {layout!r}{did_you_mean(layout, LAYOUTS)}"
@@ -140,21 +135,3 @@ def convert_state_dict(
 
 def _module_of(key: str) -> str:
     return key.removesuffix("weight").removesuffix(".")
-
-
-def fitting(weight: Tensor, shape: tuple[int, ...]) -> list[str]:
-    """The layouts in which this weight is one of shape (out, *kernel, in); one name for those that are the same."""
-    if weight.dim() != len(shape):
-        return []
-    found = [layout for layout in LAYOUTS if tuple(as_krsc(weight, layout).shape) == shape]
-    if "KRSC" not in found:
-        return found
-    whole = torch.empty(shape, device="meta")  # stays contiguous where but sides of 1 are moved
-    return [layout for layout in found if layout == "KRSC" or not as_krsc(whole, layout).is_contiguous()]
-
-
-def as_krsc(weight: Tensor, layout: str) -> Tensor:
-    """A view of a weight in this layout as (out, *kernel, in)."""
-    if layout == "RSKC":
-        return weight.movedim(-2, 0)
-    return weight.movedim(-1, 0) if layout == "RSCK" else weight

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftop.sparse.checkpoints import OWN_VERSION, as_krsc, fitting
 from rooftop.sparse.functional import convolve, linear
 from rooftop.sparse.geometries import PerDimension
 from rooftop.sparse.modules import SparseModule
@@ -35,6 +34,7 @@ from rooftop.sparse.rulebook_cache import (
     rows_of_outputs,
 )
 from rooftop.sparse.tensor import SparseConvTensor
+from rooftop.sparse.weight_layouts import OWN_VERSION, as_krsc, fitting
 
 VOXEL_COUNT = "max_num_voxels_during_training"
 

@@ -10,6 +10,8 @@ from typing import Any
 MAX_DIMS = 4
 MAX_ROWS = 2**31 - 1  # tables hold rows as int32
 NO_KEY = 2**63 - 1  # the largest int64, sorted behind all keys
+EMPTY = -1  # in a hash table of keys
+NO_ROOM = 2  # of the three faults of a rulebook
 
 PerDimension = int | Sequence[int]
 

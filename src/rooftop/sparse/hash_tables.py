@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from rooftop.launch.warp_launch import launch_warp, start_warp
-from rooftop.sparse.geometries import MAX_DIMS, NO_KEY, Geometry
+from rooftop.sparse.geometries import EMPTY, MAX_DIMS, NO_KEY, NO_ROOM, Geometry
 from rooftop.sparse.sites import check_sites
 
 Tables = tuple[Tensor, Tensor, Tensor, Tensor]  # out_indices, neighbours, reached, faults
 
 MAX_SLOTS = 2**30  # of a hash table: its slots are int32
-EMPTY = -1  # in a hash table
-NO_ROOM = 2  # of the three faults of a rulebook
 # Outputs for each input that a table first has room for, and how it grows: a kernel of 3 makes a flat surface 3 thick.
 ROOM_PER_SITE = 4
 

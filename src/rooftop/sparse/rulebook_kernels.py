@@ -10,19 +10,19 @@ that finds one stores 1, and leaves its site out.
 
 import warp as wp
 
-from rooftop.sparse import geometries, hash_tables
+from rooftop.sparse import geometries
 
 wp.set_module_options({"enable_backward": False})
 
 Four = wp.types.vector(length=geometries.MAX_DIMS, dtype=wp.int64)
 
-EMPTY = wp.constant(wp.int64(hash_tables.EMPTY))
+EMPTY = wp.constant(wp.int64(geometries.EMPTY))
 NO_KEY = wp.constant(wp.int64(geometries.NO_KEY))
 MIX = wp.constant(wp.uint64(0xFF51AFD7ED558CCD))  # of MurmurHash3's finalizer
 HALF = wp.constant(wp.uint64(33))
 # Of a table that is half full, runs of n full slots are rarer than exp(-0.19 n): so long a one says: no room.
 PROBES = wp.constant(256)
-REPEATED, OUTSIDE, NO_ROOM = wp.constant(0), wp.constant(1), wp.constant(hash_tables.NO_ROOM)
+REPEATED, OUTSIDE, NO_ROOM = wp.constant(0), wp.constant(1), wp.constant(geometries.NO_ROOM)
 
 
 @wp.func

@@ -20,8 +20,8 @@ from typing import cast
 import torch
 
 from rooftop.errors import InputError
-from rooftop.models.gpt import Gpt
-from rooftop.models.gpt_switches import GptConfig
+from rooftop.models.gpt.network import Gpt
+from rooftop.models.gpt.switches import GptConfig
 from rooftop.parallel import Layout, Shard, shards_of
 from rooftop.parallel.exchanges import Group
 from rooftop.train.checkpoint_files import FilePiece, write_file

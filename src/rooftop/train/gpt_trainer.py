@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rooftop.models.gpt import Gpt
-from rooftop.models.gpt_layouts import fully_sharded_gpt, parallel_gpt
-from rooftop.models.gpt_stages import GptStages, parallel_gpt_stages
+from rooftop.models.gpt.layouts import fully_sharded_gpt, parallel_gpt
+from rooftop.models.gpt.network import Gpt
+from rooftop.models.gpt.stages import GptStages, parallel_gpt_stages
 from rooftop.parallel import Layout, ModelGradients
 from rooftop.parallel.contexts import Context
 from rooftop.parallel.deferred import defer_weight_gradients

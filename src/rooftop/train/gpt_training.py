@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from rooftop.errors import did_you_mean
-from rooftop.models.gpt_stages import layers_of_stages
-from rooftop.models.gpt_switches import GptConfig
+from rooftop.models.gpt.stages import layers_of_stages
+from rooftop.models.gpt.switches import GptConfig
 from rooftop.parallel import Layout
 from rooftop.parallel.contexts import Context
 from rooftop.parallel.recomputing import Recompute, granularity_of

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from rooftop.errors import InputError
-from rooftop.models.gpt import Gpt
-from rooftop.models.gpt_stages import GptStages
-from rooftop.models.gpt_weights import load_gpt_weights
+from rooftop.models.gpt.network import Gpt
+from rooftop.models.gpt.stages import GptStages
+from rooftop.models.gpt.weights import load_gpt_weights
 from rooftop.parallel.sharded_data import part_like
 from rooftop.train.checkpoint_folders import TRAINING, last_step
 

@@ -13,9 +13,9 @@ import torch
 
 from rooftop.errors import InputError
 from rooftop.kernels import Box
-from rooftop.models.gpt import Gpt
-from rooftop.models.gpt_switches import GptConfig
-from rooftop.models.gpt_weights import empty_gpt
+from rooftop.models.gpt.network import Gpt
+from rooftop.models.gpt.switches import GptConfig
+from rooftop.models.gpt.weights import empty_gpt
 from rooftop.parallel import Shard, shards_of
 from rooftop.parallel.exchanges import Group
 from rooftop.parallel.shards import Piece

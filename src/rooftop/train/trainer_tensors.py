@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rooftop.kernels import Box
-from rooftop.models.gpt_stages import whole_name
+from rooftop.models.gpt.stages import whole_name
 from rooftop.parallel import Shard, shards_of
 from rooftop.parallel.sharded_data import local_of, shard_here
 from rooftop.train.checkpoint_plans import Held

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.errors import InputError
-from rooftop.models.gpt_switches import GptConfig
-from rooftop.models.rope_scaling import RopeScaling
+from rooftop.models.gpt.rope_scaling import RopeScaling
+from rooftop.models.gpt.switches import GptConfig
 from rooftop.train.checkpoint_folders import TRAINING, last_step
 from rooftop.train.gpt_trainer import GptTrainer
 from rooftop.train.gpt_training import GptTraining

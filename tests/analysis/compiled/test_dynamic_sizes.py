@@ -26,7 +26,8 @@ from rooftop.analysis.compiled.dynamic_sizes import (
 from rooftop.analysis.compiled.graphs import SIZES_UNKNOWN, CompiledGraphs
 from rooftop.analysis.compiled.kernel_work import kernel_works
 from rooftop.analysis.instruments import CompiledInstrument
-from rooftop.analysis.report import OperatorRow, Report
+from rooftop.analysis.report import Report
+from rooftop.analysis.report_contents import OperatorRow
 from rooftop.cost import Cost, Record
 from rooftop.hardware.ceilings import Ceilings
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import rooftop
 import rooftop.models
 from rooftop.analysis.compiled.graphs import CompiledGraphs
-from rooftop.analysis.report import OperatorRow, Report
+from rooftop.analysis.report import Report
+from rooftop.analysis.report_contents import OperatorRow
 from rooftop.errors import ModelRunError
 from rooftop.hardware.ceilings import Ceilings
 

@@ -16,7 +16,7 @@ from rooftop.analysis.advice.kernel_rules import layer_norms, pointwise_fusion, 
 from rooftop.analysis.advice.optimizer_rules import fused_optimizer
 from rooftop.analysis.advice.shape_rules import padded_products
 from rooftop.analysis.findings import LEAST_GAIN, Findings
-from rooftop.analysis.report import Advice
+from rooftop.analysis.report_contents import Advice
 
 
 def advise(findings: Findings) -> list[Advice]:

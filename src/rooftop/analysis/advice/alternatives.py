@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.repeating import AS_IT_WAS, REPEATS, Form, times_again
-from rooftop.analysis.report import OperatorRow
+from rooftop.analysis.report_contents import OperatorRow
 from rooftop.cost import CallSpec, TensorSpec
 from rooftop.hardware.kernel_times import Variant, kernel_times
 

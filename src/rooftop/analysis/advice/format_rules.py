@@ -15,7 +15,7 @@ from rooftop.analysis.findings import LEAST_GAIN, Findings
 from rooftop.analysis.formats import counted
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.repeating import Form
-from rooftop.analysis.report import Advice
+from rooftop.analysis.report_contents import Advice
 from rooftop.cost import Cost, roof
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from rooftop.analysis.findings import Findings, waits_for_device
-from rooftop.analysis.report import Advice
+from rooftop.analysis.report_contents import Advice
 from rooftop.hardware.page_faults import KEEP_MEMORY, MANY
 
 

@@ -10,7 +10,7 @@ from rooftop.analysis.advice.fusion import fused
 from rooftop.analysis.advice.shape_rules import padded_ms
 from rooftop.analysis.findings import LEAST_GAIN, Findings
 from rooftop.analysis.formats import percent_text
-from rooftop.analysis.report import Advice, OperatorRow
+from rooftop.analysis.report_contents import Advice, OperatorRow
 
 CALLED_MS = 0.1
 """Assumed on a CPU for a call of a compiled function before its kernels run: it checks its guards."""

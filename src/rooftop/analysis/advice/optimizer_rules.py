@@ -8,7 +8,7 @@ import torch
 
 from rooftop.analysis.findings import LEAST_GAIN, Findings
 from rooftop.analysis.kernel_times import watch_kernels
-from rooftop.analysis.report import Advice
+from rooftop.analysis.report_contents import Advice
 
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 """Optimizers that PyTorch 2.11 has a fused kernel for on a GPU."""

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from rooftop.analysis.findings import LEAST_GAIN
 from rooftop.analysis.ranks.merging import Ranks
-from rooftop.analysis.report import Advice
+from rooftop.analysis.report_contents import Advice
 
 
 def rank_advice(ranks: Ranks) -> list[Advice]:

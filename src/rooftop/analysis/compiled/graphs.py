@@ -32,7 +32,7 @@ from rooftop.analysis.compiled.dynamic_sizes import (
     size_sources,
 )
 from rooftop.analysis.compiled.kernel_work import KernelWork, kernel_works
-from rooftop.analysis.report import Compilation, GraphBreak, Recompilation
+from rooftop.analysis.report_contents import Compilation, GraphBreak, Recompilation
 from rooftop.hardware.interruptions import pass_on
 
 TORCH = os.path.dirname(torch.__file__) + os.sep

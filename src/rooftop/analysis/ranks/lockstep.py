@@ -200,17 +200,6 @@ def on_all_ranks(work: Callable[[], T]) -> list[T]:
     return cast(list[T], _exchanged(number, outcome))
 
 
-def exchange(outcome: T | Exception) -> list[T]:
-    """What every rank has, by rank; an exception is reported at all of them (see `on_all_ranks`)."""
-
-    def give() -> T:
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    return on_all_ranks(give)
-
-
 def _exchanged(number: int, outcome: bytes) -> list[Any]:
     store, rank, ranks = _store(), dist.get_rank(), range(dist.get_world_size())
     store.set(f"rooftop/{number}/{rank}", outcome)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from rooftop.analysis.kernel_join import device_kernels
 from rooftop.analysis.program import Program
-from rooftop.analysis.ranks.lockstep import barrier, exchange, on_all_ranks, rank_name, several_ranks
+from rooftop.analysis.ranks.lockstep import barrier, on_all_ranks, rank_name, several_ranks
 from rooftop.analysis.ranks.merging import RankRow, Ranks, compared
 from rooftop.hardware.sequences import synchronize
 from rooftop.hardware.traces import Label, Trace
@@ -39,22 +39,6 @@ def measure_ranks(program: Program, device: torch.device, steps: int = STEPS) ->
     if not several_ranks():
         return None
     return compared(on_all_ranks(lambda: measure_rank(program, device, steps)))
-
-
-def gather_ranks(row: RankRow | Exception) -> Ranks | None:
-    """What every rank measured, or why it could not; None if this process is the only one.
-
-    Every rank must call this, and gets the same.
-
-    Raises:
-        MeasurementError: a rank gave an exception; names it and says why.
-        Exception: the given one, if this process is the only one.
-    """
-    if several_ranks():
-        return compared(exchange(row))
-    if isinstance(row, Exception):
-        raise row
-    return None
 
 
 def measure_rank(program: Program, device: torch.device, steps: int = STEPS) -> RankRow:

@@ -13,7 +13,7 @@ Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 
 def _device(context: click.Context, option: click.Parameter, text: str) -> Any:
-    from rooftop.cli.analyze import pick_device
+    from rooftop.cli.device_option import pick_device
 
     return pick_device(None if text == "auto" else text)
 

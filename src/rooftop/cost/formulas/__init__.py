@@ -4,7 +4,6 @@ Each formula follows the operator's definition, not an implementation; tests che
 """
 
 from rooftop.cost.formulas import (
-    attention_kernels,
     attentions,
     collectives,
     convolutions,
@@ -12,6 +11,7 @@ from rooftop.cost.formulas import (
     elementwise,
     indexing,
     interpolation,
+    library_attentions,
     linear_algebra,
     losses,
     matmuls,
@@ -32,7 +32,6 @@ from rooftop.cost.formulas import (
 )
 
 __all__ = [
-    "attention_kernels",
     "attentions",
     "collectives",
     "convolutions",
@@ -40,6 +39,7 @@ __all__ = [
     "elementwise",
     "indexing",
     "interpolation",
+    "library_attentions",
     "linear_algebra",
     "losses",
     "matmuls",

@@ -1,0 +1,275 @@
+"""What a finished analysis holds.
+
+Times are milliseconds of one step. `flops` count multiplications and additions separately.
+Rows of operators and modules hold totals over their calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rooftop.analysis.formats import time_text
+from rooftop.analysis.ranks.merging import Ranks
+
+FLAGGED_PERCENT = 102.0
+"""Above this percentage of its roof a result is an error of the cost model or of the measurement, and is marked so."""
+
+
+@dataclass(frozen=True)
+class OperatorRow:
+    """All executions of one operator with the same phase, shapes and dtype.
+
+    Attributes:
+        name: e.g. "aten::convolution".
+        phase: "forward", "backward" or "optimizer".
+        shapes: of its input tensors. dtype: of the first floating-point one.
+        calls: executions; the figures below are totals over them.
+        bound: what sets the roof: "memory", "compute", "launch", "none" (a view) or "uncovered".
+        modules: paths of the modules that called it. kernels: names of what ran on the device.
+        uncovered: why there is no cost formula, "" if there is one.
+    """
+
+    name: str
+    phase: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    calls: int
+    flops: int
+    flops_by_precision: dict[str, int]
+    bytes: int
+    roof_ms: float
+    measured_ms: float
+    bound: str
+    modules: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+    uncovered: str = ""
+
+    @property
+    def percent_of_roof(self) -> float | None:
+        """100 * roof / measured; None where there is no work or no time to compare."""
+        if self.bound in ("none", "uncovered") or self.measured_ms <= 0:
+            return None
+        return 100 * self.roof_ms / self.measured_ms
+
+    @property
+    def flagged(self) -> bool:
+        return self.percent_of_roof is not None and self.percent_of_roof > FLAGGED_PERCENT
+
+    @property
+    def gap_ms(self) -> float:
+        return self.measured_ms - self.roof_ms
+
+
+@dataclass(frozen=True)
+class ModuleNode:
+    """A module with everything below it; `name` is its last path component, "" for the root."""
+
+    name: str
+    type: str
+    calls: int
+    parameters: int
+    flops: int
+    bytes: int
+    measured_ms: float
+    op_roof_ms: float
+    fused_roof_ms: float
+    children: tuple[ModuleNode, ...] = ()
+
+    @property
+    def percent_of_roof(self) -> float | None:
+        """100 * fused roof / measured."""
+        return 100 * self.fused_roof_ms / self.measured_ms if self.measured_ms > 0 and self.op_roof_ms > 0 else None
+
+    def find(self, path: str) -> ModuleNode:
+        """The module at a path such as "layer1.0.conv1".
+
+        Raises:
+            KeyError: there is none.
+        """
+        node = self
+        for part in path.split(".") if path else ():
+            match = next((child for child in node.children if child.name == part), None)
+            if match is None:
+                raise KeyError(f"no module {path!r}: {node.name!r} has {[c.name for c in node.children]}")
+            node = match
+        return node
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """wall = fused roof + fusion headroom + kernel gap + launch gap.
+
+    Attributes:
+        kernel_gap_ms: device busy - op roof: kernels slower than the machine allows.
+        fusion_headroom_ms: op roof - fused roof: intermediates that go through memory between operators.
+        launch_gap_ms: wall - device busy: the device waits for the host.
+    """
+
+    kernel_gap_ms: float
+    fusion_headroom_ms: float
+    launch_gap_ms: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Something that would make the step faster, by how much, and what that is concluded from.
+
+    Attributes:
+        gain_ms: of a step in sequence. low_ms, high_ms: the interval that the noise of the wall time leaves it, None
+            where nothing was measured.
+        command: what to type or to write, None if there is no one line for it.
+    """
+
+    title: str
+    evidence: str
+    gain_ms: float
+    command: str | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """A place where `torch.compile` had to leave its graph: "file:line", why, and the seconds that compiling what
+    follows it took."""
+
+    line: str
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Recompilation:
+    """A function that was compiled again: "file:line" of its definition, its name, the guard that failed, seconds."""
+
+    line: str
+    function: str
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What `torch.compile` did while the program was analyzed: graphs, the kernels in them, seconds, and what it could
+    not keep in one graph or had to do again."""
+
+    graphs: int
+    kernels: int
+    seconds: float
+    graph_breaks: tuple[GraphBreak, ...] = ()
+    recompilations: tuple[Recompilation, ...] = ()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The step as a whole.
+
+    Attributes:
+        wall_ms: of a step in a sequence of steps, as a loop runs them. wall_spread: width of its interval over itself.
+        busy_ms: time during which the device works.
+        op_roof_ms, fused_roof_ms: see `rooftop.analysis.floors`.
+        kernels: launches of one step. samples: of one step, as its first input tells
+            (see `Program.samples`).
+        repeats: how often each operator was timed.
+        wall_low_ms, wall_high_ms: its interval: the fastest steps, and what half of them stayed below.
+        latency_ms: of one step alone, from an idle device to the end of its work; what one request waits for.
+        latency_low_ms, latency_high_ms: its interval.
+        disturbed: other programs took what this one needed, or its times were not reproduced (a note says which).
+
+    What a report before these had no place for is None.
+    """
+
+    wall_ms: float
+    wall_spread: float
+    busy_ms: float
+    op_roof_ms: float
+    fused_roof_ms: float
+    flops: int
+    bytes: int
+    parameters: int
+    kernels: int
+    samples: int | None
+    repeats: int
+    wall_low_ms: float | None = None
+    wall_high_ms: float | None = None
+    latency_ms: float | None = None
+    latency_low_ms: float | None = None
+    latency_high_ms: float | None = None
+    disturbed: bool = False
+
+    @property
+    def percent_of_roof(self) -> float:
+        """100 * fused roof / wall."""
+        return 100 * self.fused_roof_ms / self.wall_ms
+
+    @property
+    def percent_interval(self) -> tuple[float, float]:
+        """The percent of roof at the ends of the wall time's interval, the lower one first."""
+        low_ms, high_ms = self.wall_low_ms or self.wall_ms, self.wall_high_ms or self.wall_ms
+        return 100 * self.fused_roof_ms / high_ms, 100 * self.fused_roof_ms / low_ms
+
+    @property
+    def device_bound(self) -> bool:
+        """Whether the device sets the pace of a loop of such steps, and not the host."""
+        return self.busy_ms >= DEVICE_BOUND * self.wall_ms
+
+
+DEVICE_BOUND = 0.9
+"""A device that works for this part of the wall time sets the pace."""
+
+
+@dataclass(frozen=True, repr=False)
+class ReportContents:
+    """What the result of `rooftop.analyze` holds; `rooftop.analysis.Report` has its forms.
+
+    Attributes:
+        target, mode ("inference", "training" or "callable"), inputs, created: what was analyzed and when (UTC).
+        device, versions, ceilings: where. They are plain dicts, as in the JSON.
+        summary, gaps, coverage: the step as a whole; coverage is the fraction of the measured operator time that has
+            a real cost formula.
+        ops: by falling time. modules: the tree's root. advice: by falling gain.
+        memory: (ms since the step began, allocated bytes) and `peak_bytes`.
+        compilation: what `torch.compile` did, None if nothing is compiled.
+        ranks: of a distributed step, None in a single process; the rest is then about rank 0.
+        predicted: nothing was measured: each operator takes its roof (see `rooftop.predict`).
+        notes: what a reader should know about the measurement.
+    """
+
+    target: str
+    mode: str
+    inputs: tuple[str, ...]
+    created: str
+    device: dict[str, Any]
+    versions: dict[str, str]
+    ceilings: dict[str, Any]
+    summary: Summary
+    gaps: Gaps
+    coverage: float
+    ops: tuple[OperatorRow, ...]
+    modules: ModuleNode
+    advice: tuple[Advice, ...]
+    memory: tuple[tuple[float, int], ...] = ()
+    peak_bytes: int = 0
+    compilation: Compilation | None = None
+    ranks: Ranks | None = None
+    predicted: bool = False
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+    @property
+    def uncovered(self) -> list[OperatorRow]:
+        """Operators without a cost formula, by falling time."""
+        return [row for row in self.ops if row.bound == "uncovered"]
+
+    @property
+    def pace(self) -> str:
+        """What sets the pace of a loop of such steps, and what one step alone waits for; "" if no GPU was timed."""
+        summary = self.summary
+        if self.predicted or summary.latency_ms is None:
+            return ""
+        share, leader = 100 * summary.busy_ms / summary.wall_ms, "GPU" if summary.device_bound else "host"
+        loop = f"In a loop the {leader} sets the pace: the GPU works for {share:.0f}% of a step."
+        lead_ms = summary.latency_ms - summary.wall_ms
+        if lead_ms <= 0.05 * summary.wall_ms:
+            return f"{loop} A step alone takes as long."
+        return f"{loop} A step alone takes {time_text(summary.latency_ms)}: it begins with an idle GPU."

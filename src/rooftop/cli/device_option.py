@@ -1,0 +1,27 @@
+"""The device that --device names."""
+
+from __future__ import annotations
+
+import re
+
+import click
+import torch
+
+
+def pick_device(text: str | None) -> torch.device:
+    """The device that --device names; the GPU if there is one and nothing is named.
+
+    Raises:
+        click.BadParameter: no such device here.
+    """
+    if text is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if re.fullmatch(r"cpu|cuda(:\d+)?", text) is None:
+        raise click.BadParameter(f"expected cpu, cuda or cuda:N, got {text!r}", param_hint="--device")
+    device = torch.device(text)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise click.BadParameter(
+            f"{text} is not there: torch {torch.__version__} can use {torch.cuda.device_count()} GPUs on this machine",
+            param_hint="--device",
+        )
+    return device

@@ -1,0 +1,15 @@
+"""Find what a program does wrong on a GPU: streams that do not wait for each other, tensors that fill the memory."""
+
+from rooftop.debugging.out_of_memory import MemoryExplanation, MemoryRecording, explain_memory, explained_memory
+from rooftop.debugging.stream_races import StreamCheck, StreamRace, StreamRaceError, check_streams
+
+__all__ = [
+    "MemoryExplanation",
+    "MemoryRecording",
+    "StreamCheck",
+    "StreamRace",
+    "StreamRaceError",
+    "check_streams",
+    "explain_memory",
+    "explained_memory",
+]

@@ -1,0 +1,319 @@
+"""What works on this machine and what does not, each problem with the command that mends it.
+
+Nothing here knows which versions fit together: what fits is what the installed packages ask for in their metadata,
+what the driver says through NVML, and what a tiny kernel does when it runs. Every part is looked at by itself; one
+that raises is a finding and ends none of the others. No import up here needs torch: it can say why torch is broken.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+from rooftop.doctor import mending
+from rooftop.doctor.findings import Finding, NoTorch, Part, build_of, gpu_usable, reason_of, reinstall, torch_here
+from rooftop.doctor.gpu_findings import cuda_part, cudnn_part, driver_part, gpus_part, library_part, nccl_part
+from rooftop.doctor.requirements import asked_by, fits, python_asked_by, version_of
+from rooftop.doctor.torch_extensions import extensions_part
+from rooftop.errors import MissingExtraError
+
+
+def diagnose(parts: Sequence[Part] | None = None) -> list[Finding]:
+    """Look at each part in turn (None: at all); takes seconds, starts tiny kernels on the GPUs, changes nothing."""
+    findings = []
+    for name, check, needed in PARTS if parts is None else parts:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                finding = check(name)
+        except NoTorch:
+            continue  # nothing can be said without torch, and its own line says what is wrong with it
+        except Exception as error:
+            finding = Finding(name, "broken", "", reason_of(error))
+        if finding is not None:
+            findings.append(replace(finding, needed=needed and finding.needed))
+    return findings
+
+
+def install_kernel() -> str:
+    """Make this Python a Jupyter kernel of the user, named rooftop; returns its folder.
+
+    Raises:
+        MissingExtraError: ipykernel is not installed.
+    """
+    try:
+        kernelspec = import_module("ipykernel.kernelspec")
+    except ImportError as error:
+        raise MissingExtraError(f"a Jupyter kernel needs ipykernel: {mending.pip('ipykernel')}") from error
+    return str(kernelspec.install(user=True, kernel_name="rooftop", display_name="Rooftop"))
+
+
+# ---- Python and its packages -------------------------------------------------------------------------------------
+
+
+def _python(part: str) -> Finding:
+    found = f"{platform.python_version()}, {sys.executable}"
+    wanted = python_asked_by("rooftop")
+    if not fits(platform.python_version(), wanted):
+        return Finding(part, "broken", found, f"Rooftop needs Python {wanted}")
+    return Finding(part, "works", found)
+
+
+def _packages(part: str) -> Finding | None:
+    """What Rooftop's own metadata asks for, but torch, which has its own line."""
+    asked = {name: spec for name, spec in asked_by("rooftop").items() if name != "torch"}
+    if not asked:
+        return None  # Rooftop is used without being installed: nobody says what it asks for
+    versions = {name: version_of(name) for name in asked}
+    wrong = [name for name, spec in asked.items() if not fits(versions[name], spec)]
+    found = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    if wrong:
+        problem = "; ".join(f"{name} is {versions[name] or 'not installed'}" for name in wrong)
+        return Finding(part, "broken", found, problem, mending.pip(*(f"{name}{asked[name]}" for name in wrong)))
+    return Finding(part, "works", found)
+
+
+def _torch_itself(part: str) -> Finding:
+    wanted = "torch" + asked_by("rooftop").get("torch", "")
+    version = version_of("torch")
+    try:
+        torch = torch_here()
+    except NoTorch as error:
+        if not version:
+            return Finding(part, "broken", "not installed", reason_of(error.__cause__), mending.pip(wanted))
+        reason = reason_of(error.__cause__)
+        command = mending.driver() if "libcuda." in reason else reinstall("torch")
+        return Finding(part, "broken", version, reason, command)
+    found = f"{torch.__version__}, {build_of(torch)}"
+    if not fits(version, wanted.removeprefix("torch")):
+        return Finding(part, "broken", found, f"Rooftop needs {wanted}", mending.pip(wanted, options="--upgrade"))
+    return Finding(part, "works", found)
+
+
+def _package(part: str, module: str, package: str, extra: str = "", gpu_only: bool = False) -> Finding | None:
+    """A package that can be done without, of its own or in an extra of Rooftop: it fits and its import works."""
+    if gpu_only and not gpu_usable():
+        return None
+    version, spec = version_of(package), asked_by("rooftop", extra).get(package, "")
+    install = mending.pip(f"rooftop[{extra}]" if extra else package)
+    if not version:
+        return Finding(part, "absent", "not installed", command=install)
+    found = f"{package} {version}"
+    if not fits(version, spec):
+        return Finding(part, "broken", found, f"Rooftop asks for {package}{spec}", install)
+    try:
+        import_module(module)
+    except Exception as error:
+        return Finding(part, "broken", found, reason_of(error), reinstall(package))
+    return Finding(part, "works", found)
+
+
+# ---- compilers ---------------------------------------------------------------------------------------------------
+
+
+def _c_compiler(part: str) -> Finding:
+    """Triton builds what starts its kernels with it, found as Triton finds it: $CC, gcc, clang."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or ""
+    return _compiler(part, "c", "CC", compiler, "Triton on a GPU needs one", needed=gpu_usable())
+
+
+def _cpp_compiler(part: str) -> Finding:
+    """torch.compile builds its kernels for the CPU with it, found as torch finds it: $CXX, g++."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or ""
+    return _compiler(part, "c++", "CXX", compiler, "torch.compile on the CPU needs one", needed=False)
+
+
+def _compiler(part: str, language: str, variable: str, compiler: str, use: str, needed: bool) -> Finding:
+    """Compiles a Python module of one line: the compiler runs, and Python's headers are there."""
+    broken = partial(Finding, part, "broken", needed=needed)
+    missing = broken if needed else partial(Finding, part, "absent")
+    if not compiler:
+        return missing("no compiler found", use, mending.system_package(language))
+    scheme = sysconfig.get_default_scheme()  # Debian's posix_local names a folder without headers
+    include = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "empty.c")
+        source.write_text("#include <Python.h>\n")
+        words = ["-x", language, "-shared", "-fPIC", f"-I{include}", str(source), "-o", f"{folder}/empty.so"]
+        try:
+            version = _run(compiler, "--version").stdout.partition("\n")[0].strip()
+            built = _run(compiler, *words)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            command = f"unset {variable}" if variable in os.environ else mending.system_package(language)
+            return broken(compiler, reason_of(error), command)
+    if built.returncode == 0:
+        return Finding(part, "works", version or compiler)
+    if "Python.h" in built.stderr:
+        return missing(version, f"{use}, with Python's headers in {include}", mending.system_package("headers"))
+    errors = [line for line in built.stderr.splitlines() if "error" in line] or built.stderr.splitlines()[-1:]
+    return broken(version, errors[0] if errors else "it fails without a word", mending.system_package(language))
+
+
+def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=60)
+
+
+def _triton(part: str) -> Finding:
+    """The version that torch's metadata asks for; on a GPU a tiny kernel, and its result."""
+    asked = [(name, spec) for name, spec in asked_by("torch").items() if "triton" in name]
+    name, spec = asked[0] if asked else ("triton", asked_by("rooftop", extra="triton").get("triton", ""))
+    asker = "torch" if asked else "Rooftop"
+    version = version_of(name)
+    if not version:
+        if not asked and not gpu_usable():
+            return Finding(part, "absent", "not installed", command=mending.pip("rooftop[triton]"))
+        return Finding(part, "broken", "not installed", f"{asker} asks for {name}{spec}", mending.pip(name + spec))
+    found = f"{name} {version}"
+    if not fits(version, spec):
+        command = mending.pip(name + spec, options="--force-reinstall")
+        return Finding(part, "broken", found, f"{asker} asks for {name}{spec}", command)
+    ended = _ended_by_importing("triton")
+    if ended:
+        return Finding(part, "broken", found, ended, reinstall(name))
+    try:
+        import_module("triton")
+    except Exception as error:
+        return Finding(part, "broken", found, reason_of(error), reinstall(name))
+    found += ", as torch asks" if asked else ""
+    if not gpu_usable():
+        return Finding(part, "works", f"{found}; TRITON_INTERPRET=1 runs its kernels on the CPU")
+    try:
+        total = _triton_kernel()
+    except Exception as error:
+        command = mending.as_root("ldconfig") if "libcuda" in str(error) else ""
+        return Finding(part, "broken", found, reason_of(error), command)
+    if total != 192:
+        return Finding(part, "broken", found, f"a kernel wrote {total}, not 192", reinstall(name))
+    interpreted = " in its interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else ""
+    return Finding(part, "works", f"{found}; a kernel ran{interpreted}")
+
+
+def _ended_by_importing(module: str) -> str:
+    """What a module does to the process that imports it, if that does not survive it; looked at in another one."""
+    code = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True).returncode
+    return f"importing it ends the process ({signal.Signals(-code).name})" if code < 0 else ""
+
+
+def _triton_kernel() -> float:
+    """The sum of 64 elements that a kernel sets to 3."""
+    kernels = import_module("rooftop.hardware.bandwidth_kernels")
+    target = torch_here().zeros(64, device="cuda")
+    kernels.write(target, 3.0)
+    return float(target.sum())
+
+
+def _compile(part: str) -> Finding:
+    """torch.compile builds kernels for the GPU through Triton and for the CPU with a C++ compiler."""
+    on_gpu, cpp = torch_here().cuda.is_available(), _cpp_compiler(part)
+    triton = _triton(part) if on_gpu else None
+    if triton is not None and triton.status != "works":
+        return triton
+    builders = [f"{triton.found} for the GPU"] if triton is not None else []
+    if cpp.status == "works":
+        builders.append(f"{cpp.found} for the CPU")
+    return Finding(part, "works", "; ".join(builders)) if builders else cpp
+
+
+# ---- what can be done without ------------------------------------------------------------------------------------
+
+
+def _jupyter(part: str) -> Finding:
+    install = "rooftop doctor --install-kernel"
+    version = version_of("ipykernel")
+    if not version:
+        return Finding(part, "absent", "ipykernel is not installed", "", f"{mending.pip('ipykernel')} && {install}")
+    try:
+        import_module("ipykernel.kernelspec")
+        specs = import_module("jupyter_client.kernelspec")
+    except Exception as error:
+        return Finding(part, "broken", f"ipykernel {version}", reason_of(error), reinstall("ipykernel"))
+    try:
+        spec = specs.KernelSpecManager().get_kernel_spec("rooftop")
+    except specs.NoSuchKernel:
+        return Finding(part, "absent", f"ipykernel {version}, no kernel named rooftop", "", install)
+    if spec.argv[0] != sys.executable:
+        return Finding(part, "absent", f"the kernel named rooftop runs {spec.argv[0]}, not this Python", "", install)
+    return Finding(part, "works", f"ipykernel {version}, kernel rooftop in {spec.resource_dir}")
+
+
+# ---- folders -----------------------------------------------------------------------------------------------------
+
+SMALL_SHARED_MEMORY_BYTES = 256 << 20
+"""A DataLoader worker keeps two batches in it: of 128 images of (3, 224, 224) in float32, 147 MiB."""
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def _cache(part: str) -> Finding:
+    """Writes a file where the ceilings are kept, or will be once the folder is made."""
+    torch_here()  # which the cache's module imports
+    folder: Path = import_module("rooftop.hardware.measuring").cache_path(("",)).parent
+    nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        problem = f"cannot be written ({error.strerror}): ceilings are measured again each time"
+        return Finding(part, "broken", str(folder), problem, 'export ROOFTOP_CACHE="$(mktemp -d)"')
+    return Finding(part, "works", str(folder))
+
+
+def _shared_memory(part: str) -> Finding | None:
+    """DataLoader workers hand over batches in it."""
+    if not SHARED_MEMORY.exists():
+        return None
+    total = shutil.disk_usage(SHARED_MEMORY).total
+    found = f"{total / (1 << 20):,.0f} MiB in {SHARED_MEMORY}"
+    if total >= SMALL_SHARED_MEMORY_BYTES:
+        return Finding(part, "works", found)
+    engine = mending.container()
+    command = (
+        f"{engine} run --shm-size=8g ..." if engine else mending.as_root(f"mount -o remount,size=8G {SHARED_MEMORY}")
+    )
+    return Finding(part, "broken", found, "too small for batches of a DataLoader's workers", command)
+
+
+PARTS: tuple[Part, ...] = (
+    Part("Python", _python),
+    Part("Packages", _packages),
+    Part("torch", _torch_itself),
+    Part("NVIDIA driver", driver_part),
+    Part("CUDA", cuda_part),
+    Part("GPUs", gpus_part),
+    Part("cuDNN", cudnn_part),
+    Part("NCCL", nccl_part),
+    Part("C compiler", _c_compiler),
+    Part("Triton", _triton),
+    Part("torch.compile", _compile, needed=False),
+    Part("Built on torch", extensions_part, needed=False),
+    Part("Ceilings cache", _cache),
+    Part("Shared memory", _shared_memory, needed=False),
+    Part("cuda.core", partial(_package, module="cuda.core", package="cuda-core", extra="cuda"), needed=False),
+    Part("Charts", partial(_package, module="plotly", package="plotly", extra="report"), needed=False),
+    Part("Jupyter kernel", _jupyter, needed=False),
+    Part("Warp", partial(_package, module="warp", package="warp-lang"), needed=False),
+    *(
+        Part(name, partial(_package, module=name, package=name, extra="scene"), needed=False)
+        for name in ("trimesh", "meshoptimizer")
+    ),
+    Part("NVDEC", partial(library_part, name="libnvcuvid.so.1"), needed=False),
+    Part("NVENC", partial(library_part, name="libnvidia-encode.so.1"), needed=False),
+    Part(
+        "PyNvVideoCodec",
+        partial(_package, module="PyNvVideoCodec", package="PyNvVideoCodec", gpu_only=True),
+        needed=False,
+    ),
+    Part("PyAV", partial(_package, module="av", package="av"), needed=False),
+)

@@ -1,0 +1,97 @@
+"""What a diagnosis says of one part of the machine, and the little that all parts ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal, NamedTuple
+
+from rooftop.doctor import mending
+from rooftop.doctor.requirements import version_of
+
+Status = Literal["works", "absent", "broken"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found of one part.
+
+    Attributes:
+        status: "absent" is something that can be done without.
+        found: versions and facts.
+        problem: what is wrong, "" if nothing.
+        command: what mends or installs it, "" if there is nothing to do or no command is known.
+        needed: whether Rooftop needs it here.
+    """
+
+    part: str
+    status: Status
+    found: str
+    problem: str = ""
+    command: str = ""
+    needed: bool = True
+
+
+class Part(NamedTuple):
+    """A part and how to look at it; `check` is given the part's name, None says that it does not matter here."""
+
+    name: str
+    check: Callable[[str], Finding | None]
+    needed: bool = True
+
+
+class NoTorch(Exception):
+    """torch cannot be imported; `__cause__` says why."""
+
+
+def torch_here() -> Any:
+    """The module torch.
+
+    Raises:
+        NoTorch: it cannot be imported, for whatever reason; `__cause__` says which.
+    """
+    try:
+        return import_module("torch")
+    except Exception as error:
+        raise NoTorch from error
+
+
+def gpu_usable() -> bool:
+    """Whether torch is there and can use a GPU."""
+    try:
+        return bool(torch_here().cuda.is_available())
+    except NoTorch:
+        return False
+
+
+def torch_cuda() -> str:
+    """The CUDA that torch is built for; "" for another build or no torch."""
+    try:
+        return torch_here().version.cuda or ""
+    except NoTorch:
+        return ""
+
+
+def build_of(torch: Any) -> str:
+    """What torch is built for: "CUDA 13.0 build", "ROCm 6.4 build" or "CPU build"."""
+    hip = getattr(torch.version, "hip", None)
+    return f"CUDA {torch.version.cuda} build" if torch.version.cuda else f"ROCm {hip} build" if hip else "CPU build"
+
+
+def reinstall(package: str) -> str:
+    """A package and all that it asks for once more, in the version that is there."""
+    version = version_of(package)
+    options = "--force-reinstall" + (" --index-url <the index it came from>" if "+" in version else "")
+    return mending.pip(f"{package}=={version}", options=options)
+
+
+def reason_of(error: BaseException | None) -> str:
+    """An error in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def counted(number: int, what: str) -> str:
+    """ "1 GPU", "2 GPUs"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,245 @@
+"""What is found of NVIDIA's driver, of the GPUs, and of the libraries that run on them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rooftop.doctor import mending
+from rooftop.doctor.findings import (
+    Finding,
+    build_of,
+    counted,
+    gpu_usable,
+    reason_of,
+    reinstall,
+    torch_cuda,
+    torch_here,
+)
+from rooftop.doctor.requirements import asked_by
+
+PROC_DRIVER = Path("/proc/driver/nvidia")  # there when the driver's kernel module is loaded, in containers too
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+NVIDIA, DISPLAY = "0x10de", "0x03"  # vendor; class of display and 3D controllers
+LIBRARIES_DIFFER = 18  # NVML_ERROR_LIB_RM_VERSION_MISMATCH
+
+
+class DriverAnswer(NamedTuple):
+    """What NVML says: driver, newest CUDA that it runs, GPUs; or its error and the error's number."""
+
+    version: str = ""
+    cuda: tuple[int, int] = (0, 0)
+    gpus: int = 0
+    error: str = ""
+    code: int = 0
+
+
+def ask_driver() -> DriverAnswer:
+    """What NVML says of the driver, or why it does not.
+
+    Raises:
+        ImportError: nvidia-ml-py is not installed.
+    """
+    nvml: Any = import_module("pynvml")
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return DriverAnswer(error=str(error), code=getattr(error, "value", 0))
+    try:
+        version, cuda = nvml.nvmlSystemGetDriverVersion(), nvml.nvmlSystemGetCudaDriverVersion_v2()
+        text = version.decode() if isinstance(version, bytes) else str(version)
+        return DriverAnswer(text, (cuda // 1000, cuda % 1000 // 10), nvml.nvmlDeviceGetCount())
+    finally:
+        nvml.nvmlShutdown()
+
+
+def driver_part(part: str) -> Finding:
+    """The driver that NVML finds, and whether it is new enough for torch's CUDA."""
+    try:
+        driver = ask_driver()
+    except ImportError as error:
+        return Finding(part, "broken", "", reason_of(error), mending.pip("nvidia-ml-py"))
+    built = torch_cuda()
+    if driver.error:
+        return _no_driver(part, driver, built)
+    found = f"{driver.version}, CUDA up to {_dotted(driver.cuda)}, {counted(driver.gpus, 'GPU')}"
+    if built and int(built.split(".")[0]) > driver.cuda[0] and not gpu_usable():
+        problem = f"torch is built for CUDA {built}, newer than the driver runs: it needs a newer driver"
+        # In a container the driver is the host's, and no command in here replaces it.
+        return Finding(part, "broken", found, problem, "" if mending.container() else mending.driver())
+    return Finding(part, "works", found)
+
+
+def _no_driver(part: str, driver: DriverAnswer, built: str) -> Finding:
+    if driver.code == LIBRARIES_DIFFER:  # the driver was updated while its old kernel module stayed loaded
+        return Finding(part, "broken", driver.error, "its libraries and its kernel module differ", _restart())
+    seen = _gpus_in_machine()
+    if seen:
+        problem = f"{seen}, but no driver that answers here ({driver.error})"
+        return Finding(part, "broken", "not found", problem, mending.driver())
+    if built:
+        found = f"not found, nor a GPU: torch is built for CUDA {built} and runs on the CPU"
+        return Finding(part, "absent", found, command=mending.driver())
+    return Finding(part, "absent", "not found, nor a GPU")
+
+
+def _gpus_in_machine() -> str:
+    """GPUs that the kernel knows, with or without a driver that works; "" if none."""
+    if (PROC_DRIVER / "version").exists():
+        return "NVIDIA's kernel module is loaded"
+    count = 0
+    for device in PCI_DEVICES.glob("*"):
+        try:
+            vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
+        except OSError:
+            continue
+        count += vendor == NVIDIA and kind.startswith(DISPLAY)
+    return f"{counted(count, 'NVIDIA GPU')} on PCI" if count else ""
+
+
+def cuda_part(part: str) -> Finding | None:
+    """Whether torch reaches the GPUs that the driver has, and if not, why."""
+    torch = torch_here()
+    if torch.cuda.is_available():
+        return Finding(part, "works", f"torch uses {counted(torch.cuda.device_count(), 'GPU')}, {build_of(torch)}")
+    try:
+        gpus = ask_driver().gpus
+    except ImportError:  # nvidia-ml-py, which has its own line
+        gpus = 0
+    if not gpus:
+        return None  # the driver's line says it
+    found = f"torch uses none of {counted(gpus, 'GPU')}"
+    if torch.version.cuda is None:
+        command = ""
+        if (platform.system(), platform.machine()) == ("Linux", "x86_64"):  # where the default build has CUDA
+            command = mending.pip("torch" + asked_by("rooftop").get("torch", ""), options="--force-reinstall")
+        return Finding(part, "broken", found, f"torch is a {build_of(torch)}", command)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):  # none, on purpose
+        return Finding(
+            part, "absent", f'{found}: CUDA_VISIBLE_DEVICES="{visible}" hides them', "", "unset CUDA_VISIBLE_DEVICES"
+        )
+    try:
+        torch.cuda.init()
+        problem = "torch.cuda.is_available() is False"
+    except Exception as error:
+        problem = reason_of(error)
+    if visible is not None:
+        return Finding(
+            part, "broken", f'{found}, CUDA_VISIBLE_DEVICES="{visible}"', problem, "unset CUDA_VISIBLE_DEVICES"
+        )
+    if "system not yet initialized" in problem and not mending.container():  # GPUs on NVSwitch wait for their fabric
+        return Finding(part, "broken", found, problem, mending.as_root("systemctl start nvidia-fabricmanager"))
+    return Finding(part, "broken", found, problem)
+
+
+def gpus_part(part: str) -> Finding | None:
+    """A tiny kernel on each GPU, and its result."""
+    if not gpu_usable():
+        return None
+    torch = torch_here()
+    names, problems, command = [], [], ""
+    for index in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(index)
+        names.append(f"{p.name} (sm_{p.major}{p.minor})")
+        try:
+            x = torch.arange(1024, device=f"cuda:{index}", dtype=torch.float64)
+            total = float((2 * x).sum())
+            problem = "" if total == 1023 * 1024 else f"a sum is {total}, not {1023 * 1024}"
+        except Exception as error:
+            problem = reason_of(error)
+            built = torch.cuda.get_arch_list()
+            if not runs_on((p.major, p.minor), built):
+                problem = f"torch is built for {' '.join(built)}, not for this GPU"
+                newest = max((_capability(each) for each in built), default=(0, 0))
+                command = mending.pip("torch", options="--upgrade") if (p.major, p.minor) > newest else ""
+        if problem:
+            problems.append(f"cuda:{index}: {problem}")
+    found = "; ".join(f"{_times(names.count(name))}{name}" for name in dict.fromkeys(names))
+    return Finding(part, "broken" if problems else "works", found, "; ".join(problems), command)
+
+
+def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
+    """Whether code built for these ("sm_80", "sm_90a", "compute_90") runs on a GPU of that compute capability.
+
+    Machine code runs on its own major version from its minor on, PTX ("compute_") on everything from its own on; with
+    the suffix "a" both run on their own alone (CUDA C++ Programming Guide, "Binary compatibility" and what follows).
+    """
+    for architecture in architectures:
+        code = _capability(architecture)
+        if architecture.endswith("a"):
+            fits = capability == code
+        elif architecture.startswith("compute_") and not architecture.endswith("f"):
+            fits = capability >= code
+        else:
+            fits = capability[0] == code[0] and capability >= code
+        if fits:
+            return True
+    return False
+
+
+def _capability(architecture: str) -> tuple[int, int]:
+    digits = re.sub(r"\D", "", architecture)
+    return int(digits[:-1] or 0), int(digits[-1:] or 0)
+
+
+def cudnn_part(part: str) -> Finding | None:
+    """A tiny convolution, and its result."""
+    if not gpu_usable():
+        return None
+    torch = torch_here()
+    try:
+        version = torch.backends.cudnn.version()
+        x = torch.ones(1, 4, 3, 3, device="cuda")
+        if not torch.backends.cudnn.is_acceptable(x):
+            return Finding(part, "broken", str(version or "none"), "torch does not use cuDNN here", reinstall("torch"))
+        total = float(torch.nn.functional.conv2d(x, x))  # (1, 1, 1, 1), the sum of 36 ones
+    except Exception as error:
+        reason = reason_of(error)
+        shadowed = "LD_LIBRARY_PATH" in str(error) and "LD_LIBRARY_PATH" in os.environ
+        return Finding(part, "broken", "", reason, "unset LD_LIBRARY_PATH" if shadowed else reinstall("torch"))
+    if total != 36:
+        return Finding(part, "broken", str(version), f"a convolution gave {total}, not 36", reinstall("torch"))
+    return Finding(part, "works", f"{version}, a convolution ran")
+
+
+def nccl_part(part: str) -> Finding | None:
+    """Matters from two GPUs on."""
+    if not gpu_usable() or torch_here().cuda.device_count() < 2:
+        return None
+    torch = torch_here()
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return Finding(part, "broken", "none", "this torch is built without NCCL", reinstall("torch"))
+    return Finding(part, "works", ".".join(map(str, torch.cuda.nccl.version())))
+
+
+def library_part(part: str, name: str) -> Finding | None:
+    """A library that comes with the driver."""
+    if not gpu_usable():
+        return None
+    try:
+        ctypes.CDLL(name)
+    except OSError as error:
+        command = ""  # outside a container: the driver's package for video, whose name depends on who packed it
+        if mending.container():
+            command = f"{mending.driver().removesuffix(' ...')} -e NVIDIA_DRIVER_CAPABILITIES=compute,utility,video ..."
+        return Finding(part, "absent", reason_of(error), command=command)
+    return Finding(part, "works", f"{name} loads")
+
+
+def _restart() -> str:
+    return "" if mending.container() else mending.as_root("reboot")
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def _times(number: int) -> str:
+    return f"{number} x " if number > 1 else ""

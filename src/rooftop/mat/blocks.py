@@ -1,0 +1,140 @@
+"""Headers that take memory of their own: what a `Mat` is, without its operators and copies."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Self
+
+import torch
+
+from rooftop.mat import headers
+from rooftop.mat.allocation import DeviceLike, MatAllocator, allocator_for, same_device
+from rooftop.mat.exports import ExportedHeader
+from rooftop.mat.headers import Sizes
+from rooftop.mat.interchange import parts_of
+from rooftop.mat.type_codes import CV_MAT_CN, depth_of
+from rooftop.mat.views import Header, is_integer
+
+
+class Block(ExportedHeader):
+    """A header that can be given memory: new, of another header, or of another library's array."""
+
+    __slots__ = ()
+
+    def create(
+        self, *shape: Any, type: int | None = None, device: DeviceLike | None = None,
+        allocator: MatAllocator | None = None,
+    ) -> Self:  # fmt: skip
+        """Makes this a Mat of some sizes and type: `create(rows, cols, type)` or `create(sizes, type)`.
+
+        Nothing is allocated when sizes, type and device are those that it has: so results are written into regions.
+        Else it leaves its memory to other headers and gets new one, by its allocator; not initialized.
+        """
+        sizes, type, _ = shape_arguments(shape, type, None)
+        where = self._device if device is None and allocator is None else allocator_for(device, allocator).device
+        if sizes == self._sizes and type == self._type and same_device(where, self._device):
+            return self
+        if allocator is None and same_device(where, self._device):
+            allocator = self._own_allocator()
+        self._allocate(sizes, type, allocator or allocator_for(where, None))
+        return self
+
+    def prepare_for(self, source: Header, type: int) -> None:
+        """`create` for a result of `source`: of its sizes, on its device.
+
+        Raises:
+            ValueError: this has elements on another device, where they would be left behind.
+        """
+        fits = same_device(self._device, source._device)
+        if not fits and not self.empty():
+            raise ValueError(f"a result on {source._device} cannot go to {self}: move one with to(device)")
+        if not (fits and self._sizes == source._sizes and self._type == type):
+            self.create(source._sizes, type, device=source._device)
+
+    # From within.
+
+    def _allocate(self, sizes: Sizes, type: int, allocator: MatAllocator) -> None:
+        elem_bytes = depth_of(type).size_bytes * CV_MAT_CN(type)
+        self._set_empty(type, sizes, allocator.device)
+        size_bytes = math.prod(sizes) * elem_bytes
+        if size_bytes:
+            self._data = allocator.allocate(size_bytes)
+            self._share, self._device = self._data.share, self._data.device
+            self._offset = self._start = self._data.start_bytes
+            self._finish()
+
+    def _set_empty(self, type: int, sizes: Sizes, device: torch.device) -> None:
+        self._type, self._sizes, self._device = type, sizes, device
+        self._steps = headers.natural_steps(sizes, depth_of(type).size_bytes * CV_MAT_CN(type))
+        self._data = self._share = self._cached = None
+        self._offset = self._start = self._end = self._limit = 0
+        self._submatrix = False
+
+    def _finish(self) -> None:
+        """The end of the whole, of a header that is its own whole."""
+        self._end = self._offset + headers.span_bytes(self._sizes, self._steps)
+        self._limit = self._offset + self._sizes[0] * self._steps[0] if self._data is not None else self._offset
+
+    def _become(self, other: Header) -> None:
+        for name in Header.__slots__:
+            if name != "__weakref__":
+                setattr(self, name, getattr(other, name))
+
+    def _look_at(self, thing: Any, type: int | None, layout: str) -> None:
+        """Makes this a header on the memory of another library's array."""
+        parts = parts_of(thing, type, layout)
+        self._type, self._sizes, self._steps, self._device = parts.type, parts.sizes, parts.steps, parts.device
+        self._data, self._share = parts.data, parts.data and parts.data.share
+        self._offset = self._start = parts.offset
+        self._submatrix, self._cached = False, None
+        self._finish()
+
+    def _own_allocator(self) -> MatAllocator:
+        if self._data is not None and self._data.allocator is not None:
+            return self._data.allocator
+        return allocator_for(self._device, None)
+
+
+def new_block(sizes: Sizes, type: int, device: torch.device) -> Block:
+    """New memory, by the device's allocator; not initialized."""
+    new = Block()
+    new._allocate(sizes, type, allocator_for(device, None))
+    return new
+
+
+def block_on(thing: Any) -> Block:
+    """A header on another library's array.
+
+    Raises:
+        TypeError, ValueError: as of `Mat(array)`.
+    """
+    new = Block()
+    new._look_at(thing, None, "hwc")
+    return new
+
+
+def shape_arguments(given: tuple[Any, ...], type: int | None, value: Any) -> tuple[Sizes, int, Any]:
+    """Sizes, type and value out of (rows, cols, type, value) or (sizes, type, value)."""
+    sizes: Sizes
+    rest: tuple[Any, ...]
+    if len(given) >= 2 and all(is_integer(each) for each in given[:2]):
+        sizes, rest = (int(given[0]), int(given[1])), given[2:]
+    elif given and isinstance(given[0], (tuple, list, torch.Size)) and all(is_integer(each) for each in given[0]):
+        sizes, rest = tuple(int(each) for each in given[0]), given[1:]
+    else:
+        raise TypeError(
+            "(rows, cols, type), (sizes, type) or an array was expected, got "
+            f"{', '.join(map(repr, given)) or 'no sizes'}; np.array(...) makes an array of numbers"
+        )
+    if rest and type is None:
+        type, rest = rest[0], rest[1:]
+    if rest and value is None:
+        value, rest = rest[0], rest[1:]
+    if rest:
+        raise TypeError(f"{len(rest)} arguments too many: (rows, cols, type, value) or (sizes, type, value)")
+    if type is None:
+        raise TypeError(f"a type is needed beside the sizes {sizes}, such as CV_8UC3")
+    depth_of(type)
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"sizes must be at least 0, got {sizes}")
+    return sizes, type, value

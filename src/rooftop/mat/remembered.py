@@ -1,0 +1,20 @@
+"""Values kept for the next call of the same form, the last ones of each kind, safe among threads and forks."""
+
+from __future__ import annotations
+
+import os
+from threading import Lock
+from typing import Any
+
+_remembering = Lock()
+os.register_at_fork(
+    before=_remembering.acquire, after_in_parent=_remembering.release, after_in_child=_remembering.release
+)
+
+
+def remember(found: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+    """Keeps a value, and of as many as that the last ones."""
+    with _remembering:
+        if len(found) >= most and key not in found:
+            found.pop(next(iter(found)))
+        found[key] = value

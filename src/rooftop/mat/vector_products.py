@@ -1,0 +1,55 @@
+"""Dot and cross products, on the device of the operands.
+
+Source of names and meanings: `cv::Mat::dot`, `cv::Mat::cross` of OpenCV.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rooftop.mat.conversions import row_blocks
+from rooftop.mat.expressions import FLOATING
+from rooftop.mat.type_codes import typeToString
+from rooftop.mat.views import Header
+
+
+def dot(x: Header, y: Header) -> float:
+    """The sum of the products of all numbers, those of all channels together, in float64.
+
+    Raises:
+        TypeError: other types.
+        ValueError: other sizes.
+    """
+    _check_alike("a dot product", x, y)
+    found = 0.0
+    for one, other in row_blocks(x._tensor(), y._tensor()):
+        found += float(torch.dot(one.double().flatten(), other.double().flatten()))
+    return found
+
+
+def cross(x: Header, y: Header) -> Tensor:
+    """The cross product (3,) of two vectors of three floating numbers, (3, 1), (1, 3) or one element of three channels.
+
+    Raises:
+        TypeError: other types, or integers.
+        ValueError: no three numbers.
+    """
+    _check_alike("a cross product", x, y)
+    if x.depth() not in FLOATING:
+        raise TypeError(f"a cross product is of floating numbers, got {typeToString(x.type())}: convertTo(CV_32F)")
+    if x.total() * x.channels() != 3:
+        raise ValueError(f"a cross product is of three numbers, got {x}")
+    return torch.linalg.cross(in_float32(x._tensor().flatten()), in_float32(y._tensor().flatten()))
+
+
+def _check_alike(what: str, x: Header, y: Header) -> None:
+    if x.type() != y.type():
+        raise TypeError(f"{what} is of two of one type, got {typeToString(x.type())} and {typeToString(y.type())}")
+    if x.size != y.size:
+        raise ValueError(f"{what} is of two of one size, got {x} and {y}")
+
+
+def in_float32(x: Tensor) -> Tensor:
+    """Numbers of 16 bits in float32, others as they are."""
+    return x.float() if x.element_size() == 2 else x

@@ -1,0 +1,1 @@
+"""ConvLSTM and the network of the next frame; a clip continued by it; weights that Keras saved."""

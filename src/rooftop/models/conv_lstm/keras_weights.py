@@ -1,0 +1,213 @@
+"""Weights that Keras saved: .keras files and .weights.h5 of Keras 3, and the older .h5 of Keras 2 and 3.
+
+Keras names layers by what a user called them or by a counter, so layers are matched by kind, in order: the first
+ConvLSTM2D of the file is the model's first, and so on; counts and shapes have to agree. In a Keras 3 file the order is
+that in which the layers were added, in an older one that of its list of layers.
+
+Keras keeps kernels with the spatial dimensions first, input and output channels last; torch has the output and input
+channels first. Needs h5py: `pip install "rooftop[keras]"`.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.errors import InputError, MissingExtraError, WeightsError
+from rooftop.models.conv_lstm.network import ConvLSTM2D
+from rooftop.models.weights.dialects import Converted
+from rooftop.models.weights.files import load_into
+
+
+@dataclass(frozen=True)
+class KerasLayer:
+    """A layer of a file: its kind (Keras's class in snake case), its name there, its weights as Keras has them."""
+
+    kind: str
+    name: str
+    weights: dict[str, Tensor]
+
+
+CONVOLUTION = ("kernel", "bias")
+WEIGHTS = {
+    "conv_lstm2d": ("kernel", "recurrent_kernel", "bias"),
+    "conv2d": CONVOLUTION,
+    "conv3d": CONVOLUTION,
+    "batch_normalization": ("gamma", "beta", "moving_mean", "moving_variance"),
+}
+"""The weights of each kind that is known, in the order of Keras 3 files, which number them. A bias may be missing."""
+
+KINDS: tuple[tuple[str, tuple[type[nn.Module], ...]], ...] = (
+    ("conv_lstm2d", (ConvLSTM2D,)),
+    ("conv2d", (nn.Conv2d,)),
+    ("conv3d", (nn.Conv3d,)),
+    ("batch_normalization", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)),
+)
+NAMES = {  # in torch, where it is another
+    "conv2d": {"kernel": "weight"},
+    "conv3d": {"kernel": "weight"},
+    "batch_normalization": {
+        "gamma": "weight",
+        "beta": "bias",
+        "moving_mean": "running_mean",
+        "moving_variance": "running_var",
+    },
+}
+
+
+def load_keras_weights(model: nn.Module, path: str | Path) -> None:
+    """Load a file that Keras wrote into a model of ConvLSTM2D, Conv2d, Conv3d and batch norms.
+
+    Args:
+        model: whose modules of each kind, in the order of `model.modules()`, are the file's layers of that kind.
+        path: of a .keras, .weights.h5 or .h5 file.
+
+    Raises:
+        InputError: there is no such file.
+        WeightsError: it is damaged, or its layers, weights or shapes are not the model's; the message has all of them.
+        MissingExtraError: h5py is not installed.
+    """
+    path = Path(path).expanduser()
+    load_into(model, keras_converted(model, path).tensors, path)
+
+
+def keras_converted(model: nn.Module, path: Path) -> Converted:
+    """The file's weights by the model's keys, in torch's layout. Arguments and errors are those of
+    `load_keras_weights`; shapes are not compared.
+    """
+    layers = defaultdict(list)
+    for layer in read_keras_weights(path):
+        layers[layer.kind].append(layer)
+    modules = defaultdict(list)
+    for name, module in model.named_modules():
+        for kind, classes in KINDS:
+            if isinstance(module, classes):
+                modules[kind].append(name)
+    if {kind: len(found) for kind, found in layers.items()} != {kind: len(found) for kind, found in modules.items()}:
+        raise WeightsError(
+            f"{path} does not fit the model: it has {_counted(layers)}; the model needs {_counted(modules)}"
+        )
+    tensors: dict[str, Tensor] = {}
+    sources: dict[str, tuple[str, ...]] = {}
+    for kind, found in layers.items():
+        for layer, name in zip(found, modules[kind], strict=True):
+            prefix = f"{name}." if name else ""
+            names = (f"{layer.name}/{each}" for each in layer.weights)
+            for source, (key, value) in zip(names, as_torch(layer).items(), strict=True):
+                tensors[prefix + key], sources[prefix + key] = value, (source,)
+    return Converted("Keras", tensors, sources)
+
+
+def as_torch(layer: KerasLayer) -> dict[str, Tensor]:
+    """The weights of a known kind by torch's names, in torch's layout."""
+    renamed = {NAMES.get(layer.kind, {}).get(name, name): value for name, value in layer.weights.items()}
+    return {name: _channels_first(value) if value.dim() > 1 else value for name, value in renamed.items()}
+
+
+def _channels_first(kernel: Tensor) -> Tensor:
+    """(..., C, F) as (F, C, ...)."""
+    spatial = range(kernel.dim() - 2)
+    return kernel.permute(kernel.dim() - 1, kernel.dim() - 2, *spatial).contiguous()
+
+
+def read_keras_weights(path: str | Path) -> list[KerasLayer]:
+    """All layers with weights of a .keras, .weights.h5 or .h5 file; those of one kind in the model's order.
+
+    Raises:
+        InputError, WeightsError, MissingExtraError: as `load_keras_weights`.
+    """
+    path = Path(path).expanduser()
+    try:
+        import h5py
+    except ImportError as error:
+        raise MissingExtraError('weights of Keras need h5py: pip install "rooftop[keras]"') from error
+    if not path.is_file():
+        raise InputError(f"{path} is no file: expected a .keras, .weights.h5 or .h5 file that Keras wrote")
+    try:
+        source: Any = path
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                source = io.BytesIO(archive.read("model.weights.h5"))
+        with h5py.File(source, "r") as file:
+            root = file.get("model_weights", file)
+            layers = list(_by_names(root) if "layer_names" in root.attrs else _by_numbers(file))
+    except (OSError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
+        if isinstance(error, WeightsError):
+            raise
+        raise WeightsError(
+            f"{path} is damaged or no file of Keras's weights ({type(error).__name__}: {error}). "
+            "Expected what model.save() or model.save_weights() of Keras wrote"
+        ) from error
+    if not layers:
+        raise WeightsError(f"{path} holds no layer with weights: expected what model.save() of Keras wrote")
+    return layers
+
+
+def _by_names(root: Any) -> Iterator[KerasLayer]:
+    """Of an older file, which lists layers, and of each layer the names of its weights."""
+    for name in map(_text, root.attrs["layer_names"]):
+        group = root[name]
+        paths = [_text(each) for each in group.attrs["weight_names"]]
+        weights = {_last(each): _tensor(group[each]) for each in paths}
+        if weights:
+            yield KerasLayer(_kind(weights), name, weights)
+
+
+def _by_numbers(file: Any) -> Iterator[KerasLayer]:
+    """Of a Keras 3 file, in which each layer has a group named by its class and a counter, with numbered weights."""
+    found: list[tuple[str, int, str, list[Tensor]]] = []
+
+    def visit(path: str, item: Any) -> None:
+        parts = path.split("/")
+        if parts[-1] != "vars" or len(parts) < 3 or parts[0] == "optimizer" or not len(item):
+            return
+        layer = parts[:-2] if parts[-2] == "cell" else parts[:-1]
+        kind, number = re.fullmatch(r"(.+?)(?:_(\d+))?", layer[-1]).groups()  # type: ignore[union-attr]
+        tensors = [_tensor(item[each]) for each in sorted(item, key=int)]
+        found.append((kind, int(number or 0), "/".join(layer), tensors))
+
+    file.visititems(visit)
+    if len({name.rpartition("/")[0] for *_, name, _ in found}) > 1:
+        names = ", ".join(sorted(name for *_, name, _ in found))
+        raise WeightsError(f"models inside of models have no known order of layers: {names}")
+    for kind, _, name, tensors in sorted(found, key=lambda each: each[:2]):
+        known = WEIGHTS.get(kind, tuple(map(str, range(len(tensors)))))
+        if len(tensors) > len(known) or (kind == "batch_normalization" and len(tensors) != 4):
+            raise WeightsError(f"{name} has {len(tensors)} weights: expected {', '.join(known)}")
+        yield KerasLayer(kind, name, dict(zip(known, tensors, strict=False)))
+
+
+def _kind(weights: dict[str, Tensor]) -> str:
+    """Of a layer of an older file, whose class is not beside its weights."""
+    if "recurrent_kernel" in weights and weights["recurrent_kernel"].dim() == 4:
+        return "conv_lstm2d"
+    if "moving_mean" in weights:
+        return "batch_normalization"
+    dimensions = weights["kernel"].dim() if set(weights) <= {"kernel", "bias"} and "kernel" in weights else 0
+    return {4: "conv2d", 5: "conv3d"}.get(dimensions, f"layer of {', '.join(weights)}")
+
+
+def _tensor(dataset: Any) -> Tensor:
+    return torch.from_numpy(dataset[()])
+
+
+def _text(name: Any) -> str:
+    return name.decode() if isinstance(name, bytes) else str(name)
+
+
+def _last(path: str) -> str:
+    """The name of a weight in its path, layer/cell/kernel:0."""
+    return path.rpartition("/")[2].partition(":")[0]
+
+
+def _counted(kinds: dict[str, list[Any]]) -> str:
+    return ", ".join(f"{len(found)} {kind}" for kind, found in sorted(kinds.items())) or "no layer of a known kind"

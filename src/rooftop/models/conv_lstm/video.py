@@ -1,0 +1,158 @@
+"""A clip continued by a network of the next frame, and how far that is from what was really filmed.
+
+    network = load_next_frame_network("digits.pth")  # of any number of filters, grey or colour: the file says which
+    found = continue_clip(network, frames[:10], frames[10:], 20)
+    found.frames, found.errors, found.errors_of_repeating
+
+The last is the yardstick: a network that does no better than a still picture has learned nothing of motion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftop.errors import ModelRunError, WeightsError
+from rooftop.models.conv_lstm.keras_weights import as_torch, read_keras_weights
+from rooftop.models.conv_lstm.network import LAST, NextFrameNetwork, predict_frames
+from rooftop.models.loading import KERAS, load
+from rooftop.models.weights.dialects import NEXT_FRAME, converted
+from rooftop.models.weights.files import read_weights, weights_file
+
+LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, which Keras and Pillow make grey with
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What follows a clip, as the network has it; frames are (C, H, W) in 0..1, C as the network's, on the CPU.
+
+    Attributes:
+        frames: (T, C, H, W), predicted.
+        real: (R, C, H, W) that were filmed there, R at most T.
+        errors: (R,) mean absolute errors of the predicted frames.
+        errors_of_repeating: (R,) those of the last frame that the network was shown, standing still.
+    """
+
+    frames: Tensor
+    real: Tensor
+    errors: Tensor
+    errors_of_repeating: Tensor
+
+
+def load_next_frame_network(weights: str | Path) -> NextFrameNetwork:
+    """A `NextFrameNetwork` with the weights of a file; channels, filters, kernels and head are the file's.
+
+    Args:
+        weights: a file as `load` takes it: of torch.save, safetensors or Keras.
+
+    Raises:
+        InputError: there is no such file.
+        WeightsError: it is damaged, or of another network.
+        MissingExtraError: as `load`.
+    """
+    path = weights_file("next_frame_network", Path(weights))
+    options = _options(path)
+    network = load("next_frame_network" if options["every_frame"] else "colour_next_frame_network", path, **options)
+    assert isinstance(network, NextFrameNetwork)
+    return network
+
+
+def _options(path: Path) -> dict[str, Any]:
+    """Of the network that a file is of, by the shapes of its kernels."""
+    kernels, heads = _keras_kernels(path) if path.suffix.lower() in KERAS else _kernels(path)
+    if (
+        [each.dim() for each in kernels] != [4, 4, 4]
+        or len(heads) != 1
+        or heads[0].dim() not in (4, 5)
+        or kernels[0].shape[1] not in (1, 3)
+    ):
+        raise WeightsError(
+            f"{path} is not of a network of the next frame: expected three ConvLSTM2D layers, the first for grey or "
+            f"colour frames, and a convolution; got {len(kernels)} of {[tuple(each.shape) for each in kernels]} and "
+            f"{len(heads)} of {[tuple(each.shape) for each in heads]}"
+        )
+    return {
+        "channels": kernels[0].shape[1],
+        "filters": max(1, kernels[0].shape[0] // 4),
+        "kernel_sizes": tuple(tuple(each.shape[2:]) for each in kernels),
+        "every_frame": heads[0].dim() == 5,
+    }
+
+
+def _kernels(path: Path) -> tuple[list[Tensor], list[Tensor]]:
+    try:
+        tensors = converted(read_weights(path), NEXT_FRAME, "a network of the next frame").tensors
+    except WeightsError as error:
+        raise error if str(path) in str(error) else WeightsError(f"{path}: {error}") from error
+    names = [f"layers.{number}.kernel" for number in range(3)]
+    return [tensors[name] for name in names if name in tensors], [tensors[n] for n in ("head.weight",) if n in tensors]
+
+
+def _keras_kernels(path: Path) -> tuple[list[Tensor], list[Tensor]]:
+    layers = read_keras_weights(path)
+    return (
+        [as_torch(each)["kernel"] for each in layers if each.kind == "conv_lstm2d"],
+        [as_torch(each)["weight"] for each in layers if each.kind in ("conv2d", "conv3d")],
+    )
+
+
+def continue_clip(
+    network: NextFrameNetwork,
+    context: Tensor,
+    real: Tensor,
+    count: int,
+    progress: Callable[[str, float], None] = lambda what, fraction: None,
+) -> Continuation:
+    """Predict the frames that follow a clip, each from all before it, and compare them with the real ones.
+
+    Args:
+        network: on the device where it is to run.
+        context: (T, 3, H, W) floating in 0..1, T at least 1; made grey for a grey network.
+        real: (R, 3, H, W) that follow; of more than `count`, the rest is left out. R may be 0.
+        count: of frames to predict, at least 1.
+        progress: called with what is being done and the fraction done.
+
+    Raises:
+        ModelRunError: the GPU's memory is too small, or a predicted frame is not finite.
+    """
+    weight = network.head.weight
+    assert isinstance(weight, Tensor)
+    seen = _as_network(network, context)
+    done = 0
+
+    def one_more(*_: object) -> None:
+        nonlocal done
+        done += 1
+        progress("predicting", done / count)
+
+    progress("predicting", 0.0)
+    hook = network.head.register_forward_hook(one_more)  # the head runs once for each predicted frame
+    last = network.data_format == LAST
+    try:
+        x = seen[None].to(device=weight.device, dtype=weight.dtype)  # (1, T, C, H, W)
+        found = predict_frames(network, x.permute(0, 1, 3, 4, 2) if last else x, count)[0]
+    except torch.cuda.OutOfMemoryError as error:
+        size = " x ".join(map(str, context.shape[2:]))
+        raise ModelRunError(f"frames of {size} do not fit into the memory of {weight.device}: shrink them") from error
+    finally:
+        hook.remove()
+    frames = (found.permute(0, 3, 1, 2) if last else found).float().cpu()
+    if not bool(torch.isfinite(frames).all()):
+        raise ModelRunError("the predicted frames are not finite (nan or inf): the weights are damaged")
+    real = _as_network(network, real[:count])
+    errors, repeating = ((each - real).abs().mean((1, 2, 3)) for each in (frames[: len(real)], seen[-1:]))
+    return Continuation(frames, real, errors, repeating)
+
+
+def _as_network(network: NextFrameNetwork, frames: Tensor) -> Tensor:
+    """(T, 3, H, W) as (T, C, H, W) of the network's channels."""
+    first = network.layers[0]
+    if first.in_channels == frames.shape[1]:
+        return frames
+    weights = torch.tensor(LUMA, dtype=frames.dtype, device=frames.device)
+    return (frames * weights[:, None, None]).sum(1, keepdim=True)

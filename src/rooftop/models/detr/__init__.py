@@ -1,0 +1,19 @@
+"""DETR: objects as a set, by one transformer; its losses, its weights from anywhere, and objects on photographs."""
+
+from rooftop.models.detr.losses import Detections, Matcher, SetCriterion, Target, corners, to_detections
+from rooftop.models.detr.network import Detr, detr_resnet50, detr_resnet101
+from rooftop.models.detr.weights import detr_state_dict, load_detr_weights
+
+__all__ = [
+    "Detections",
+    "Detr",
+    "Matcher",
+    "SetCriterion",
+    "Target",
+    "corners",
+    "detr_resnet50",
+    "detr_resnet101",
+    "detr_state_dict",
+    "load_detr_weights",
+    "to_detections",
+]

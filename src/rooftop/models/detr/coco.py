@@ -1,0 +1,203 @@
+"""Photographs with boxes in COCO's format (Lin et al. 2014, "Microsoft COCO"), for training and judging a detector.
+
+data = CocoDataset("val2017", "annotations/instances_val2017.json")
+loader = torch.utils.data.DataLoader(data, batch_size=2, collate_fn=as_lists)
+for images, targets in loader: ...  # what Detr and SetCriterion take
+print(average_precision(data, detections)["AP"])
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from rooftop.errors import InputError, MissingExtraError
+from rooftop.models.detr.detection import resized
+from rooftop.models.detr.losses import Detections
+from rooftop.models.images import normalized, read_image
+
+Target = dict[str, Tensor]
+FIGURES = (
+    *("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large"),
+    *("AR1", "AR10", "AR100", "AR_small", "AR_medium", "AR_large"),
+)
+
+
+class CocoDataset(Dataset[tuple[Tensor, Target]]):
+    """Photographs of a folder and the boxes that a JSON file in COCO's format has of them.
+
+    An item is (image, target): the image (3, H, W) float32, normalized, its shorter side at `shorter` pixels but the
+    longer one at `longer` at most; the target {"labels": int64 (n,), "boxes": float32 (n, 4)}, boxes as (center x,
+    center y, width, height), 0..1 of the image. Crowds are left out, and boxes without area within the photograph.
+
+    Args:
+        folder: of the photographs.
+        annotations: the JSON file: "images" (id, file_name, height, width), "annotations" (image_id, category_id, bbox
+            as left, top, width, height in pixels), "categories" (id, name).
+        contiguous: labels are 0, 1, ... in the order of the categories' ids; else the ids themselves.
+        shorter, longer: pixels.
+
+    Attributes:
+        names: of the labels, in their order; "" for ids that no category has.
+
+    Raises:
+        InputError: a file that is not there or is no JSON in this format; the message says where.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        annotations: str | os.PathLike[str],
+        *,
+        contiguous: bool = False,
+        shorter: int = 800,
+        longer: int = 1333,
+    ) -> None:
+        self.folder, self.shorter, self.longer = Path(folder), shorter, longer
+        self.annotations = _read(Path(annotations))
+        images, categories = self.annotations["images"], self.annotations["categories"]
+        self.images: list[Mapping[str, Any]] = sorted(images, key=lambda image: image["id"])
+        ids = sorted(category["id"] for category in categories)
+        if len(set(ids)) < len(ids) or len({image["id"] for image in images}) < len(images):
+            raise InputError(f"{annotations}: two images or two categories have the same id")
+        if not contiguous and ids and ids[0] < 0:
+            raise InputError(f"{annotations}: category id {ids[0]} is no label: pass contiguous=True")
+        self.label_of = {each: label if contiguous else each for label, each in enumerate(ids)}
+        name_of = {self.label_of[category["id"]]: str(category["name"]) for category in categories}
+        self.names = tuple(name_of.get(label, "") for label in range(max(name_of, default=-1) + 1))
+        self.boxes_of: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+        known = {image["id"] for image in images}
+        for place, each in enumerate(self.annotations["annotations"]):
+            for key, expected in (("image_id", known), ("category_id", self.label_of)):
+                if each[key] not in expected:
+                    raise InputError(f"{annotations}: annotation {place} has {key} {each[key]}, which is not there")
+            self.boxes_of[each["image_id"]].append(each)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Target]:
+        """Raises InputError where the photograph is not there or damaged."""
+        described = self.images[index]
+        photo = read_image(self.folder / described["file_name"])
+        width, height = photo.size
+        labels, boxes = [], []
+        for each in self.boxes_of[described["id"]]:
+            left, top, right, bottom = _edges(each["bbox"], width, height)
+            if not each.get("iscrowd") and right > left and bottom > top:
+                labels.append(self.label_of[each["category_id"]])
+                center = ((left + right) / 2 / width, (top + bottom) / 2 / height)
+                boxes.append((*center, (right - left) / width, (bottom - top) / height))
+        image = normalized(resized(photo, self.shorter, self.longer))
+        return image, {
+            "labels": torch.tensor(labels, dtype=torch.int64),
+            "boxes": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
+        }
+
+
+def as_lists(batch: Sequence[tuple[Tensor, Target]]) -> tuple[list[Tensor], list[Target]]:
+    """For `collate_fn` of a DataLoader: images and targets of a batch, as `Detr` and `SetCriterion` take them."""
+    images, targets = zip(*batch, strict=True)
+    return list(images), list(targets)
+
+
+def average_precision(dataset: CocoDataset, detections: Sequence[Detections]) -> dict[str, float]:
+    """COCO's twelve figures, by pycocotools; -1 where there is nothing to judge.
+
+    Args:
+        detections: of each photograph in the dataset's order, boxes in its pixels: what `to_detections` gives for the
+            sizes in the file.
+
+    Returns:
+        "AP" (the mean over IoU 0.5 to 0.95, "mAP"), "AP50", "AP75", of small, medium and large objects, and average
+        recall with 1, 10 and 100 detections a photograph and by size.
+
+    Raises:
+        ValueError: another number of detections than of photographs, or a label that no category has.
+        MissingExtraError: pycocotools is not installed.
+    """
+    if len(detections) != len(dataset):
+        raise ValueError(f"got detections of {len(detections)} photographs, the dataset has {len(dataset)}")
+    try:
+        from pycocotools.coco import COCO
+        from pycocotools.cocoeval import COCOeval
+    except ImportError as error:
+        raise MissingExtraError('COCO\'s figures need pycocotools: pip install "rooftop[detection]"') from error
+    category_of = {label: each for each, label in dataset.label_of.items()}
+    results = []
+    for described, found in zip(dataset.images, detections, strict=True):
+        for score, label, box in zip(*(part.tolist() for part in found), strict=True):
+            if label not in category_of:
+                raise ValueError(f"label {label} is none of the dataset's {sorted(category_of)}")
+            left, top, right, bottom = box
+            bbox = [left, top, right - left, bottom - top]
+            results.append(
+                {"image_id": described["id"], "category_id": category_of[label], "bbox": bbox, "score": score}
+            )
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints
+        truth, nothing = COCO(), COCO()
+        truth.dataset = {**dataset.annotations, "annotations": _judged(dataset.annotations["annotations"])}
+        nothing.dataset = {**dataset.annotations, "annotations": []}
+        truth.createIndex()
+        nothing.createIndex()
+        evaluation = COCOeval(truth, truth.loadRes(results) if results else nothing, "bbox")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    return dict(zip(FIGURES, map(float, evaluation.stats), strict=True))
+
+
+def _judged(annotations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """With what pycocotools wants and a file of boxes alone may lack."""
+    return [
+        {"id": place, "iscrowd": 0, "area": each["bbox"][2] * each["bbox"][3], **each}
+        for place, each in enumerate(annotations, 1)
+    ]
+
+
+def _edges(bbox: Sequence[float], width: int, height: int) -> tuple[float, float, float, float]:
+    """Left, top, right, bottom within the photograph."""
+    left, top, box_width, box_height = bbox
+    right, bottom = left + box_width, top + box_height
+    return max(left, 0), max(top, 0), min(right, width), min(bottom, height)
+
+
+REQUIRED = {
+    "images": {"id": int, "file_name": str, "height": int, "width": int},
+    "annotations": {"image_id": int, "category_id": int, "bbox": list},
+    "categories": {"id": int, "name": str},
+}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The file, with all that is used of it there and of its type."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(f"{path} is no JSON: {error}") from error
+    for part, fields in REQUIRED.items():
+        rows = found.get(part) if isinstance(found, dict) else None
+        if not isinstance(rows, list):
+            raise InputError(f"{path} has no list {part!r}: expected annotations in COCO's format")
+        for place, row in enumerate(rows):
+            for field, kind in fields.items():
+                given = row.get(field) if isinstance(row, dict) else row
+                if not isinstance(given, kind) or isinstance(given, bool):
+                    raise InputError(f"{path}: {part}[{place}] has {field} {given!r}, expected {kind.__name__}")
+            bbox = row.get("bbox", (0, 0, 0, 0))
+            if len(bbox) != 4 or not all(isinstance(side, int | float) for side in bbox):
+                raise InputError(f"{path}: {part}[{place}] has bbox {bbox}, expected left, top, width, height")
+    checked: dict[str, Any] = found
+    return checked

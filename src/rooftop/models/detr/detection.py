@@ -1,0 +1,215 @@
+"""Where things are on photographs: the objects that a DETR finds, with their boxes.
+
+    model = load_detector("detr_resnet50", "detr-r50-e632da11.pth")
+    for photo in detect(model, ["street.jpg", "holiday/"]):
+        draw_objects(read_image(photo.path), photo.objects).save(f"{photo.path.stem}-objects.png")
+
+Photographs are resized as in training on COCO: the shorter side to 800 pixels, but the longer one to 1333 at most.
+"""
+
+from __future__ import annotations
+
+import colorsys
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from rooftop.errors import InputError, ModelRunError
+from rooftop.models.detr.losses import Detections, to_detections
+from rooftop.models.detr.network import Detr
+from rooftop.models.images import check_images, find_images, normalized, prepared
+from rooftop.models.loading import load, load_report
+
+HEAD = "class_embed.bias"
+
+
+@dataclass(frozen=True)
+class FoundObject:
+    """A thing on a photograph.
+
+    Attributes:
+        label, name: its class; the name is None where names are not known.
+        score: 0..1.
+        box: left, top, right, bottom in pixels of the photograph, within its edges.
+    """
+
+    label: int
+    name: str | None
+    score: float
+    box: tuple[float, float, float, float]
+
+
+@dataclass(frozen=True)
+class Detected:
+    """A photograph of (width, height) pixels and what is on it, best score first."""
+
+    path: Path
+    size: tuple[int, int]
+    objects: tuple[FoundObject, ...]
+
+
+@cache
+def coco_classes() -> tuple[str, ...]:
+    """The names of COCO's 91 classes by number; "" for the 11 numbers that are not used."""
+    return tuple(files("rooftop.models.detr").joinpath("coco_classes.txt").read_text(encoding="utf-8").splitlines())
+
+
+def load_detector(name: str, weights: str | Path) -> Detr:
+    """A DETR with weights of any known origin, ready for inference; the number of classes is that of the weights.
+
+    Args:
+        name: "detr_resnet50" or "detr_resnet101".
+        weights: as of `rooftop.models.load`.
+
+    Raises:
+        InputError: `name` is no detector.
+        TargetError, WeightsError: as `rooftop.models.load`.
+    """
+    report = load_report(name, weights)
+    shapes = report.mismatched.get(HEAD)
+    model = load(name, weights) if shapes is None else load(name, weights, num_classes=shapes[0][0] - 1)
+    if not isinstance(model, Detr):
+        raise InputError(f"{name} finds no objects: expected detr_resnet50 or detr_resnet101")
+    return model.eval()
+
+
+def detect(
+    model: Detr,
+    paths: Sequence[str | os.PathLike[str]],
+    *,
+    threshold: float = 0.7,
+    classes: Sequence[str] | None = None,
+    shorter: int = 800,
+    longer: int = 1333,
+    batch_size: int = 4,
+    on_error: str = "raise",
+    progress: Callable[[str, float], None] | None = None,
+) -> list[Detected]:
+    """Find the objects on photographs and folders of photographs, in the order of `find_images`.
+
+    Args:
+        model: runs where and in the dtype in which its parameters are.
+        threshold: objects with at least this score.
+        classes: names by label. None: COCO's, by its 91 numbers or its 80 classes in their order, else none.
+        shorter, longer: pixels of the shorter side, and at most of the longer one, that the model sees.
+        on_error: "raise"; or "skip" photographs that cannot be read, with a warning for each.
+        progress: called with (what is being done, fraction done) after each batch.
+
+    Raises:
+        ValueError: a threshold outside 0..1; `batch_size`, `shorter` or `longer` below 1.
+        InputError: a path that does not exist or, unless such are skipped, is no image; or names of another number than
+            the classes.
+        ModelRunError: not enough memory for a batch, or an output that is not finite.
+    """
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"threshold is {threshold}, expected a score from 0 to 1")
+    if min(batch_size, shorter, longer) < 1:
+        raise ValueError(f"expected batch_size, shorter and longer of at least 1, got {batch_size, shorter, longer}")
+    found = find_images(paths)
+    if on_error == "raise":
+        check_images(found)
+    names = _names(classes, model.class_embed.out_features - 1)
+    results: list[Detected] = []
+    photographs = prepared(
+        found, lambda photo: (photo.size, normalized(resized(photo, shorter, longer))), batch_size, on_error
+    )
+    done = 0
+    while batch := list(itertools.islice(photographs, batch_size)):
+        done = batch[-1][0] + 1
+        called, sizes = [found[number] for number, _ in batch], [size for _, (size, _) in batch]
+        inputs = [image for _, (_, image) in batch]
+        detections = _run(model, inputs, [(height, width) for width, height in sizes], called)
+        for path, size, each in zip(called, sizes, detections, strict=True):
+            results.append(Detected(path, size, _objects(each, size, threshold, names)))
+        if progress is not None:
+            progress(f"searched {len(results)} of {len(found)}", done / len(found))
+    if progress is not None and done < len(found):  # the last ones were skipped
+        progress(f"searched {len(results)} of {len(found)}", 1.0)
+    return results
+
+
+def draw_objects(image: Image.Image, objects: Sequence[FoundObject]) -> Image.Image:
+    """The image with a box and a caption for each object, one colour a class; the best score is on top."""
+    drawn = image.convert("RGB")
+    draw = ImageDraw.Draw(drawn)
+    line = max(2, round(min(drawn.size) / 250))
+    font = ImageFont.load_default(size=max(12, min(drawn.size) / 35))
+    for each in reversed(objects):
+        colour = _colour(each.label)
+        draw.rectangle(each.box, outline=colour, width=line)
+        caption = f"{each.name or f'class {each.label}'} {each.score:.0%}"
+        left, top, right, bottom = draw.textbbox((0, 0), caption, font=font)
+        width, height = right - left + 2 * line, bottom - top + 2 * line
+        x = min(max(0, each.box[0]), max(0, drawn.width - width))
+        y = each.box[1] - height if each.box[1] >= height else each.box[1]
+        draw.rectangle((x, y, x + width, y + height), fill=colour)
+        draw.text((x + line - left, y + line - top), caption, fill="black", font=font)
+    return drawn
+
+
+def _colour(label: int) -> tuple[int, int, int]:
+    """Light, and far from those of the labels beside it: hues a golden section apart."""
+    return tuple(round(255 * part) for part in colorsys.hsv_to_rgb(label * 0.618034 % 1, 0.55, 1.0))  # type: ignore[return-value]
+
+
+def resized(image: Image.Image, shorter: int, longer: int) -> Image.Image:
+    """With the shorter side at so many pixels, but the longer one at `longer` at most."""
+    scale = min(shorter / min(image.size), longer / max(image.size))
+    width, height = (max(1, round(side * scale)) for side in image.size)
+    return image.resize((width, height), Image.Resampling.BILINEAR)
+
+
+@torch.inference_mode()
+def _run(
+    model: Detr, inputs: Sequence[Tensor], sizes: list[tuple[int, int]], batch: Sequence[Path]
+) -> list[Detections]:
+    """All queries' boxes, on the CPU."""
+    like = next(model.parameters())
+    trained = [module for module in model.modules() if module.training]
+    try:
+        predictions = model.eval()([image.to(like.device, like.dtype) for image in inputs])
+    except torch.cuda.OutOfMemoryError as error:
+        raise ModelRunError(f"{len(inputs)} photographs at once do not fit into memory; use a smaller batch") from error
+    finally:
+        for module in trained:
+            module.training = True
+    finite = predictions.logits.isfinite().flatten(1).all(1) & predictions.boxes.isfinite().flatten(1).all(1)
+    if not finite.all():
+        raise ModelRunError(
+            f"the model's output for {batch[finite.tolist().index(False)]} is not finite: its weights are damaged, "
+            "or its dtype is too narrow (float32 and bfloat16 reach further than float16)"
+        )
+    return [Detections(*(part.cpu() for part in each)) for each in to_detections(predictions, sizes)]
+
+
+def _objects(
+    detections: Detections, size: tuple[int, int], threshold: float, names: Sequence[str] | None
+) -> tuple[FoundObject, ...]:
+    edges = torch.tensor((*size, *size), dtype=detections.boxes.dtype)
+    boxes = detections.boxes.clamp(min=0).minimum(edges)
+    found = []
+    for i in detections.scores.argsort(descending=True, stable=True).tolist():
+        if (score := detections.scores[i].item()) >= threshold:
+            label = int(detections.labels[i])
+            left, top, right, bottom = boxes[i].tolist()
+            found.append(
+                FoundObject(label, (names[label] or None) if names else None, score, (left, top, right, bottom))
+            )
+    return tuple(found)
+
+
+def _names(classes: Sequence[str] | None, count: int) -> Sequence[str] | None:
+    if classes is None:
+        used = tuple(filter(None, coco_classes()))
+        return next((names for names in (coco_classes(), used) if len(names) == count), None)
+    if len(classes) != count:
+        raise InputError(f"got {len(classes)} names of classes, but the model has {count} classes")
+    return classes

@@ -1,0 +1,322 @@
+"""Training and reading a DETR: which prediction is which object, what that costs, and boxes in pixels.
+
+Carion et al. 2020, section 3.1. Each object of an image gets the query that suits it best, one query for each; the
+other queries learn to say "no object". Every decoder layer is matched and judged by itself.
+
+    criterion = SetCriterion(model.num_classes)
+    losses = criterion(model(images), targets)
+    criterion.total(losses).backward()
+
+A target is {"labels": int64 (n,), "boxes": (n, 4)} for one image, boxes as (center x, center y, width, height), each
+0..1 of the image without its padding; n may be 0.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from rooftop.models.detr.assignment import assign_batched, assign_on_host
+from rooftop.models.detr.network import Predictions
+
+Target = Mapping[str, Tensor]
+OUTSIDE = 1e-3  # what rounding, also to half precision, may move an edge beyond the image
+
+
+class PaddedTargets(NamedTuple):
+    """The objects of B images, M of the image that has most.
+
+    Attributes:
+        labels: int64 (B, M), 0 where there is no object.
+        boxes: (B, M, 4), the whole image where there is no object.
+        valid: bool (B, M), where there is one.
+        objects: how many in all, on the host.
+    """
+
+    labels: Tensor
+    boxes: Tensor
+    valid: Tensor
+    objects: int
+
+
+def pad_targets(targets: Sequence[Target], num_classes: int) -> PaddedTargets:
+    """Targets of all images in three tensors, without waiting for the GPU.
+
+    Raises:
+        ValueError: zero images, other shapes or dtypes; on the CPU (on a GPU with ROOFTOP_CHECK=1 in the environment,
+            which waits for it) labels outside of 0..num_classes - 1, boxes outside of the image or without area.
+    """
+    if not targets:
+        raise ValueError("got targets of zero images: a batch needs at least one")
+    for image, target in enumerate(targets):
+        _check_target(image, target, num_classes)
+    labels = pad_sequence([target["labels"].long() for target in targets], batch_first=True, padding_value=-1)
+    boxes = pad_sequence([target["boxes"] for target in targets], batch_first=True, padding_value=-1.0)
+    valid = labels >= 0
+    whole = (torch.arange(4, device=boxes.device) >= 2) * 0.5 + 0.5  # (0.5, 0.5, 1, 1)
+    boxes = torch.where(valid[..., None], boxes, whole.to(boxes.dtype))
+    return PaddedTargets(labels.clamp(min=0), boxes, valid, sum(len(target["labels"]) for target in targets))
+
+
+def corners(boxes: Tensor) -> Tensor:
+    """(center x, center y, width, height) -> (left, top, right, bottom), along the last axis."""
+    center, size = boxes[..., :2], boxes[..., 2:]
+    return torch.cat((center - size / 2, center + size / 2), dim=-1)
+
+
+def generalized_iou(a: Tensor, b: Tensor) -> Tensor:
+    """Rezatofighi et al. 2019: intersection / union - (hull - union) / hull, -1..1.
+
+    Args:
+        a, b: (..., 4) as (left, top, right, bottom), which broadcast; at least one of a pair has area.
+
+    Returns:
+        (...).
+    """
+    area_a, area_b = (_area(x[..., 2:] - x[..., :2]) for x in (a, b))
+    shared = torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(a[..., :2], b[..., :2])
+    shared = _area(shared.clamp(min=0))
+    union = area_a + area_b - shared
+    hull = _area(torch.maximum(a[..., 2:], b[..., 2:]) - torch.minimum(a[..., :2], b[..., :2]))
+    return shared / union - (hull - union) / hull
+
+
+def _area(sides: Tensor) -> Tensor:
+    """Width times height of (..., 2). Not by `prod`, whose backward waits for the GPU."""
+    return sides[..., 0] * sides[..., 1]
+
+
+@dataclass(frozen=True)
+class Matcher:
+    """Gives each object of an image a query of its own, at the lowest total cost.
+
+    The cost of a pair is -class_cost * probability + box_cost * L1 - giou_cost * generalized IoU. Where it is not
+    finite (overflow in half precision) the pair is taken last.
+
+    Attributes:
+        class_cost, box_cost, giou_cost: weights of the three parts.
+        batched: match on the GPU without waiting for it, instead of by scipy (`models/detr/assignment.py`); the total
+            cost is the same.
+
+    Raises:
+        ValueError: all weights are 0.
+    """
+
+    class_cost: float = 1.0
+    box_cost: float = 5.0
+    giou_cost: float = 2.0
+    batched: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.class_cost or self.box_cost or self.giou_cost):
+            raise ValueError("all costs of the matcher are 0, so that any match would do")
+
+    @torch.no_grad()
+    def __call__(self, predictions: Predictions, targets: PaddedTargets) -> Tensor:
+        """int64 (B, M): the query of each object; -1 where there is no object, or no query left for it."""
+        assign = assign_batched if self.batched else assign_on_host
+        return assign(self.costs(predictions, targets), targets.valid)
+
+    @torch.no_grad()
+    def costs(self, predictions: Predictions, targets: PaddedTargets) -> Tensor:
+        """(B, M, Q), in float32 or wider."""
+        logits, boxes = _wide(predictions.logits), _wide(predictions.boxes)
+        probability = logits.softmax(-1).transpose(1, 2)  # (B, K + 1, Q)
+        labels = targets.labels[..., None].expand(-1, -1, boxes.shape[1])  # (B, M, Q)
+        found, wanted = boxes[:, None], targets.boxes.to(boxes.dtype)[:, :, None]  # (B, 1, Q, 4), (B, M, 1, 4)
+        distance = (found - wanted).abs().sum(-1)
+        overlap = generalized_iou(corners(found), corners(wanted))
+        return -self.class_cost * probability.gather(1, labels) + self.box_cost * distance - self.giou_cost * overlap
+
+
+class SetCriterion(nn.Module):
+    """What predictions cost, once each object has its query.
+
+    Args:
+        num_classes: K of the network.
+        matcher: finds the queries.
+        no_object: weight of "no object" in the loss of classes, where most queries have none.
+        class_weight, box_weight, giou_weight: of the losses in their total.
+    """
+
+    class_weights: Tensor
+
+    def __init__(
+        self,
+        num_classes: int,
+        matcher: Matcher | None = None,
+        no_object: float = 0.1,
+        class_weight: float = 1.0,
+        box_weight: float = 5.0,
+        giou_weight: float = 2.0,
+    ) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.matcher = matcher or Matcher()
+        self.weights = {"loss_ce": class_weight, "loss_bbox": box_weight, "loss_giou": giou_weight}
+        self.register_buffer("class_weights", torch.tensor([1.0] * num_classes + [no_object]), persistent=False)
+
+    def forward(self, predictions: Predictions, targets: Sequence[Target]) -> dict[str, Tensor]:
+        """The losses of all decoder layers, each a scalar, in float32 or wider.
+
+        Returns:
+            loss_ce, loss_bbox (L1), loss_giou and cardinality_error (how far the number of objects found is off; it has
+            no gradient), and for earlier decoder layers the same with _0, _1, ... The losses of boxes are divided by
+            the number of objects in the batch, averaged over the processes of torch.distributed.
+
+        Raises:
+            ValueError: targets of another number of images, logits of another number of classes, wrong targets.
+        """
+        _check_predictions(predictions, targets, self.num_classes)
+        padded = pad_targets(targets, self.num_classes)
+        layers = (predictions, *predictions.auxiliary)
+        matched = self._match(layers, padded)
+        count = _mean_count(padded.objects, predictions.boxes.device)
+        losses: dict[str, Tensor] = {}
+        for index, (layer, queries) in enumerate(zip(layers, matched, strict=True)):
+            suffix = f"_{index - 1}" if index else ""
+            losses |= {name + suffix: loss for name, loss in self._losses(layer, queries, padded, count).items()}
+        return losses
+
+    def total(self, losses: Mapping[str, Tensor]) -> Tensor:
+        """The weighted sum of all losses that have a weight, over all layers."""
+        weights = {name: self.weights.get(name.rstrip("0123456789").rstrip("_")) for name in losses}
+        return torch.stack([weight * losses[name] for name, weight in weights.items() if weight is not None]).sum()
+
+    def _match(self, layers: Sequence[Predictions], targets: PaddedTargets) -> Sequence[Tensor]:
+        """The queries (B, M) of each layer; all layers are matched at once, and the GPU waited for once at most."""
+        logits = torch.cat([layer.logits for layer in layers]).detach()  # (layers * B, Q, K + 1)
+        boxes = torch.cat([layer.boxes for layer in layers]).detach()  # (layers * B, Q, 4)
+        labels, wanted, valid = (torch.cat([part] * len(layers)) for part in targets[:3])
+        many = PaddedTargets(labels, wanted, valid, targets.objects * len(layers))
+        return self.matcher(Predictions(logits, boxes), many).chunk(len(layers))
+
+    def _losses(
+        self, predictions: Predictions, queries: Tensor, targets: PaddedTargets, count: Tensor | float
+    ) -> dict[str, Tensor]:
+        logits, boxes = _wide(predictions.logits), _wide(predictions.boxes)
+        hit = queries >= 0  # (B, M)
+        index = queries.clamp(min=0)
+        # Objects without a query are written behind the last one, and cut off.
+        classes = torch.full_like(logits[:, :, 0], self.num_classes, dtype=torch.int64)  # (B, Q)
+        classes = F.pad(classes, (0, 1)).scatter(1, torch.where(hit, queries, classes.shape[1]), targets.labels)[:, :-1]
+        found = boxes.gather(1, index[..., None].expand(-1, -1, 4))  # (B, M, 4)
+        wanted = targets.boxes.to(boxes.dtype)
+        distance = (found - wanted).abs().sum(-1)
+        loose = 1 - generalized_iou(corners(found), corners(wanted))
+        with torch.no_grad():
+            said = (logits.argmax(-1) != self.num_classes).sum(1)
+            error = (said - targets.valid.sum(1)).abs().to(logits.dtype).sum() / max(1, len(said))
+        return {
+            "loss_ce": _weighted_cross_entropy(logits, classes, self.class_weights.to(logits.dtype)),
+            "loss_bbox": torch.where(hit, distance, 0).sum() / count,
+            "loss_giou": torch.where(hit, loose, 0).sum() / count,
+            "cardinality_error": error,
+        }
+
+
+class Detections(NamedTuple):
+    """What was found on one image, in the order of the queries.
+
+    Attributes:
+        scores: (n,), probability of the label, 0..1.
+        labels: int64 (n,), never "no object".
+        boxes: (n, 4) as (left, top, right, bottom), in pixels of the image.
+    """
+
+    scores: Tensor
+    labels: Tensor
+    boxes: Tensor
+
+
+@torch.no_grad()
+def to_detections(
+    predictions: Predictions, sizes: Sequence[tuple[int, int]] | Tensor, threshold: float = 0.0
+) -> list[Detections]:
+    """Boxes in pixels with their most probable label, for each image.
+
+    Args:
+        predictions: of B images.
+        sizes: (height, width) of each image in the pixels that boxes are wanted in, without padding.
+        threshold: only what has at least this score; at 0 each query gives one box, and the GPU is not waited for.
+
+    Raises:
+        ValueError: another number of sizes than of images, or sizes that are not positive.
+    """
+    logits, boxes = _wide(predictions.logits), _wide(predictions.boxes)
+    pixels = torch.as_tensor(sizes)
+    if pixels.shape != (len(logits), 2):
+        raise ValueError(f"got sizes {tuple(pixels.shape)}, expected (height, width) for each of {len(logits)} images")
+    if pixels.device.type == "cpu" and not (pixels > 0).all():
+        raise ValueError(f"heights and widths must be positive, got {pixels.tolist()}")
+    scale = pixels.to(boxes, non_blocking=True).flip(1).repeat(1, 2)  # (B, 4): width, height, width, height
+    scores, labels = logits.softmax(-1)[..., :-1].max(-1)
+    found = [Detections(*each) for each in zip(scores, labels, corners(boxes) * scale[:, None], strict=True)]
+    if threshold <= 0:
+        return found
+    return [Detections(*(part[each.scores >= threshold] for part in each)) for each in found]
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32 at least."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _weighted_cross_entropy(logits: Tensor, classes: Tensor, weights: Tensor) -> Tensor:
+    """That of logits (B, Q, C) as PyTorch's weighted mean; 0 where nothing has a weight."""
+    total = F.cross_entropy(logits.transpose(1, 2), classes, weights, reduction="sum")
+    weight = weights[classes].sum()
+    return total / torch.where(weight == 0, 1.0, weight)
+
+
+def _mean_count(count: int, device: torch.device) -> Tensor | float:
+    """Objects in the batch of a process, on average, and at least 1."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return max(float(count), 1.0)
+    everywhere = torch.full((), float(count), device=device)
+    dist.all_reduce(everywhere)
+    return (everywhere / dist.get_world_size()).clamp(min=1)
+
+
+def _check_predictions(predictions: Predictions, targets: Sequence[Target], num_classes: int) -> None:
+    if len(targets) != len(predictions.logits):
+        raise ValueError(f"got targets of {len(targets)} images and predictions of {len(predictions.logits)}")
+    if predictions.logits.shape[-1] != num_classes + 1:
+        raise ValueError(
+            f"logits are of {predictions.logits.shape[-1]} classes, expected {num_classes + 1}: "
+            f"the criterion's {num_classes} and no object"
+        )
+
+
+def _check_target(image: int, target: Target, num_classes: int) -> None:
+    if lacking := {"labels", "boxes"} - target.keys():
+        raise ValueError(f"target {image} has no {' and no '.join(sorted(lacking))}, it has {', '.join(target)}")
+    labels, boxes = target["labels"], target["boxes"]
+    if labels.dim() != 1 or boxes.shape != (len(labels), 4):
+        raise ValueError(
+            f"target {image} has labels {tuple(labels.shape)} and boxes {tuple(boxes.shape)}, expected (n,) and (n, 4)"
+        )
+    if labels.is_floating_point() or labels.dtype == torch.bool or not boxes.is_floating_point():
+        raise ValueError(
+            f"target {image} has labels of {labels.dtype} and boxes of {boxes.dtype}: expected int64, float"
+        )
+    if labels.device.type != "cpu" and os.environ.get("ROOFTOP_CHECK") != "1":
+        return
+    if ((labels < 0) | (labels >= num_classes)).any():
+        raise ValueError(f"target {image} has labels {labels.min()} to {labels.max()}, expected 0 to {num_classes - 1}")
+    edges = corners(boxes)
+    inside = (edges >= -OUTSIDE).all(1) & (edges <= 1 + OUTSIDE).all(1) & (boxes[:, 2:] > 0).all(1)
+    if not inside.all():
+        number = int((~inside).nonzero()[0])
+        raise ValueError(
+            f"box {number} of target {image} is {boxes[number].tolist()}: expected (center x, center y, width, height) "
+            "of a box with area inside the image, as parts of its width and height, 0..1"
+        )

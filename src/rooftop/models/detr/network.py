@@ -1,0 +1,486 @@
+"""DETR: objects as a set, from one transformer, with the keys of facebookresearch/detr.
+
+Carion et al. 2020, "End-to-End Object Detection with Transformers". A ResNet with frozen norms gives a map of features;
+an encoder relates its cells; a decoder turns learned queries into objects, each a class (or none) and a box:
+
+    images -> ResNet -> 1x1 projection (+ sine positions) -> encoder -> decoder(queries) -> class head, box head
+
+Images of different sizes share a batch through a mask of padding, which neither positions nor attention see.
+
+    model = detr_resnet50(weights="COCO").eval()
+    found = model([photo, another])  # normalized, (3, H, W) each
+    detections = to_detections(found, [(480, 640), (375, 500)])  # rooftop.models.detr.losses
+
+Training is in `rooftop.models.detr.losses`, weights of other origins in `rooftop.models.detr.weights`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rooftop.launch.symbolic import refuse_proxies
+from rooftop.models.detr.weights import load_detr_weights
+from rooftop.models.vision.resnet import BasicBlock, Bottleneck, Norm, ResNet
+from rooftop.models.weights.files import load_into, options_of, read_weights, weights_file
+from rooftop.nn import LayerNorm, LinearAct
+from rooftop.nn.constants import constant
+from rooftop.nn.norms import norm_of_sum
+
+
+class Predictions(NamedTuple):
+    """What a DETR says of B images with Q queries and K classes.
+
+    Attributes:
+        logits: (B, Q, K + 1), the last for "no object".
+        boxes: (B, Q, 4) as (center x, center y, width, height), each 0..1 of the image without its padding.
+        auxiliary: the same of the earlier decoder layers, first layer first.
+    """
+
+    logits: Tensor
+    boxes: Tensor
+    auxiliary: tuple[Predictions, ...] = ()
+
+
+def pad_images(images: Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Tensor]:
+    """Images of different sizes as one batch, with zeros to the right and below.
+
+    Args:
+        images: (C, H, W) each, of one dtype and device.
+        multiple: height and width of the batch are rounded up to a multiple of this.
+
+    Returns:
+        (B, C, H, W), and the mask of padding (B, H, W): True where there is no image.
+
+    Raises:
+        ValueError: no images, or one that is not (C, H, W) with the channels of the first.
+    """
+    if not images:
+        raise ValueError("got zero images: a batch needs at least one")
+    channels = images[0].shape[0] if images[0].dim() == 3 else None
+    for index, image in enumerate(images):
+        if image.dim() != 3 or image.shape[0] != channels:
+            raise ValueError(f"image {index} is {tuple(image.shape)}, expected ({channels or 'C'}, H, W)")
+    height, width = (-(-max(image.shape[axis] for image in images) // multiple) * multiple for axis in (1, 2))
+    first = images[0]
+    batch = first.new_zeros((len(images), first.shape[0], height, width))
+    padding = torch.ones((len(images), height, width), dtype=torch.bool, device=first.device)
+    for image, place, mask in zip(images, batch, padding, strict=True):
+        _, h, w = image.shape
+        place[:, :h, :w] = image
+        mask[:h, :w] = False
+    return batch, padding
+
+
+class FrozenBatchNorm(nn.Module):
+    """Batch norm whose statistics and affine part are constants: (B, channels, H, W) to the same. Four buffers."""
+
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.ones(channels))
+        self.register_buffer("bias", torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=1e-5)
+
+
+class Features(ResNet):
+    """A ResNet without its head: (B, 3, H, W) -> (B, channels, H / 32, W / 32).
+
+    With frozen norms stem and first stage are frozen, too: they see edges and colours that detection need not relearn.
+    """
+
+    def __init__(
+        self, block: type[BasicBlock | Bottleneck], layers: Sequence[int], dilation: bool, norm: Norm = FrozenBatchNorm
+    ) -> None:
+        super().__init__(block, layers, 1, replace_stride_with_dilation=(False, False, dilation), norm_layer=norm)
+        del self.avgpool, self.fc
+        self.channels = 512 * block.expansion
+        if norm is FrozenBatchNorm:
+            for part in (self.conv1, self.layer1):
+                part.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))  # (B, 64, H / 4, W / 4)
+        return self.layer4(self.layer3(self.layer2(self.layer1(x))))
+
+
+def sine_positions(padding: Tensor, width: int, temperature: float = 10_000.0) -> Tensor:
+    """Where each cell lies in its image, as sines and cosines: the y half, then the x half.
+
+    Args:
+        padding: (B, H, W), True where there is no image. Cells count from 1 at the image's first; the last is 2 pi.
+        width: of the encoding, a multiple of 4.
+
+    Returns:
+        float32 (B, H * W, width).
+    """
+    image = (~padding).float()
+    steps = torch.arange(width // 4, dtype=torch.float32, device=padding.device)
+    frequencies = temperature ** (-4 * steps / width)
+    axes = []
+    for axis in (1, 2):
+        places = image.cumsum(axis)  # (B, H, W)
+        places = places / (places.select(axis, -1).unsqueeze(axis) + 1e-6) * (2 * math.pi)
+        angles = places.unsqueeze(-1) * frequencies  # (B, H, W, width / 4)
+        axes.append(torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2))
+    return torch.cat(axes, dim=-1).flatten(1, 2)
+
+
+class Attention(nn.Module):
+    """Multi-head attention with packed projections, the keys of `nn.MultiheadAttention`; batch first."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.width, self.heads, self.dropout = width, heads, dropout
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
+        self.out_proj = nn.Linear(width, width)
+        nn.init.zeros_(self.out_proj.bias)
+
+    def projection(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Weight and bias of queries (0), keys (1) and values (2), from the first to the last of them."""
+        rows = slice(first * self.width, (last + 1) * self.width)
+        return self.in_proj_weight[rows], self.in_proj_bias[rows]
+
+    def attended(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """Projected (B, T, D), (B, S, D), (B, S, D) -> (B, T, D); `allowed` (B, 1, 1, S): which keys."""
+        q, k, v = (
+            x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (query, key, value)
+        )  # (B, heads, T or S, D / heads)
+        dropout = self.dropout if self.training else 0.0
+        x = F.scaled_dot_product_attention(q, k, v, allowed, dropout)
+        return self.out_proj(x.transpose(1, 2).flatten(2))
+
+
+class SelfAttention(Attention):
+    """Of things that have places: both say where to look, the things alone what is there."""
+
+    def forward(self, x: Tensor, placed: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """(B, T, D) without and with their places -> (B, T, D); `allowed` (B, 1, 1, T): which may be attended to."""
+        query, key = F.linear(placed, *self.projection(0, 1)).chunk(2, dim=-1)
+        return self.attended(query, key, F.linear(x, *self.projection(2, 2)), allowed)
+
+
+class CrossAttention(Attention):
+    """To cells whose keys and values are projected already."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """(B, Q, D), (B, S, D), (B, S, D) -> (B, Q, D); `allowed` (B, 1, 1, S): which cells may be attended to."""
+        return self.attended(query, key, value, allowed)
+
+
+class EncoderLayer(nn.Module):
+    """Attention among cells and a feed-forward part, each added and then normed ("post-norm")."""
+
+    def __init__(self, width: int, heads: int, feed_forward: int, dropout: float) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(width, heads, dropout)
+        self.linear1 = LinearAct(width, feed_forward, activation="relu")
+        self.dropout = nn.Dropout(dropout)
+        self.linear2 = nn.Linear(feed_forward, width)
+        self.norm1 = LayerNorm(width)
+        self.norm2 = LayerNorm(width)
+
+    def forward(self, x: Tensor, positions: Tensor, allowed: Tensor | None) -> Tensor:
+        """Cells (B, S, D) with their positions (B or 1, S, D) -> (B, S, D)."""
+        attended = self.self_attn(x, x + positions, allowed)
+        x, _ = norm_of_sum(self.norm1, self.dropout(attended), x)
+        hidden = self.dropout(self.linear1(x))  # (B, S, feed_forward)
+        x, _ = norm_of_sum(self.norm2, self.dropout(self.linear2(hidden)), x)
+        return x
+
+
+class DecoderLayer(nn.Module):
+    """Attention among objects, attention to the cells, and a feed-forward part; post-norm."""
+
+    def __init__(self, width: int, heads: int, feed_forward: int, dropout: float) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(width, heads, dropout)
+        self.multihead_attn = CrossAttention(width, heads, dropout)
+        self.linear1 = LinearAct(width, feed_forward, activation="relu")
+        self.dropout = nn.Dropout(dropout)
+        self.linear2 = nn.Linear(feed_forward, width)
+        self.norm1 = LayerNorm(width)
+        self.norm2 = LayerNorm(width)
+        self.norm3 = LayerNorm(width)
+
+    def forward(self, x: Tensor | None, queries: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) -> Tensor:
+        """Objects (B, Q, D) with their queries (Q, D) -> (B, Q, D).
+
+        Args:
+            x: None in the first layer, where all objects are zeros.
+            key, value: of the cells (B, S, D), projected for this layer.
+            allowed: (B, 1, 1, S), which cells may be attended to.
+        """
+        if x is None:
+            # Dropout makes images differ; without it they are one and the same until they look at the cells.
+            x, query = self.beginning(queries, len(key) if self.training else 1)
+            x, query = (t.expand(len(key), -1, -1).contiguous() for t in (x, query))
+        else:
+            x, _ = norm_of_sum(self.norm1, self.dropout(self.self_attn(x, x + queries)), x)
+            query = self.asking(x, queries)
+        x, _ = norm_of_sum(self.norm2, self.dropout(self.multihead_attn(query, key, value, allowed)), x)
+        hidden = self.dropout(self.linear1(x))  # (B, Q, feed_forward)
+        x, _ = norm_of_sum(self.norm3, self.dropout(self.linear2(hidden)), x)
+        return x
+
+    @constant
+    def beginning(self, queries: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+        """Of objects that are zeros: what they are before they look at the cells, and what they ask there; (B, Q, D)
+        each."""
+        placed = queries.expand(batch, -1, -1)  # (B, Q, D)
+        x = self.norm1(self.dropout(self.self_attn(torch.zeros_like(placed), placed)))
+        return x, self.asking(x, queries)
+
+    def asking(self, x: Tensor, queries: Tensor) -> Tensor:
+        """Objects (B, Q, D) as queries to the cells, projected."""
+        return F.linear(x + queries, *self.multihead_attn.projection(0, 0))
+
+
+class Encoder(nn.Module):
+    """Layers one after another."""
+
+    def __init__(self, layers: int, width: int, heads: int, feed_forward: int, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(EncoderLayer(width, heads, feed_forward, dropout) for _ in range(layers))
+
+    def forward(self, x: Tensor, positions: Tensor, allowed: Tensor | None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, positions, allowed)
+        return x
+
+
+class Decoder(nn.Module):
+    """Layers one after another; one norm reads off the result of any of them."""
+
+    def __init__(self, layers: int, width: int, heads: int, feed_forward: int, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DecoderLayer(width, heads, feed_forward, dropout) for _ in range(layers))
+        self.norm = LayerNorm(width)
+
+    def forward(self, queries: Tensor, memory: Tensor, positions: Tensor, allowed: Tensor | None) -> list[Tensor]:
+        """The objects (B, Q, D) after each layer, before the norm."""
+        # All layers look at the same cells: one product each gives the keys and the values of all.
+        (key_weight, key_bias), (value_weight, value_bias) = (self.packed_projection(part) for part in (1, 2))
+        keys = F.linear(memory + positions, key_weight, key_bias).chunk(len(self.layers), dim=-1)
+        values = F.linear(memory, value_weight, value_bias).chunk(len(self.layers), dim=-1)  # (B, S, D) each
+        x, objects = None, []
+        for layer, key, value in zip(self.layers, keys, values, strict=True):
+            x = layer(x, queries, key, value, allowed)
+            objects.append(x)
+        return objects
+
+    @constant
+    def packed_projection(self, part: int) -> tuple[Tensor, Tensor]:
+        """Weights (layers D, D) and biases (layers D,) of the keys (1) or values (2) of cells, for all layers."""
+        layers = cast(Iterable[DecoderLayer], self.layers)
+        weights, biases = zip(*(layer.multihead_attn.projection(part, part) for layer in layers), strict=True)
+        return torch.cat(weights), torch.cat(biases)
+
+
+class Transformer(nn.Module):
+    """Encoder and decoder: cells (B, S, D) -> objects (B, Q, D) after each decoder layer."""
+
+    def __init__(
+        self, width: int, heads: int, encoder_layers: int, decoder_layers: int, feed_forward: int, dropout: float
+    ) -> None:
+        super().__init__()
+        self.encoder = Encoder(encoder_layers, width, heads, feed_forward, dropout)
+        self.decoder = Decoder(decoder_layers, width, heads, feed_forward, dropout)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+
+    def forward(self, cells: Tensor, positions: Tensor, queries: Tensor, allowed: Tensor | None) -> list[Tensor]:
+        memory = self.encoder(cells, positions, allowed)  # (B, S, D)
+        return self.decoder(queries, memory, positions, allowed)
+
+
+class BoxHead(nn.Module):
+    """Three linear layers with relu between: (..., D) -> (..., 4), a box before its sigmoid."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        hidden = (LinearAct(width, width, activation="relu") for _ in range(2))
+        self.layers = nn.ModuleList((*hidden, nn.Linear(width, 4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, last = self.layers
+        return last(second(first(x)))
+
+
+class Detr(nn.Module):
+    """Images -> `Predictions`.
+
+    Args:
+        block, layers: of the ResNet, as in `rooftop.models.vision.resnet.ResNet`.
+        num_classes: K, one more than the highest label; COCO's labels go to 90.
+        queries: Q, objects that can be found in one image.
+        width, heads, feed_forward: of the transformer; `width` is a multiple of `heads` and of 4.
+        encoder_layers, decoder_layers: how many.
+        dropout: in the transformer, while training.
+        dilation: keep the resolution of the third stage in the fourth ("DC5"): twice the cells along each axis.
+        auxiliary: give the predictions of the earlier decoder layers too; training needs them, detection does not.
+        norm: of the ResNet, made from a number of channels. Frozen norms suit pretrained weights; a network that starts
+            from random numbers wants `nn.BatchNorm2d` or a group norm, and then all of it is trained.
+
+    Raises:
+        ValueError: a width that heads or the encoding of positions do not divide, no decoder layers.
+    """
+
+    def __init__(
+        self,
+        block: type[BasicBlock | Bottleneck],
+        layers: Sequence[int],
+        num_classes: int = 91,
+        queries: int = 100,
+        width: int = 256,
+        heads: int = 8,
+        encoder_layers: int = 6,
+        decoder_layers: int = 6,
+        feed_forward: int = 2048,
+        dropout: float = 0.1,
+        dilation: bool = False,
+        auxiliary: bool = True,
+        norm: Norm = FrozenBatchNorm,
+    ) -> None:
+        super().__init__()
+        if width % heads or width % 4:
+            raise ValueError(f"width {width} is not a multiple of heads ({heads}) and of 4")
+        if decoder_layers < 1:
+            raise ValueError(f"got decoder_layers={decoder_layers}: the objects come out of the last one")
+        self.num_classes, self.width, self.auxiliary = num_classes, width, auxiliary
+        self.transformer = Transformer(width, heads, encoder_layers, decoder_layers, feed_forward, dropout)
+        self.class_embed = nn.Linear(width, num_classes + 1)
+        self.bbox_embed = BoxHead(width)
+        self.query_embed = nn.Embedding(queries, width)
+        features = Features(block, layers, dilation, norm)
+        self.input_proj = nn.Conv2d(features.channels, width, kernel_size=1)
+        self.backbone = nn.Sequential(nn.Sequential(OrderedDict(body=features)))
+
+    def forward(self, images: Tensor | Sequence[Tensor], padding: Tensor | None = None) -> Predictions:
+        """Find objects.
+
+        Args:
+            images: (B, 3, H, W), or (3, H, W) each, which `pad_images` makes into a batch; normalized as for a ResNet.
+            padding: of a batch, bool (B, H, W), True where there is no image; None where all of it is image. An image
+                that is wholly padding is taken as a black one.
+
+        Raises:
+            ValueError: zero images, other shapes or dtypes, a mask beside a list or of another shape or dtype.
+        """
+        refuse_proxies(self, images)
+        if isinstance(images, Tensor):
+            batch = images
+        elif padding is None:
+            batch, padding = pad_images(images)
+            if all(image.shape == images[0].shape for image in images):
+                padding = None  # all of the batch is image
+        else:
+            raise ValueError("a mask of padding belongs to a batch; a list of images gets its own")
+        _check_batch(batch, padding)
+        x = self.input_proj(self.backbone(batch))  # (B, D, H / 32, W / 32)
+        positions, allowed = self._places(x, padding)
+        objects = self.transformer(x.flatten(2).transpose(1, 2), positions, self.query_embed.weight, allowed)
+        wanted = torch.stack(objects) if self.auxiliary else objects[-1][None]
+        *earlier, last = self._heads(wanted)
+        return last._replace(auxiliary=(*earlier,))
+
+    def _places(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Positions (B or 1, S, D) of the cells of x (B, D, h, w), and which may be attended to (B, 1, 1, S)."""
+        if padding is None:
+            return self.unpadded_positions(x.shape[-2], x.shape[-1], x.dtype, x.device), None
+        cells = F.interpolate(padding[None].float(), size=x.shape[-2:])[0].bool()  # (B, h, w)
+        # Attention to nothing has no weights: in an image that is wholly padding everything may be attended to.
+        allowed = ~cells | cells.all(dim=(1, 2), keepdim=True)
+        return sine_positions(cells, self.width).to(x.dtype), allowed.flatten(1)[:, None, None]
+
+    @constant
+    def unpadded_positions(self, height: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Of a map that is all image, (1, S, D)."""
+        everywhere = torch.zeros((1, height, width), dtype=torch.bool, device=device)
+        return sine_positions(everywhere, self.width).to(dtype)
+
+    def _heads(self, objects: Tensor) -> list[Predictions]:
+        """Classes and boxes of objects (layers, B, Q, D), for each layer."""
+        objects = self.transformer.decoder.norm(objects)
+        logits, boxes = self.class_embed(objects), self.bbox_embed(objects).sigmoid()
+        return [Predictions(*each) for each in zip(logits, boxes, strict=True)]
+
+
+def detr_resnet50(
+    *, weights: str | Path | None = None, backbone_weights: str | Path | None = None, **options: Any
+) -> Detr:
+    """DETR on a ResNet-50: 41,524,768 parameters.
+
+    Args:
+        weights: "COCO", which "DEFAULT" stands for, or "COCO_DC5", as published by facebookresearch/detr; or a file of
+            weights in any dialect that `rooftop.models.detr.weights` knows.
+        backbone_weights: of the ResNet alone, to start training with: a name or a file, as for `resnet50`.
+        options: those of `Detr`, and `dilation=True` for DETR-DC5; "COCO_DC5" sets it unless it is given.
+
+    Raises:
+        InputError: `weights` or `backbone_weights` is neither a name nor a file.
+        WeightsError: a file cannot be fetched or read, is damaged, belongs to another model or has another number of
+            classes.
+    """
+    return _built("detr_resnet50", (3, 4, 6, 3), weights, backbone_weights, options)
+
+
+def detr_resnet101(
+    *, weights: str | Path | None = None, backbone_weights: str | Path | None = None, **options: Any
+) -> Detr:
+    """DETR on a ResNet-101: 60,464,672 parameters. Arguments and errors are those of `detr_resnet50`."""
+    return _built("detr_resnet101", (3, 4, 23, 3), weights, backbone_weights, options)
+
+
+def _built(
+    name: str,
+    layers: Sequence[int],
+    weights: str | Path | None,
+    backbone_weights: str | Path | None,
+    options: dict[str, Any],
+) -> Detr:
+    known = {} if weights is None else options_of(name, weights)
+    model = Detr(Bottleneck, layers, **known | options)
+    if backbone_weights is not None:
+        path = weights_file(name.removeprefix("detr_"), backbone_weights)
+        tensors = read_weights(path)
+        unused = ("fc.weight", "fc.bias")
+        body = {k: v for k, v in tensors.items() if k not in unused and not k.endswith("num_batches_tracked")}
+        load_into(model.backbone.get_submodule("0.body"), body, path)
+    if weights is not None:
+        load_detr_weights(model, weights_file(name, weights))
+    return model
+
+
+def _check_batch(batch: Tensor, padding: Tensor | None) -> None:
+    if batch.dim() != 4 or batch.shape[1] != 3:
+        raise ValueError(f"images are {tuple(batch.shape)}, expected (B, 3, H, W), or a list of (3, H, W)")
+    if not batch.numel():
+        raise ValueError(f"got zero images, or images without pixels: {tuple(batch.shape)}")
+    if not batch.is_floating_point():
+        raise ValueError(f"images are {batch.dtype}, expected real numbers, normalized as for a ResNet")
+    if padding is None:
+        return
+    expected = (batch.shape[0], *batch.shape[2:])
+    if padding.dtype != torch.bool or padding.shape != expected:
+        raise ValueError(
+            f"the mask of padding is {padding.dtype} {tuple(padding.shape)}, expected torch.bool {expected}, "
+            "True where there is no image"
+        )

@@ -1,0 +1,248 @@
+"""What a decoder-only transformer is made of: the embedding, a block, the head, and how positions turn.
+
+Each is a part of `rooftop.models.gpt.network.Gpt`, and told its place in the whole model by the number of its layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.models.gpt.switches import GptConfig
+from rooftop.nn import Embedding, LayerNorm, RMSNorm
+from rooftop.nn.norms import norm_of_sum
+from rooftop.parallel.exchanges import Group, join_of_ranks, own_part
+from rooftop.parallel.mlps import ParallelMLP
+from rooftop.parallel.recomputing import as_multiplied, made_again
+from rooftop.parallel.self_attentions import ParallelSelfAttention, Remembered, Rotation
+from rooftop.parallel.tensor_linears import ColumnParallelLinear
+from rooftop.parallel.turns import Phases
+from rooftop.parallel.vocab_embeddings import VocabParallelEmbedding
+from rooftop.parallel.vocab_losses import vocab_parallel_linear_cross_entropy
+
+Dropouts = Callable[[float, str], nn.Module]
+"""Makes the dropout of a place: its probability, more than 0, and its name, e.g. "layers.3.mlp.dropout"."""
+
+
+def plain_dropouts(probability: float, name: str) -> nn.Module:
+    """PyTorch's dropout, whatever the place."""
+    return nn.Dropout(probability)
+
+
+def _dropout(make: Dropouts, probability: float, name: str) -> nn.Module | None:
+    return make(probability, name) if probability else None
+
+
+def _dropped(dropout: nn.Module | None, x: Tensor) -> Tensor:
+    return x if dropout is None else dropout(x)
+
+
+SelfAttention = ParallelSelfAttention
+"""The attention of a block."""
+
+
+def _norm(config: GptConfig) -> nn.Module:
+    if config.norm == "rms":
+        return RMSNorm(config.width, eps=config.epsilon)
+    return LayerNorm(config.width, eps=config.epsilon, bias=config.biases)
+
+
+def summed_and_normed(norm: nn.Module, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(x + update, norm(x + update)); without an update (x, norm(x))."""
+    if update is None:
+        return x, norm(x)
+    normed, total = norm_of_sum(norm, update, x)
+    return total, normed
+
+
+class TokenEmbedding(nn.Module):
+    """A vector for each token, and where positions are learned one for each position."""
+
+    def __init__(
+        self,
+        config: GptConfig,
+        dropouts: Dropouts = plain_dropouts,
+        group: Group = None,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        self.split_along = group if sequence_parallel else None
+        self.tokens = VocabParallelEmbedding(
+            config.vocabulary, config.width, group=group, sequence_parallel=sequence_parallel
+        )
+        self.positions = Embedding(config.positions, config.width) if config.position == "learned" else None
+        self.dropout = _dropout(dropouts, config.dropout, "embedding.dropout")
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """tokens (B, S), positions (S,) or (B, S), int64; (B, S, W), with sequence parallelism a part of S."""
+        x = self.tokens(tokens)
+        if self.positions is not None:
+            x = x + self.positions(own_part(positions, -1, self.split_along))
+        return _dropped(self.dropout, x)
+
+
+def rotation_of(positions: Tensor, config: GptConfig) -> Rotation:
+    """Of positions (S,) or (B, S): each pair of a head's features turns by position / rope_base ** (2 i / D).
+
+    In float32, as in the models that were trained so: at a large position the angles are not exact. Powers, cosines and
+    sines are rounded from float64, so that devices agree.
+    """
+    angles = positions[..., None].float() * rotary_frequencies(config, positions.device)  # (S, D / 2)
+    return angles.double().cos().float(), angles.double().sin().float()
+
+
+def rotary_frequencies(config: GptConfig, device: torch.device | str = "cpu") -> Tensor:
+    """The angle by which each pair of a head's features turns from one position to the next: (D / 2,), float32."""
+    powers = torch.arange(0, config.head_features, 2, device=device).double() / config.head_features
+    frequencies = 1.0 / config.rope_base**powers
+    return (frequencies if config.rope_scaling is None else config.rope_scaling.scaled(frequencies)).float()
+
+
+def _attention(
+    config: GptConfig, layer: int, dropouts: Dropouts, group: Group, sequence_parallel: bool, selective: bool
+) -> ParallelSelfAttention:
+    name = f"layers.{layer}.attention"
+    return ParallelSelfAttention(
+        config.width,
+        config.heads,
+        config.kv_heads,
+        head_features=config.head_features,
+        bias=config.has_qkv_biases,
+        out_bias=config.has_out_bias,
+        norms_epsilon=config.epsilon if config.head_norms else None,
+        window=config.window_of(layer),
+        layer=layer,
+        weights_dropout=_dropout(dropouts, config.attention_dropout, f"{name}.weights_dropout"),
+        dropout=_dropout(dropouts, config.dropout, f"{name}.dropout"),
+        group=group,
+        sequence_parallel=sequence_parallel,
+        selective=selective,
+    )
+
+
+def _mlp(
+    config: GptConfig, layer: int, dropouts: Dropouts, group: Group, sequence_parallel: bool, selective: bool
+) -> ParallelMLP:
+    return ParallelMLP(
+        config.width,
+        config.hidden,
+        config.activation,
+        bias=config.has_mlp_biases,
+        dropout=_dropout(dropouts, config.dropout, f"layers.{layer}.mlp.dropout"),
+        group=group,
+        sequence_parallel=sequence_parallel,
+        selective=selective,
+    )
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); the last sum is left to the norm that follows.
+
+    With `selective` backward makes again what is cheap and large (`rooftop.parallel.recomputing`).
+    """
+
+    def __init__(
+        self,
+        config: GptConfig,
+        layer: int,
+        dropouts: Dropouts = plain_dropouts,
+        group: Group = None,
+        sequence_parallel: bool = False,
+        selective: bool = False,
+    ) -> None:
+        super().__init__()
+        self.selective = selective
+        self.attention_norm = _norm(config)
+        self.attention = _attention(config, layer, dropouts, group, sequence_parallel, selective)
+        self.mlp_norm = _norm(config)
+        self.mlp = _mlp(config, layer, dropouts, group, sequence_parallel, selective)
+
+    def forward(
+        self, x: Tensor, update: Tensor | None = None, rotation: Rotation | None = None, cache: Remembered | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Takes x and update, (B, S, W), whose sum is the input. Returns two such tensors, whose sum is the result."""
+        if self.selective:
+            return self._selective(x, update, rotation, cache)
+        x, normed = summed_and_normed(self.attention_norm, x, update)
+        x, normed = summed_and_normed(self.mlp_norm, x, self.attention(normed, rotation, cache))
+        return x, self.mlp(normed)
+
+    @torch.compiler.disable  # which chooses by itself what backward computes again
+    def _selective(
+        self, x: Tensor, update: Tensor | None, rotation: Rotation | None, cache: Remembered | None
+    ) -> tuple[Tensor, Tensor]:
+        x, normed = summed_and_normed(self.attention_norm, x, update)
+        normed = as_multiplied(normed)
+        with _normed_again(self.attention_norm, x, normed):
+            update = self.attention(normed, rotation, cache)
+        x, normed = summed_and_normed(self.mlp_norm, x, update)
+        normed = as_multiplied(normed)
+        with _normed_again(self.mlp_norm, x, normed):
+            return x, self.mlp(normed)
+
+    def in_phases(
+        self, x: Tensor, update: Tensor | None = None, rotation: Rotation | None = None
+    ) -> Phases[tuple[Tensor, Tensor]]:
+        """`forward`, for `rooftop.parallel.turns`."""
+        x, normed = summed_and_normed(self.attention_norm, x, update)
+        update = yield from self.attention.in_phases(normed, rotation)
+        x, normed = summed_and_normed(self.mlp_norm, x, update)
+        return x, (yield from self.mlp.in_phases(normed))
+
+
+def _normed_again(norm: nn.Module, x: Tensor, normed: Tensor) -> AbstractContextManager[None]:
+    """Within: what autograd would keep of the norm of x is made again."""
+    return made_again((normed,), lambda x: (as_multiplied(norm(x)),), x)
+
+
+class Head(nn.Module):
+    """The final norm, and the logits of each token or their loss."""
+
+    def __init__(self, config: GptConfig, group: Group = None, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.norm = _norm(config)
+        self.vocabulary, self.group = config.vocabulary, group
+        self.output = ColumnParallelLinear(
+            config.width,
+            config.vocabulary,
+            bias=False,
+            padded=True,
+            group=group,
+            sequence_parallel=sequence_parallel,
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        update: Tensor | None = None,
+        targets: Tensor | None = None,
+        *,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> Tensor:
+        """x and update (B, S, W); logits (B, S, V), or of targets (B, S) the loss (), whose options are those of
+        `rooftop.kernels.linear_cross_entropy`."""
+        if targets is None:
+            logits = self.own_logits(x, update)
+            return logits if self.group is None else join_of_ranks(logits, -1, self.group)[..., : self.vocabulary]
+        _, hidden = summed_and_normed(self.norm, x, update)
+        return vocab_parallel_linear_cross_entropy(
+            self.output.entered(hidden),
+            self.output.weight,
+            targets,
+            self.group,
+            vocabulary=self.vocabulary,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+        )
+
+    def own_logits(self, x: Tensor, update: Tensor | None = None) -> Tensor:
+        """x and update (B, S, W); the logits of this rank's tokens, (B, S, V here). The last ranks may have padding."""
+        _, hidden = summed_and_normed(self.norm, x, update)
+        logits: Tensor = self.output(hidden)
+        return logits

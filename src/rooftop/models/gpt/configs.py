@@ -1,0 +1,338 @@
+"""Decoders of text by name, and as Hugging Face's `config.json` describes them.
+
+    config = gpt_config("llama-7b")
+    config.parameters                    # 6738415616
+    config_of(json.loads(Path("Llama-2-7b-hf/config.json").read_text()))
+
+`config_of` reads the `config.json` of GPT-2, Llama, Mistral, Qwen2 and Qwen3, `hugging_face_config` writes one.
+
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2); Touvron et al. 2023, "Llama 2: Open
+Foundation and Fine-Tuned Chat Models"; Zhang et al. 2024, "TinyLlama: An Open-Source Small Language Model"; Zheng et
+al. 2023, "CodeGeeX: A Pre-Trained Model for Code Generation with Multilingual Benchmarking on HumanEval-X".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rooftop.errors import TargetError, WeightsError, did_you_mean
+from rooftop.models.gpt.rope_scaling import hugging_face_rope, scaling_of
+from rooftop.models.gpt.switches import GptConfig
+
+
+def _gpt2(layers: int, width: int, heads: int) -> GptConfig:
+    return GptConfig(
+        vocabulary=50257,
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        hidden=4 * width,
+        positions=1024,
+    )
+
+
+def _llama(layers: int, width: int, heads: int, kv_heads: int, hidden: int, positions: int) -> GptConfig:
+    return GptConfig(
+        vocabulary=32000,
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        hidden=hidden,
+        positions=positions,
+        norm="rms",
+        position="rope",
+        activation="swiglu",
+        biases=False,
+        tied=False,
+    )
+
+
+PRESETS: dict[str, GptConfig] = {
+    "gpt2": _gpt2(12, 768, 12),
+    "gpt2-medium": _gpt2(24, 1024, 16),
+    "gpt2-large": _gpt2(36, 1280, 20),
+    "gpt2-xl": _gpt2(48, 1600, 25),
+    "llama-1b": _llama(22, 2048, 32, 4, 5632, 2048),  # TinyLlama
+    "llama-7b": _llama(32, 4096, 32, 32, 11008, 4096),  # Llama 2
+    "llama-70b": _llama(80, 8192, 64, 8, 28672, 4096),  # Llama 2
+    # The last of its 40 layers is a "top query layer", whose queries are learned vectors of the following position.
+    # Here it is a layer like the others, which has the same matrices; those vectors (2048, 5120) are not there, and
+    # its GELU, x sigmoid(1.702 x), is the tanh one. So sizes and speed are CodeGeeX's, its weights do not fit.
+    "codegeex-13b": GptConfig(
+        vocabulary=52224,
+        layers=40,
+        width=5120,
+        heads=40,
+        kv_heads=40,
+        hidden=20480,
+        positions=2048,
+    ),
+}
+"""Published models by name, without dropout."""
+
+
+def gpt_config(name: str) -> GptConfig:
+    """The config of a published model.
+
+    Raises:
+        TargetError: there is none of that name; the message has those that come close.
+    """
+    if name not in PRESETS:
+        there_are = f"there are {', '.join(PRESETS)}"
+        raise TargetError(f"{name!r} is no model of text{did_you_mean(name, PRESETS)}: {there_are}")
+    return PRESETS[name]
+
+
+# ---- Hugging Face --------------------------------------------------------------------------------------------------
+
+GELUS: dict[str, Literal["gelu", "gelu_tanh"]] = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+}
+"""Their names for an activation, the first of each as it is written."""
+
+
+def config_of(given: Mapping[str, Any]) -> GptConfig:
+    """The config of what a `config.json` of Hugging Face's GPT-2, Llama, Mistral, Qwen2 or Qwen3 holds.
+
+    Args:
+        given: as transformers 4 or 5 writes it.
+
+    Raises:
+        WeightsError: another kind of model, a size that is not there, or a variant that is not modelled here; it names
+            the field and the reason.
+    """
+    kind = given.get("model_type")
+    if kind not in ("gpt2", *LIKE_LLAMA):
+        known = ", ".join(map(repr, ("gpt2", *LIKE_LLAMA)))
+        raise WeightsError(f"config.json is of model_type {kind!r}: expected one of {known}")
+    try:
+        return _config_of_gpt2(given) if kind == "gpt2" else _config_like_llama(given, LIKE_LLAMA[kind])
+    except KeyError as error:
+        raise WeightsError(f"config.json of a {kind} has no {error.args[0]}: the model cannot be built") from error
+    except (TypeError, ValueError) as error:
+        raise WeightsError(f"config.json of a {kind}: {error}") from error
+
+
+def _config_of_gpt2(given: Mapping[str, Any]) -> GptConfig:
+    _refuse(given, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    activation = given.get("activation_function", "gelu_new")
+    if activation not in GELUS:
+        raise ValueError(f"activation_function is {activation!r}: expected {', '.join(GELUS)}")
+    dropout, embedding_dropout = given.get("resid_pdrop", 0.1), given.get("embd_pdrop", 0.1)
+    if dropout != embedding_dropout:
+        raise ValueError(f"embd_pdrop is {embedding_dropout}, resid_pdrop {dropout}: expected one probability for both")
+    return GptConfig(
+        vocabulary=given["vocab_size"],
+        layers=given["n_layer"],
+        width=given["n_embd"],
+        heads=given["n_head"],
+        kv_heads=given["n_head"],
+        hidden=given.get("n_inner") or 4 * given["n_embd"],
+        positions=given["n_positions"],
+        activation=GELUS[activation],
+        tied=given.get("tie_word_embeddings", True),
+        dropout=dropout,
+        attention_dropout=given.get("attn_pdrop", 0.1),
+        epsilon=given.get("layer_norm_epsilon", 1e-5),
+    )
+
+
+@dataclass(frozen=True)
+class LikeLlama:
+    """What the relatives of Llama have in common, and what each takes where config.json says nothing.
+
+    Attributes:
+        architecture: transformers' class.
+        kv_heads: of keys and values; None: as many as of the queries.
+        head_size: features of a head; None: those of the width, divided by the heads.
+        window: of the layers that have one.
+        biases: which linear layers may have biases: those of "attention" have them if attention_bias says so, those of
+            "mlp" if mlp_bias does, those of "qkv" always.
+        chooses_layers: whether layer_types, use_sliding_window and max_window_layers say which layers have the window;
+            else all of them have it.
+        head_norms: whether queries and keys have norms.
+    """
+
+    architecture: str
+    kv_heads: int | None = None
+    head_size: int | None = None
+    window: int | None = None
+    biases: Literal["none", "qkv", "attention", "attention and mlp"] = "none"
+    chooses_layers: bool = False
+    head_norms: bool = False
+
+
+LIKE_LLAMA = {
+    "llama": LikeLlama("LlamaForCausalLM", biases="attention and mlp"),
+    "mistral": LikeLlama("MistralForCausalLM", kv_heads=8, window=4096),
+    "qwen2": LikeLlama("Qwen2ForCausalLM", kv_heads=32, window=4096, biases="qkv", chooses_layers=True),
+    "qwen3": LikeLlama("Qwen3ForCausalLM", kv_heads=32, head_size=128, window=4096, biases="attention",
+                       chooses_layers=True, head_norms=True),
+}  # fmt: skip
+"""By model_type. Source: transformers 5, `configuration_*.py` and `modeling_*.py` of each."""
+
+
+def _config_like_llama(given: Mapping[str, Any], kind: LikeLlama) -> GptConfig:
+    heads, layers = given["num_attention_heads"], given["num_hidden_layers"]
+    _refuse(given, hidden_act="silu")
+    attention = given.get("attention_bias", False) if "attention" in kind.biases else False
+    base, scaling = scaling_of(given)
+    window, window_layers = _window_of(given, kind, layers)
+    return GptConfig(
+        vocabulary=given["vocab_size"],
+        layers=layers,
+        width=given["hidden_size"],
+        heads=heads,
+        kv_heads=given.get("num_key_value_heads", kind.kv_heads) or heads,
+        head_size=given.get("head_dim", kind.head_size),
+        hidden=given["intermediate_size"],
+        positions=given["max_position_embeddings"],
+        norm="rms",
+        position="rope",
+        rope_base=base,
+        rope_scaling=scaling,
+        activation="swiglu",
+        biases=False,
+        qkv_biases=attention or kind.biases == "qkv",
+        out_biases=attention,
+        mlp_biases=given.get("mlp_bias", False) if "mlp" in kind.biases else False,
+        head_norms=kind.head_norms,
+        window=window,
+        window_layers=window_layers,
+        tied=given.get("tie_word_embeddings", False),
+        attention_dropout=given.get("attention_dropout") or 0.0,
+        epsilon=given.get("rms_norm_eps", 1e-6),
+    )
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Their names for layers without a window and with one."""
+
+
+def _window_of(given: Mapping[str, Any], kind: LikeLlama, layers: int) -> tuple[int | None, tuple[int, ...] | None]:
+    """The window, and the layers that have it; None: all."""
+    window, types = given.get("sliding_window", kind.window), given.get("layer_types")
+    if kind.window is None:  # sliding_window has no meaning in a Llama
+        window = None
+    if types is not None:
+        if not isinstance(types, list) or len(types) != layers or not set(types) <= {FULL, SLIDING}:
+            raise ValueError(f"layer_types is {types!r}: expected {FULL!r} or {SLIDING!r} for each of {layers} layers")
+        if not kind.chooses_layers and len(set(types)) > 1:
+            raise ValueError("layer_types mixes layers with and without a window, which such a model does not have")
+    if not kind.chooses_layers:
+        return window, None
+    if not given.get("use_sliding_window", False):
+        window = None
+    if types is None:
+        first = given.get("max_window_layers", 28)
+        types = [SLIDING if layer >= first else FULL for layer in range(layers)] if window is not None else []
+    elif window is None and SLIDING in types:
+        raise ValueError(f"layer_types has {SLIDING!r}, but use_sliding_window and sliding_window give no window")
+    return window, None if window is None else tuple(layer for layer, each in enumerate(types) if each == SLIDING)
+
+
+def _refuse(given: Mapping[str, Any], **expected: Any) -> None:
+    """Raises a ValueError unless what is given is as expected; what is not given, or null, is."""
+    for name, value in expected.items():
+        found = given.get(name)
+        if found is not None and found != value:
+            raise ValueError(f"{name} is {found!r}, which is not modelled here: expected {value!r}")
+
+
+def hugging_face_kind(config: GptConfig) -> str:
+    """Which of Hugging Face's models has these switches, by model_type: the first of those that have them.
+
+    Raises:
+        ValueError: none.
+    """
+    plain = config.activation != "swiglu" and config.biases and config.kv_heads == config.heads
+    plain = plain and config.head_size is None and config.has_qkv_biases and config.has_out_bias
+    plain = plain and config.has_mlp_biases and not config.head_norms and config.window is None
+    if (config.norm, config.position) == ("layer", "learned") and plain:
+        return "gpt2"
+    if (config.norm, config.position, config.activation) == ("rms", "rope", "swiglu") and config.dropout == 0:
+        found = [name for name, kind in LIKE_LLAMA.items() if _has_switches(config, kind)]
+        if found:
+            return found[0]
+    raise ValueError(
+        "Hugging Face's Llama has norm 'rms', position 'rope', activation 'swiglu' and no dropout but that of "
+        "attention; so have its Mistral with a window, Qwen2 with biases of queries, keys and values alone, and Qwen3 "
+        "with head_norms; its GPT-2 norm 'layer', position 'learned', a GELU, biases and as many kv_heads as heads. "
+        f"This is neither: {config}"
+    )
+
+
+def _has_switches(config: GptConfig, kind: LikeLlama) -> bool:
+    qkv, out, mlp = config.has_qkv_biases, config.has_out_bias, config.has_mlp_biases
+    biases = {
+        "none": not (qkv or out or mlp),
+        "qkv": qkv and not (out or mlp),
+        "attention": qkv == out and not mlp,
+        "attention and mlp": qkv == out,
+    }[kind.biases]
+    window = config.window is None or (
+        kind.window is not None and (kind.chooses_layers or config.window_layers is None)
+    )
+    return biases and window and config.head_norms == kind.head_norms
+
+
+def hugging_face_config(config: GptConfig) -> dict[str, Any]:
+    """What their `config.json` holds for such a model; `transformers` 4 and 5 read it.
+
+    Raises:
+        ValueError: none of theirs.
+    """
+    name = hugging_face_kind(config)
+    if name == "gpt2":
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "vocab_size": config.vocabulary,
+            "n_layer": config.layers,
+            "n_embd": config.width,
+            "n_head": config.heads,
+            "n_inner": config.hidden,
+            "n_positions": config.positions,
+            "activation_function": next(name for name, ours in GELUS.items() if ours == config.activation),
+            "tie_word_embeddings": config.tied,
+            "resid_pdrop": config.dropout,
+            "embd_pdrop": config.dropout,
+            "attn_pdrop": config.attention_dropout,
+            "layer_norm_epsilon": config.epsilon,
+        }
+    kind = LIKE_LLAMA[name]
+    found = {
+        "architectures": [kind.architecture],
+        "model_type": name,
+        "vocab_size": config.vocabulary,
+        "num_hidden_layers": config.layers,
+        "hidden_size": config.width,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_features,
+        "intermediate_size": config.hidden,
+        "max_position_embeddings": config.positions,
+        **hugging_face_rope(config.rope_base, config.rope_scaling),
+        "hidden_act": "silu",
+        "tie_word_embeddings": config.tied,
+        "attention_dropout": config.attention_dropout,
+        "rms_norm_eps": config.epsilon,
+    }
+    if "attention" in kind.biases:
+        found["attention_bias"] = config.has_qkv_biases
+    if "mlp" in kind.biases:
+        found["mlp_bias"] = config.has_mlp_biases
+    if kind.window is not None:
+        found["sliding_window"] = config.window
+    if kind.chooses_layers:
+        found["use_sliding_window"] = config.window is not None
+        found["layer_types"] = [FULL if config.window_of(n) is None else SLIDING for n in range(config.layers)]
+        found["max_window_layers"] = next((n for n in range(config.layers) if config.window_of(n)), config.layers)
+    return found

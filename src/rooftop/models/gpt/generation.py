@@ -1,0 +1,481 @@
+"""Text from a `Gpt`: prompts of any lengths are read, then one token of each sequence after another is chosen.
+
+    new = generate(model, [[464, 3290], [40]], 20)                        # the most probable ones
+    new = generate(model, prompts, 100, temperature=0.8, top_p=0.95, seed=1)
+    for index, token in Generation(model, prompts, 100):                  # as they come
+        ...
+
+Prompts are read several at once, padded behind. A step of decoding is the same work for every row of the batch, with
+what changes, tokens, positions and the table of pages, in tensors that stay where they are: on a GPU it is one CUDA
+graph, captured once and replayed. A sequence that ends gives back its pages and its row, which the next prompt gets.
+
+Decoding is bound by memory: a step reads all weights and the keys and values of all positions once. `step_cost` says
+how many bytes that is, `Generation.decode_roof_ms` how long it takes at the least.
+
+Tensor parallel ranks that share a model generate together: all of them call this with the same arguments, and all have
+the same tokens. Each keeps the keys and values of its own heads.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftop.cost import Cost, precision_of
+from rooftop.cost.roofs import roof
+from rooftop.hardware.ceilings import Ceilings
+from rooftop.hardware.graphs import captured_into
+from rooftop.models.gpt.network import Gpt
+from rooftop.models.gpt.paged_cache import PAGE, PagedCache, cache_bytes
+from rooftop.models.gpt.sampling import Sampling, check_sequence, choose_on_ranks, numbers_of
+from rooftop.models.gpt.switches import GptConfig
+from rooftop.parallel.exchanges import place_in
+
+PREFILL_TOKENS = 8192
+"""Tokens that are read at once, padding counted: enough that weights are read seldom, few enough for their memory."""
+
+Prompt = Sequence[int] | Tensor
+
+
+def generate(
+    model: Gpt,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: Sequence[int] = (),
+    sequences: Sequence[int] | None = None,
+    batch: int | None = None,
+    pages: int | None = None,
+    page: int = PAGE,
+) -> list[list[int]]:
+    """The tokens that follow each prompt.
+
+    Args:
+        model: a whole one or a tensor parallel rank's part, in eval mode, on the device where it is to run. Ranks that
+            share a model give the same arguments.
+        prompts: tokens of each, at least one: a sequence of ints or a tensor (S,); of different lengths as they are.
+        max_new_tokens: the most for each. A sequence also ends where it has as many tokens as the model has positions.
+        temperature, top_k, top_p, seed: how tokens are chosen: see `Sampling`. A temperature of 0 takes the most
+            probable one.
+        stop: tokens that end a sequence; the one that did is the last of its result.
+        sequences: a number of each prompt, of which its random numbers are a function, together with the seed and the
+            position; None: 0, 1, 2, ... So a prompt has the same text in whatever batch, under its number.
+        batch: the most sequences at once; None: all. The others wait.
+        pages: of the cache; None: as many as `batch` sequences can need. With fewer, prompts wait for pages.
+        page: positions of a page.
+
+    Returns:
+        The new tokens of each prompt, in their order.
+
+    Raises:
+        TypeError, ValueError: a stage of a model, one in training mode or without values, or one whose ranks share
+            sequences; a prompt that is empty, too long or has tokens that the model does not have; numbers out of
+            range; a cache too small for a prompt.
+        FloatingPointError: what the model gives is NaN or infinite, so that no token can be chosen.
+    """
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    options = {"stop": stop, "sequences": sequences, "batch": batch, "pages": pages}
+    generation = Generation(model, prompts, max_new_tokens, sampling, page=page, **options)  # type: ignore[arg-type]
+    new: list[list[int]] = [[] for _ in prompts]
+    for index, token in generation:
+        new[index].append(token)
+    return new
+
+
+@dataclass
+class _Sequence:
+    """What becomes of a prompt."""
+
+    index: int
+    tokens: list[int]
+    budget: int  # new tokens, at most
+    number: int
+    row: int = -1
+    pages: list[int] = field(default_factory=list)
+    count: int = 0  # new tokens so far
+    ended: bool = False
+
+    @property
+    def positions(self) -> int:
+        """Of the cache, in the end: the last token is not read again."""
+        return len(self.tokens) + self.budget - 1
+
+
+class Generation:
+    """Tokens as they come: iterates over (number of the prompt, token).
+
+    Arguments and what is raised are as of `generate`; autocast and inference mode change nothing. Each iteration begins
+    anew, with the same tokens; two at the same time are refused. Tensor parallel ranks iterate in step: whoever leaves
+    early leaves after the same token on all of them.
+
+    Attributes:
+        ranks: tensor parallel ranks that share the model.
+        cache: its memory, on this rank, is in `cache.bytes`.
+        prompt_tokens, prefill_s: what was read so far, in seconds on the host's clock, the device waited for.
+        steps: of decoding so far, (sequences, positions that they attended to) each; layers with a window fewer.
+        decode_s: how long those took.
+    """
+
+    def __init__(
+        self,
+        model: Gpt,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        *,
+        stop: Sequence[int] = (),
+        sequences: Sequence[int] | None = None,
+        batch: int | None = None,
+        pages: int | None = None,
+        page: int = PAGE,
+    ) -> None:
+        _check_model(model)
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise TypeError(f"generate: sampling must be a Sampling or None, got {sampling!r}")
+        self.model, self.sampling = model, sampling or Sampling()
+        self.ranks = place_in(model.group)[1]
+        self._part = model.config.of_rank(self.ranks)  # the sizes of what is here
+        self.stop = frozenset(_whole_numbers("stop", stop))
+        self._all = _sequences(model.config, prompts, max_new_tokens, sequences)
+        sizes = {"batch": batch, "pages": pages, "page": page}
+        for name, size in sizes.items():
+            if size is None and name != "page":
+                continue
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise TypeError(f"generate: {name} must be an int, got {size!r}")
+            if size < 1:
+                raise ValueError(f"generate: {name} must be at least 1, got {size}")
+        weight = next(model.parameters())
+        self.device, self.dtype = weight.device, weight.dtype
+        self.rows = max(1, min(len(self._all), batch or len(self._all)))
+        needs = [-(-each.positions // page) for each in self._all if each.budget] or [1]
+        most = sum(heapq.nlargest(self.rows, needs)) if pages is None else pages
+        with torch.inference_mode(False):  # what is made in that mode cannot be written to beyond it
+            self.cache = PagedCache(self._part, most, page=page, dtype=self.dtype, device=self.device)
+        if max(needs) > most:
+            raise ValueError(
+                f"generate: the longest prompt with its new tokens takes {max(needs)} pages of {page} positions, the "
+                f"cache has {most}: give pages={max(needs)} ({(1 + max(needs)) * self.cache.page_bytes:,} bytes), or "
+                "shorten the prompt or max_new_tokens"
+            )
+        with torch.inference_mode(False):
+            self._make_state(max(needs))
+        self._step: Callable[[], None] | None = None
+        self._running = False
+        self._restart_counts()
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        if self._running:
+            raise ValueError("Generation: it is iterated over already: make another for a second one")
+        self._running = True
+        try:
+            yield from self._tokens()
+        finally:
+            self._end_all()
+            self._running = False
+
+    def ended(self, index: int) -> bool:
+        """Whether a prompt has all its tokens; true from when its last one is handed out."""
+        return self._all[index].ended
+
+    def decode_roof_ms(self, ceilings: Ceilings) -> float:
+        """The least that the steps of decoding so far could have taken on that machine.
+
+        Of tensor parallel ranks each reads its part of the weights, and the keys and values of its heads. What they
+        exchange takes no time in it.
+
+        Raises:
+            ValueError: the machine's rate in the model's dtype is not known.
+        """
+        counted = zip(self.steps, self._windowed, strict=True)
+        costs = (step_cost(self._part, *step, self.dtype, windowed) for step, windowed in counted)
+        return sum(roof(cost, ceilings).ms for cost in costs)
+
+    # ---- the order of things ---------------------------------------------------------------------------------------
+
+    def _tokens(self) -> Iterator[tuple[int, int]]:
+        self._restart_counts()
+        for each in self._all:
+            each.count, each.ended = 0, each.budget == 0
+        waiting = deque(each for each in self._all if each.budget)
+        while waiting or self._active:
+            begun = self._begin(waiting)
+            for group in groups_of([len(each.tokens) for each in begun], PREFILL_TOKENS):
+                members = [begun[place] for place in group]
+                yield from self._chosen(members, self._timed_prefill(members))
+            if self._active:
+                members = list(self._active.values())
+                yield from self._chosen(members, self._timed_step(members))
+
+    def _begin(self, waiting: deque[_Sequence]) -> list[_Sequence]:
+        """Gives rows and pages to those that wait, in their order, as far as there are any."""
+        begun = []
+        while waiting and self._free_rows and self.cache.pages_for(waiting[0].positions) <= self.cache.free:
+            each = waiting.popleft()
+            each.row, each.pages = self._free_rows.pop(), self.cache.take(each.positions)
+            self._active[each.row] = each
+            begun.append(each)
+        return begun
+
+    def _chosen(self, members: list[_Sequence], tokens: list[int]) -> Iterator[tuple[int, int]]:
+        """Counts the tokens and ends sequences before any is handed out: the caller may stop listening."""
+        for each, token in zip(members, tokens, strict=True):
+            if token < 0:
+                raise FloatingPointError(
+                    f"generate: after {len(each.tokens) + each.count} tokens of prompt {each.index} the model gives "
+                    f"NaN or infinity, and no token can be chosen: its weights are damaged, or {self.dtype} is too "
+                    "narrow for them: try bfloat16 or float32"
+                )
+        for each, token in zip(members, tokens, strict=True):
+            each.count += 1
+            if each.count == each.budget or token in self.stop:
+                self._end(each)
+        for each, token in zip(members, tokens, strict=True):
+            each.ended = each.row not in self._active
+            yield each.index, token
+
+    def _end(self, each: _Sequence) -> None:
+        del self._active[each.row]
+        self._free_rows.append(each.row)
+        self.cache.give_back(each.pages)
+        self._positions[each.row] = -1
+
+    def _end_all(self) -> None:
+        for each in list(self._active.values()):
+            self._end(each)
+
+    def _restart_counts(self) -> None:
+        self.prompt_tokens, self.prefill_s, self.decode_s = 0, 0.0, 0.0
+        self.steps: list[tuple[int, int]] = []
+        self._windowed: list[int] = []  # positions of each step in layers with a window
+
+    # ---- the work --------------------------------------------------------------------------------------------------
+
+    def _make_state(self, width: int) -> None:
+        """What a step reads and writes: R rows, each with room for W pages."""
+        rows, where = self.rows, self.device
+        self._active: dict[int, _Sequence] = {}
+        self._free_rows = list(reversed(range(rows)))
+        self._last = torch.zeros(rows, dtype=torch.int64, device=where)  # the newest token of each
+        self._positions = torch.full((rows,), -1, dtype=torch.int64, device=where)  # its position; -1: no sequence
+        self._table = torch.zeros(rows, width, dtype=torch.int64, device=where)
+        most = 1 if self.sampling.greedy else max((len(each.tokens) + each.budget for each in self._all), default=1)
+        self._numbers = torch.zeros(rows, most, dtype=torch.float64, device=where)
+
+    def _timed_prefill(self, members: list[_Sequence]) -> list[int]:
+        begin = time.perf_counter()
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):  # the cache has the model's dtype
+            tokens = self._prefill(members)
+        self.prefill_s += time.perf_counter() - begin
+        self.prompt_tokens += sum(len(each.tokens) for each in members)
+        return tokens
+
+    def _prefill(self, members: list[_Sequence]) -> list[int]:
+        """Reads prompts and chooses what follows each."""
+        longest, width = max(len(each.tokens) for each in members), self._table.shape[1]
+        padded = [each.tokens + [0] * (longest - len(each.tokens)) for each in members]
+        table = [each.pages + [0] * (width - len(each.pages)) for each in members]
+        rows, lengths, tokens, pages = (
+            torch.tensor(each, device=self.device)
+            for each in ([each.row for each in members], [len(each.tokens) for each in members], padded, table)
+        )
+        self._table[rows] = pages
+        if not self.sampling.greedy:
+            for each in members:
+                own = numbers_of(self.sampling.seed, each.number, len(each.tokens) + each.budget, self.device)
+                self._numbers[each.row, : len(own)] = own
+        cache = self.cache.first(pages, lengths, longest)
+        x, update = self.model.through_layers(tokens, torch.arange(longest, device=self.device), cache)  # (B, S, W)
+        place = torch.arange(len(members), device=self.device), lengths - 1
+        chosen = self._choose(x[place], update[place] if update is not None else None, rows, lengths)
+        self._last[rows], self._positions[rows] = chosen, lengths
+        return chosen.tolist()
+
+    def _timed_step(self, members: list[_Sequence]) -> list[int]:
+        lengths = [len(each.tokens) + each.count for each in members]  # with the newest token
+        positions, window = sum(lengths), self.model.config.window
+        windowed = positions if window is None else sum(min(length, window) for length in lengths)
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            if self.device.type == "cuda":
+                if self._step is None:
+                    self._step = self._captured_step()
+                step = self._step
+            else:
+                step = lambda: self._decode(positions, windowed)  # noqa: E731
+            begin = time.perf_counter()
+            step()
+            tokens = self._last.tolist()
+        self.decode_s += time.perf_counter() - begin
+        self.steps.append((len(members), positions))
+        self._windowed.append(windowed)
+        return [tokens[each.row] for each in members]
+
+    def _decode(self, count: int | None = None, windowed: int | None = None) -> None:
+        """The next token of each row; `count`: the positions of all, where the host may say, and in a window."""
+        cache = self.cache.next(self._table, self._positions, count, windowed)
+        places = self._positions.clamp(min=0)[:, None]  # (R, 1)
+        last = self._last.clamp(min=0)[:, None]  # -1 where nothing could be chosen
+        x, update = self.model.through_layers(last, places, cache)  # (R, 1, W)
+        here, rows = self._positions + 1, torch.arange(self.rows, device=self.device)
+        self._last.copy_(self._choose(x[:, 0], update[:, 0] if update is not None else None, rows, here))
+        self._positions.copy_(torch.where(self._positions < 0, -1, here))
+
+    def _choose(self, x: Tensor, update: Tensor | None, rows: Tensor, positions: Tensor) -> Tensor:
+        """Tokens (B,) at positions (B,) of rows (B,), of what the layers gave for the positions before, (B, W) both."""
+        assert self.model.head is not None
+        logits = self.model.head.own_logits(x[:, None], None if update is None else update[:, None])[
+            :, 0
+        ]  # (B, V here)
+        numbers = self._numbers[rows, positions.clamp(max=self._numbers.shape[1] - 1)]
+        return choose_on_ranks(logits, numbers, self.sampling, self.model.config.vocabulary, self.model.group)
+
+    def _captured_step(self) -> Callable[[], None]:
+        """A step as a CUDA graph: run twice for lazy initialization, which must not fall into the capture. What the
+        rows hold is put back. Ranks capture and replay together, and the graph holds what they exchange: it must end
+        before their group does, as `rooftop.parallel.join` sees to."""
+        state = (self._last, self._positions)
+        held = [tensor.clone() for tensor in state]
+        self._positions.fill_(-1)  # nobody's page is written
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            for _ in range(2):
+                self._decode()
+            graph = torch.cuda.CUDAGraph()
+            with captured_into(graph, stream):
+                self._decode()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        for tensor, value in zip(state, held, strict=True):
+            tensor.copy_(value)
+        return graph.replay
+
+
+def groups_of(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Which prompts are read together: their places, longest first, each group with at most so many tokens when all
+    are padded to its longest, unless one alone has more."""
+    groups: list[list[int]] = []
+    room = 0
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        if not groups or len(groups[-1]) == room:
+            groups.append([])
+            room = max(1, tokens // max(1, lengths[place]))
+        groups[-1].append(place)
+    return groups
+
+
+def step_cost(config: GptConfig, rows: int, positions: int, dtype: torch.dtype, windowed: int | None = None) -> Cost:
+    """Of one step of decoding: weights, and keys and values of the positions before, read once; the new ones written.
+
+    Args:
+        config: of the model; of a tensor parallel rank `config.of_rank(ranks)`.
+        rows: sequences.
+        positions: that they attend to in all, the new ones among them.
+        dtype: of weights and cache.
+        windowed: positions that they attend to in layers with a window; None: as many as in the others.
+    """
+    embeddings = config.vocabulary * (1 if config.tied else 2)
+    embeddings += config.positions if config.position == "learned" else 0
+    weights = config.parameters - embeddings * config.width + config.vocabulary * config.width  # the head whole
+    weights += rows * config.width * (2 if config.position == "learned" else 1)  # of embeddings, what is looked up
+    products = config.layers * config.layer_weights + config.vocabulary * config.width
+    narrow = config.windowed_layers
+    seen = (config.layers - narrow) * positions + narrow * (positions if windowed is None else windowed)
+    flops = 2 * rows * products + 4 * config.query_width * seen
+    read = weights * dtype.itemsize + 2 * config.kv_width * (seen - config.layers * rows) * dtype.itemsize
+    return Cost(read, cache_bytes(config, rows, dtype), {precision_of(dtype): flops})
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+def _check_model(model: Gpt) -> None:
+    if not isinstance(model, Gpt):
+        raise TypeError(f"generate: expected a rooftop.models.Gpt, got {type(model).__name__}")
+    if model.embedding is None or model.head is None or len(model.layers) != model.config.layers:
+        raise ValueError("generate: expected a whole model, got a stage")
+    if model.split_along is not None or model.context.ranks > 1:
+        raise ValueError(
+            "generate: ranks share the sequences (sequence_parallel, or a context), but a new token is one position: "
+            "load the model with tensor parallel ranks alone"
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("generate: the model is on the meta device, without values: load weights")
+    if model.training:
+        raise ValueError("generate: the model is in training mode: call model.eval()")
+
+
+def _sequences(
+    config: GptConfig, prompts: Sequence[Prompt], max_new_tokens: int, numbers: Sequence[int] | None
+) -> list[_Sequence]:
+    if isinstance(prompts, (str, bytes, Tensor)) or not isinstance(prompts, Sequence):
+        raise TypeError(f"generate: expected a list of prompts, each of tokens, got {type(prompts).__name__}")
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        raise ValueError(f"generate: max_new_tokens must be an int, 0 or more, got {max_new_tokens!r}")
+    given = list(range(len(prompts))) if numbers is None else _whole_numbers("sequences", numbers)
+    if len(given) != len(prompts):
+        raise ValueError(f"generate: expected a number of each of {len(prompts)} prompts, got {len(given)} sequences")
+    found = []
+    for index, prompt in enumerate(prompts):
+        tokens = _checked(index, prompt, config)
+        check_sequence(given[index])
+        budget = min(max_new_tokens, config.positions - len(tokens))
+        found.append(_Sequence(index, tokens, budget, given[index]))
+    return found
+
+
+def _checked(index: int, prompt: Prompt, config: GptConfig) -> list[int]:
+    """The tokens of a prompt as ints."""
+    if isinstance(prompt, str):
+        raise TypeError(f"generate: prompt {index} is text: give its tokens, as a tokenizer makes them")
+    if isinstance(prompt, Tensor) and (
+        prompt.dim() != 1 or prompt.dtype not in (torch.int64, torch.int32) or prompt.is_meta
+    ):
+        raise TypeError(
+            f"generate: expected tokens (S,), int64 or int32, as prompt {index}, got {tuple(prompt.shape)}, "
+            f"{prompt.dtype} on {prompt.device}"
+        )
+    tokens = _whole_numbers(f"prompt {index}", prompt)
+    if not tokens:
+        raise ValueError(f"generate: prompt {index} is empty: begin with a token, such as that of the text's beginning")
+    if len(tokens) >= config.positions:
+        raise ValueError(
+            f"generate: prompt {index} has {len(tokens)} tokens, and the model {config.positions} positions: that "
+            f"leaves no room for a new one; shorten it to {config.positions - 1} at most"
+        )
+    least, most = min(tokens), max(tokens)
+    if least < 0 or most >= config.vocabulary:
+        raise ValueError(
+            f"generate: tokens of prompt {index} are from {least} to {most}, those of the model from 0 to "
+            f"{config.vocabulary - 1}: use the model's own tokenizer"
+        )
+    return tokens
+
+
+def _whole_numbers(what: str, given: Iterable[Any]) -> list[int]:
+    """Ints, of Python or numpy or in tensors, in their order; nothing is rounded."""
+    if isinstance(given, Tensor) and given.dim() == 1:
+        given = given.tolist()
+    if isinstance(given, (str, Set, Mapping, Tensor)) or not isinstance(given, Iterable):
+        raise TypeError(f"generate: {what} must be a sequence of ints, got {given!r}")
+    found = []
+    for each in given:
+        try:
+            number = None if isinstance(each, bool) else operator.index(each)
+        except TypeError:
+            number = None
+        if number is None:
+            raise TypeError(f"generate: {what} must be ints, got {each!r}")
+        found.append(number)
+    return found

@@ -1,0 +1,333 @@
+"""Hugging Face's names of the tensors of a `Gpt`, and what a file may hold besides them.
+
+Theirs and ours differ in what is packed and what is transposed: GPT-2's matrices are (in, out) there; Llama keeps
+queries, keys and values apart, and gate and up; ours lie one after another in the rows of one matrix. Rotary pairs are
+(i, i + D / 2) in both, so that nothing is reordered. A tied head needs no tensor of its own in a file.
+
+Source of the names: transformers 4 and 5, `modeling_gpt2.py`, `modeling_llama.py` and `modeling_qwen3.py`. Mistral and
+Qwen2 have those of Llama.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from rooftop.errors import WeightsError
+from rooftop.models.gpt.blocks import rotary_frequencies
+from rooftop.models.gpt.configs import hugging_face_config, hugging_face_kind
+from rooftop.models.gpt.network import Gpt
+from rooftop.models.gpt.switches import GptConfig
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one of our tensors is made of.
+
+    Attributes:
+        keys: theirs, of the tensors that lie one after another in its rows.
+        rows: of each.
+        transposed: whether theirs are (in, out).
+    """
+
+    keys: tuple[str, ...]
+    rows: tuple[int, ...]
+    transposed: bool = False
+
+
+OUTSIDE = {
+    "gpt2": {
+        "embedding.tokens": "transformer.wte",
+        "embedding.positions": "transformer.wpe",
+        "head.norm": "transformer.ln_f",
+        "head.output": "lm_head",
+    },
+    "llama": {
+        "embedding.tokens": "model.embed_tokens",
+        "head.norm": "model.norm",
+        "head.output": "lm_head",
+    },
+}
+"""Our modules and theirs, outside of the layers."""
+
+LAYER: dict[str, dict[str, tuple[str, ...]]] = {
+    "gpt2": {
+        "attention_norm": ("ln_1",),
+        "attention.qkv": ("attn.c_attn",),
+        "attention.out": ("attn.c_proj",),
+        "mlp_norm": ("ln_2",),
+        "mlp.up": ("mlp.c_fc",),
+        "mlp.down": ("mlp.c_proj",),
+    },
+    "llama": {
+        "attention_norm": ("input_layernorm",),
+        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention.out": ("self_attn.o_proj",),
+        "mlp_norm": ("post_attention_layernorm",),
+        "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.down": ("mlp.down_proj",),
+    },
+}
+"""The same within one."""
+
+HEAD_NORMS = {"attention.query_norm": ("self_attn.q_norm",), "attention.key_norm": ("self_attn.k_norm",)}
+"""Beside these, where queries and keys have norms."""
+
+LAYERS = {"gpt2": "transformer.h", "llama": "model.layers"}
+"""What is before the number of a layer."""
+
+HEAD = "lm_head.weight"
+"""Their name of the head's weight, also where it is tied."""
+
+FOLLOWING = re.compile(r"\.attn\.bias$|\.attn\.masked_bias$|\.rotary_emb\.inv_freq$")
+"""Keys of older files: causal masks and the frequencies of rotary embeddings, which follow from the config."""
+
+
+def sources(config: GptConfig) -> dict[str, Source]:
+    """Our key -> what it is made of, of the whole model.
+
+    Raises:
+        ValueError: none of Hugging Face's models.
+    """
+    kind = names_of(config)
+    found = {}
+    for ours, theirs in OUTSIDE[kind].items():
+        rows = {"embedding.tokens": config.vocabulary, "embedding.positions": config.positions,
+                "head.norm": config.width, "head.output": config.vocabulary}[ours]  # fmt: skip
+        if ours == "head.output" and config.tied:
+            theirs = OUTSIDE[kind]["embedding.tokens"]
+        found[f"{ours}.weight"] = Source((f"{theirs}.weight",), (rows,))
+        if ours == "head.norm" and kind == "gpt2":
+            found[f"{ours}.bias"] = Source((f"{theirs}.bias",), (rows,))
+    for layer in range(config.layers):
+        for ours, names in (LAYER[kind] | (HEAD_NORMS if config.head_norms else {})).items():
+            keys = [f"{LAYERS[kind]}.{layer}.{name}" for name in names]
+            norm = ours.endswith("norm")
+            rows_of_parts = _rows(ours, config) if len(names) > 1 else (sum(_rows(ours, config)),)
+            for parameter in ("weight", "bias") if _has_bias(ours, config) else ("weight",):
+                found[f"layers.{layer}.{ours}.{parameter}"] = Source(
+                    tuple(f"{key}.{parameter}" for key in keys),
+                    rows_of_parts,
+                    transposed=kind == "gpt2" and parameter == "weight" and not norm,
+                )
+    return found
+
+
+def names_of(config: GptConfig) -> Literal["gpt2", "llama"]:
+    """Whose names the tensors of such a model have.
+
+    Raises:
+        ValueError: none of Hugging Face's models has these switches.
+    """
+    return "gpt2" if hugging_face_kind(config) == "gpt2" else "llama"
+
+
+def _has_bias(ours: str, config: GptConfig) -> bool:
+    """A module in a layer."""
+    if ours.endswith("norm"):
+        return config.norm == "layer" and config.biases
+    if ours.startswith("mlp"):
+        return config.has_mlp_biases
+    return config.has_qkv_biases if ours == "attention.qkv" else config.has_out_bias
+
+
+def _rows(ours: str, config: GptConfig) -> tuple[int, ...]:
+    """Of the parts of a module in a layer."""
+    if ours == "attention.qkv":
+        return config.query_width, config.kv_width, config.kv_width
+    if ours.startswith("attention.") and ours.endswith("norm"):
+        return (config.head_features,)
+    if ours == "mlp.up":
+        return (config.hidden,) * (2 if config.activation == "swiglu" else 1)
+    return (config.width,)
+
+
+# ---- what a file has -----------------------------------------------------------------------------------------------
+
+
+class Tensors(Protocol):
+    """Tensors by their names: those of files, or in memory."""
+
+    def keys(self) -> Iterable[str]:
+        """All names."""
+
+    def shape_and_kind(self, key: str) -> tuple[tuple[int, ...], bool]:
+        """Of a tensor, and whether it holds real numbers."""
+
+    def part(self, key: str, rows: tuple[int, int], columns: tuple[int, int] | None, transposed: bool) -> Tensor:
+        """Rows and columns of a tensor, from and to; of one that is transposed, as if it were not."""
+
+    def whole(self, key: str) -> Tensor:
+        """A tensor."""
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A state dict as `Tensors`."""
+
+    tensors: Mapping[str, Tensor]
+
+    def keys(self) -> Iterable[str]:
+        return self.tensors.keys()
+
+    def shape_and_kind(self, key: str) -> tuple[tuple[int, ...], bool]:
+        return tuple(self.tensors[key].shape), self.tensors[key].is_floating_point()
+
+    def part(self, key: str, rows: tuple[int, int], columns: tuple[int, int] | None, transposed: bool) -> Tensor:
+        whole = self.tensors[key].T if transposed else self.tensors[key]
+        return whole[slice(*rows)] if columns is None else whole[slice(*rows), slice(*columns)]
+
+    def whole(self, key: str) -> Tensor:
+        return self.tensors[key]
+
+
+@dataclass(frozen=True)
+class Match:
+    """What of a file is what.
+
+    Attributes:
+        given: their name of each tensor that the model needs -> the key under which it was given.
+        following: keys that are left out, since their tensors follow from the config.
+        tied_head: the key of a head beside the embedding that it is said to be.
+    """
+
+    given: dict[str, str]
+    following: tuple[str, ...]
+    tied_head: str | None
+
+
+def matched(keys: Iterable[str], config: GptConfig) -> Match:
+    """Keys matched with what a model of this config needs.
+
+    Keys may lack what a model with a head puts before them ("transformer.", "model."). A tied weight may be there as
+    the embedding's, as the head's, or as both.
+
+    Raises:
+        WeightsError: keys are missing, unexpected or there twice.
+        ValueError: a config that is none of Hugging Face's.
+    """
+    wanted = {key for source in sources(config).values() for key in source.keys}
+    prefix = LAYERS[names_of(config)].partition(".")[0] + "."
+    found: dict[str, str] = {}
+    unexpected, following, head = [], [], None
+    for key in keys:
+        name = key if key in wanted else f"{prefix}{key}"
+        if name in found:
+            raise WeightsError(f"{found[name]} and {key} are both {name}")
+        if name in wanted:
+            found[name] = key
+        elif FOLLOWING.search(key):
+            following.append(key)
+        elif config.tied and key == HEAD:
+            head = key
+        else:
+            unexpected.append(key)
+    embedding = f"{OUTSIDE[names_of(config)]['embedding.tokens']}.weight"
+    if head is not None and embedding not in found:
+        found[embedding], head = head, None
+    missing = sorted(wanted - set(found))
+    problems = [
+        f"{len(names)} {kind}: {', '.join(names[:3])}{', and so on' if len(names) > 3 else ''}"
+        for kind, names in (("missing", missing), ("unexpected", unexpected))
+        if names
+    ]
+    if problems:
+        raise WeightsError(f"the keys do not fit the config: {'; '.join(problems)}. Expected those of {_named(config)}")
+    return Match(found, tuple(following), head)
+
+
+def _named(config: GptConfig) -> str:
+    kind = hugging_face_config(config)["architectures"][0]
+    return f"a {kind} of {config.layers} layers, {'tied' if config.tied else 'with a head of its own'}"
+
+
+def shape_of_part(source: Source, part: int, ours: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that a part has with them; `ours`: of the whole tensor."""
+    shape = (source.rows[part], *ours[1:])
+    return shape[::-1] if source.transposed else shape
+
+
+def shapes_of(config: GptConfig) -> dict[str, tuple[int, ...]]:
+    """Of our tensors, the whole model's."""
+    return {key: tuple(value.shape) for key, value in Gpt(config, device="meta").state_dict().items()}
+
+
+def check_tensor(key: str, tensors: Tensors, expected: tuple[int, ...]) -> None:
+    """Raises a WeightsError unless the tensor is of that shape and holds real numbers."""
+    shape, floating = tensors.shape_and_kind(key)
+    if shape != expected:
+        raise WeightsError(f"{key} is of shape {shape}, the config expects {expected}")
+    if not floating:
+        raise WeightsError(f"{key} holds whole numbers: quantized weights are not loaded, save them as real ones")
+
+
+# ---- what is left out ----------------------------------------------------------------------------------------------
+
+ROWS_AT_ONCE = 4096
+"""Of two tensors that are compared: some 100 MB of a wide vocabulary."""
+
+
+def with_own_head(config: GptConfig, tensors: Tensors) -> GptConfig:
+    """The config, untied where the tensors have another head than the embedding, as transformers loads them.
+
+    Raises:
+        WeightsError: keys are missing, unexpected or there twice.
+    """
+    match = matched(tensors.keys(), config)
+    if match.tied_head is None or _head_is_the_embedding(match, config, tensors):
+        return config
+    return replace(config, tied=False)
+
+
+def check_tied_head(match: Match, config: GptConfig, tensors: Tensors) -> None:
+    """Raises a WeightsError where a tied model would lose a head that is not the embedding."""
+    if match.tied_head is not None and not _head_is_the_embedding(match, config, tensors):
+        raise WeightsError(
+            f"{match.tied_head} is not the embedding, but the config ties them, and one of the two would be lost: "
+            "build the model with tied=False (dataclasses.replace(config, tied=False)), or leave the wrong one out"
+        )
+
+
+def _head_is_the_embedding(match: Match, config: GptConfig, tensors: Tensors) -> bool:
+    assert match.tied_head is not None
+    embedding = match.given[f"{OUTSIDE[names_of(config)]['embedding.tokens']}.weight"]
+    (shape, _), (other, _) = tensors.shape_and_kind(match.tied_head), tensors.shape_and_kind(embedding)
+    if shape != other:
+        return False
+    pieces = ((start, min(start + ROWS_AT_ONCE, shape[0])) for start in range(0, shape[0], ROWS_AT_ONCE))
+    return all(
+        equal(tensors.part(match.tied_head, rows, None, False), tensors.part(embedding, rows, None, False))
+        for rows in pieces
+    )
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    """Whether all values are the same, also of different dtypes; without values, whether they may be."""
+    if one.shape != other.shape:
+        return False
+    if one.is_meta or other.is_meta or one is other:
+        return True
+    wide = torch.promote_types(one.dtype, other.dtype)
+    return torch.equal(one.to(wide), other.to(one.device, wide))
+
+
+def differing(match: Match, config: GptConfig, tensors: Tensors) -> list[str]:
+    """The keys that are left out although their tensors are not what follows from the config."""
+    return [key for key in match.following if not _follows(key, tensors.whole(key), config)]
+
+
+def _follows(key: str, given: Tensor, config: GptConfig) -> bool:
+    if given.is_meta:
+        return True
+    if key.endswith("inv_freq"):
+        expected = rotary_frequencies(config)
+        # A model that was cast to a narrow dtype had its frequencies cast, too.
+        return given.shape == expected.shape and torch.allclose(given.float().cpu(), expected, rtol=4e-3, atol=0)
+    if key.endswith("masked_bias"):  # what hidden pairs get: a large negative number, rounded to the model's dtype
+        return given.numel() == 1 and given.item() <= -9984
+    return given.dim() >= 2 and torch.equal(given != 0, torch.ones_like(given, dtype=torch.bool).tril())

@@ -1,0 +1,220 @@
+"""A rank's part of a `Gpt`, in any layout the same model: initial values and masks by seed, name and global place.
+
+    layout = Layout.of_world(launched().size, tp=2, sequence_parallel=True)
+    with join(layout) as world:
+        groups = layout.process_groups()
+        model = parallel_gpt(config, layout, groups, seed=1, device=world.device)
+        gradients = ModelGradients(model, groups, sequence_parallel=layout.sequence_parallel)
+        loss = model(tokens, targets, reduction="sum", step=step) / targets_of_all_ranks(targets, groups["dp-cp"])
+        with gradients.summing():  # over data ranks, during backward
+            loss.backward()
+        gradients.sum_()
+        gradients.clip_(1.0)
+        optimizer.step()
+
+A data rank takes its part of the batch, a context parallel rank its positions of the sequences; the tensor ranks of one
+group take the same. `fully_sharded_gpt` in place of
+`parallel_gpt` lets the data ranks share parameters, gradients and optimizer; the rest of the program stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rooftop.models.gpt.network import Gpt, initial_values
+from rooftop.models.gpt.switches import GptConfig
+from rooftop.parallel.contexts import Context
+from rooftop.parallel.dropouts import CounterDropouts
+from rooftop.parallel.exchanges import Group
+from rooftop.parallel.layouts import Layout
+from rooftop.parallel.randomness import Boxes, Constant, Init, Normal, Stream, materialize
+from rooftop.parallel.recomputing import Recompute
+from rooftop.parallel.shards import Shard, shards_of
+
+
+@dataclass(frozen=True)
+class OfPieces:
+    """A rule of initial values for what a rank holds of a parameter; padding is 0."""
+
+    rule: Init
+    shard: Shard
+
+    def __call__(self, stream: Stream, tensor: Tensor, name: str, box: Boxes | None) -> Tensor:
+        """Fills the tensor; the box is the shard's."""
+        tensor.detach().zero_()
+        for piece, part in self.shard.parts(tensor.detach()):
+            self.rule(stream, part, name, piece.box)
+        return tensor
+
+
+def parallel_gpt(
+    config: GptConfig,
+    layout: Layout | None = None,
+    groups: Mapping[str, Group] | None = None,
+    *,
+    seed: int,
+    recompute: Recompute = False,
+    halves: bool = False,
+    context: Context | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Gpt:
+    """This rank's part of a model, with its initial values; nothing else is ever made.
+
+    Args:
+        config: of the whole model.
+        layout: its `dp`, `tp` and `cp` ranks; None: one process.
+        groups: `layout.process_groups()`; made here if not given.
+        seed: of initial values and of dropout, from 0 to 2^64 - 1.
+        recompute: what backward computes again, as of `Gpt`.
+        halves: whether tensor ranks compute the halves of a batch in turn, so that what they exchange of one is on its
+            way while they compute the other; as of `Gpt`.
+        context: how context parallel ranks exchange keys and values; None: `Context(groups["cp"])`.
+        device, dtype: of the parameters. Values are float32, rounded to the dtype: the same model in each.
+
+    Returns:
+        A `Gpt`. Its dropout drops by `step` of `forward`.
+
+    Raises:
+        ValueError: a layout that does not fit the processes or the model, with the nearest that do; or with pipeline
+            ranks. The same on every rank, before anything is communicated.
+    """
+    layout = layout or Layout()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    layout.check(
+        world,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        hidden=config.width,
+        feed_forward=config.hidden,
+        vocabulary=config.vocabulary,
+    )
+    if layout.pp > 1:
+        raise ValueError(
+            f"parallel_gpt: the layout {layout} has pp ranks: this splits a model along dp, tp and cp; "
+            "parallel_gpt_stages makes the stages of a pipeline"
+        )
+    groups = layout.process_groups() if groups is None else groups
+    at = layout.coordinates(dist.get_rank() if dist.is_initialized() else 0)
+    model = Gpt(
+        config,
+        dropouts=dropouts_of(layout, at, seed),
+        group=groups["tp"] if layout.tp > 1 else None,
+        sequence_parallel=layout.sequence_parallel,
+        recompute=recompute,
+        halves=halves,
+        context=context or Context(groups["cp"] if layout.cp > 1 else None),
+        device="meta",
+        dtype=dtype,
+    )
+    materialize(model, rules_of(model), Stream(seed), device=device)
+    return model
+
+
+def dropouts_of(layout: Layout, at: Mapping[str, int], seed: int) -> CounterDropouts:
+    """The dropouts of the rank at these coordinates of a layout."""
+    tensor = (at["tp"], layout.tp)
+    return CounterDropouts(
+        seed,
+        batch=(at["dp"], layout.dp),
+        split=tensor if layout.sequence_parallel else (0, 1),
+        heads=tensor,
+    )
+
+
+def fully_sharded_gpt(
+    config: GptConfig,
+    layout: Layout,
+    groups: Mapping[str, Group] | None = None,
+    *,
+    seed: int,
+    recompute: Recompute = False,
+    context: Context | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype | None = None,
+) -> Gpt:
+    """This rank's part of a model that data ranks share (FSDP2), with its initial values; nothing else is ever made.
+
+    The same model as `parallel_gpt` makes. Blocks are gathered one by one, embedding and head each by itself, or
+    together with all that is left where they are tied. The last block and the head stay gathered until backward, which
+    begins with them.
+
+    Args:
+        config, layout, groups, seed, recompute, context, device: as of `parallel_gpt`; the layout has at least two data
+            or context parallel ranks, which share the model.
+        dtype: of parameters, their gradients and the optimizer's state.
+        compute_dtype: in which parameters are gathered and used, e.g. bfloat16; None: `dtype`.
+
+    Returns:
+        A `Gpt`, whose `forward` must be called and not its parts. Its parameters are DTensors; `ModelGradients` knows
+        how to sum, measure and clip their gradients.
+
+    Raises:
+        ValueError: as `parallel_gpt`; a layout without data ranks.
+    """
+    from rooftop.parallel.sharded_data import fully_sharded  # with PyTorch's DTensor, which takes most of a second
+
+    groups = layout.process_groups() if groups is None else groups
+    model = parallel_gpt(
+        config, layout, groups, seed=seed, recompute=recompute, context=context, device="meta", dtype=dtype
+    )
+    assert model.embedding is not None
+    assert model.head is not None
+    blocks = list(model.layers.values())
+    tied = model.head.output.weight is model.embedding.tokens.weight
+    units = blocks if tied else [model.embedding, *blocks, model.head]
+    fully_sharded(
+        model,
+        units,
+        groups["dp-cp"],
+        device_type=torch.device(device).type,
+        dtype=compute_dtype,
+        kept=units[-1:] if tied else units[-2:],
+    )
+    model.to_empty(device=device)
+    model.tie()
+    fill_shared(model, config, seed)
+    return model
+
+
+@torch.no_grad()
+def fill_shared(
+    model: nn.Module, config: GptConfig, seed: int, whole_name: Callable[[str], str] = lambda name: name
+) -> None:
+    """Give what this rank holds of a shared model the initial values of a seed.
+
+    Args:
+        whole_name: from a parameter's name here to that in the whole model, for the stages of a pipeline.
+    """
+    from rooftop.parallel.sharded_data import local_of, shard_here
+
+    rules, shards, stream = _whole_rules_of(config), shards_of(model), Stream(seed)
+    for name, parameter in model.named_parameters():
+        held, known = shard_here(parameter, shards.get(name)), whole_name(name)
+        OfPieces(_rule_of(known, rules), held)(stream, local_of(parameter), known, None)
+
+
+def rules_of(model: Gpt) -> list[tuple[str, Init]]:
+    """The rules of `initial_values` as `rooftop.parallel.materialize` takes them, for what the model holds."""
+    return rules_of_parts(model.config, shards_of(model))
+
+
+def rules_of_parts(config: GptConfig, shards: Mapping[str, Shard]) -> list[tuple[str, Init]]:
+    """The same for what a rank holds of some parameters, by their names in the whole model."""
+    rules = _whole_rules_of(config)
+    return [(name, OfPieces(_rule_of(name, rules), shard)) for name, shard in shards.items()] + rules
+
+
+def _whole_rules_of(config: GptConfig) -> list[tuple[str, Init]]:
+    return [(pattern, Normal(mean, std) if std else Constant(mean)) for pattern, mean, std in initial_values(config)]
+
+
+def _rule_of(name: str, rules: list[tuple[str, Init]]) -> Init:
+    return next(rule for pattern, rule in rules if fnmatchcase(name, pattern))

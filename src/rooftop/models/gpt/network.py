@@ -1,0 +1,475 @@
+"""A decoder-only transformer, whole or a stage of it: GPT-2 and GPT-3, Llama, Mistral, Qwen2 and 3, by the switches of
+a `GptConfig`.
+
+    model = Gpt(gpt_config("gpt2"))
+    loss = model(tokens[:, :-1], tokens[:, 1:])   # the logits are never stored
+    logits = model(tokens)                        # (B, S, V)
+
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; Touvron et al. 2023, "Llama 2: Open
+Foundation and Fine-Tuned Chat Models"; Shoeybi et al. 2019, "Megatron-LM" (the initial values of residual layers).
+
+A sublayer does not add its result to what it was given: it hands on both, `x` and `update`, and the norm that follows
+takes their sum in its own kernel, also across blocks. Queries, keys and values are one matrix product, and so are a
+SwiGLU's gate and what it lets through; `ColumnParallelLinear.parts` says which rows of such a weight are whose.
+
+Its layers are those of `rooftop.parallel`, which tensor parallel ranks share and one process has whole;
+`rooftop.models.parallel_gpt` makes a rank's part of a model.
+
+A stage owns some of the layers, under the keys that they have in the whole model; the first one also the embedding
+(`pre_process`), the last one the final norm and the head (`post_process`). Between stages goes the sum (B, S, W).
+
+Dropout is made by a factory, which is told the name of its place in the whole model: pass another for masks that do not
+depend on how a model is split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.errors import WeightsError
+from rooftop.launch.symbolic import refuse_proxies
+from rooftop.models.gpt.blocks import (
+    Block,
+    Dropouts,
+    Head,
+    TokenEmbedding,
+    plain_dropouts,
+    rotation_of,
+)
+from rooftop.models.gpt.switches import GptConfig
+from rooftop.parallel.contexts import Context, ContextAttention
+from rooftop.parallel.dropouts import CounterDropouts
+from rooftop.parallel.exchanges import Group, place_in
+from rooftop.parallel.packings import Packing
+from rooftop.parallel.recomputing import Recompute, granularity_of, recomputed
+from rooftop.parallel.self_attentions import ParallelSelfAttention, Remembered, Rotation
+from rooftop.parallel.shards import shards_of
+from rooftop.parallel.tensor_linears import ColumnParallelLinear
+from rooftop.parallel.turns import Phases, take_turns
+
+# ---- the cache -----------------------------------------------------------------------------------------------------
+
+
+class Cache:
+    """Keys and values of the positions so far, each layer's in one tensor; without gradients.
+
+    Memory is taken when a layer first writes, in the dtype and on the device of its keys.
+
+    Args:
+        positions: the most that it can hold.
+
+    Attributes:
+        length: positions that it holds.
+
+    Raises:
+        ValueError: no room for one position.
+    """
+
+    def __init__(self, positions: int) -> None:
+        if positions < 1:
+            raise ValueError(f"Cache: positions must be positive, got {positions}")
+        self.positions, self.length = positions, 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attended(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As of `Remembered`: to all positions so far."""
+        return attention.attend(query, *self.extended(attention.layer, key, value))
+
+    def extended(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write keys and values (B, H, S, D) behind those of a layer; (B, H, length + S, D) of all, views.
+
+        Raises:
+            ValueError: autograd watches them, they are of another batch than the first ones, or there is no room.
+        """
+        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+            raise ValueError("Cache: keys and values are kept without gradients: call the model under torch.no_grad()")
+        end = self.length + key.shape[2]
+        if end > self.positions:
+            raise ValueError(f"Cache: {end} positions do not fit into {self.positions}: make it larger")
+        if layer not in self._layers:
+            shape = (*key.shape[:2], self.positions, key.shape[3])
+            self._layers[layer] = key.new_empty(shape), value.new_empty(shape)
+        keys, values = self._layers[layer]
+        if keys.shape[:2] != key.shape[:2]:
+            expected, got = tuple(keys.shape[:2]), tuple(key.shape[:2])
+            raise ValueError(f"Cache: it is of batch and heads {expected}, got {got}: make one for each batch")
+        keys[:, :, self.length : end] = key
+        values[:, :, self.length : end] = value
+        return keys[:, :, :end], values[:, :, :end]
+
+
+# ---- the model -----------------------------------------------------------------------------------------------------
+
+
+class Gpt(nn.Module):
+    """A decoder, or a stage of one.
+
+    On the meta device nothing has values, and `to_empty` unties what is tied: call `tie()` after it, and then
+    `initialize()` or load weights.
+
+    Args:
+        config: of the whole model.
+        layers: which of its layers this stage owns; None: all.
+        pre_process: whether it owns the embedding, and takes tokens.
+        post_process: whether it owns the final norm and the head, and gives logits or a loss.
+        dropouts: makes the modules that drop; see `Dropouts`.
+        group: tensor parallel ranks that share the layers; None: all is here. A part is built on the meta device, and
+            has values by `parallel_gpt`.
+        sequence_parallel: whether these also split what is between the layers, along the sequence. Between stages goes
+            then a rank's part of it.
+        recompute: what backward computes again instead of keeping it (`rooftop.parallel.recomputing`): False: nothing;
+            True or "full": all but what goes from block to block; "selective": what is cheap and large.
+        halves: compute the two halves of a batch in turn: what tensor parallel ranks exchange of one is on its way
+            while the other is computed (`rooftop.parallel.turns`). Without such ranks, and with a cache, the batch is
+            computed as a whole. Layers are called by their parts: hooks of a block and of what is in it do not run.
+        context: the ranks that share sequences (`rooftop.parallel.contexts`); None: this one has whole sequences.
+        device, dtype: of the parameters; PyTorch's defaults if not given. They are cast once all are there: a model
+            that fits only in a narrow dtype is built on the meta device.
+
+    Raises:
+        ValueError: layers that the model does not have, or not in order; sizes that the ranks cannot split; a part that
+            is not on the meta device; halves that are to be computed again.
+    """
+
+    def __init__(
+        self,
+        config: GptConfig,
+        *,
+        layers: range | None = None,
+        pre_process: bool = True,
+        post_process: bool = True,
+        dropouts: Dropouts = plain_dropouts,
+        group: Group = None,
+        sequence_parallel: bool = False,
+        recompute: Recompute = False,
+        halves: bool = False,
+        context: Context | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        owned = range(config.layers) if layers is None else layers
+        if owned.step != 1 or (len(owned) and not 0 <= owned.start < owned.stop <= config.layers):
+            raise ValueError(f"Gpt: expected some of the layers {range(config.layers)}, one after another, got {owned}")
+        if group is not None and torch.device(device or torch.get_default_device()).type != "meta":
+            raise ValueError("Gpt: a part of a model is built with device='meta': rooftop.models.parallel_gpt fills it")
+        granularity = granularity_of(recompute, "Gpt")
+        if halves and granularity:
+            raise ValueError("Gpt: halves in turn cannot be computed again in backward: leave out halves or recompute")
+        if halves and context is not None and context.ranks > 1:
+            raise ValueError("Gpt: halves in turn cannot have context parallel ranks: leave out halves or the context")
+        self.config, self.group, self.recompute = config, group, granularity
+        self.halves = halves and group is not None
+        self.context = context or Context()
+        self.split_along = group if sequence_parallel else None
+        self.masks = dropouts if isinstance(dropouts, CounterDropouts) else None
+        with torch.device(device) if device is not None else torch.device(torch.get_default_device()):
+            self.embedding = TokenEmbedding(config, dropouts, group, sequence_parallel) if pre_process else None
+            again = granularity == "selective"
+            blocks = {str(layer): Block(config, layer, dropouts, group, sequence_parallel, again) for layer in owned}
+            self.layers = nn.ModuleDict(blocks)
+            self.head = Head(config, group, sequence_parallel) if post_process else None
+        if dtype is not None:
+            self.to(dtype)
+        self.tie()
+        self.register_load_state_dict_pre_hook(_check_tied_head)
+        if group is None:
+            self.initialize()
+
+    def tie(self) -> None:
+        """Make the head's weight the embedding's, where the config says so and this stage owns both."""
+        if self.config.tied and self.embedding is not None and self.head is not None:
+            self.head.output.weight = self.embedding.tokens.weight
+
+    @torch.no_grad()
+    def initialize(self, generator: torch.Generator | None = None) -> None:
+        """Give all parameters new values, by the rules of `initial_values`.
+
+        Args:
+            generator: on the device of the parameters; None: PyTorch's own. Of a part of a model, each rank's generator
+                must be in the same state: it draws whole parameters, one at a time, as one process does, and keeps its
+                part.
+
+        Raises:
+            ValueError: this is a part of a model, and without a generator its ranks would draw other values each.
+        """
+        if self.group is not None and generator is None:
+            raise ValueError(
+                "Gpt: a part of a model gets its values from rooftop.models.parallel_gpt, or from a generator that is "
+                "in the same state at all ranks"
+            )
+        rules, shards = initial_values(self.config), shards_of(self)
+        for name, parameter in self.named_parameters():
+            mean, deviation = next((mean, std) for pattern, mean, std in rules if fnmatchcase(name, pattern))
+            shard = shards.get(name)
+            if shard is None and deviation:
+                parameter.normal_(mean, deviation, generator=generator)
+            elif shard is None or not deviation:
+                parameter.fill_(mean)
+            else:
+                shape = shard.pieces[0].box.shape if shard.pieces else (self.config.vocabulary, parameter.shape[1])
+                whole = parameter.new_empty(shape).normal_(mean, deviation, generator=generator)
+                parameter.copy_(shard.of(whole))
+
+    def forward(
+        self,
+        input: Tensor,
+        targets: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        packing: Packing | None = None,
+        cache: Cache | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        step: int | Tensor = 0,
+    ) -> Tensor:
+        """Logits, a loss, or what the next stage takes.
+
+        Args:
+            input: tokens (B, S), int64 or int32; without the embedding what the stage before gave, (B, S, W).
+            targets: the token that follows each, (B, S), int64; -100 where there is none to learn.
+            positions: of the tokens, (S,) or (B, S), int64; None: one after another, behind those of the cache, or
+                those that the packing gives this rank.
+            packing: the documents of the sequences, and which context parallel rank holds which positions of them: the
+                tokens are those of this rank. None: each sequence is one document, split as `Context.packing` says.
+            cache: the positions before, which are seen too; these are added.
+            reduction, label_smoothing, z_loss: of the loss, as of `rooftop.kernels.linear_cross_entropy`.
+            step: of the training, counting micro-batches: which masks `CounterDropouts` give. Others ignore it. In a
+                CUDA graph a tensor, () int64 on the device: see `rooftop.kernels.counter_dropout`.
+
+        Returns:
+            (B, S, V); with targets (), their mean or sum; without the head (B, S, W), with sequence parallelism this
+            rank's part of S. Logits and losses are the same on all tensor parallel ranks.
+
+        Raises:
+            TypeError, ValueError: an input of another shape or dtype, more positions than the model has, targets for a
+                stage without the head; and what `Cache` and `linear_cross_entropy` refuse.
+        """
+        refuse_proxies(self, input)
+        self._check(input, targets, positions, cache, packing)
+        if packing is None and self.context.ranks > 1:
+            packing = self.context.packing(self._length(input) * self.context.ranks)
+        chunks = None if packing is None else packing.held[self.context.index]
+        if positions is None:
+            start = cache.length if cache is not None else 0
+            positions = torch.arange(start, start + self._length(input), device=input.device)
+            if chunks is not None:
+                positions = chunks.positions(input.device)
+        if self.masks is not None:
+            self.masks.place = replace(self.masks.place, step=step, chunks=chunks)
+        x, update = self.through_layers(input, positions, cache, packing)
+        if cache is not None:
+            cache.length += input.shape[1]
+        if self.head is not None:
+            options = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+            return self.head(x, update, targets, reduction=reduction, **options)
+        return x if update is None else x + update
+
+    def through_layers(
+        self, input: Tensor, positions: Tensor, cache: Remembered | None = None, packing: Packing | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the head takes, (B, S, W) both; arguments as of `forward`, unchecked.
+
+        Raises:
+            ValueError: a cache and sequence parallelism.
+        """
+        if cache is not None and self.split_along is not None:
+            raise ValueError("Gpt: with sequence_parallel there is no cache: build the model that generates without it")
+        x = input if self.embedding is None else self.embedding(input, positions)
+        update: Tensor | None = None
+        rotation = rotation_of(positions, self.config) if self.config.position == "rope" else None
+        if self.halves and cache is None and len(self.layers):
+            return self._in_turns(x, rotation)
+        others = cache if packing is None else ContextAttention(self.context, packing)
+        for block in self.layers.values():
+            if self.recompute == "full" and cache is None and torch.is_grad_enabled():
+                x, update = recomputed(partial(_through, block, rotation, others), self.masks, x, update)
+            else:
+                x, update = block(x, update, rotation, others)
+        return x, update
+
+    def _in_turns(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+        """Through the layers, the halves of the batch in turn."""
+        cosines = [None, None] if rotation is None else _halves_of(rotation)
+        halves = [self._half(part, turned) for part, turned in zip(x.chunk(2), cosines, strict=True)]
+        turn_of = self.masks.in_half if self.masks is not None else (lambda place: nullcontext())
+        parts, updates = zip(*take_turns(halves, turn_of), strict=True)
+        return torch.cat(parts), torch.cat(updates)
+
+    def _half(self, x: Tensor, rotation: Rotation | None) -> Phases[tuple[Tensor, Tensor]]:
+        update: Tensor | None = None
+        for block in self.layers.values():
+            assert isinstance(block, Block)
+            x, update = yield from block.in_phases(x, update, rotation)
+        assert update is not None
+        return x, update
+
+    def _length(self, input: Tensor) -> int:
+        """Positions of the whole sequence, of which a later stage is given a part."""
+        return input.shape[1] * (1 if self.embedding is not None else place_in(self.split_along)[1])
+
+    def _check(
+        self,
+        input: Tensor,
+        targets: Tensor | None,
+        positions: Tensor | None,
+        cache: Cache | None,
+        packing: Packing | None,
+    ) -> None:
+        first, width = self.embedding is not None, self.config.width
+        expected = "tokens (B, S)" if first else f"what the stage before gave, (B, S, {width})"
+        if not isinstance(input, Tensor):
+            raise TypeError(f"Gpt: expected {expected}, got {type(input).__name__}")
+        given = tuple(input.shape)
+        if len(given) != (2 if first else 3) or given[2:] not in ((), (width,)):
+            raise ValueError(f"Gpt: expected {expected}, got {given}")
+        if first and input.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"Gpt: tokens must be int64 or int32, got {input.dtype}")
+        if targets is not None and self.head is None:
+            raise ValueError("Gpt: a stage without the head gives no loss: targets belong to the last stage")
+        length, ranks = self._length(input), place_in(self.split_along)[1]
+        if cache is not None and (packing is not None or self.context.ranks > 1):
+            raise ValueError(
+                "Gpt: a cache holds whole sequences of one document: leave out the packing and the context"
+            )
+        if packing is not None:
+            self._check_packing(packing, given[0], length)
+        if positions is not None and tuple(positions.shape) not in ((length,), (given[0], length)):
+            raise ValueError(
+                f"Gpt: expected positions {(length,)} or {(given[0], length)}, got {tuple(positions.shape)}"
+            )
+        if length % ranks:
+            raise ValueError(
+                f"Gpt: {length} positions cannot be split among {ranks} ranks: with sequence_parallel pad the sequence "
+                "to a multiple of them"
+            )
+        if self.halves and cache is None and given[0] % 2:
+            raise ValueError(
+                f"Gpt: a batch of {given[0]} has no halves: with halves=True give an even number of sequences, or "
+                "build the model without"
+            )
+        end = length * self.context.ranks + (cache.length if cache is not None else 0)
+        if positions is None and end > self.config.positions:
+            raise ValueError(
+                f"Gpt: {end} positions, the model has {self.config.positions}: shorten the sequence, or build the "
+                "model with more"
+            )
+
+    def _check_packing(self, packing: Packing, batch: int, length: int) -> None:
+        ranks, index = self.context.ranks, self.context.index
+        if len(packing.held) != ranks or len(packing.held[index]) != length:
+            here = len(packing.held[index]) if index < len(packing.held) else 0
+            raise ValueError(
+                f"Gpt: the packing gives {len(packing.held)} ranks {here} positions each, but this model has {ranks} "
+                f"context parallel ranks and its input {length} positions"
+            )
+        if packing.documents is not None and len(packing.documents.spans) != batch:
+            raise ValueError(
+                f"Gpt: the packing has documents of {len(packing.documents.spans)} sequences, the batch has {batch}"
+            )
+        if self.halves:
+            raise ValueError("Gpt: halves in turn cannot be packed: build the model without halves")
+
+
+def _through(
+    block: nn.Module, rotation: Rotation | None, others: Remembered | None, x: Tensor, update: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return block(x, update, rotation, others)  # type: ignore[no-any-return]
+
+
+def _check_tied_head(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *_: object) -> None:
+    """Raises before anything is loaded where a state dict has two values for one tied weight."""
+    assert isinstance(model, Gpt)
+    both = [state_dict.get(f"{prefix}{name}.weight") for name in ("embedding.tokens", "head.output")]
+    if model.head is None or model.embedding is None or model.head.output.weight is not model.embedding.tokens.weight:
+        return
+    embedding, head = both
+    if embedding is None or head is None or embedding is head or embedding.is_meta or head.is_meta:
+        return
+    if not torch.equal(embedding, head):
+        raise WeightsError(
+            f"{prefix}head.output.weight of the state dict is not {prefix}embedding.tokens.weight, but the model ties "
+            "them, and one of the two would be lost: build it with tied=False (dataclasses.replace(config, tied=False))"
+        )
+
+
+def _halves_of(rotation: Rotation) -> list[Rotation]:
+    """Of the two halves of a batch: the same, where all its sequences have the same positions."""
+    if rotation[0].dim() == 2:
+        return [rotation, rotation]
+    (cosines, others), (sines, other_sines) = (each.chunk(2) for each in rotation)
+    return [(cosines, sines), (others, other_sines)]
+
+
+def initial_values(config: GptConfig) -> tuple[tuple[str, float, float], ...]:
+    """What parameters begin with, as rules: (pattern of names in the whole model, mean, standard deviation).
+
+    The first pattern that matches counts, as of a shell. 0.02 for matrices and embeddings; less by sqrt(2 L) for those
+    whose results are added to the residual, so that its variance does not grow with the number of layers.
+    """
+    residual = 0.02 / math.sqrt(2 * config.layers)
+    return (
+        ("*.bias", 0.0, 0.0),
+        ("*norm.weight", 1.0, 0.0),
+        ("*.attention.out.weight", 0.0, residual),
+        ("*.mlp.down.weight", 0.0, residual),
+        ("*", 0.0, 0.02),
+    )
+
+
+def parts_of(model: nn.Module) -> dict[str, dict[str, int]]:
+    """Of each parameter that packs several, by its name: part -> rows, in their order."""
+    return {
+        f"{name}.{parameter}": module.parts
+        for name, module in model.named_modules()
+        if isinstance(module, ColumnParallelLinear) and len(module.parts) > 1
+        for parameter, _ in module.named_parameters()
+    }
+
+
+# ---- generation ----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def continue_greedily(model: Gpt, tokens: Tensor, count: int) -> Tensor:
+    """Append the most probable token, again and again, with a cache.
+
+    Args:
+        model: a whole one, in eval mode.
+        tokens: (B, S), int64, S at least 1.
+        count: tokens to append.
+
+    Returns:
+        (B, S + count).
+
+    Raises:
+        ValueError: a stage, a model in training mode, no tokens, a negative count, or more positions than the model
+            has.
+    """
+    if model.embedding is None or model.head is None or len(model.layers) != model.config.layers:
+        raise ValueError("continue_greedily: expected a whole model, got a stage")
+    if model.training:
+        raise ValueError("continue_greedily: the model is in training mode: call model.eval()")
+    if tokens.dim() != 2 or tokens.shape[1] == 0 or count < 0:
+        raise ValueError(f"continue_greedily: expected tokens (B, S) and a count, got {tuple(tokens.shape)}, {count}")
+    end = tokens.shape[1] + count
+    if end > model.config.positions:
+        raise ValueError(f"continue_greedily: {end} positions, the model has {model.config.positions}")
+    cache, step = Cache(end), tokens
+    for _ in range(count):
+        positions = torch.arange(cache.length, cache.length + step.shape[1], device=tokens.device)
+        x, update = model.through_layers(step, positions, cache)
+        cache.length += step.shape[1]
+        last = model.head(x[:, -1:], update[:, -1:] if update is not None else None)  # (B, 1, V)
+        step = last.argmax(-1)
+        tokens = torch.cat((tokens, step), 1)
+    return tokens

@@ -1,0 +1,166 @@
+"""Keys and values of many sequences in pages, so that each takes memory for its own positions and no more.
+
+    cache = PagedCache(config, pages=1000, dtype=torch.bfloat16, device="cuda")
+    pages = cache.take(prompt_length + new_tokens)   # a sequence begins
+    cache.give_back(pages)                           # and ends
+
+A page has the same number of positions for every sequence, in all layers; a table says which pages are whose (Kwon et
+al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention"). Page 0 is nobody's: what
+belongs to no sequence, padding and rows without one, is written there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rooftop.kernels import paged_attention
+from rooftop.models.gpt.switches import GptConfig
+from rooftop.parallel.self_attentions import ParallelSelfAttention
+
+PAGE = 16
+"""Positions of a page: half of them are lost in the last page of a sequence, on the average."""
+
+
+class PagedCache:
+    """Pages of keys and values, without gradients.
+
+    Args:
+        config: of the model; of a tensor parallel rank `config.of_rank(ranks)`, whose heads alone are kept.
+        pages: how many sequences can have in all.
+        page: positions of each.
+        dtype: of keys and values, that of the model's activations.
+        device: of the model.
+
+    Attributes:
+        keys, values: (layers, 1 + pages, kv_heads, page, head_features) each; page 0 is nobody's.
+        free: pages that no sequence has.
+
+    Raises:
+        TypeError, ValueError: no pages, or pages without positions.
+        torch.OutOfMemoryError: as of PyTorch.
+    """
+
+    def __init__(
+        self, config: GptConfig, pages: int, *, page: int = PAGE, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        for name, value in (("pages", pages), ("page", page)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"PagedCache: {name} must be an int, got {value!r}")
+        if pages < 1 or page < 1:
+            raise ValueError(f"PagedCache: expected at least one page of at least one position, got {pages} of {page}")
+        self.page, self.pages = page, pages
+        shape = (config.layers, 1 + pages, config.kv_heads, page, config.head_features)
+        self.keys, self.values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        self.page_bytes = cache_bytes(config, page, dtype)
+        self._free = list(range(pages, 0, -1))  # the last is the next that is taken
+        self._taken: set[int] = set()
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def bytes(self) -> int:
+        """Of all pages, and of the one that is nobody's."""
+        return (1 + self.pages) * self.page_bytes
+
+    def pages_for(self, positions: int) -> int:
+        """How many pages so many positions take."""
+        return -(-positions // self.page)
+
+    def take(self, positions: int) -> list[int]:
+        """The pages of a new sequence, in their order.
+
+        Raises:
+            ValueError: there are not as many.
+        """
+        needed = self.pages_for(positions)
+        if needed > self.free:
+            raise ValueError(
+                f"PagedCache: {positions} positions take {needed} pages of {self.page} positions "
+                f"({needed * self.page_bytes:,} bytes), {self.free} of {self.pages} are free: give back the pages of a "
+                f"sequence, or make the cache with at least {self.pages - self.free + needed} pages "
+                f"({(1 + self.pages - self.free + needed) * self.page_bytes:,} bytes)"
+            )
+        taken = [self._free.pop() for _ in range(needed)]
+        self._taken.update(taken)
+        return taken
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """The pages of a sequence that has ended; what they hold may be overwritten from now on.
+
+        Raises:
+            ValueError: some were not taken, or are there twice. Then none is given back.
+        """
+        wrong = set(pages) - self._taken
+        if wrong or len(set(pages)) < len(pages):
+            raise ValueError(f"PagedCache: expected pages that were taken, each once, got {sorted(pages)}")
+        self._taken.difference_update(pages)
+        self._free.extend(reversed(pages))
+
+    def first(self, table: Tensor, lengths: Tensor, positions: int) -> FirstPositions:
+        """What the layers take to read prompts of lengths (B,), padded behind to `positions`; table (B, W)."""
+        return FirstPositions(self, table, lengths, positions)
+
+    def next(
+        self, table: Tensor, positions: Tensor, count: int | None = None, windowed: int | None = None
+    ) -> NextPosition:
+        """What the layers take for one new token of each sequence.
+
+        Args:
+            table: (B, W), the pages of each.
+            positions: (B,), of the new tokens; -1: no sequence, and what is attended to is 0.
+            count: the positions of all sequences together, if known: see `rooftop.kernels.paged_attention`.
+            windowed: the same in layers with a window.
+        """
+        return NextPosition(self, table, positions, count, windowed)
+
+    def write(self, layer: int, pages: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Keys and values (B, H_k, S, D) to places (B, S) in pages; autograd must not watch them."""
+        for stored, new in ((self.keys, key), (self.values, value)):
+            stored[layer][pages, :, slots] = new.transpose(1, 2)  # (B, S, H_k, D): indexed dimensions come first
+
+
+class FirstPositions:
+    """Prompts, each padded behind: a causal mask hides what is padded from what is not."""
+
+    def __init__(self, cache: PagedCache, table: Tensor, lengths: Tensor, positions: int) -> None:
+        self.cache = cache
+        place = torch.arange(positions, device=table.device).expand(len(table), -1)  # (B, S)
+        real = place < lengths[:, None]
+        pages = table.gather(1, (place // cache.page).clamp(max=table.shape[1] - 1))
+        self.pages, self.slots = torch.where(real, pages, 0), place % cache.page
+
+    def attended(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """(B, H, S, D), of all positions to those before."""
+        self.cache.write(attention.layer, self.pages, self.slots, key, value)
+        return attention.attend(query, key, value)
+
+
+class NextPosition:
+    """One position of each sequence: nothing of it is read by the host, so that a graph can hold it."""
+
+    def __init__(
+        self, cache: PagedCache, table: Tensor, positions: Tensor, count: int | None, windowed: int | None = None
+    ) -> None:
+        self.cache, self.table, self.count, self.windowed = cache, table, count, windowed
+        place = positions.clamp(min=0)[:, None]  # (B, 1)
+        pages = table.gather(1, place // cache.page)
+        self.pages, self.slots = torch.where(positions[:, None] >= 0, pages, 0), place % cache.page
+        self.lengths = positions + 1
+
+    def attended(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """(B, H, 1, D), to all positions up to this one."""
+        self.cache.write(attention.layer, self.pages, self.slots, key, value)
+        keys, values = self.cache.keys[attention.layer], self.cache.values[attention.layer]
+        count, window = self.count if attention.window is None else self.windowed, attention.window
+        seen = paged_attention(query[:, :, 0], keys, values, self.table, self.lengths, positions=count, window=window)
+        return seen[:, :, None]
+
+
+def cache_bytes(config: GptConfig, positions: int, dtype: torch.dtype) -> int:
+    """Of the keys and values of so many positions, in all layers."""
+    return 2 * config.layers * config.kv_width * positions * dtype.itemsize

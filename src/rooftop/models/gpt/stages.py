@@ -1,0 +1,341 @@
+"""The stages of a `Gpt` that a rank of a pipeline has: the same model, initial values and masks as in one process.
+
+    schedule = schedule_of("1f1b", layout.pp, micro_batches=8)
+    model = parallel_gpt_stages(config, layout, groups, schedule, length=256, seed=1, device=world.device)
+    pipeline = Pipeline(schedule, group=groups["pp"], shape=model.shape_between(micro_batch, length), ...)
+    losses = pipeline.run(lambda stage, number, x: model(stage, tokens[number] if x is None else x, ...))
+
+Layers are divided among stages so that the slowest rank, and then the slowest stage, is as fast as can be. The first
+stage also has the embedding, and the last one the head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise, permutations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rooftop.models.gpt.layouts import dropouts_of, fill_shared, rules_of_parts
+from rooftop.models.gpt.network import Gpt
+from rooftop.models.gpt.switches import GptConfig
+from rooftop.parallel.contexts import Context
+from rooftop.parallel.exchanges import Group
+from rooftop.parallel.layouts import Layout
+from rooftop.parallel.randomness import Stream, materialize
+from rooftop.parallel.recomputing import Recompute
+from rooftop.parallel.schedules import Schedule
+from rooftop.parallel.shards import shards_of
+
+EMBEDDING, HEAD = "embedding.tokens.weight", "head.output.weight"
+"""The two names of a tied weight."""
+
+
+SLOWER_ATTENTION = ((64, 2.5), (math.inf, 1.5))
+"""(up to so many features of a head, how often attention's flops count): they are 3.5 times those of forward in all,
+where products have 3 times, at 0.46 and 0.77 of the rate of products (`results/h100/context_attention.json`)."""
+FLOPS_OF_BYTE = 250
+"""Flops of products that take as long as a byte of memory, on an H100 and an H200."""
+ELEMENT = 2  # bytes
+
+
+def whole_name(config: GptConfig, name: str) -> str:
+    """What a parameter of a rank is called in the whole model: a tied weight by the embedding's name, also in a stage
+    that has no embedding."""
+    return EMBEDDING if config.tied and name == HEAD else name
+
+
+# ---- which layers --------------------------------------------------------------------------------------------------
+
+
+def layers_of_stages(config: GptConfig, placement: Sequence[Sequence[int]], length: int) -> list[range]:
+    """Which layers each stage has, so that the slowest rank takes as little time as it can.
+
+    Time is counted in flops of matrix products: those of attention several times, as its kernels are slower, and bytes
+    of norms, activations and sums as the flops that are done meanwhile. On an H100 the head of llama-1b takes as
+    long as 0.85 layers of 4,096 tokens; the estimate is 0.86. The embedding, a lookup, counts as its bytes.
+
+    Args:
+        config: of the whole model.
+        placement: of each rank its stages (`Schedule.placement`).
+        length: tokens of a sequence: attention's flops grow with it.
+
+    Raises:
+        ValueError: fewer layers than stages.
+    """
+    stages = sum(map(len, placement))
+    if config.layers < stages:
+        raise ValueError(
+            f"{config.layers} layers cannot be divided among {stages} stages, each of which needs one: use fewer "
+            "pipeline ranks or fewer stages a rank, or a model with more layers"
+        )
+    costs = [_cost_of_layer(config, layer, length) for layer in range(config.layers)]
+    embedding = FLOPS_OF_BYTE * ELEMENT * 2 * config.width
+    return divided(costs, placement, first=embedding, last=2 * config.vocabulary * config.width)
+
+
+def _cost_of_layer(config: GptConfig, layer: int, length: int) -> float:
+    """Of a token, forward; backward is about twice as much of everything."""
+    window = config.window_of(layer)
+    seen = min(length, window or length)
+    pairs = seen * (seen + 1) // 2 + (length - seen) * seen
+    attention = 4 * config.query_width * pairs / length
+    hidden = config.hidden * (3 if config.activation == "swiglu" else 2)
+    elements = 13 * config.width + hidden  # two norms with residuals, rotations; the activation
+    slower = next(times for features, times in SLOWER_ATTENTION if config.head_features <= features)
+    return 2 * config.layer_weights + slower * attention + FLOPS_OF_BYTE * ELEMENT * elements
+
+
+def divided(
+    costs: Sequence[float], placement: Sequence[Sequence[int]], first: float = 0, last: float = 0
+) -> list[range]:
+    """Consecutive items in parts of at least one, which are placed at ranks, whose most expensive rank costs little.
+
+    With one part a rank no division has a cheaper most expensive one, and of all such ones it is the one with the least
+    sum of squares: the others are as equal as can be. Among equals the first parts have more. With several parts a rank
+    no item moved from one part to another, with those between shifted, makes the ranks cheaper, or then the parts.
+
+    Args:
+        costs: of the items, as many as parts or more.
+        placement: of each rank, the numbers of its parts.
+        first, last: what the first and the last part cost beside their items.
+    """
+    sums, parts = [0.0, *accumulate(costs)], sum(map(len, placement))
+
+    def cost(part: int, start: int, end: int) -> float:
+        return sums[end] - sums[start] + (first if part == 0 else 0) + (last if part == parts - 1 else 0)
+
+    def measured(ends: Sequence[int]) -> tuple[float, float, float]:
+        """The most expensive rank, the most expensive part, the sum of squares of ranks and of parts."""
+        of_parts = [cost(part, *span) for part, span in enumerate(pairwise([0, *ends]))]
+        of_ranks = [sum(of_parts[part] for part in held) for held in placement]
+        return max(of_ranks), max(of_parts), sum(each * each for each in (*of_ranks, *of_parts))
+
+    most = _best(len(costs), parts, cost, max, math.inf)[0]
+    ends = _best(len(costs), parts, lambda *place: cost(*place) ** 2, lambda a, b: a + b, most**2)[1]
+    while any(len(held) > 1 for held in placement):
+        better = min(_neighbours(ends), key=measured, default=ends)
+        if measured(better) >= measured(ends):
+            break
+        ends = better
+    return [range(a, b) for a, b in pairwise([0, *ends])]
+
+
+def _neighbours(ends: Sequence[int]) -> Iterator[list[int]]:
+    """The ends of parts of which one gives an item up, and another one has one more."""
+    sizes = [end - start for start, end in pairwise([0, *ends])]
+    for giver, taker in permutations(range(len(sizes)), 2):
+        if sizes[giver] > 1:
+            yield list(accumulate(size - (part == giver) + (part == taker) for part, size in enumerate(sizes)))
+
+
+def _best(
+    items: int,
+    parts: int,
+    cost: Callable[[int, int, int], float],
+    joined: Callable[[float, float], float],
+    limit: float,
+) -> tuple[float, list[int]]:
+    """(the least joined cost of the parts, their ends), where no part costs more than the limit."""
+    # best[end]: of the items before `end` in the parts so far
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    for part in range(parts):
+        found: dict[int, tuple[float, list[int]]] = {}
+        for end in range(part + 1, items - (parts - 1 - part) + 1):
+            for start, (before, ends) in best.items():
+                if start < end and (here := cost(part, start, end)) <= limit * (1 + 1e-12):
+                    total = joined(before, here)
+                    if end not in found or total <= found[end][0]:
+                        found[end] = (total, [*ends, end])
+        best = found
+    return best[items]
+
+
+# ---- the stages of a rank ------------------------------------------------------------------------------------------
+
+
+class GptStages(nn.Module):
+    """What a rank of a pipeline has of a `Gpt`: one stage, or several that do not follow each other.
+
+    Parameters have the names of the whole model. Where first and last stage are at different ranks and the head is
+    tied to the embedding, both hold the weight: `ModelGradients(..., tied=model.tied)` sums its gradients.
+
+    Args:
+        config: of the whole model.
+        stages: by number, as `Gpt` makes them.
+        total: stages of the whole pipeline.
+
+    Attributes:
+        stages: by number.
+        embedding, layers, head: of all stages here; None where there is none.
+        masks: the dropouts of all stages here; their `place` is that of the next forward pass.
+        tied: the name of the weight that another rank holds too; None if there is none.
+        shared: whether data ranks share the parameters.
+    """
+
+    def __init__(self, config: GptConfig, stages: Mapping[int, Gpt], total: int) -> None:
+        super().__init__()
+        self.config, self.stages = config, dict(stages)
+        first, last = self.stages.get(0), self.stages.get(total - 1)
+        self.embedding = first.embedding if first is not None else None
+        self.layers = nn.ModuleDict({name: block for stage in stages.values() for name, block in stage.layers.items()})
+        self.head = last.head if last is not None else None
+        some = next(iter(self.stages.values()))
+        self.masks, self.group, self.split_along = some.masks, some.group, some.split_along
+        self.context = some.context
+        self.shared = False
+        apart = config.tied and (self.embedding is None) != (self.head is None)
+        self.tied = (EMBEDDING if self.head is None else HEAD) if apart else None
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the head's weight the embedding's, where the config says so and both are here."""
+        if self.config.tied and self.embedding is not None and self.head is not None:
+            self.head.output.weight = self.embedding.tokens.weight
+
+    def whole_name(self, name: str) -> str:
+        """What a parameter is called in the whole model."""
+        return whole_name(self.config, name)
+
+    def shape_between(self, batch: int, length: int) -> tuple[int, int, int]:
+        """Of what goes between stages, (B, S, W): of S what context and sequence parallelism leave this rank.
+
+        Raises:
+            ValueError: the sequence cannot be split among the ranks.
+        """
+        ranks = self.context.ranks * (1 if self.split_along is None else self.split_along.size())
+        if length % ranks:
+            raise ValueError(
+                f"a sequence of {length} cannot be split among {ranks} context and sequence parallel ranks: pad "
+                "it to a multiple of them"
+            )
+        return batch, length // ranks, self.config.width
+
+    def begin_step(self) -> None:
+        """Where data ranks share the model: keep what is gathered, and sum no gradients until `end_step`."""
+        if self.shared:
+            self._at_the_end(False)
+
+    def end_step(self) -> None:
+        """Where data ranks share the model: sum the gradients of all micro-batches, and let go of what was gathered.
+
+        The backward of the shared model as a whole does so, for all of its parts whose own backward has not: it needs
+        none of them to compute.
+        """
+        if self.shared:
+            self._at_the_end(True)
+            device = next(self.parameters()).device
+            self(None, torch.zeros((), device=device, requires_grad=True)).backward()
+
+    def _at_the_end(self, last: bool) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        assert isinstance(self, FSDPModule)
+        self.set_is_last_backward(last)
+        self.set_reshard_after_backward(last)
+        self.set_requires_gradient_sync(last)
+
+    def forward(self, stage: int | None, input: Tensor, targets: Tensor | None = None, **options: object) -> Tensor:
+        """What a stage makes of tokens or of what the stage before gave; arguments as of `Gpt.forward`.
+
+        Without a stage nothing is computed (`end_step`).
+        """
+        if stage is None:
+            return input + 1
+        result: Tensor = self.stages[stage](input, targets, **options)
+        return result
+
+
+def parallel_gpt_stages(
+    config: GptConfig,
+    layout: Layout,
+    groups: Mapping[str, Group],
+    schedule: Schedule,
+    *,
+    length: int,
+    seed: int,
+    recompute: Recompute = False,
+    halves: bool = False,
+    fully_shard: bool = False,
+    context: Context | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype | None = None,
+) -> GptStages:
+    """This rank's stages of a model, with their initial values; nothing else is ever made.
+
+    Args:
+        config: of the whole model.
+        layout: its ranks; the schedule is for its `pp`.
+        groups: `layout.process_groups()`.
+        schedule: says which stages this rank has.
+        length: tokens of a sequence, by which layers are divided among stages.
+        seed, recompute, halves, context, device, dtype: as of `rooftop.models.parallel_gpt`.
+        fully_shard: whether data ranks share each stage (`rooftop.parallel.fully_sharded`). Its parameters are gathered
+            once a step, and gradients summed once: between `begin_step` and `end_step` of what this gives.
+        compute_dtype: of a shared model, as of `rooftop.models.fully_sharded_gpt`.
+
+    Raises:
+        ValueError: a layout that does not fit the processes, the model or the schedule; fewer layers than stages. The
+            same on every rank, before anything is communicated.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    layout.check(
+        world,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        hidden=config.width,
+        feed_forward=config.hidden,
+        vocabulary=config.vocabulary,
+        layers=config.layers,
+    )
+    if schedule.ranks != layout.pp:
+        raise ValueError(
+            f"parallel_gpt_stages: the schedule {schedule.name} is for {schedule.ranks} ranks, and the layout {layout} "
+            f"has pp={layout.pp}: make it for as many"
+        )
+    layers = layers_of_stages(config, schedule.placement, length)
+    at = layout.coordinates(dist.get_rank() if dist.is_initialized() else 0)
+    dropouts = dropouts_of(layout, at, seed)
+    stages = {
+        stage: Gpt(
+            config,
+            layers=layers[stage],
+            pre_process=stage == 0,
+            post_process=stage == schedule.stages - 1,
+            dropouts=dropouts,
+            group=groups["tp"] if layout.tp > 1 else None,
+            sequence_parallel=layout.sequence_parallel,
+            recompute=recompute,
+            halves=halves,
+            context=context or Context(groups["cp"] if layout.cp > 1 else None),
+            device="meta",
+            dtype=dtype,
+        )
+        for stage in schedule.placement[at["pp"]]
+    }
+    model = GptStages(config, stages, schedule.stages)
+    if fully_shard:
+        _share(model, groups["dp-cp"], torch.device(device), compute_dtype, seed)
+        return model
+    shards = {model.whole_name(name): shard for name, shard in shards_of(model).items()}
+    rules = rules_of_parts(config, shards)
+    materialize(model, rules, Stream(seed), device=device, whole_name=model.whole_name)
+    return model
+
+
+def _share(model: GptStages, data: Group, device: torch.device, dtype: torch.dtype | None, seed: int) -> None:
+    """Let data ranks share what is on the meta device, and give it its initial values."""
+    from rooftop.parallel.sharded_data import fully_sharded  # with PyTorch's DTensor, which takes most of a second
+
+    ends = [end for end in (model.embedding, model.head) if end is not None]
+    tied_here = model.config.tied and len(ends) == 2
+    units = [*model.layers.values(), *([] if tied_here else ends)]
+    fully_sharded(model, units, data, device_type=device.type, dtype=dtype, kept=units)
+    model.shared = True
+    model.to_empty(device=device)
+    model.tie()
+    fill_shared(model, model.config, seed, model.whole_name)

@@ -1,0 +1,240 @@
+"""What a decoder-only transformer is made of: its sizes and switches, its parameters and flops.
+
+    config = GptConfig(vocabulary=256, layers=2, width=64, heads=4, kv_heads=4, hidden=256, positions=100)
+    config.parameters                    # 122880
+    config.flops_per_token(100)          # of a training step
+    small = replace(config, layers=1)    # dataclasses.replace
+
+Beside GPT-2 and Llama: Jiang et al. 2023, "Mistral 7B" (a sliding window of attention); Yang et al. 2024, "Qwen2
+Technical Report" (biases of queries, keys and values); Yang et al. 2025, "Qwen3 Technical Report" (norms of queries and
+keys). `rooftop.models.gpt.configs` has published ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from rooftop.models.gpt.rope_scaling import RopeScaling
+
+SIZES = ("vocabulary", "layers", "width", "heads", "kv_heads", "head_size", "hidden", "positions", "window")
+CHOICES = {
+    "norm": ("layer", "rms"),
+    "position": ("learned", "rope"),
+    "activation": ("gelu", "gelu_tanh", "swiglu"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptConfig:
+    """Sizes and switches of a decoder.
+
+    Attributes:
+        vocabulary: tokens, V.
+        layers: L.
+        width: features of a position, W.
+        heads: of the queries.
+        kv_heads: of keys and values; they divide `heads`. Fewer than those: grouped-query attention.
+        head_size: features of a head; None: the heads share W evenly.
+        hidden: features inside of the MLP.
+        positions: the most that a sequence may have.
+        norm: "layer" or "rms", before each sublayer and after the last one.
+        position: "learned", a vector for each that is added to the token's; or "rope", rotary embeddings of queries and
+            keys, in pairs (i, i + D / 2).
+        rope_base: of the angles, position / rope_base ** (2 i / D). Ignored where positions are learned.
+        rope_scaling: of the angles' frequencies, for longer texts; None: none.
+        activation: of the MLP, "gelu", "gelu_tanh" or "swiglu", which has a gate beside what it lets through.
+        biases: of linear layers and layer norms; an RMS norm and the head have none.
+        qkv_biases, out_biases, mlp_biases: of the linear layers of queries, keys and values, of attention's result, and
+            of the MLP, where they are not as `biases` says; None: as it says.
+        head_norms: RMS norms of each head's queries and keys, before they are turned.
+        window: positions that a position sees, its own the last of them; None: all up to its own.
+        window_layers: the layers whose attention has the window; None: all.
+        tied: the head's weight is the embedding's.
+        dropout: probability, of the embedding and of the result of each sublayer.
+        attention_dropout: probability, of the weights of attention, which is then not the kernel but plain PyTorch.
+        epsilon: of the norms.
+
+    Raises:
+        ValueError: a size that is not a positive int, heads that do not fit, a probability that is none, or a switch
+            that there is not.
+    """
+
+    vocabulary: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_size: int | None = None
+    hidden: int
+    positions: int
+    norm: Literal["layer", "rms"] = "layer"
+    position: Literal["learned", "rope"] = "learned"
+    rope_base: float = 1e4
+    rope_scaling: RopeScaling | None = None
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu_tanh"
+    biases: bool = True
+    qkv_biases: bool | None = None
+    out_biases: bool | None = None
+    mlp_biases: bool | None = None
+    head_norms: bool = False
+    window: int | None = None
+    window_layers: tuple[int, ...] | None = None
+    tied: bool = True
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    epsilon: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in SIZES:
+            size = getattr(self, name)
+            if size is None and name in ("head_size", "window"):
+                continue
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"GptConfig: {name} must be a positive int, got {size!r}")
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"GptConfig: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        for name in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"GptConfig: {name} must be at least 0 and less than 1, got {getattr(self, name)}")
+        for name in ("rope_base", "epsilon"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"GptConfig: {name} must be positive, got {getattr(self, name)}")
+        if self.head_size is None and self.width % self.heads:
+            raise ValueError(
+                f"GptConfig: {self.heads} heads do not divide a width of {self.width}: give head_size, the features of "
+                "a head"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(f"GptConfig: {self.kv_heads} kv_heads do not divide {self.heads} heads")
+        if self.position == "rope" and self.head_features % 2:
+            raise ValueError(f"GptConfig: rope turns pairs, but a head has {self.head_features} features")
+        if self.rope_scaling is not None and self.position != "rope":
+            raise ValueError("GptConfig: rope_scaling belongs to position='rope', got learned positions")
+        if self.window_layers is not None and (self.window is None or not self._are_layers(self.window_layers)):
+            raise ValueError(
+                f"GptConfig: window_layers must be some of the {self.layers} layers, each once and beside a window, "
+                f"got {self.window_layers} and the window {self.window}"
+            )
+        self._write_in_one_way()
+
+    def _are_layers(self, numbers: tuple[int, ...]) -> bool:
+        return len(set(numbers)) == len(numbers) and set(numbers) <= set(range(self.layers))
+
+    def _write_in_one_way(self) -> None:
+        """What says the same is written the same, so that configs of the same model are equal."""
+        found: dict[str, Any] = {}
+        if self.head_size is not None and self.head_size * self.heads == self.width:
+            found["head_size"] = None
+        linear = {
+            "qkv_biases": self.has_qkv_biases, "out_biases": self.has_out_bias, "mlp_biases": self.has_mlp_biases
+        }  # fmt: skip
+        biases = all(linear.values()) if self.norm == "rms" else self.biases  # an RMS norm has none
+        found |= {name: None if has == biases else has for name, has in linear.items()} | {"biases": biases}
+        if self.window_layers is not None:
+            found["window_layers"] = tuple(sorted(self.window_layers))
+            if len(self.window_layers) == self.layers:
+                found["window_layers"] = None
+            elif not self.window_layers:
+                found["window_layers"] = found["window"] = None
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def head_features(self) -> int:
+        """Features of a head, D."""
+        return self.head_size or self.width // self.heads
+
+    @property
+    def query_width(self) -> int:
+        """Features of the queries of a position."""
+        return self.heads * self.head_features
+
+    @property
+    def kv_width(self) -> int:
+        """Features of the keys of a position, and of its values."""
+        return self.kv_heads * self.head_features
+
+    @property
+    def has_qkv_biases(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return self.biases if self.qkv_biases is None else self.qkv_biases
+
+    @property
+    def has_out_bias(self) -> bool:
+        """Whether attention's result has a bias."""
+        return self.biases if self.out_biases is None else self.out_biases
+
+    @property
+    def has_mlp_biases(self) -> bool:
+        """Whether the linear layers of the MLP have biases."""
+        return self.biases if self.mlp_biases is None else self.mlp_biases
+
+    def of_rank(self, ranks: int) -> GptConfig:
+        """The sizes of what each of so many tensor parallel ranks holds: its heads, hidden features and tokens.
+
+        Its `parameters` are those of a rank, with the padding of the vocabulary. Fewer `kv_heads` than ranks: each rank
+        has one. The ranks must fit, as `rooftop.parallel.Layout.check` says.
+        """
+        if ranks == 1:
+            return self
+        return replace(
+            self,
+            heads=self.heads // ranks,
+            kv_heads=max(1, self.kv_heads // ranks),
+            head_size=self.head_features,
+            hidden=self.hidden // ranks,
+            vocabulary=-(-self.vocabulary // ranks),
+        )
+
+    def window_of(self, layer: int) -> int | None:
+        """The window of a layer's attention; None: it sees all positions up to its own."""
+        return self.window if self.window_layers is None or layer in self.window_layers else None
+
+    @property
+    def windowed_layers(self) -> int:
+        """How many layers have the window."""
+        return sum(self.window_of(layer) is not None for layer in range(self.layers))
+
+    @property
+    def layer_weights(self) -> int:
+        """Elements of the matrices of a layer: what each of its tokens is multiplied by."""
+        attention = self.width * (2 * self.query_width + 2 * self.kv_width)
+        return attention + self.width * self.hidden * (3 if self.activation == "swiglu" else 2)
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters; those of a tied head count once."""
+        norm = self.width * (2 if self.norm == "layer" and self.biases else 1)
+        up = self.hidden * (2 if self.activation == "swiglu" else 1)
+        biases = self.query_width + 2 * self.kv_width if self.has_qkv_biases else 0
+        biases += self.width if self.has_out_bias else 0
+        biases += up + self.width if self.has_mlp_biases else 0
+        biases += 2 * self.head_features if self.head_norms else 0
+        embeddings = self.vocabulary * (1 if self.tied else 2)
+        embeddings += self.positions if self.position == "learned" else 0
+        return embeddings * self.width + self.layers * (self.layer_weights + biases + 2 * norm) + norm
+
+    def flops_per_token(self, length: int, training: bool = True) -> int:
+        """Of the matrix products of a sequence, divided by its tokens.
+
+        Attention counts the pairs that a causal mask lets through, half of them: (length + 1) / 2 keys for a token, or
+        as many as a window has. An
+        embedding is looked up and counts nothing; recomputation is not counted.
+
+        Args:
+            length: tokens of the sequence.
+            training: forward and backward, three times the forward pass; or forward only.
+
+        Raises:
+            ValueError: a length that is not positive.
+        """
+        if length < 1:
+            raise ValueError(f"flops_per_token: length must be positive, got {length}")
+        products = 2 * (self.layers * self.layer_weights + self.vocabulary * self.width)
+        windowed, seen = self.windowed_layers, min(length, self.window or length)
+        pairs = (self.layers - windowed) * length * (length + 1) // 2
+        pairs += windowed * (seen * (seen + 1) // 2 + (length - seen) * seen)
+        attention = 4 * self.query_width * pairs // length  # 2 flops, 2 products
+        return (products + attention) * (3 if training else 1)

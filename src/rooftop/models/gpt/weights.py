@@ -1,0 +1,396 @@
+"""Weights of Hugging Face's GPT-2 and Llama in a `Gpt`, and back.
+
+    model = load_gpt("Llama-2-7b-hf/")     # config.json and *.safetensors
+    save_gpt(model, "mine/")               # which transformers' from_pretrained reads
+
+Files are read and written one tensor at a time, straight into parameters: a model, or a stage of one, is never there
+twice. Of a tensor that is split among ranks, each reads its own rows and columns alone; to write, ranks join one file's
+tensors at a time. `rooftop.models.gpt.keys` has the names, and what is packed and transposed.
+
+A head that the config ties to the embedding, but that the files have with other values, is kept, as transformers does:
+the model is then not tied.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rooftop.errors import InputError, WeightsError
+from rooftop.models.gpt.configs import config_of, hugging_face_config
+from rooftop.models.gpt.keys import (
+    InMemory,
+    Source,
+    check_tensor,
+    check_tied_head,
+    differing,
+    equal,
+    matched,
+    shape_of_part,
+    shapes_of,
+    sources,
+    with_own_head,
+)
+from rooftop.models.gpt.network import Gpt
+from rooftop.models.gpt.switches import GptConfig
+from rooftop.models.weights.load_reports import LoadReport
+from rooftop.models.weights.safetensors_files import INDEX, ONE_FILE, TensorFiles, read_json, safetensors_library
+from rooftop.parallel import Shard, shards_of
+from rooftop.parallel.exchanges import Group
+
+if TYPE_CHECKING:
+    from rooftop.models.gpt.stages import GptStages
+
+# ---- in memory -----------------------------------------------------------------------------------------------------
+
+
+def gpt_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) -> dict[str, Tensor]:
+    """The state dict of a `Gpt` made of that of a GPT2LMHeadModel or a LlamaForCausalLM.
+
+    Also of gradients by their names, since packing and transposing do to them what they do to weights.
+
+    Args:
+        tensors: by their keys, with or without what a model with a head puts before them. A tied weight may be there as
+            the embedding's, as the head's, or as both. Causal masks and rotary frequencies of older models are left
+            out; a warning names those that are not what the config says.
+        config: which of the two it is, and the sizes.
+
+    Raises:
+        WeightsError: keys are missing or unexpected, tensors of another shape or of whole numbers, or a head that is
+            not the embedding although the config ties them.
+        ValueError: a config that is neither a GPT-2's nor a Llama's.
+    """
+    there, shapes = InMemory(tensors), shapes_of(config)
+    match = matched(tensors, config)
+    check_tied_head(match, config, there)
+    for key in differing(match, config, there):
+        warnings.warn(f"{key} is left out, and is not what the config says", stacklevel=2)
+    result = {}
+    for ours, source in sources(config).items():
+        keys = [match.given[key] for key in source.keys]
+        for index, key in enumerate(keys):
+            check_tensor(key, there, shape_of_part(source, index, shapes[ours]))
+        parts = [tensors[key] for key in keys]
+        parts = [part.T for part in parts] if source.transposed else parts
+        result[ours] = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+    return result
+
+
+def hugging_face_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) -> dict[str, Tensor]:
+    """The way back: of a whole `Gpt`'s state dict. A tied head is left out; what is not packed shares memory.
+
+    Raises:
+        WeightsError: a tensor of the model is missing, or its head is not the embedding although the config ties them.
+        ValueError: a config that is neither a GPT-2's nor a Llama's.
+    """
+    embedding, head = (tensors.get(f"{name}.weight") for name in ("embedding.tokens", "head.output"))
+    if config.tied and embedding is not None and head is not None and not equal(embedding, head):
+        raise WeightsError(UNTIED)
+    return dict(_exported(tensors, config))
+
+
+def _exported(tensors: Mapping[str, Tensor], config: GptConfig) -> Iterator[tuple[str, Tensor]]:
+    """Their keys and tensors, views where they can be; each once."""
+    for ours, source in sources(config).items():
+        if config.tied and ours == "head.output.weight":
+            continue
+        if ours not in tensors:
+            raise WeightsError(f"the state dict has no {ours}: expected that of a whole Gpt")
+        whole = tensors[ours]
+        for key, part in zip(source.keys, whole.split(list(source.rows)), strict=True):
+            yield key, part.T if source.transposed else part
+
+
+UNTIED = (
+    "head.output.weight is not embedding.tokens.weight, but the config ties them, and one of the two would be lost: "
+    "call tie(), or build the model with tied=False (dataclasses.replace(config, tied=False))"
+)
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+CONFIG = "config.json"
+
+
+def load_gpt(
+    folder: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    group: Group = None,
+) -> Gpt:
+    """A model from a folder as Hugging Face writes it: config.json, and one safetensors file or several and an index.
+
+    Args:
+        folder: with these files.
+        device, dtype: of the parameters; float32 if not given, whatever the files have.
+        group: tensor parallel ranks that share the model, of which each reads its own part; None: this one has all.
+
+    Returns:
+        In training mode. Its head is its own where the files have another than the embedding, whatever the config says.
+
+    Raises:
+        InputError: no such folder, or files are not there.
+        WeightsError: damaged, of another kind of model, or tensors that do not fit the config.
+        MissingExtraError: safetensors is not installed.
+        ValueError: heads or features that the ranks cannot split.
+    """
+    config = config_of_files(read_gpt_config(folder), folder)
+    model = empty_gpt(config, device=device, dtype=dtype, group=group)
+    load_gpt_weights(model, folder)
+    return model
+
+
+def empty_gpt(
+    config: GptConfig,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    group: Group = None,
+) -> Gpt:
+    """A model, or a tensor parallel rank's part, whose parameters have memory and no values yet.
+
+    Arguments and what is raised are as of `load_gpt`.
+    """
+    model = Gpt(config, group=group, device="meta", dtype=dtype or torch.float32).to_empty(device=device)
+    model.tie()
+    return model
+
+
+def read_gpt_config(folder: str | Path) -> GptConfig:
+    """The config in a folder as Hugging Face writes it.
+
+    Raises:
+        InputError: there is no config.json.
+        WeightsError: it is damaged, or not that of a model that is known here.
+    """
+    path = Path(folder) / CONFIG
+    if not path.is_file():
+        raise InputError(f"{path} is not there: expected a folder with config.json and .safetensors files")
+    try:
+        return config_of(read_json(path))
+    except WeightsError as error:
+        raise WeightsError(f"{path}: {error}") from error
+
+
+def config_of_files(config: GptConfig, path: str | Path) -> GptConfig:
+    """The config, untied where the files have another head than the embedding, as transformers loads them.
+
+    Raises:
+        InputError, WeightsError, MissingExtraError: as of `load_gpt`.
+        ValueError: a config that is neither a GPT-2's nor a Llama's.
+    """
+    if not config.tied:
+        return config
+    with TensorFiles(Path(path)) as files:
+        try:
+            return with_own_head(config, files)
+        except WeightsError as error:
+            raise WeightsError(f"{path}: {error}") from error
+
+
+@torch.no_grad()
+def load_gpt_weights(model: Gpt | GptStages, path: str | Path) -> LoadReport:
+    """Copy weights from files into a model, a stage of one, or a rank's part, which read no more than their own.
+
+    Nothing is copied unless all keys are there and all tensors of the model fit. Ranks need not call it together.
+
+    Args:
+        model: on any device, with the config of the weights; also as `parallel_gpt` or `parallel_gpt_stages` makes it.
+        path: a folder as of `load_gpt`, or one .safetensors file.
+
+    Returns:
+        What went where, of this stage or part. What was left out is among the `unneeded_keys`: causal masks and rotary
+        frequencies of older files, and a head that is the embedding. A warning names masks and frequencies that are not
+        what the config says.
+
+    Raises:
+        InputError, MissingExtraError: as of `load_gpt`.
+        WeightsError: as of `load_gpt`; or a head that is not the embedding, and a config that ties them:
+            `config_of_files` gives the one that fits.
+        ValueError: a config that is neither a GPT-2's nor a Llama's.
+    """
+    path = Path(path)
+    config, state, shards = model.config, model.state_dict(), shards_of(model)
+    own = {ours: source for ours, source in sources(config).items() if ours in state}
+    if config.tied and "embedding.tokens.weight" in own:
+        own.pop("head.output.weight", None)  # the same tensor
+    with TensorFiles(path) as files:
+        try:
+            match = matched(files.keys(), config)
+            if "embedding.tokens.weight" in own or "head.output.weight" in own:
+                check_tied_head(match, config, files)
+            for ours, source in own.items():
+                whole = _whole_shape(state[ours], shards.get(ours))
+                for index, key in enumerate(source.keys):
+                    check_tensor(match.given[key], files, shape_of_part(source, index, whole))
+            others = differing(match, config, files)
+        except WeightsError as error:
+            raise WeightsError(f"{path}: {error}") from error
+        for ours, source in own.items():
+            for place, start in _held(state[ours], shards.get(ours)):
+                _fill(place, start, source, match.given, files)
+    report = LoadReport(
+        path,
+        "Hugging Face",
+        used={ours: tuple(match.given[key] for key in source.keys) for ours, source in own.items()},
+        unneeded_keys=(*match.following, *([match.tied_head] if match.tied_head else [])),
+        differing_keys=tuple(others),
+    )
+    if others:
+        warnings.warn(f"{path}: {report.differences()}", stacklevel=3)
+    return report
+
+
+def _whole_shape(held: Tensor, shard: Shard | None) -> tuple[int, ...]:
+    """Of the tensor of which a rank holds this; its first dimension is not known where all is padding, nor needed."""
+    return shard.pieces[0].box.shape if shard is not None and shard.pieces else tuple(held.shape)
+
+
+def _held(held: Tensor, shard: Shard | None) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+    """What a rank holds of a tensor, in pieces, each with where it begins in the whole one; padding becomes 0."""
+    if shard is None:
+        yield held, (0,) * held.dim()
+        return
+    if shard.padding:
+        held[len(held) - shard.padding :] = 0
+    for piece, part in shard.parts(held):
+        yield part, piece.box.start
+
+
+def _fill(place: Tensor, start: tuple[int, ...], source: Source, given: Mapping[str, str], files: TensorFiles) -> None:
+    """Copies into a tensor what files have from `start` on, of all tensors whose rows it crosses."""
+    columns = None if place.dim() == 1 else (start[1], start[1] + place.shape[1])
+    row = 0  # where the next of theirs begins
+    for key, rows in zip(source.keys, source.rows, strict=True):
+        first, last = max(start[0], row), min(start[0] + place.shape[0], row + rows)
+        if first < last:
+            part = files.part(given[key], (first - row, last - row), columns, source.transposed)
+            place[first - start[0] : last - start[0]].copy_(part)
+        row += rows
+
+
+def save_gpt(model: Gpt, folder: str | Path, *, file_bytes: int = 5 * 10**9) -> None:
+    """Write a whole model as Hugging Face does: config.json, and one safetensors file or several and an index.
+
+    The folder appears when all is written. At most one file's tensors are in memory beside the model. Of a model that
+    is split among ranks, as `parallel_gpt` makes it, all tensor parallel ranks of one group call this; the first of
+    them writes, and the others return when the folder is there.
+
+    Args:
+        model: on any device.
+        folder: not there yet, or empty.
+        file_bytes: the most that the tensors of a file take, unless one alone takes more.
+
+    Raises:
+        InputError: the folder has something in it; on all ranks.
+        WeightsError: the head is not the embedding although the config ties them.
+        ValueError: a stage, or a model that is neither a GPT-2 nor a Llama.
+        MissingExtraError: safetensors is not installed.
+    """
+    folder = Path(folder)
+    if model.embedding is None or model.head is None or len(model.layers) != model.config.layers:
+        raise ValueError("save_gpt: expected a whole model, got a stage")
+    config = hugging_face_config(model.config) | {"dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
+    writes = model.group is None or dist.get_rank(model.group) == 0
+    if _on_any_rank(model, model.config.tied and not equal(model.head.output.weight, model.embedding.tokens.weight)):
+        raise WeightsError(UNTIED)
+    if _on_any_rank(model, writes and folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        raise InputError(f"{folder} is there already: give a new folder, or an empty one")
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    try:
+        if writes:
+            partial.mkdir(parents=True)
+        _write(model, partial, file_bytes, writes)
+        if writes:
+            (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            partial.replace(folder)
+        if model.group is not None:
+            dist.barrier(model.group)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # which is gone if all went well
+
+
+def _on_any_rank(model: Gpt, said: bool) -> bool:
+    """Whether a tensor parallel rank says so: all of them go the same way."""
+    if model.group is None:
+        return said
+    together = torch.tensor([int(said)], device=next(model.parameters()).device)
+    dist.all_reduce(together, group=model.group)
+    return bool(together.item())
+
+
+def _write(model: Gpt, folder: Path, file_bytes: int, writes: bool) -> None:
+    save_file = safetensors_library().torch.save_file
+    state, shards = model.state_dict(), shards_of(model)
+    shapes = shapes_of(model.config)
+    sizes = {
+        key: part.numel() * state[ours].itemsize
+        for ours, source in sources(model.config).items()
+        if not (model.config.tied and ours == "head.output.weight")
+        for key, part in zip(
+            source.keys, torch.empty(shapes[ours], device="meta").split(list(source.rows)), strict=True
+        )
+    }
+    groups: list[list[str]] = [[]]
+    size = 0
+    for key, bytes_of_key in sizes.items():
+        size += bytes_of_key
+        if groups[-1] and size > file_bytes:
+            groups.append([])
+            size = bytes_of_key
+        groups[-1].append(key)
+    count = len(groups)
+    names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)] if count > 1 else [ONE_FILE]
+    joined = _Joined(model, state, shards, shapes)
+    tensors = _exported(joined, model.config)
+    for name, keys in zip(names, groups, strict=True):
+        contents = {}
+        for expected in keys:
+            key, tensor = next(tensors)
+            assert key == expected
+            if writes:
+                contents[key] = tensor.to("cpu", memory_format=torch.contiguous_format, copy=True)
+        if writes:
+            save_file(contents, folder / name, metadata={"format": "pt"})
+    if count > 1 and writes:
+        places = {key: name for name, keys in zip(names, groups, strict=True) for key in keys}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class _Joined(Mapping[str, Tensor]):
+    """The whole tensors of a model, of which ranks may hold parts: joined when they are asked for, by all ranks."""
+
+    model: Gpt
+    state: Mapping[str, Tensor]
+    shards: Mapping[str, Shard]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def __getitem__(self, ours: str) -> Tensor:
+        held, shard = self.state[ours].detach(), self.shards.get(ours)
+        if shard is None:
+            return held
+        whole = held.new_zeros(self.shapes[ours])
+        for piece, part in shard.parts(held):
+            if piece.first:  # others hold the same
+                whole[tuple(slice(a, a + n) for a, n in zip(piece.box.start, piece.box.size, strict=True))] = part
+        dist.all_reduce(whole, group=self.model.group)
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.state)
+
+    def __len__(self) -> int:
+        return len(self.state)

@@ -1,0 +1,1 @@
+"""Networks of point clouds, by sparse convolutions."""

@@ -1,0 +1,168 @@
+"""What is on photographs: the classes that an image model finds most probable.
+
+model, preprocessing = load_classifier("resnet50")
+for photo in classify(model, ["cat.jpg", "holiday/"], preprocessing=preprocessing):
+    print(photo.path, photo.guesses[0].name, photo.guesses[0].probability)
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.errors import InputError, ModelRunError
+from rooftop.media.ahead import usual_threads
+from rooftop.models.images import IMAGENET, Preprocessing, check_images, find_images, prepared, preprocess
+from rooftop.models.registry import model_entry
+from rooftop.models.weights.files import HEADS, load_into, preprocessing_of, read_weights, weights_file
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A class, its name (None where names are not known) and its probability, 0..1."""
+
+    index: int
+    name: str | None
+    probability: float
+
+
+@dataclass(frozen=True)
+class Classified:
+    """A photograph and its classes, most probable first."""
+
+    path: Path
+    guesses: tuple[Guess, ...]
+
+
+@cache
+def imagenet_classes() -> tuple[str, ...]:
+    """The names of the 1000 classes of ImageNet-1k, in the order of the logits."""
+    file = files("rooftop.models.vision").joinpath("imagenet_classes.txt")
+    return tuple(file.read_text(encoding="utf-8").splitlines())
+
+
+def load_classifier(name: str, weights: str | Path = "DEFAULT") -> tuple[nn.Module, Preprocessing]:
+    """A built-in model with weights, ready for inference, and the preprocessing that belongs to them.
+
+    The number of classes is that of the weights.
+
+    Raises:
+        TargetError: no such model.
+        InputError: `weights` is neither a name nor a file.
+        WeightsError: the file cannot be fetched, is damaged, or belongs to another model.
+    """
+    entry = model_entry(name)
+    path = weights_file(name, weights)
+    tensors = read_weights(path)
+    head = next((tensors[key] for key in HEADS if key in tensors), None)
+    model = entry.build(num_classes=1000 if head is None or head.dim() != 1 else len(head))
+    load_into(model, tensors, path)
+    return model.eval(), preprocessing_of(name, weights)
+
+
+def classify(
+    model: nn.Module,
+    paths: Sequence[str | os.PathLike[str]],
+    *,
+    preprocessing: Preprocessing = IMAGENET,
+    classes: Sequence[str] | None = None,
+    top: int = 5,
+    batch_size: int = 16,
+    on_error: str = "raise",
+    progress: Callable[[str, float], None] | None = None,
+) -> list[Classified]:
+    """Classify photographs and folders of photographs, in the order of `find_images`.
+
+    Args:
+        model: (B, 3, crop, crop) -> logits (B, classes); runs where and in the dtype in which its parameters are.
+        classes: names in the order of the logits. None: ImageNet's where there are 1000 logits, else none.
+        top: how many classes to give for each photograph, at most.
+        on_error: "raise"; or "skip" photographs that cannot be read, with a warning for each.
+        progress: called with (what is being done, fraction done) after each batch.
+
+    Raises:
+        ValueError: `top` or `batch_size` below 1.
+        InputError: a path that does not exist or, unless such are skipped, is no image; or names of another number than
+            the logits.
+        ModelRunError: not enough memory for a batch, an output that is no logits, or logits that are not finite.
+    """
+    if top < 1 or batch_size < 1:
+        raise ValueError(f"expected top and batch_size of at least 1, got {top} and {batch_size}")
+    found = find_images(paths)
+    if on_error == "raise":
+        check_images(found)
+    results: list[Classified] = []
+    ahead = max(batch_size, 2 * usual_threads())  # the next batch is prepared while the model works
+    photographs = prepared(found, lambda image: preprocess(image, preprocessing), ahead, on_error)
+    done = 0
+    while batch := list(itertools.islice(photographs, batch_size)):
+        done = batch[-1][0] + 1
+        called = [found[number] for number, _ in batch]
+        guesses = guessed(model, torch.stack([image for _, image in batch]), called, classes, top, "photographs")
+        results += map(Classified, called, guesses)
+        if progress is not None:
+            progress(f"classified {len(results)} of {len(found)}", done / len(found))
+    if progress is not None and done < len(found):  # the last ones were skipped
+        progress(f"classified {len(results)} of {len(found)}", 1.0)
+    return results
+
+
+def guessed(
+    model: nn.Module, images: Tensor, called: Sequence[object], classes: Sequence[str] | None, top: int, what: str
+) -> list[tuple[Guess, ...]]:
+    """Of each of the images (B, 3, H, W), prepared as the model expects them, its most probable classes.
+
+    Args:
+        called: what errors call each of them.
+        classes, top: as of `classify`.
+        what: they are, in the plural.
+
+    Raises:
+        InputError, ModelRunError: as of `classify`.
+    """
+    logits = _logits(model, images, what)  # (B, classes)
+    if not (finite := logits.isfinite().all(1)).all():
+        raise ModelRunError(
+            f"the model's output for {called[finite.tolist().index(False)]} is not finite: its weights are damaged, "
+            "or its dtype is too narrow (float32 and bfloat16 reach further than float16)"
+        )
+    names = _names(classes, logits.shape[1])
+    best = logits.softmax(1).topk(min(top, logits.shape[1]))
+    return [
+        tuple(Guess(i, names[i] if names else None, p) for i, p in zip(indices, probabilities, strict=True))
+        for probabilities, indices in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    ]
+
+
+@torch.inference_mode()
+def _logits(model: nn.Module, images: Tensor, what: str) -> Tensor:
+    """(B, 3, H, W) -> (B, classes) float32 on the CPU."""
+    like = next(model.parameters(), images)
+    trained = [module for module in model.modules() if module.training]  # not all: some may be frozen
+    try:
+        logits = model.eval()(images.to(like.device, like.dtype))
+        if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(images):
+            got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+            raise ModelRunError(f"the model gave {got} for {len(images)} {what}, expected logits (B, classes)")
+        return logits.float().cpu()
+    except torch.cuda.OutOfMemoryError as error:
+        raise ModelRunError(f"{len(images)} {what} at once do not fit into memory; use a smaller batch") from error
+    finally:
+        for module in trained:
+            module.training = True
+
+
+def _names(classes: Sequence[str] | None, count: int) -> Sequence[str] | None:
+    if classes is None:
+        return imagenet_classes() if count == len(imagenet_classes()) else None
+    if len(classes) != count:
+        raise InputError(f"got {len(classes)} names of classes, but the model has {count} classes")
+    return classes

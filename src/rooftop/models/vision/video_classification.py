@@ -1,0 +1,219 @@
+"""What is in a video: the classes that an image model finds most probable, second by second.
+
+    model, preprocessing = load_classifier("resnet50")
+    frames = SampledVideo("walk.mp4", preprocessing, every=0.5)
+    for frame in classify_video(model, frames):
+        print(frame.time, frame.guesses[0].name, frame.guesses[0].probability)
+
+Frames are prepared as photographs are: the shorter side resized, the centre cropped, normalized. On a GPU whose NVDEC
+decodes the video all of it happens there, and what comes to the host are the logits. Numbers differ by the rounding of
+8-bit pixels from those of the same frame as a photograph, which Pillow rounds after the resize.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+from rooftop.errors import InputError
+from rooftop.media import DamagedVideoError, VideoReader
+from rooftop.models.images import IMAGENET, Preprocessing
+from rooftop.models.vision.classification import Guess, guessed
+
+SLACK_S = 0.0005  # as VideoReader.frames_at: 2 / 30 is frame 2 also where the file says 0.067 s
+MODES = {Image.Resampling.BILINEAR: "bilinear", Image.Resampling.BICUBIC: "bicubic"}  # of torch, as Pillow's
+
+
+@dataclass(frozen=True)
+class ClassifiedFrame:
+    """A frame of a video, when it is shown in seconds, and its classes, most probable first."""
+
+    position: int
+    time: float
+    guesses: tuple[Guess, ...]
+
+
+class SampledVideo:
+    """Frames of a video, some seconds apart, as the input of a model; each of them once.
+
+    Args:
+        path_or_bytes: a file, or the content of one.
+        preprocessing: as of photographs.
+        every: seconds from one to the next, from the first frame on: the frames shown at these times.
+        device: where frames are decoded and prepared, as of `VideoReader`: "cpu", "cuda", "cuda:1" or "auto".
+
+    Attributes:
+        device, fallback_reason: as of `VideoReader`.
+        positions, times: of the frames, in the video; seconds.
+
+    Raises:
+        InputError: no video, or `every` that is no number above 0.
+        DamagedVideoError, NoVideoDecoderError, MissingExtraError: as of `VideoReader`.
+    """
+
+    def __init__(
+        self,
+        path_or_bytes: str | os.PathLike[str] | bytes,
+        preprocessing: Preprocessing = IMAGENET,
+        *,
+        every: float = 1.0,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        if not (isfinite(every) and every > 0):
+            raise InputError(f"a frame every {every} s: expected a number of seconds above 0")
+        if preprocessing.interpolation not in MODES:
+            raise InputError(f"{preprocessing.interpolation!r} is not known of frames: expected BILINEAR or BICUBIC")
+        self.preprocessing = preprocessing
+        with VideoReader(path_or_bytes) as first:
+            short = min(first.height, first.width)
+            size = (preprocessing.resize * first.height // short, preprocessing.resize * first.width // short)
+        self._size = size
+        at_once = preprocessing.interpolation == Image.Resampling.BILINEAR  # which the reader does while it converts
+        self._reader = VideoReader(
+            path_or_bytes,
+            device,
+            dtype=torch.float32,
+            resize=size if at_once else None,
+            normalize=(preprocessing.mean, preprocessing.std) if at_once else None,
+        )
+        self.device, self.fallback_reason = self._reader.device, self._reader.fallback_reason
+        shown = self._reader.times
+        self.positions = _sampled(shown, self._reader.durations, every)
+        self.times: list[float] = shown[self.positions].tolist()
+
+    @classmethod
+    def for_model(
+        cls,
+        model: nn.Module,
+        path_or_bytes: str | os.PathLike[str] | bytes,
+        preprocessing: Preprocessing = IMAGENET,
+        *,
+        every: float = 1.0,
+    ) -> SampledVideo:
+        """Decoded by NVDEC of the GPU on which the model is, where it can be had and pays; else on the CPU."""
+        where = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        on_gpu = where.type == "cuda"
+        with torch.cuda.device(where) if on_gpu else nullcontext():
+            return cls(path_or_bytes, preprocessing, every=every, device="auto" if on_gpu else "cpu")
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def batches(self, batch_size: int) -> Iterator[Tensor]:
+        """(B, 3, crop, crop) float32 on `device`, B at most `batch_size`.
+
+        Raises:
+            DamagedVideoError: at the first frame that cannot be decoded, or where the file ends too early; after all
+                frames before it.
+        """
+        held: list[Tensor] = []
+        try:
+            for position in self.positions:
+                held.append(self._prepared(self._reader[position]))
+                if len(held) == batch_size:
+                    yield torch.stack(held)
+                    held = []
+            self._check_end()
+        except DamagedVideoError:
+            if held:
+                yield torch.stack(held)
+            raise
+        finally:
+            self._reader.close()
+        if held:
+            yield torch.stack(held)
+
+    def _check_end(self) -> None:
+        damage = self._reader.index.damage
+        if damage is None:
+            return
+        last = float(self._reader.times[-1]) if len(self._reader) else None
+        until = "" if last is None else f"; its last frame is at {last:.3f} s"
+        raise DamagedVideoError(f"{self._reader.source.name} is damaged: {damage}{until}", last)
+
+    def _prepared(self, frame: Tensor) -> Tensor:
+        """(3, H, W) as the reader gives it -> (3, crop, crop)."""
+        how = self.preprocessing
+        if self._reader.resize is None:
+            mode = MODES[how.interpolation]
+            frame = F.interpolate(frame[None], self._size, mode=mode, antialias=True)[0].clamp(0, 1)
+            mean, std = (torch.tensor(each, device=frame.device)[:, None, None] for each in (how.mean, how.std))
+            frame = (frame - mean) / std
+        height, width = frame.shape[1:]
+        top, left = round((height - how.crop) / 2), round((width - how.crop) / 2)
+        inside = frame[:, max(0, top) : max(0, top + how.crop), max(0, left) : max(0, left + how.crop)]
+        if tuple(inside.shape[1:]) == (how.crop, how.crop):
+            return inside
+        black = torch.tensor([-mean / std for mean, std in zip(how.mean, how.std, strict=True)], device=frame.device)
+        cropped = black[:, None, None].repeat(1, how.crop, how.crop)
+        down, across = max(0, -top), max(0, -left)
+        cropped[:, down : down + inside.shape[1], across : across + inside.shape[2]] = inside
+        return cropped
+
+
+def _sampled(times: Tensor, durations: Tensor, every: float) -> list[int]:
+    """Positions of the frames shown at the first one's time and every so many seconds later, each once."""
+    if not len(times):
+        return []
+    every = max(every, SLACK_S)  # all frames: no two are so near
+    since = times - times[0] - SLACK_S  # (N,) float64: from when on a time counts as this frame's
+    asked = (since / every).ceil() * every  # the first time asked for from there on
+    chosen: list[int] = (asked < since + durations).nonzero().flatten().tolist()
+    return chosen
+
+
+def classify_video(
+    model: nn.Module,
+    video: SampledVideo | str | os.PathLike[str] | bytes,
+    *,
+    classes: Sequence[str] | None = None,
+    top: int = 5,
+    batch_size: int = 16,
+    progress: Callable[[str, float], None] | None = None,
+) -> Iterator[ClassifiedFrame]:
+    """The classes of a video's frames, one after another.
+
+    Args:
+        model, classes, top: as of `rooftop.models.classify`.
+        video: a path or bytes, of which there is a frame every second, prepared for ImageNet where the model is; or
+            frames chosen and prepared otherwise.
+        batch_size: frames at once, at most.
+        progress: called with (what is being done, fraction done) after each batch.
+
+    Raises:
+        ValueError: `top` or `batch_size` below 1.
+        InputError: no video, or names of another number than the logits.
+        DamagedVideoError: after the frames before the damage.
+        ModelRunError: as of `classify`.
+    """
+    if top < 1 or batch_size < 1:
+        raise ValueError(f"expected top and batch_size of at least 1, got {top} and {batch_size}")
+    frames = video if isinstance(video, SampledVideo) else SampledVideo.for_model(model, video)
+    return _classified(model, frames, classes, top, batch_size, progress)
+
+
+def _classified(
+    model: nn.Module,
+    frames: SampledVideo,
+    classes: Sequence[str] | None,
+    top: int,
+    batch_size: int,
+    progress: Callable[[str, float], None] | None,
+) -> Iterator[ClassifiedFrame]:
+    done = 0
+    for images in frames.batches(batch_size):
+        positions = frames.positions[done : done + len(images)]
+        times = frames.times[done : done + len(images)]
+        called = [f"the frame at {time:.3f} s" for time in times]
+        yield from map(ClassifiedFrame, positions, times, guessed(model, images, called, classes, top, "frames"))
+        done += len(images)
+        if progress is not None:
+            progress(f"classified {done} of {len(frames)} frames", done / len(frames))

@@ -1,0 +1,223 @@
+"""Which of the tensors in a checkpoint are a model's weights: under which key, averaged or not, behind which prefixes.
+
+    found = weights_in(torch.load("checkpoint.pth"))
+    found.tensors          # by the model's keys
+    found.taken            # "state_dict_ema (averaged weights)"
+
+| saved by | what is in the file | taken |
+|---|---|---|
+| `torch.save(model.state_dict(), path)` | tensors | these |
+| scripts | tensors under `state_dict`, `model` or another key of `PLAIN` | these |
+| timm, relatives of DETR, YOLO | beside them `state_dict_ema`, `model_ema`, `ema` and the like | the averaged ones |
+| `AveragedModel` of torch.optim.swa_utils | `n_averaged`, and keys behind `module.` | these, averaged |
+| Lightning | `state_dict`, keys behind the attribute of the model, such as `model.` | those of the one model |
+| Lightning's `WeightAveraging` | `state_dict`, averaged; `current_model_state` | the averaged ones |
+| callbacks of Lightning | `state_dict`, and under `callbacks` the averages of one of them | the averaged ones |
+| ema_pytorch | `online_model.` and `ema_model.` under one key | the averaged ones |
+
+What `DataParallel`, `torch.compile`, FSDP and activation checkpointing put before keys, or within, is taken off in any
+order. Several models in one file are refused with their names, of which `part` chooses one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rooftop.errors import WeightsError
+from rooftop.models.weights.dialects import DETR, NEXT_FRAME, RESNET, SWIN
+
+PLAIN = ("state_dict", "model", "model_state_dict", "module", "net", "network", "current_model_state")
+"""Keys under which scripts save the state dict of a model."""
+
+AVERAGED = re.compile(r"(^|[_./])(ema|swa|averaged?|avg|polyak|shadow)([_./]|$)", re.IGNORECASE)
+"""Names of averaged weights: by exponential moving averages (EMA) or stochastic weight averaging (SWA)."""
+
+ONLINE = "online_model."
+"""What ema_pytorch puts before the weights that are trained, beside those that it averages."""
+
+COUNT = "n_averaged"
+"""Where `AveragedModel` counts what it has averaged."""
+
+WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""What DataParallel, `torch.compile`, FSDP and activation checkpointing put into the keys of a model."""
+
+SIGNS = (
+    *(dialect.sign for dialect in (*RESNET, *SWIN, *DETR, *NEXT_FRAME)),
+    "embedding.tokens.weight", "transformer.wte.weight", "wte.weight", "model.embed_tokens.weight",
+    "embed_tokens.weight",
+)  # fmt: skip
+"""Keys by which the models of this package are recognized, in all their dialects."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The weights of a model that a file holds.
+
+    Attributes:
+        tensors: by the model's keys.
+        taken: which of the file's tensors these are, and whether they are averaged, in words.
+        averaged: whether they are averages of the weights of several steps.
+        others: names of other weights in the file, which `part` would take.
+    """
+
+    tensors: dict[str, Tensor]
+    taken: str
+    averaged: bool = False
+    others: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    name: str  # where it is in the file: keys that lead to it, and the prefix of its own
+    tensors: dict[str, Tensor]
+    averaged: bool
+
+
+def weights_in(content: Any, part: str | None = None) -> Contents:
+    """The weights of one model in what a file holds.
+
+    Of weights and their averages, the averages are taken: those are what training is evaluated by.
+
+    Args:
+        content: what `torch.load` gave.
+        part: a name of `Contents.others`, or of the choices of an error; None: the only one, or the averaged one.
+
+    Raises:
+        WeightsError: no weights, several models, several averages, no such part, or two tensors of one key.
+    """
+    candidates = [each for found in _state_dicts(content) for each in _models_in(found)]
+    if not candidates:
+        raise WeightsError(f"holds {_named(content)}: expected what torch.save(model.state_dict(), path) writes")
+    chosen = candidates
+    if part is not None:
+        chosen = [each for each in candidates if each.name == part]
+        if not chosen:
+            names = ", ".join(repr(each.name) for each in candidates)
+            raise WeightsError(f"has no part {part!r}: expected one of {names}")
+    elif any(each.averaged for each in candidates):
+        chosen = [each for each in candidates if each.averaged]
+    elif (nameless := next(_nameless_averages(content), None)) is not None:
+        raise WeightsError(
+            f"holds averaged weights as a list, {nameless}, without the names of the parameters: choose other "
+            f"weights by part={candidates[0].name!r}, or save the model that has the averages"
+        )
+    if len(chosen) > 1:
+        names = ", ".join(f"{each.name!r} ({len(each.tensors)} tensors)" for each in chosen)
+        raise WeightsError(
+            f"holds the weights of several models, {names}: choose one by part=, or save the one that is meant alone"
+        )
+    found = chosen[0]
+    words = f"averaged weights{_count(found)}" if found.averaged else "weights, not averaged"
+    taken = f"{found.name or 'all tensors'} ({words})"
+    others = tuple(each.name for each in candidates if each is not found)
+    tensors = {key: value for key, value in found.tensors.items() if not (found.averaged and key == COUNT)}
+    return Contents(tensors, taken, found.averaged, others)
+
+
+def _count(candidate: _Candidate) -> str:
+    count = candidate.tensors.get(COUNT)
+    return f" of {int(count)} steps" if count is not None and count.numel() == 1 else ""
+
+
+def _named(content: Any) -> str:
+    return ", ".join(map(str, list(content)[:5])) if isinstance(content, Mapping) else type(content).__name__
+
+
+# ---- where state dicts are -----------------------------------------------------------------------------------------
+
+
+def _state_dicts(content: Any, path: tuple[str, ...] = ()) -> Iterator[_Candidate]:
+    """The state dicts in what a file holds, each by the keys that lead to it."""
+    if not isinstance(content, Mapping) or len(path) > 3:
+        return
+    if all(isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items()):
+        if content or not path:
+            name = "/".join(path)
+            yield _Candidate(name, dict(content), AVERAGED.search(name) is not None)
+        return
+    lightnings = {"averaging_state", "current_model_state"} <= set(content)
+    callbacks = content.get("callbacks") if not path else None
+    for name, state in callbacks.items() if isinstance(callbacks, Mapping) else ():
+        for found in _state_dicts(state, ("callbacks", str(name))):
+            if found.averaged and _prefixes(found.tensors):
+                yield found
+    for key, value in content.items():
+        if not isinstance(key, str) or not (key in PLAIN or AVERAGED.search(key)) or key == "averaging_state":
+            continue
+        for found in _state_dicts(value, (*path, key)):
+            averaged = found.averaged or (lightnings and key == "state_dict")
+            yield _Candidate(found.name, found.tensors, averaged)
+
+
+def _nameless_averages(content: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Where averages are a list, in the order of a model's parameters, as torch_ema saves them."""
+    if not isinstance(content, Mapping) or len(path) > 3:
+        return
+    for key, value in content.items():
+        here = (*path, str(key))
+        if isinstance(value, (list, tuple)) and value and all(isinstance(each, Tensor) for each in value):
+            if AVERAGED.search("/".join(here)):
+                yield "/".join(here)
+        elif path or AVERAGED.search(str(key)):
+            yield from _nameless_averages(value, here)
+
+
+# ---- prefixes ------------------------------------------------------------------------------------------------------
+
+
+def _models_in(found: _Candidate) -> Iterator[_Candidate]:
+    """The models whose tensors a state dict has, each by the keys of its own."""
+    tensors = _unwrapped(found.tensors)
+    prefixes = _prefixes(tensors)
+    averaged = found.averaged or COUNT in tensors
+    counts = [key for key in tensors if key == COUNT or key.endswith(f".{COUNT}")]
+    if len(prefixes) < 2 and (not prefixes or prefixes == [""]):
+        yield _Candidate(found.name, tensors, averaged)
+        return
+    for prefix in prefixes:
+        own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        if len(prefixes) == 1:  # what else is there belongs to no other model, and is not to be lost
+            others = {key: value for key, value in tensors.items() if not key.startswith(prefix)}
+            own |= {key: value for key, value in others.items() if key not in own}
+        around = [key for key in counts if prefix.startswith(key.removesuffix(COUNT))]  # of an average of this model
+        if around:
+            own = {key: value for key, value in own.items() if key not in around} | {COUNT: tensors[around[-1]]}
+        mine = COUNT in own or AVERAGED.search(prefix) is not None or (averaged and not prefix.endswith(ONLINE))
+        yield _Candidate(f"{found.name}/{prefix}" if found.name else prefix, own, mine)
+
+
+def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors without what wrappers have put into their keys.
+
+    Raises:
+        WeightsError: two tensors have then one key.
+    """
+    keys = {key: key for key in tensors}
+    while rest := [key for key in keys.values() if key != COUNT]:
+        wrapper = next((each for each in WRAPPERS if all(key.startswith(each) for key in rest)), None)
+        if wrapper is None:
+            break
+        keys = {key: now.removeprefix(wrapper) if now != COUNT else now for key, now in keys.items()}
+    found: dict[str, str] = {}
+    for key, now in keys.items():
+        first, *inner = now.split(".")
+        name = ".".join([first, *(each for each in inner[:-1] if f"{each}." not in WRAPPERS), *inner[-1:]])
+        if name in found and name.rpartition(".")[2] != COUNT:  # averages of averages have two counts
+            raise WeightsError(f"has {found[name]} and {key}, which are both {name}: save the one that is meant alone")
+        found.setdefault(name, key)
+    return {name: tensors[key] for name, key in found.items()}
+
+
+def _prefixes(tensors: Mapping[str, Tensor]) -> list[str]:
+    """What stands before the keys of each model: the shortest that come before one of the signs."""
+    ends = [key.removesuffix(sign) for sign in SIGNS for key in tensors if key == sign or key.endswith(f".{sign}")]
+    shortest: list[str] = []
+    for prefix in sorted(set(ends), key=lambda each: (len(each), each)):
+        if not any(prefix.startswith(each) for each in shortest):
+            shortest.append(prefix)
+    return shortest

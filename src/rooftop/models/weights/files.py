@@ -1,0 +1,288 @@
+"""Published weights by name: found in the cache or downloaded, checked, and loaded into a model.
+
+A published file carries the first eight hex digits of its SHA-256 in its name (`resnet50-11ad3fa6.pth`); the bytes are
+checked against them before the file gets that name, and again whenever it is used. Files lie where torchvision puts
+its own (`torch.hub.get_dir()/checkpoints`), so that what either of them has downloaded serves both.
+
+`ROOFTOP_WEIGHTS_URL` in the environment replaces the address that the file names are appended to: a mirror, or a folder
+as file:///...
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from rooftop.errors import InputError, MissingExtraError, WeightsError, did_you_mean
+from rooftop.models.images import Preprocessing
+from rooftop.models.registry import builtin_models
+from rooftop.models.weights.checkpoint_contents import Contents, weights_in
+from rooftop.models.weights.downloads import download, sha256_of
+from rooftop.models.weights.load_reports import COMPUTED, compared
+
+PUBLIC_URL = "https://download.pytorch.org/models"
+DETR_URL = "https://dl.fbaipublicfiles.com/detr"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A published file of weights, and how photographs were prepared for them.
+
+    Attributes:
+        file: its name, NAME-SHA256.pth with the first eight hex digits of the checksum.
+        preprocessing: of the evaluation whose accuracy was published; None: of a detector, which is shown whole
+            photographs (`rooftop.models.detect`).
+        publisher: the address that the file's name is appended to.
+        dilation: the fourth stage of the ResNet keeps the resolution of the third ("DC5"). The file does not show it.
+    """
+
+    file: str
+    preprocessing: Preprocessing | None
+    publisher: str = PUBLIC_URL
+    dilation: bool = False
+
+    @property
+    def sha256(self) -> str:
+        """The first eight hex digits of the file's SHA-256."""
+        return Path(self.file).stem.rpartition("-")[2]
+
+    @property
+    def url(self) -> str:
+        """Where the file is downloaded from."""
+        return f"{(os.environ.get('ROOFTOP_WEIGHTS_URL') or self.publisher).rstrip('/')}/{self.file}"
+
+    @property
+    def path(self) -> Path:
+        """Where the file lies once it is downloaded."""
+        return Path(torch.hub.get_dir()) / "checkpoints" / self.file
+
+
+_256, _232 = Preprocessing(resize=256), Preprocessing(resize=232)
+
+
+def _bicubic(resize: int, crop: int = 224) -> Preprocessing:
+    return Preprocessing(resize, crop, Image.Resampling.BICUBIC)
+
+
+WEIGHTS: dict[str, dict[str, Weights]] = {
+    builder: {
+        f"IMAGENET1K_V{version}": Weights(f"{builder}-{sha256}.pth", preprocessing)
+        for version, (sha256, preprocessing) in enumerate(files, start=1)
+    }
+    for builder, files in {
+        "resnet18": [("f37072fd", _256)],
+        "resnet34": [("b627a593", _256)],
+        "resnet50": [("0676ba61", _256), ("11ad3fa6", _232)],
+        "resnet101": [("63fe2227", _256), ("cd907fc2", _232)],
+        "resnet152": [("394f9c45", _256), ("f82ba261", _232)],
+        "resnext50_32x4d": [("7cdf4587", _256), ("1a0047aa", _232)],
+        "resnext101_32x8d": [("8ba56ff5", _256), ("110c445d", _232)],
+        "resnext101_64x4d": [("173b62eb", _232)],  # its first weights already come from the second recipe
+        "wide_resnet50_2": [("95faca4d", _256), ("9ba9bcbe", _232)],
+        "wide_resnet101_2": [("32ee1156", _256), ("d733dc28", _232)],
+        "swin_t": [("704ceda3", _bicubic(232))],
+        "swin_s": [("5e29d889", _bicubic(246))],
+        "swin_b": [("68c6b09e", _bicubic(238))],
+        "swin_v2_t": [("b137f0e2", _bicubic(260, 256))],
+        "swin_v2_s": [("637d8ceb", _bicubic(260, 256))],
+        "swin_v2_b": [("781e5279", _bicubic(272, 256))],
+    }.items()
+}
+# As the README of facebookresearch/detr lists them; the dilated network is never the default, since it is slower.
+WEIGHTS |= {
+    "detr_resnet50": {
+        "COCO_DC5": Weights("detr-r50-dc5-f0fb7ef5.pth", None, DETR_URL, dilation=True),
+        "COCO": Weights("detr-r50-e632da11.pth", None, DETR_URL),
+    },
+    "detr_resnet101": {
+        "COCO_DC5": Weights("detr-r101-dc5-a2e86def.pth", None, DETR_URL, dilation=True),
+        "COCO": Weights("detr-r101-2c7b67e5.pth", None, DETR_URL),
+    },
+}
+"""Builder -> name -> file, oldest first; "DEFAULT" stands for the last."""
+
+
+HEADS = ("fc.bias", "head.bias")
+"""What the last layer's bias is called, whose length is the number of classes."""
+
+
+def load_weights(model: nn.Module, builder: str, weights: str | Path) -> None:
+    """Load published weights of `builder`, or a file, into a model; every key must be there, with its shape.
+
+    Raises:
+        InputError: neither a name nor a file.
+        WeightsError: the file cannot be fetched, is damaged, or belongs to another model.
+        MissingExtraError: a .safetensors file, and safetensors is not installed.
+    """
+    path = weights_file(builder, weights)
+    load_into(model, read_weights(path), path)
+
+
+def weights_file(builder: str, weights: str | Path) -> Path:
+    """The file that a name (downloaded if need be) or a path stands for. A `Path` is never taken for a name.
+
+    Raises:
+        InputError: neither a name nor a file.
+        WeightsError: it cannot be fetched or does not match its checksum.
+    """
+    published = published_weights(builder, weights)
+    if published is None:
+        return _existing(builder, weights)
+    path = published.path
+    if not path.exists():
+        download(published.url, path, published.sha256)
+    elif not (found := sha256_of(path)).startswith(published.sha256):
+        raise WeightsError(
+            f"{path} is damaged: its SHA-256 begins with {found[:8]}, expected {published.sha256}. "
+            f"Delete it to have it downloaded again from {published.url}"
+        )
+    return path
+
+
+def published_weights(builder: str, weights: str | Path) -> Weights | None:
+    """The published file that `weights` names for this builder, if it is a name."""
+    named = {} if isinstance(weights, Path) else WEIGHTS.get(builder, {})
+    return list(named.values())[-1] if named and weights == "DEFAULT" else named.get(str(weights))
+
+
+def preprocessing_of(builder: str, weights: str | Path) -> Preprocessing:
+    """How photographs are prepared for these weights, also where they are a copy that kept its file name.
+
+    For any other file: the shorter side to 256 pixels, the central 224 x 224.
+    """
+    published = _named_or_copied(builder, weights)
+    return (published and published.preprocessing) or Preprocessing()
+
+
+def options_of(builder: str, weights: str | Path) -> dict[str, bool]:
+    """What a builder must be told for these weights, also where they are a copy that kept its file name.
+
+    {"dilation": True} for those of a dilated DETR, whose keys and shapes are those of the plain one; else nothing.
+    """
+    published = _named_or_copied(builder, weights)
+    return {"dilation": True} if published and published.dilation else {}
+
+
+def _named_or_copied(builder: str, weights: str | Path) -> Weights | None:
+    by_file = {entry.file: entry for entry in WEIGHTS.get(builder, {}).values()}
+    return published_weights(builder, weights) or by_file.get(Path(weights).name)
+
+
+def read_weights(path: Path, part: str | None = None) -> dict[str, Tensor]:
+    """The tensors of a file that `torch.save(model.state_dict(), path)` or safetensors wrote, on the CPU.
+
+    Those of `read_checkpoint`, whose arguments and errors these are.
+    """
+    return read_checkpoint(path, part).tensors
+
+
+def read_checkpoint(path: Path, part: str | None = None) -> Contents:
+    """A model's weights in a file, on the CPU, and which they are.
+
+    Runs no code from it. A checkpoint is opened, and what training has put before the keys is taken off:
+    `rooftop.models.weights.checkpoint_contents` says what is taken of which file.
+
+    Args:
+        path: of what torch.save or safetensors wrote.
+        part: which weights, of a file that has several.
+
+    Raises:
+        WeightsError: damaged, not a file of tensors, or weights of several models.
+        MissingExtraError: a .safetensors file, and safetensors is not installed.
+    """
+    try:
+        if path.is_file() and path.stat().st_size == 0:
+            raise WeightsError(f"{path} is damaged or no file of weights: it is empty. {EXPECTED}")
+        content = _safetensors(path) if path.suffix.lower() == ".safetensors" else _unpickled(path)
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {error.strerror or error}") from error
+    try:
+        return weights_in(content, part)
+    except WeightsError as error:
+        raise WeightsError(f"{path} {error}") from error
+
+
+EXPECTED = "Expected what torch.save(model.state_dict(), path) writes"
+
+
+def _unpickled(path: Path) -> Any:
+    try:
+        with (
+            warnings.catch_warnings(action="ignore"),  # about what torch cannot read: the errors below say it
+            torch.serialization.safe_globals(
+                [argparse.Namespace]
+            ),  # the options that training scripts save: plain data
+        ):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # torch.load has no error of its own: RuntimeError, EOFError, UnpicklingError, ...
+        if forbidden := re.search(r"GLOBAL (\w+(?:\.\w+)+)", str(error)):
+            raise WeightsError(
+                f"{path} holds more than tensors: loading {forbidden[1]} could run code, so it is refused. {EXPECTED}"
+            ) from error
+        raise WeightsError(
+            f"{path} is damaged or no file of weights: torch.load(weights_only=True) raised {type(error).__name__}. "
+            f"{EXPECTED}"
+        ) from error
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise MissingExtraError('.safetensors files need safetensors: pip install "rooftop[weights]"') from error
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise WeightsError(
+            f"{path} is damaged or no safetensors file ({error}). Expected what safetensors.torch.save_file writes"
+        ) from error
+
+
+def load_into(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Copy tensors into the model's parameters and buffers.
+
+    Raises:
+        WeightsError: a key is missing, unknown or of another shape; `path` is named in the message.
+    """
+    report = compared(model.state_dict(), tensors, path)
+    if not report.fits:
+        raise WeightsError(f"{path} does not fit the model: {report.problems()}. {fitting(tensors)}".rstrip())
+    model.load_state_dict(tensors, strict=False)
+
+
+def fitting(tensors: Mapping[str, Tensor]) -> str:
+    """Which built-in models the shapes of tensors belong to, as a sentence; "" if none."""
+    found = {key: tuple(value.shape) for key, value in tensors.items()}
+    classes = next((found[key][0] for key in HEADS if found.get(key)), 1000)
+    names = []
+    for name, entry in builtin_models().items():
+        with torch.device("meta"):
+            shapes = {key: tuple(value.shape) for key, value in entry.build(num_classes=classes).state_dict().items()}
+        complete = {key: shape for key, shape in shapes.items() if key.endswith(COMPUTED)} | found
+        if shapes == complete:
+            names.append(f"{name}()" if classes == 1000 else f"{name}(num_classes={classes})")
+    return f"The file fits {' and '.join(names)}" if names else ""
+
+
+def _existing(builder: str, weights: str | Path) -> Path:
+    path = Path(weights).expanduser()
+    if path.is_file():
+        return path
+    names = ["DEFAULT", *WEIGHTS[builder]] if builder in WEIGHTS else []
+    problem = "is a folder" if path.is_dir() else "is neither a file here nor the name of published weights"
+    hint = did_you_mean(weights, names)
+    has = f"{builder} has {', '.join(names)}, or give a file" if names else f"{builder} has none of these: give a file"
+    raise InputError(f"weights {str(weights)!r} {problem}{hint}; {has}")

@@ -1,0 +1,31 @@
+"""In which order the sides of a sparse convolution's weight stand: the layouts of spconv's versions.
+
+The table in `checkpoints.py` says which version saved which.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LAYOUTS = ("KRSC", "RSKC", "RSCK")
+OWN_VERSION = 2
+"""What `state_dict` notes of a convolution of this library; spconv notes 1."""
+
+
+def fitting(weight: Tensor, shape: tuple[int, ...]) -> list[str]:
+    """The layouts in which this weight is one of shape (out, *kernel, in); one name for those that are the same."""
+    if weight.dim() != len(shape):
+        return []
+    found = [layout for layout in LAYOUTS if tuple(as_krsc(weight, layout).shape) == shape]
+    if "KRSC" not in found:
+        return found
+    whole = torch.empty(shape, device="meta")  # stays contiguous where but sides of 1 are moved
+    return [layout for layout in found if layout == "KRSC" or not as_krsc(whole, layout).is_contiguous()]
+
+
+def as_krsc(weight: Tensor, layout: str) -> Tensor:
+    """A view of a weight in this layout as (out, *kernel, in)."""
+    if layout == "RSKC":
+        return weight.movedim(-2, 0)
+    return weight.movedim(-1, 0) if layout == "RSCK" else weight

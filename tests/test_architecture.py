@@ -1,0 +1,114 @@
+"""The source tree is as docs/architecture.md says, and its files import each other without circles."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "rooftop"
+PAGE = ROOT / "docs" / "architecture.md"
+CIRCLES = (
+    ("rooftop.cost.formulas", "rooftop.cost.registry"),  # formulas register themselves where they are looked for
+    ("rooftop.kernels.",),  # an expression shows itself as text, which is made of expressions
+)
+"""Files whose imports of each other are let be."""
+MOST_LINES = 60  # of what is read at a glance
+
+
+def modules() -> dict[str, Path]:
+    """All files of the source by the names that imports have for them."""
+    found = {}
+    for path in SOURCE.rglob("*.py"):
+        parts = ("rooftop", *path.relative_to(SOURCE).with_suffix("").parts)
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported(tree: ast.AST, known: set[str]) -> set[str]:
+    """Files that one imports, in functions too, but not for types alone."""
+    found: set[str] = set()
+    for each in statements(tree):
+        if isinstance(each, ast.Import):
+            found |= {name.name for name in each.names} & known
+        elif isinstance(each, ast.ImportFrom) and each.module is not None:
+            files = {f"{each.module}.{name.name}" for name in each.names}
+            found |= files & known
+            if files - known:  # names of the package itself
+                found |= {each.module} & known
+    return found
+
+
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    for each in ast.iter_child_nodes(tree):
+        if isinstance(each, ast.If) and isinstance(each.test, ast.Name) and each.test.id == "TYPE_CHECKING":
+            continue
+        yield each
+        yield from statements(each)
+
+
+def circle(imports: dict[str, set[str]]) -> list[str]:
+    """Files each of which imports the one before it, and the first of which is the last; empty if there are none."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_files_import_each_other_in_one_direction() -> None:
+    known = modules()
+    imports = {name: imported(ast.parse(path.read_bytes()), set(known)) for name, path in known.items()}
+    assert len(imports["rooftop.mat.matrix"]) > 5
+    for among in CIRCLES:
+        for name in imports:
+            if name.startswith(among):
+                imports[name] = {each for each in imports[name] if not each.startswith(among)}
+    assert not circle(imports), "move what both need to a file below them"
+
+
+def test_a_circle_through_a_function_is_seen() -> None:
+    one = "from __future__ import annotations\n\ndef f():\n    from here import other\n"
+    assert imported(ast.parse(one), {"here", "here.other"}) == {"here.other"}
+    for_types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from here.other import Name\n"
+    assert imported(ast.parse(for_types), {"here.other"}) == set()
+    assert sorted(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})[1:]) == ["a", "b", "c"]
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_the_page_names_every_file_and_every_folder() -> None:
+    """A file by its name, or by its folder (`formulas/`)."""
+    page = PAGE.read_text(encoding="utf-8")
+    files = [path.relative_to(SOURCE) for path in SOURCE.rglob("*.py") if not path.name.startswith("__")]
+    by_folder = ("formulas", "page_files")
+    unnamed = [str(path) for path in files if path.name not in page and path.parent.name not in by_folder]
+    assert not unnamed, "docs/architecture.md should say in a few words what these are for"
+    there = {path.name for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
+    for name in re.findall(r"\w+\.py", page):
+        assert name in there, f"docs/architecture.md names {name}, which is not there"
+    folders = {parent for path in files for parent in path.parents if parent != Path()}
+    for folder in folders:
+        assert f"{folder.name}/" in page, f"docs/architecture.md does not name {folder}/"
+
+
+def test_each_map_fits_one_screen() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    packages = re.search(r"```\nsrc/rooftop/\n(.*?)```", page, re.DOTALL)
+    assert packages is not None
+    named = re.findall(r"^  (\w+)/", packages[1], re.MULTILINE)
+    there = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert sorted(named) == sorted(there)
+    maps = [packages[1], *re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)]
+    assert max(len(each.splitlines()) for each in maps) <= MOST_LINES
+
+
+@pytest.mark.parametrize("package", ["rooftop.doctor", "rooftop.debugging", "rooftop.models.gpt"])
+def test_packages_have_what_they_say(package: str) -> None:
+    module = pytest.importorskip(package)
+    assert module.__all__ == sorted(module.__all__)
+    assert all(hasattr(module, name) for name in module.__all__)
