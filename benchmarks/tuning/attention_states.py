@@ -1,4 +1,4 @@
-"""Tables of merged attention states: FORWARD and BACKWARD of `attention_states.py`.
+"""Tables of merged attention states: FORWARD and BACKWARD of `attentions/states.py`.
 
 python benchmarks/tuning/attention_states.py [--out attention_states.json] [--seconds 10] [--quick]
 """
@@ -11,8 +11,8 @@ import torch
 from candidates import QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 
-from rooftop.kernels import attention_states
-from rooftop.kernels.attention_states import RowsConfig
+from rooftop.kernels.attentions import states as attention_states
+from rooftop.kernels.attentions.states import RowsConfig
 
 Shape = tuple[int, int, int]  # B, H, S
 

@@ -1,4 +1,4 @@
-"""Tables of softmax and cross entropy by clusters of blocks: CLUSTER_* of `cuda_softmaxes.py`, beside Triton's kernels.
+"""Tables of softmax and cross entropy by clusters: CLUSTER_* of `softmaxes/clusters.py`, beside Triton's kernels.
 
     python benchmarks/tuning/clusters.py [--out clusters.json] [--seconds 45] [--quick]
 
@@ -17,9 +17,9 @@ import losses as loss_tuning
 import softmaxes as softmax_tuning
 from candidates import QUICK, Call, Settings, Task, main
 
-from rooftop.kernels import cuda_softmaxes
-from rooftop.kernels.cuda_softmaxes import ClusterConfig
-from rooftop.kernels.softmaxes import ANY_BYTES
+from rooftop.kernels.softmaxes import clusters as cuda_softmaxes
+from rooftop.kernels.softmaxes.clusters import ClusterConfig
+from rooftop.kernels.softmaxes.softmaxes import ANY_BYTES
 from rooftop.launch import count_launches
 
 Shape = tuple[int, int, int, int]  # blocks, threads, held, stages

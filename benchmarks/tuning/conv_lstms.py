@@ -1,4 +1,4 @@
-"""Tables of the gates of a ConvLSTM: FORWARD and BACKWARD of `conv_lstms.py`.
+"""Tables of the gates of a ConvLSTM: FORWARD and BACKWARD of `recurrent/conv_lstms.py`.
 
     python benchmarks/tuning/conv_lstms.py [--out conv_lstms.json] [--seconds 100] [--quick]
 
@@ -17,8 +17,8 @@ import torch
 from candidates import QUICK, Call, Settings, Task, copies_past_cache, main, randn
 from torch import Tensor
 
-from rooftop.kernels import conv_lstm_sequences, conv_lstms
-from rooftop.kernels.conv_lstms import GatesConfig
+from rooftop.kernels.recurrent import conv_lstm_sequences, conv_lstms
+from rooftop.kernels.recurrent.conv_lstms import GatesConfig
 
 BATCH, FILTERS, SIDE = (1, 8, 3) if QUICK else (8, 64, 64)
 STEPS = 2 if QUICK else 3

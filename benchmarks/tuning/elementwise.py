@@ -1,4 +1,4 @@
-"""Tables of fused elementwise expressions: FLAT, TILES, SQUARE and those of sums, of `elementwise_launches.py`.
+"""Tables of fused elementwise expressions: FLAT, TILES, SQUARE and those of sums, of `elementwise/launches.py`.
 
 python benchmarks/tuning/elementwise.py [--out elementwise.json] [--seconds 30] [--quick]
 """
@@ -15,8 +15,9 @@ from candidates import QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 from torch.nn import functional
 
-from rooftop.kernels import elementwise_launches, fused
-from rooftop.kernels.elementwise_launches import FlatConfig, TileConfig
+from rooftop.kernels import fused
+from rooftop.kernels.elementwise import launches as elementwise_launches
+from rooftop.kernels.elementwise.launches import FlatConfig, TileConfig
 
 SINGLE, HALF = torch.float32, torch.bfloat16
 ELEMENTS, SMALL = (1 << 12, 1 << 11) if QUICK else (1 << 27, 1 << 20)  # timed, and of a check

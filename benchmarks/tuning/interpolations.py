@@ -1,4 +1,4 @@
-"""Tables of trilinear interpolation: FORWARD and BACKWARD of `interpolations.py`, beside its twin in CUDA C++.
+"""Tables of trilinear interpolation: FORWARD and BACKWARD of `lookups/interpolations.py`, beside its twin in CUDA C++.
 
 python benchmarks/tuning/interpolations.py [--out interpolations.json] [--seconds 15] [--quick]
 """
@@ -12,8 +12,8 @@ import torch
 from candidates import DEVICE, QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 
-from rooftop.kernels import cuda_interpolations, interpolations
-from rooftop.kernels.interpolations import ANY_BYTES, BlockConfig
+from rooftop.kernels.lookups import cuda_interpolations, interpolations
+from rooftop.kernels.lookups.interpolations import ANY_BYTES, BlockConfig
 
 HALF = torch.float16
 

@@ -1,4 +1,4 @@
-"""Tables of cross entropy: LOSS(_LONG), FUSED(_LONG) and GRADIENT_* of `loss_launches.py`.
+"""Tables of cross entropy: LOSS(_LONG), FUSED(_LONG) and GRADIENT_* of `losses/launches.py`.
 
     python benchmarks/tuning/losses.py [--out losses.json] [--seconds 45] [--quick]
 
@@ -15,9 +15,10 @@ from candidates import DEVICE, QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 from torch.nn import functional
 
-from rooftop.kernels import loss_launches, losses
-from rooftop.kernels.loss_launches import Terms
-from rooftop.kernels.softmaxes import ANY_BYTES, LongConfig, TileConfig
+from rooftop.kernels.losses import launches as loss_launches
+from rooftop.kernels.losses import losses
+from rooftop.kernels.losses.launches import Terms
+from rooftop.kernels.softmaxes.softmaxes import ANY_BYTES, LongConfig, TileConfig
 
 TERMS = Terms(None, -100, 0.0, 0.0)
 ROWS, SMALL = (4, 3) if QUICK else (8192, 512)  # timed, and of a check

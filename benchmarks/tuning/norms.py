@@ -2,8 +2,8 @@
 
     python benchmarks/tuning/norms.py [--out norms.json] [--seconds 60] [--quick]
 
-Decides FORWARD and BACKWARD of `norm_clusters.py` ("staged": blocks of a cluster, warps, blocks on an SM, stages), and
-FORWARD, FORWARD_SHIFTED, BACKWARD_SHIFTED, FORWARD_LONG, FORWARD_LONG_ODD and BACKWARD_LONG of `norm_launches.py`.
+Decides FORWARD and BACKWARD of `norms/clusters.py` ("staged": blocks of a cluster, warps, blocks on an SM, stages), and
+FORWARD, FORWARD_SHIFTED, BACKWARD_SHIFTED, FORWARD_LONG, FORWARD_LONG_ODD and BACKWARD_LONG of `norms/launches.py`.
 "plain": rows at odd addresses are loaded one element at a time. "table": as the tables are.
 """
 
@@ -17,10 +17,9 @@ from candidates import QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 from torch.nn import functional
 
-from rooftop.kernels import norm_clusters as clusters
-from rooftop.kernels import norm_launches as launches
-from rooftop.kernels.norm_clusters import ClusterConfig
-from rooftop.kernels.norm_launches import BackwardConfig, ForwardConfig, LongConfig
+from rooftop.kernels.norms import clusters, launches
+from rooftop.kernels.norms.clusters import ClusterConfig
+from rooftop.kernels.norms.launches import BackwardConfig, ForwardConfig, LongConfig
 from rooftop.launch import count_launches
 
 ELEMENTS = 1 << 27

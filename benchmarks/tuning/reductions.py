@@ -1,4 +1,4 @@
-"""Tables of reductions: ALL, ROWS, FAR_ROWS, PLACES, COLUMNS, SPLIT and SHARE_* of `reduction_launches.py`.
+"""Tables of reductions: ALL, ROWS, FAR_ROWS, PLACES, COLUMNS, SPLIT and SHARE_* of `reductions/launches.py`.
 
     python benchmarks/tuning/reductions.py [--out reductions.json] [--seconds 40] [--quick]
 
@@ -15,8 +15,9 @@ import torch
 from candidates import QUICK, Call, Settings, Task, copies_past_cache, main, randn
 from torch import Tensor
 
-from rooftop.kernels import reduction_launches, reductions
-from rooftop.kernels.reduction_launches import ANY_BYTES, AllConfig, ColumnConfig, RowConfig, SplitConfig
+from rooftop.kernels.reductions import launches as reduction_launches
+from rooftop.kernels.reductions import reductions
+from rooftop.kernels.reductions.launches import ANY_BYTES, AllConfig, ColumnConfig, RowConfig, SplitConfig
 
 SINGLE, HALF = torch.float32, torch.bfloat16
 Shape = tuple[int, ...]

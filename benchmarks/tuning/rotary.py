@@ -1,4 +1,4 @@
-"""The table of rotary position embeddings: CONFIGS of `rotary.py`.
+"""The table of rotary position embeddings: CONFIGS of `attentions/rotary.py`.
 
 python benchmarks/tuning/rotary.py [--out rotary.json] [--seconds 20] [--quick]
 """
@@ -11,8 +11,8 @@ import torch
 from candidates import DEVICE, QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 
-from rooftop.kernels import rotary
-from rooftop.kernels.rotary import RotaryConfig
+from rooftop.kernels.attentions import rotary
+from rooftop.kernels.attentions.rotary import RotaryConfig
 
 Shape = tuple[int, int, int, int]  # B, H, S, D
 

@@ -1,4 +1,4 @@
-"""Tables of softmax: FORWARD, FORWARD_LONG, BACKWARD and BACKWARD_LONG of `softmaxes.py`.
+"""Tables of softmax: FORWARD, FORWARD_LONG, BACKWARD and BACKWARD_LONG of `softmaxes/softmaxes.py`.
 
 python benchmarks/tuning/softmaxes.py [--out softmaxes.json] [--seconds 45] [--quick]
 """
@@ -12,8 +12,8 @@ import torch
 from candidates import QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 
-from rooftop.kernels import softmaxes
-from rooftop.kernels.softmaxes import ANY_BYTES, LongConfig, TileConfig
+from rooftop.kernels.softmaxes import softmaxes
+from rooftop.kernels.softmaxes.softmaxes import ANY_BYTES, LongConfig, TileConfig
 
 HALF = torch.bfloat16
 

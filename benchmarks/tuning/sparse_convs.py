@@ -1,4 +1,4 @@
-"""The tables of sparse convolution: those of `sparse_conv_launches.py`, and from how many rows on what pays.
+"""The tables of sparse convolution: those of `sites/launches.py`, and from how many rows on what pays.
 
     python benchmarks/tuning/sparse_convs.py [--out sparse_convs.json] [--seconds 100] [--quick]
 
@@ -22,8 +22,9 @@ import torch
 from candidates import DEVICE, QUICK, Call, Settings, Task, copies_past_cache, main, randn
 from torch import Tensor
 
-from rooftop.kernels import sparse_conv_launches, sparse_convs
-from rooftop.kernels.sparse_conv_launches import (
+from rooftop.kernels.sites import launches as sparse_conv_launches
+from rooftop.kernels.sites import sparse_convs
+from rooftop.kernels.sites.launches import (
     ANY,
     RowsConfig,
     WeightConfig,

@@ -1,4 +1,4 @@
-"""Tables of pooling over sites: FORWARD and BACKWARD of `sparse_pools.py`, GLOBAL of `sparse_global_pools.py`.
+"""Tables of pooling over sites: FORWARD and BACKWARD of `sites/sparse_pools.py`, GLOBAL of `sparse_global_pools.py`.
 
     python benchmarks/tuning/sparse_pools.py [--out sparse_pools.json] [--seconds 60] [--quick]
 
@@ -17,9 +17,9 @@ import torch
 from candidates import DEVICE, QUICK, Call, Settings, Task, copies_past_cache, main, randn
 from torch import Tensor
 
-from rooftop.kernels import sparse_global_pools, sparse_pools
-from rooftop.kernels.sparse_global_pools import GlobalConfig
-from rooftop.kernels.sparse_pools import PoolConfig
+from rooftop.kernels.sites import sparse_global_pools, sparse_pools
+from rooftop.kernels.sites.sparse_global_pools import GlobalConfig
+from rooftop.kernels.sites.sparse_pools import PoolConfig
 from rooftop.sparse import Rulebook, geometry
 from rooftop.sparse.rulebook import rulebook_reference
 

@@ -1,4 +1,4 @@
-"""Tables of attention in windows: FORWARD, BACKWARD and PROGRAMS_PER_SM of `window_attentions.py`.
+"""Tables of attention in windows: FORWARD, BACKWARD and PROGRAMS_PER_SM of `attentions/window_attentions.py`.
 
     python benchmarks/tuning/window_attentions.py [--out window_attentions.json] [--seconds 110] [--quick]
 
@@ -14,8 +14,8 @@ import torch
 from candidates import QUICK, Call, Settings, Task, copies_past_cache, main, randn
 from torch import Tensor
 
-from rooftop.kernels import window_attentions
-from rooftop.kernels.window_attentions import Config, Sizes
+from rooftop.kernels.attentions import window_attentions
+from rooftop.kernels.attentions.window_attentions import Config, Sizes
 
 WINDOW, FEATURES = ((2, 2), 16) if QUICK else ((7, 7), 32)
 SHIFT = (WINDOW[0] // 2, WINDOW[1] // 2)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rooftop.sparse as spconv
-from rooftop.kernels import sparse_conv_launches
+from rooftop.kernels.sites import launches as sparse_conv_launches
 from rooftop.launch import count_launches
 from rooftop.sparse import SparseConvTensor, functional, table_orders
 from rooftop.sparse.functional import by_group

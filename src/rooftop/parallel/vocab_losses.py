@@ -21,12 +21,12 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from rooftop.kernels import cross_entropy, linear_cross_entropy
-from rooftop.kernels.linear_losses import chunk_rows
-from rooftop.kernels.loss_formulas import (
+from rooftop.kernels.losses.formulas import (
     inverse_of_count,
     statistics_dtype,
 )
-from rooftop.kernels.losses import (
+from rooftop.kernels.losses.linear_losses import chunk_rows
+from rooftop.kernels.losses.losses import (
     LogitsShape,
     check_arguments,
     check_index,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes
-from rooftop.kernels import sparse_conv_launches
+from rooftop.kernels.sites import launches as sparse_conv_launches
 from rooftop.launch.operators import operator
 from rooftop.launch.triton_launch import INTERPRETED
 

@@ -1,0 +1,264 @@
+"""Embeddings: rows of a table looked up, with a gradient that is fast for any distribution of tokens and deterministic.
+
+Forward copies rows, bound by memory: a program copies a piece of several of them. Backward adds up the gradients of
+equal tokens: tokens are sorted (stably, so that equal ones stay in their order) and each program adds the runs of one
+chunk in float32. A run within a chunk is finished; the pieces of runs that cross a boundary, at most two a chunk, are
+in the same order a list of the same kind, 16 times shorter, that the same kernel adds up, until one chunk is left. So a
+token that is everywhere keeps many programs busy, nothing is added atomically, and the order of additions depends on
+the tokens alone. Bound by memory: gradients are read once, the table of gradients is written once with zeros and once
+with what there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.launch.operators import (
+    by_formula,
+    differentiable,
+    differentiable_by_formula,
+    in_pytorch,
+    operator,
+)
+from rooftop.launch.symbolic import recorded_whole
+from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
+
+# ---- reference -------------------------------------------------------------------------------------------------
+
+
+def embedding_backward_reference(dy: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
+    """The gradient (V, D) of the table from dy (N, D) and tokens (N,); added up in float32, or float64 for float64."""
+    inside = torch.float64 if dy.dtype == torch.float64 else torch.float32
+    values = dy.to(inside).masked_fill((tokens == padding)[:, None], 0.0)
+    return torch.zeros(rows, dy.shape[1], dtype=inside, device=dy.device).index_add_(0, tokens, values).to(dy.dtype)
+
+
+# ---- launch parameters -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunsConfig:
+    """Items of a chunk, how many rows are loaded at once, columns of a program, and warps."""
+
+    chunk: int
+    ahead: int
+    columns: int
+    warps: int
+
+
+# Measured on an H200, of 65536 tokens of a vocabulary of 128256 with 4096 half precision features: of tokens that are
+# all alike or all over the table the fastest; chunks of 64 gain little where tokens are distributed as words are. A
+# thread has 16 bytes of each of 8 rows at once.
+RUNS = RunsConfig(chunk=32, ahead=8, columns=512, warps=2)
+
+
+@dataclass(frozen=True)
+class RowsConfig:
+    """Rows of a program, columns of it, and warps."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+# Of tables whose rows are whole lines of memory (128 bytes), and of others, whose rows are best read whole. Rows that
+# 16 bytes do not divide are PyTorch's to copy.
+OF_LINES, OF_ANY = RowsConfig(rows=16, columns=128, warps=4), RowsConfig(rows=1, columns=4096, warps=8)
+
+# ---- implementations -------------------------------------------------------------------------------------------
+
+
+def _forward(input: Tensor, weight: Tensor) -> Tensor:
+    rows, width = weight.shape
+    size = weight.element_size()
+    by_kernel = weight.dtype != torch.float64 and (weight.device.type == "cuda" or INTERPRETED)
+    whole = weight.stride(1) == 1 and (width * size | weight.stride(0) * size | weight.data_ptr()) % 16 == 0
+    if not (by_kernel and whole and input.numel()):
+        return torch.embedding(weight, input)
+    if input.device.type == "cpu" and not bool(((input >= 0) & (input < rows)).all()):
+        raise IndexError(f"embedding: index out of range: tokens must be from 0 to {rows - 1}")
+    require_triton()
+    from rooftop.kernels.lookups.triton_kernels.embeddings import gather_rows
+
+    result = torch.empty((*input.shape, width), dtype=weight.dtype, device=weight.device)
+    config = OF_LINES if weight.stride(0) * size % 128 == 0 else OF_ANY
+    columns = min(config.columns, 1 << max(0, width - 1).bit_length())
+    grid = (-(-input.numel() // config.rows), -(-width // columns))
+    sizes = (input.numel(), width, rows, weight.stride(0))
+    tile = {"ROWS": config.rows, "COLUMNS": columns, "num_warps": config.warps}
+    tokens = input.reshape(-1).contiguous()  # reshaped alone it may keep its strides
+    launch(gather_rows, grid, weight.device, weight, tokens, result, *sizes, debug=True, **tile)
+    return result
+
+
+def _backward(dy: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
+    """dy (N, D), tokens (N,)."""
+    if dy.dtype == torch.float64 or (dy.device.type == "cpu" and not INTERPRETED):
+        return embedding_backward_reference(dy, tokens, rows, padding)
+    require_triton()
+    from rooftop.kernels.lookups.triton_kernels.embeddings import add_runs
+
+    width = dy.shape[1]
+    table = torch.zeros(rows, width, dtype=dy.dtype, device=dy.device)
+    if dy.numel() == 0 or rows == 0:
+        return table
+    dy = dy if dy.stride(1) == 1 else dy.contiguous()
+    if rows < 1 << 31:
+        tokens = tokens.to(torch.int32)  # half the work of sorting
+    ordered, order = torch.sort(tokens, stable=True)
+    values, stride, places = dy, dy.stride(0), order
+    columns = min(RUNS.columns, 1 << (width - 1).bit_length())
+    tile = {"CHUNK": RUNS.chunk, "AHEAD": RUNS.ahead, "COLUMNS": columns, "num_warps": RUNS.warps}
+    while True:
+        items = ordered.numel()
+        chunks = -(-items // RUNS.chunk)
+        sums = torch.empty(2 * chunks, width, dtype=torch.float32, device=dy.device)
+        sum_tokens = torch.empty(2 * chunks, dtype=ordered.dtype, device=dy.device)
+        tensors, sizes = (values, places, ordered, table, sums, sum_tokens), (items, width, rows, padding, stride)
+        grid, indirect = (chunks, -(-width // columns)), values is dy
+        launch(add_runs, grid, dy.device, *tensors, *sizes, INDIRECT=indirect, **tile)
+        if chunks == 1:
+            return table
+        values, stride, places, ordered = sums, width, order, sum_tokens
+
+
+# ---- registration ----------------------------------------------------------------------------------------------
+
+
+@operator("embedding")
+def _embedding(input: Tensor, weight: Tensor, padding: int) -> Tensor:
+    return _forward(input, weight)
+
+
+@torch.library.register_fake("rooftop::embedding")
+def _(input: Tensor, weight: Tensor, padding: int) -> Tensor:
+    return weight.new_empty((*input.shape, weight.shape[1]))
+
+
+in_pytorch("embedding", lambda input, weight, padding: torch.nn.functional.embedding(input, weight))
+
+
+@operator("embedding_backward")
+def _embedding_backward(dy: Tensor, input: Tensor, rows: int, padding: int) -> Tensor:
+    return _backward(dy.reshape(input.numel(), dy.shape[-1]), input.reshape(-1), rows, padding)
+
+
+@torch.library.register_fake("rooftop::embedding_backward")
+def _(dy: Tensor, input: Tensor, rows: int, padding: int) -> Tensor:
+    return dy.new_empty((rows, dy.shape[-1]))
+
+
+def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:  # type: ignore[type-arg]
+    input, weight, padding = inputs
+    ctx.save_for_backward(input)
+    ctx.rest = (weight.shape[0], padding)  # type: ignore[attr-defined]
+
+
+def _differentiate(ctx: torch.autograd.function.FunctionCtx, dy: Tensor) -> tuple[None, Tensor, None]:
+    (input,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    rows, padding = ctx.rest  # type: ignore[attr-defined]
+    return None, _embedding_backward(dy, input, rows, padding), None
+
+
+differentiable("embedding", _differentiate, _save)
+
+
+def _formula(input: Tensor, weight: Tensor, padding: int) -> Tensor:
+    return torch.nn.functional.embedding(input, weight, None if padding < 0 else padding)
+
+
+def _backward_formula(dy: Tensor, input: Tensor, rows: int, padding: int) -> Tensor:
+    inside = torch.float64 if dy.dtype == torch.float64 else torch.float32
+    tokens = input.reshape(-1)
+    values = dy.reshape(tokens.shape[0], dy.shape[-1]).to(inside).masked_fill((tokens == padding)[:, None], 0.0)
+    return values.new_zeros(rows, dy.shape[-1]).index_add(0, tokens, values).to(dy.dtype)
+
+
+by_formula("embedding", _formula)
+differentiable_by_formula("embedding_backward", _backward_formula)
+
+
+@cost_of("rooftop::embedding")
+def _forward_cost(call: Call) -> Cost:
+    """As of `aten::embedding`: the rows taken as different, up to all of the table."""
+    table, input, out = call["weight"], call["input"], call.out
+    read = min(distinct_bytes([table]), out.numel() * out.element_size())
+    return Cost(read + distinct_bytes([input]), distinct_bytes([out]))
+
+
+@cost_of("rooftop::embedding_backward")
+def _backward_cost(call: Call) -> Cost:
+    """Each element of the gradient is added once; the table of gradients is written whole."""
+    dy = call["dy"]
+    flops = {precision_of(dy.dtype): dy.numel()}
+    return Cost(distinct_bytes([dy, call["input"]]), distinct_bytes([call.out]), flops)
+
+
+# ---- public ----------------------------------------------------------------------------------------------------
+
+
+@recorded_whole
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """weight[input]; arguments as of `torch.nn.functional.embedding`.
+
+    Args:
+        input: any shape, int32 or int64, tokens from 0 to V - 1. Others raise on the CPU, and on a GPU stop the program
+            with a device error, as PyTorch's.
+        weight: (V, D), bfloat16, float16, float32 or float64.
+        padding_idx: a token whose row gets no gradient; negative ones count from the end.
+        max_norm, norm_type, scale_grad_by_freq, sparse: refused unless they are PyTorch's defaults.
+
+    Returns:
+        (*input.shape, D). The gradient of the weight is added up in float32 (float64 for float64) in an order that
+        depends on the tokens alone: the same bits each time.
+
+    Raises:
+        TypeError: no dense tensors, or dtypes that do not fit.
+        ValueError: shapes or devices that do not fit, a padding_idx outside of the table.
+        NotImplementedError: max_norm, scale_grad_by_freq, sparse.
+    """
+    for name, given in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):
+        if given is not None and given is not False:
+            raise NotImplementedError(f"embedding: {name} is not supported: use torch.nn.functional.embedding for it")
+    _check(input, weight, padding_idx)
+    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    result: Tensor = _embedding(input, weight, padding)
+    return result
+
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _check(input: Tensor, weight: Tensor, padding_idx: int | None) -> None:
+    for name, tensor in (("input", input), ("weight", weight)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"embedding: {name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"embedding: {name} must be dense, got layout {tensor.layout}: use .to_dense()")
+    if input.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"embedding: input must be int32 or int64, got {input.dtype}")
+    if weight.dtype not in FLOATS:
+        raise TypeError(f"embedding: weight must be bfloat16, float16, float32 or float64, got {weight.dtype}")
+    if weight.dim() != 2:
+        raise ValueError(f"embedding: expected a weight of shape (V, D), got {tuple(weight.shape)}")
+    if weight.device != input.device:
+        raise ValueError(f"embedding: input is on {input.device}, weight on {weight.device}: move one to the other")
+    rows = weight.shape[0]
+    if rows == 0 and input.numel():
+        raise ValueError(f"embedding: weight of shape {tuple(weight.shape)} has a row for none of the tokens of input")
+    if padding_idx is not None and not isinstance(padding_idx, (int, torch.SymInt)):
+        raise TypeError(f"embedding: padding_idx must be an int or None, got {type(padding_idx).__name__}")
+    if padding_idx is not None and not -rows <= padding_idx < rows:
+        raise ValueError(f"embedding: padding_idx {padding_idx} is out of range for {rows} rows")

@@ -1,0 +1,382 @@
+"""How the kernels of layer norm and RMS norm are launched: parameters by the length of a row, as tables.
+
+`forward` and `backward` serve both norms, with and without a sum in front; `norms.py` and `sum_norms.py` have the
+operators. Rows for which the tables of `clusters.py` have an entry go to its kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rooftop.kernels.norms import clusters
+from rooftop.kernels.operands.strided_rows import unit
+from rooftop.launch.triton_launch import launch, processors, require_triton, shared_memory_bytes
+
+# ---- launch parameters -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """How rows of up to `columns` elements are worked on: rows a program, elements of a block, and warps."""
+
+    columns: int
+    rows: int
+    block: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Also: how many programs stay on an SM, and how many tiles of rows are on their way at a time."""
+
+    columns: int
+    rows: int
+    block: int
+    warps: int
+    programs_per_sm: int
+    stages: int
+    hold: bool = False  # the weight in registers
+    again: bool = False  # load the rows twice
+
+
+@dataclass(frozen=True)
+class LongConfig:
+    """Rows in blocks of so many elements, `stages` of them on their way; at most so many programs for each SM."""
+
+    block: int
+    warps: int
+    programs_per_sm: int
+    stages: int
+    shifted: bool = True  # whether rows at odd addresses are loaded 16 bytes at a time
+
+
+# Chosen by benchmarks/kernels/norm_variants.py on an H200 (bfloat16, 2^27 elements). What matters: that loads are wide
+# (a block gives each thread 16 bytes or more), that little of the last block is masked, and in backward that rows are
+# fetched ahead; where the weight stays in registers there is more shared memory for that.
+FORWARD = (
+    *(ForwardConfig(128, 8, 128, 2), ForwardConfig(256, 8, 256, 4), ForwardConfig(512, 4, 512, 2)),
+    *(ForwardConfig(1024, 1, 256, 2), ForwardConfig(2048, 1, 512, 4), ForwardConfig(3072, 1, 1024, 4)),
+    *(ForwardConfig(4096, 1, 4096, 4), ForwardConfig(6144, 1, 1024, 8), ForwardConfig(8192, 1, 2048, 8)),
+    *(ForwardConfig(16384, 1, 4096, 8), ForwardConfig(32768, 1, 8192, 16)),
+)
+# Rows of pairs or fours of elements, which begin at multiples of 4 or 8 bytes: one warp a row, more of them on an SM.
+FORWARD_NARROW = (ForwardConfig(512, 4, 128, 2), ForwardConfig(1024, 1, 256, 1))
+# Longer rows of fours of half precision, which begin at multiples of 8 bytes, faster than those on their way to shared
+# memory (`clusters`) up to these many elements.
+FORWARD_FOURS, FORWARD_FOURS_RMS = (ForwardConfig(16_384, 1, 2048, 8),), (ForwardConfig(24_568, 1, 2048, 8),)
+FOURS_FROM = 4097  # columns
+BACKWARD = (
+    *(BackwardConfig(128, 8, 128, 2, 6, 3), BackwardConfig(256, 4, 256, 2, 6, 3), BackwardConfig(512, 4, 512, 4, 3, 3)),
+    *(BackwardConfig(768, 2, 256, 4, 3, 4, hold=True), BackwardConfig(1023, 1, 256, 2, 6, 3, hold=True)),
+    *(BackwardConfig(1024, 2, 1024, 4, 3, 3), BackwardConfig(1536, 1, 512, 4, 3, 4, hold=True)),
+    *(BackwardConfig(2048, 2, 2048, 8, 2, 3), BackwardConfig(2560, 1, 1024, 4, 4, 4, hold=True)),
+    *(BackwardConfig(3072, 1, 1024, 8, 2, 4, hold=True), BackwardConfig(4096, 1, 4096, 8, 2, 3)),
+    *(BackwardConfig(6144, 1, 2048, 8, 2, 4, hold=True), BackwardConfig(8192, 1, 4096, 16, 1, 4)),
+    *(BackwardConfig(12288, 1, 4096, 16, 1, 3), BackwardConfig(16384, 1, 4096, 16, 1, 1, again=True)),
+)
+# Half precision rows of up to 65536 elements that are whole groups of 16 bytes: read once, faster than twice.
+FORWARD_HELD = ForwardConfig(65536, 1, 16384, 32)
+# Rows at odd addresses that are loaded 16 bytes at a time. Forward of 381 to 1002 elements is faster by loads of two
+# bytes, one warp a row, and of 2601 and 12287, too: there the masks of the first and the last group cost more
+# instructions than the wide loads save.
+FORWARD_SHIFTED = (BackwardConfig(256, 4, 256, 4, 8, 1),)
+BACKWARD_SHIFTED = (
+    *(BackwardConfig(512, 4, 256, 4, 4, 3), BackwardConfig(1024, 1, 512, 2, 6, 3)),
+    *(BackwardConfig(2048, 1, 1024, 4, 3, 3), BackwardConfig(3072, 1, 1024, 4, 2, 4)),
+    *(BackwardConfig(4096, 1, 2048, 8, 1, 3), BackwardConfig(6144, 1, 2048, 16, 1, 3)),
+)
+# Short rows of pairs of elements: one warp a row and twelve on an SM are faster than loads with a shift.
+BACKWARD_PAIRS = (BackwardConfig(512, 1, 256, 1, 12, 3, hold=True),)
+SHIFTED_FROM = 128  # columns: shorter rows are a few loads either way
+# Longer rows, forward: a program for each row. Few persistent programs, so that L2 keeps their rows for the second
+# pass, were slower: 132 of them have too little on its way.
+MANY = 64
+FORWARD_LONG = LongConfig(block=8192, warps=16, programs_per_sm=MANY, stages=3)
+FORWARD_LONG_ODD = LongConfig(block=1024, warps=8, programs_per_sm=MANY, stages=1, shifted=False)
+ROW_SUMS = {"COLUMNS": 2048, "num_warps": 8}
+BACKWARD_LONG = LongConfig(block=2048, warps=8, programs_per_sm=2, stages=4)
+ADD_PARTIAL_SUMS = {"ROWS": 128, "COLUMNS": 16, "num_warps": 4}
+
+Config = TypeVar("Config", ForwardConfig, BackwardConfig)
+Constants = dict[str, int | bool]
+
+
+def config_for(table: Sequence[Config], columns: int) -> Config | None:
+    """The parameters for rows of so many elements; None where they are too long for a tile."""
+    for config in table:
+        if columns <= config.columns:
+            return config
+    return None
+
+
+def tile(config: ForwardConfig | BackwardConfig, columns: int) -> Constants:
+    """Launch parameters that all kernels of tiles share."""
+    block = min(config.block, 1 << (columns - 1).bit_length())
+    blocks = -(-columns // block)
+    even = blocks * block == columns
+    return {"ROWS": config.rows, "BLOCKS": blocks, "COLUMNS": block, "EVEN": even, "num_warps": config.warps}
+
+
+def shifted_tile(config: BackwardConfig, columns: int, tensors: Sequence[Tensor]) -> Constants:
+    """Of kernels for rows at odd addresses, which reach up to seven elements into a neighbour's."""
+    constants = tile(config, columns + 7)
+    del constants["EVEN"]
+    return {**constants, "WHOLE": columns // constants["COLUMNS"], "STAGES": stages(config, tensors, columns + 7)}
+
+
+def stages(config: BackwardConfig | LongConfig, tensors: Sequence[Tensor], columns: int) -> int:
+    """As many as the configuration says, or as fit into shared memory beside the scratch space of the sums."""
+    rows = config.rows if isinstance(config, BackwardConfig) else 1
+    elements = rows * min(-(-columns // config.block) * config.block, 1 << (columns - 1).bit_length())
+    stage_bytes = elements * sum(t.element_size() for t in tensors)
+    return max(1, min(config.stages, (shared_memory_bytes(tensors[0]) - stage_bytes // 2 - 2048) // stage_bytes))
+
+
+Parts = list[tuple[int, int, bool]]  # first row, row after the last, whether rows are loaded with a shift
+
+
+def parts_of(columns: int, tensors: Sequence[Tensor], worthwhile: bool = True) -> Parts:
+    """Rows of (M, N) tensors, and which of them are loaded with a shift: if `worthwhile`, as many as eight divides.
+
+    The others, and all where elements have four bytes, four divides N, or rows do not follow each other, go without.
+    """
+    rows = tensors[0].shape[0]
+    odd = worthwhile and columns >= SHIFTED_FROM and columns % 4 != 0 and rows >= 8
+    if not odd or any(t.element_size() != 2 or t.stride(0) != columns or t.data_ptr() % 16 for t in tensors):
+        return [(0, rows, False)]
+    main = rows // 8 * 8
+    return [(0, main, True)] + ([(main, rows, False)] if main < rows else [])
+
+
+def persistent(config: BackwardConfig | LongConfig, tensor: Tensor, tiles: int, multiple: int = 1) -> int:
+    """How many programs share the tiles; a multiple of `multiple`, as the number of tiles is."""
+    most = config.programs_per_sm * processors(tensor)
+    return max(multiple, min(tiles, most) // multiple * multiple)
+
+
+def exact_products(*tensors: Tensor | None) -> dict[str, bool]:
+    """In dy * weight - mean(dy * weight) both products must be rounded alike, or what should cancel does not.
+
+    Products of half precision are exact in float32; those of float32 must not be fused with the subtraction.
+    """
+    return {"enable_fp_fusion": all(t is None or t.dtype in (torch.bfloat16, torch.float16) for t in tensors)}
+
+
+@cache
+def _kernels() -> tuple[Any, Any]:
+    """The modules of Triton's kernels, for tiles and for long rows; a look-up from the second call on."""
+    require_triton()
+    from rooftop.kernels.norms.triton_kernels import long_norms, norms
+
+    return norms, long_norms
+
+
+# ---- forward ---------------------------------------------------------------------------------------------------
+
+
+def forward(
+    x: Tensor,
+    residual: Tensor | None,
+    input_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """(y, total, mean, rstd) by the Triton kernels, y in `dtype`.
+
+    total is None where nothing is added, mean is None of an RMS norm. x, residual
+    (M, N) have unit column stride; the others (N,) are contiguous.
+    """
+    rows, columns = x.shape
+    adds = residual is not None or input_bias is not None
+    y = torch.empty((rows, columns), dtype=dtype, device=x.device)
+    total = torch.empty((rows, columns), dtype=x.dtype, device=x.device) if adds else None
+    mean = None if rms else torch.empty(rows, dtype=torch.float32, device=x.device)
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    shifts = columns % 4 != 0 and (
+        (columns % 2 != 0 and config_for(FORWARD_SHIFTED, columns) is not None)
+        or clusters.config_for(clusters.FORWARD, columns) is not None
+        or (config_for(FORWARD, columns) is None and FORWARD_LONG_ODD.shifted)
+    )
+    parts = parts_of(columns, [x] if residual is None else [x, residual], shifts)
+    if len(parts) == 1:
+        _forward(x, residual, (input_bias, weight, bias), (y, total, mean, rstd), eps, parts[0][2])
+        return y, total, mean, rstd
+    for start, stop, shifted in parts:
+        x_rows, residual_rows, *outputs = _rows(start, stop, x, residual, y, total, mean, rstd)
+        _forward(x_rows, residual_rows, (input_bias, weight, bias), outputs, eps, shifted)
+    return y, total, mean, rstd
+
+
+def _rows(start: int, stop: int, *tensors: Tensor | None) -> list[Any]:
+    return [t[start:stop] if t is not None else None for t in tensors]
+
+
+def _forward(
+    x: Tensor,
+    residual: Tensor | None,
+    parameters: tuple[Tensor | None, ...],
+    outputs: Sequence[Tensor | None],
+    eps: float,
+    shifted: bool,
+) -> None:
+    norms, long_norms = _kernels()
+    rows, columns = x.shape
+    rms = outputs[2] is None
+    _, weight, bias = parameters
+    residual_stride = residual.stride(0) if residual is not None else 0
+    group = unit(columns, x.stride(0), residual_stride)
+    config, plan = None, None
+    if outputs[1] is None:
+        if group == 4 and x.element_size() == 2 and columns >= FOURS_FROM:
+            config = config_for(FORWARD_FOURS_RMS if rms else FORWARD_FOURS, columns)
+        if config is None and outputs[0].dtype == x.dtype:  # type: ignore[union-attr]
+            plan = clusters.forward_plan(x, (weight, bias), rms)
+    if plan is not None:
+        y, _, *statistics = outputs
+        plan.launch(x, weight, bias, y, *statistics, rows, columns, x.stride(0), plan.stages, eps)
+        return
+    tensors = (x, residual, *parameters, *outputs)
+    sizes = (rows, columns // group, x.stride(0) // group, residual_stride // group, eps)
+    narrow = group * x.element_size() < 16 and columns > 256
+    config = config or (config_for(FORWARD_NARROW, columns) if narrow else None) or config_for(FORWARD, columns)
+    if config is None and group == 8 and x.element_size() == 2 and outputs[1] is None:
+        config = config_for((FORWARD_HELD,), columns)
+    if shifted and (of_shifted := config_for(FORWARD_SHIFTED, columns)) is not None:
+        programs = persistent(of_shifted, x, rows // of_shifted.rows, 8 // of_shifted.rows)
+        constants = shifted_tile(of_shifted, columns, [x] if residual is None else [x, residual])
+        kernel = norms.norm_forward_shifted
+        launch(kernel, (programs,), x.device, *tensors, rows, columns, eps, RMS=rms, **constants)
+    elif config is not None:
+        grid, constants = (-(-rows // config.rows),), tile(config, columns)
+        launch(norms.norm_forward, grid, x.device, *tensors, *sizes, RMS=rms, UNIT=group, **constants)
+    else:
+        long = FORWARD_LONG if group > 1 else FORWARD_LONG_ODD
+        constants = long_tile(long, [x] if residual is None else [x, residual])
+        constants |= {"SHIFT": shifted and long.shifted, "UNIT": group}
+        grid = (persistent(long, x, rows),)
+        launch(long_norms.norm_forward_long, grid, x.device, *tensors, *sizes, RMS=rms, **constants)
+
+
+def long_tile(config: LongConfig, tensors: Sequence[Tensor]) -> Constants:
+    """Launch parameters of the kernels for long rows."""
+    return {"COLUMNS": config.block, "STAGES": stages(config, tensors, config.block), "num_warps": config.warps}
+
+
+# ---- backward --------------------------------------------------------------------------------------------------
+
+
+def backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+) -> Tensor:
+    """dx, with `dtotal` added, by the Triton kernels; fills dweight and dbias where they are not None.
+
+    dy, dtotal, x (M, N) have unit column stride, weight (N,) is contiguous. `mean` is None of an RMS norm.
+    """
+    columns = x.shape[1]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    sums: Constants = {"SUM_WEIGHT": dweight is not None, "SUM_BIAS": dbias is not None}
+    parts = parts_of(columns, [dy, x] if dtotal is None else [dy, x, dtotal], _pairs(x) is None)
+    of_parts = []
+    for start, stop, shifted in parts:
+        rows = [dy, dtotal, x, mean, rstd, dx]
+        dys, dtotals, xs, *others = rows if len(parts) == 1 else _rows(start, stop, *rows)
+        of_parts.append(_Part((dys, dtotals, xs, weight, *others), shifted, any(sums.values())))
+    partial = torch.empty((sum(part.slots for part in of_parts), 2, columns), dtype=torch.float32, device=x.device)
+    constants = {"RMS": mean is None, **sums, **exact_products(dy, weight)}
+    slots = 0
+    for part in of_parts:
+        _backward(part, partial[slots:] if slots else partial, constants)
+        slots += part.slots
+    if any(sums.values()):
+        grid = (-(-columns // ADD_PARTIAL_SUMS["COLUMNS"]),)
+        gradients = (dweight, dbias)
+        launch(
+            _kernels()[0].add_partial_sums,
+            grid,
+            x.device,
+            partial,
+            *gradients,
+            slots,
+            columns,
+            **sums,
+            **ADD_PARTIAL_SUMS,
+        )
+    return dx
+
+
+def _pairs(x: Tensor) -> BackwardConfig | None:
+    of_pairs = x.element_size() == 2 and x.shape[1] % 4 == 2 and x.shape[1] > SHIFTED_FROM
+    return config_for(BACKWARD_PAIRS, x.shape[1]) if of_pairs else None
+
+
+class _Part:
+    """How some of the rows are worked on, and how many partial sums that gives.
+
+    tensors: dy, dtotal, x, weight, mean, rstd, dx. sums: whether those of weight or bias are wanted.
+    """
+
+    def __init__(self, tensors: tuple[Any, ...], shifted: bool, sums: bool) -> None:
+        self.tensors, self.shifted = tensors, shifted
+        dy, dtotal, x, weight, mean, *_ = tensors
+        rows, columns = x.shape
+        self.config = config = _pairs(x) or config_for(BACKWARD_SHIFTED if shifted else BACKWARD, columns)
+        self.plan = clusters.backward_plan(dy, x, weight, mean is None) if sums and dtotal is None else None
+        if self.plan is not None:
+            self.slots = self.plan.clusters
+        elif config is None:
+            blocks = -(-(columns + 7 * shifted) // BACKWARD_LONG.block)
+            most = max(1, BACKWARD_LONG.programs_per_sm * processors(x) // blocks)
+            chunks = max(8, min(rows, most) // 8 * 8) if shifted else max(1, min(rows, most))
+            self.grid: tuple[int, ...] = (blocks, chunks)
+            self.slots = chunks
+        else:
+            programs = persistent(config, x, -(-rows // config.rows), 8 // config.rows if shifted else 1)
+            self.grid, self.slots = (programs,), programs * (config.rows if shifted else 1)
+
+
+def _backward(part: _Part, partial: Tensor, constants: Constants) -> None:
+    norms, long_norms = _kernels()
+    tensors = part.tensors
+    dy, dtotal, x, weight, mean, rstd, dx = tensors
+    rows, columns = dx.shape
+    if part.plan is not None:
+        strides = (dy.stride(0), x.stride(0))
+        part.plan.launch(dy, x, weight, mean, rstd, dx, partial, rows, columns, *strides, part.plan.stages)
+        return
+    config = part.config
+    fetched = [t for t in (dy, dtotal, x) if t is not None]
+    dtotal_stride = dtotal.stride(0) if dtotal is not None else 0
+    group = unit(columns, x.stride(0), dy.stride(0), dtotal_stride)
+    sizes = (rows, columns // group, dy.stride(0) // group, dtotal_stride // group, x.stride(0) // group)
+    if config is None:
+        row_sums = torch.empty((3, rows), dtype=torch.float32, device=x.device)
+        common = {"SHIFT": part.shifted, "UNIT": group}
+        of_sums = {key: constants[key] for key in ("RMS", "enable_fp_fusion")} | common | ROW_SUMS
+        arguments = (dy, x, weight, mean, rstd, row_sums, *sizes[:3], sizes[4])
+        launch(long_norms.norm_row_sums, (rows,), x.device, *arguments, **of_sums)
+        constants = constants | common | long_tile(BACKWARD_LONG, fetched)
+        all_tensors = (*tensors[:-1], row_sums, dx, partial)
+        launch(long_norms.norm_backward_long, part.grid, x.device, *all_tensors, *sizes, **constants)
+    elif part.shifted:
+        constants = constants | shifted_tile(config, columns, fetched)
+        launch(norms.norm_backward_shifted, part.grid, x.device, *tensors, partial, rows, columns, **constants)
+    else:
+        constants = constants | tile(config, columns) | {"HOLD": config.hold, "AGAIN": config.again, "UNIT": group}
+        constants["STAGES"] = stages(config, fetched, columns)
+        launch(norms.norm_backward, part.grid, x.device, *tensors, partial, *sizes, **constants)

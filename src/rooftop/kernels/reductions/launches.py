@@ -1,0 +1,362 @@
+"""How the kernels of reductions are launched: views of tensors, parameters as tables, plans that are kept.
+
+`reduce_into` and `spread` serve the operators in `reductions.py`. One kernel makes results from any view of at most two
+kept and two reduced dimensions; what strides do not allow to be seen so is copied into a matrix first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftop.kernels.operands.strided_rows import merged, unit
+from rooftop.launch.counters import counters
+from rooftop.launch.triton_launch import launch, launches_early, processors
+
+KINDS = ("ties", "absolute_ties", "sum", "mean", "norm1", "norm2", "amax", "amin", "norm_inf", "argmax", "argmin")
+"""What is computed, in the order in which `triton_kernels.py` numbers it; ties are what backward counts."""
+
+# ---- launch parameters -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """Where what is reduced is contiguous, in runs of up to `run_bytes`: results of a tile, bytes of each.
+    `stages`: tiles that are fetched ahead through shared memory; 1 is none."""
+
+    run_bytes: int
+    rows: int
+    block_bytes: int
+    warps: int
+    stages: int = 1
+
+
+@dataclass(frozen=True)
+class SplitConfig:
+    """How many programs an SM the blocks of a result are spread over, and whether the last one to arrive combines."""
+
+    programs_per_sm: int
+    last_combines: bool
+
+
+@dataclass(frozen=True)
+class ColumnConfig:
+    """Where what is kept is contiguous: bytes of it in a tile (more where little is reduced), bytes of the tile."""
+
+    width_bytes: int
+    tile_bytes: int
+    warps: int
+    stages: int = 1
+    split: SplitConfig = SplitConfig(4, True)
+
+
+@dataclass(frozen=True)
+class AllConfig:
+    """One result of up to `total_bytes` in contiguous memory.
+
+    `early`: launched while the kernel before may still run, which it waits for by itself (compute capability 9.0).
+    """
+
+    total_bytes: int
+    block_bytes: int
+    warps: int
+    split: SplitConfig
+    stages: int = 1
+    early: bool = False
+
+
+ANY_BYTES = 1 << 62
+# The fastest of those measured on an H200: ROWS in half precision of 32, 128, 512, 2048, 4096, 8192 and 16384 bytes,
+# PLACES (where an extreme is: two numbers an element) of 256512 bytes, COLUMNS of sums over the first and a middle
+# dimension, ALL of 256 KiB, 4, 11, 23 and 64 MiB and 1 GiB in float32. Rows of 1 to 8 KiB in blocks of one warp each
+# need no sum across warps, and are fetched ahead.
+SHORT_ROWS = (
+    *(RowConfig(64, 128, 64, 4), RowConfig(128, 32, 128, 2), RowConfig(256, 32, 256, 4), RowConfig(1024, 8, 1024, 4)),
+)
+ROWS = (
+    *SHORT_ROWS,
+    *(RowConfig(4096, 8, 512, 4, stages=3), RowConfig(8192, 4, 512, 4, stages=3), RowConfig(ANY_BYTES, 1, 16384, 8)),
+)
+FAR_ROWS = (  # and a far dimension
+    *(replace(config, stages=3) for config in (*SHORT_ROWS, RowConfig(4096, 2, 4096, 4))),
+    RowConfig(ANY_BYTES, 1, 16384, 8, stages=4),
+)
+PLACES = (*SHORT_ROWS, RowConfig(4096, 2, 4096, 4), RowConfig(ANY_BYTES, 1, 8192, 8))
+COLUMNS = ColumnConfig(width_bytes=128, tile_bytes=4096, warps=2, stages=4, split=SplitConfig(8, last_combines=True))
+SPLIT = SplitConfig(programs_per_sm=4, last_combines=True)
+ALL = (
+    AllConfig(1 << 15, 32768, 16, SplitConfig(1, True), early=True),
+    AllConfig(1 << 23, 8192, 8, SplitConfig(4, True), early=True),
+    AllConfig(1 << 25, 8192, 8, SplitConfig(8, True), early=True),
+    AllConfig(1 << 27, 16384, 8, SplitConfig(8, True), early=True),
+    AllConfig(ANY_BYTES, 16384, 8, SplitConfig(4, True), stages=3),
+)
+GRADIENT_BLOCK_BYTES, GRADIENT_WARPS = 8192, 4  # of a tile of x
+SHARE_ELEMENTS = 1 << 15  # of a tile, at most, whose ties are counted by the kernel that writes their gradient
+SHARE_WIDTH_BYTES = 128  # of that tile, at least, where what is kept is contiguous
+SHARE_BLOCK_BYTES, SHARE_WARPS = 4096, 4  # of that tile; more where it needs more
+
+LANE_ELEMENTS = 32  # of a thread, at most: of small integers a tile would have more than registers can add up
+COMBINED = 4096  # partial results that a program of four warps and more holds at once
+
+Constants = dict[str, Any]
+
+
+# ---- views -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor as (far kept, kept, far reduced, reduced): sizes and strides, and the strides of the results."""
+
+    kept: tuple[int, int]
+    kept_strides: tuple[int, int]
+    out_strides: tuple[int, int]
+    reduced: tuple[int, int]
+    reduced_strides: tuple[int, int]
+
+    @property
+    def along(self) -> int:
+        """The direction in which memory runs: 0 what is reduced, 1 what is kept, 2 neither."""
+        if self.reduced_strides[1] == 1:
+            return 0
+        return 1 if self.kept_strides[1] == 1 else 2
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is one result, of elements at one stride."""
+        return math.prod(self.kept) == 1 and self.reduced[0] == 1
+
+
+@lru_cache(maxsize=4096)
+def view_of(shape: tuple[int, ...], strides: tuple[int, ...], dims: tuple[int, ...], ordered: bool) -> View | None:
+    """The view that reduces `dims`; None where strides need more dimensions than it has.
+
+    `ordered`: elements must be met in their order, as for the place of an extreme.
+    """
+    kept = [dim for dim in range(len(shape)) if dim not in dims]
+    order = list(dims) if ordered else sorted(dims, key=lambda dim: -strides[dim] if strides[dim] else -math.inf)
+    keep = merged([shape[dim] for dim in kept], [strides[dim] for dim in kept])
+    reduce = merged([shape[dim] for dim in order], [strides[dim] for dim in order])
+    if len(keep) > 2 or len(reduce) > (1 if ordered else 2):
+        return None
+    results = [(*each, math.prod(size for size, _ in keep[i + 1 :])) for i, each in enumerate(keep)]
+    results.sort(key=lambda each: -each[1] if each[1] else -math.inf)  # memory runs along the near one
+    results = [(1, 0, 0)] * (2 - len(results)) + results
+    reduce = [(1, 0)] * (2 - len(reduce)) + reduce
+    (a, b), (c, d), (e, f) = zip(*results, strict=True)
+    (g, h), (i, j) = zip(*reduce, strict=True)
+    return View((a, b), (c, d), (e, f), (g, h), (i, j))
+
+
+def viewed(x: Tensor, dims: Sequence[int], ordered: bool) -> tuple[Tensor, View]:
+    """x and its view, copied into a matrix where its strides allow none."""
+    view = view_of(tuple(x.shape), x.stride(), tuple(dims), ordered)
+    if view is None:
+        x = _as_matrix(x, dims)
+        view = view_of(tuple(x.shape), x.stride(), (1,), ordered)
+        assert view is not None
+    return x, view
+
+
+def _as_matrix(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """A copy (kept, reduced)."""
+    order = matrix_order(x, dims)
+    columns = math.prod(x.shape[dim] for dim in dims)
+    return x.permute(order).contiguous().reshape(-1, columns)
+
+
+def matrix_order(x: Tensor, dims: Sequence[int]) -> list[int]:
+    """All dimensions, those to reduce last."""
+    return [dim for dim in range(x.dim()) if dim not in dims] + list(dims)
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------
+
+
+def _power_above(n: int) -> int:
+    """The smallest power of 2 that is not less."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _tile(view: View, kind: str, element_bytes: int) -> tuple[int, int, SplitConfig, Constants]:
+    """(kept, reduced, split, launch parameters) of a tile of the forward kernel."""
+    kept, reduced = (_power_above(sizes[1]) for sizes in (view.kept, view.reduced))
+    total = math.prod(view.reduced) * element_bytes
+    config: RowConfig | ColumnConfig | AllConfig
+    split = SPLIT
+    if view.along == 1:
+        config, split = COLUMNS, COLUMNS.split
+        elements = config.tile_bytes // element_bytes
+        height = min(reduced, elements // min(kept, config.width_bytes // element_bytes))
+        width = min(kept, elements // height)
+    elif view.is_one:
+        config = next(config for config in ALL if total <= config.total_bytes)
+        width, height, split = 1, min(reduced, config.block_bytes // element_bytes), config.split
+    else:
+        table: tuple[RowConfig, ...] = PLACES if kind in ("argmax", "argmin") else ROWS
+        if view.along == 0 and view.reduced[0] > 1:
+            table = FAR_ROWS
+        config = next(config for config in table if view.reduced[1] * element_bytes <= config.run_bytes)
+        width, height = min(kept, config.rows), min(reduced, config.block_bytes // element_bytes)
+    height = min(height, max(1, LANE_ELEMENTS * 32 * config.warps // width))
+    early = isinstance(config, AllConfig) and config.early
+    return width, height, split, {"STAGES": config.stages, "num_warps": config.warps, "EARLY": early}
+
+
+def _arguments(view: View, tile_kept: int, tile_reduced: int) -> tuple[int, int, tuple[int, ...], Constants]:
+    """(tiles of kept elements, blocks of reduced ones, arguments, constants) of a kernel."""
+    (far, kept), (far_stride, stride), (far_out, out) = view.kept, view.kept_strides, view.out_strides
+    (far_reduced, reduced), (far_reduced_stride, reduced_stride) = view.reduced, view.reduced_strides
+    tiles, blocks = far * -(-kept // tile_kept), far_reduced * -(-reduced // tile_reduced)
+    group = 1
+    if view.along == 0:
+        group = unit(reduced, far_reduced_stride, stride, far_stride)
+        reduced = reduced // group
+    elif view.along == 1:
+        group = unit(kept, far_reduced_stride, reduced_stride, far_stride)
+        kept, reduced_stride = kept // group, reduced_stride // group
+    if view.along != 1:
+        stride = stride // group
+    sizes = (kept, stride, out, far_stride // group, far_out)
+    sizes += (reduced, reduced_stride, far_reduced, far_reduced_stride // group)  # type: ignore[assignment]
+    constants = {"ALONG": view.along, "UNIT": group, "NESTED": far_reduced > 1}
+    return tiles, blocks, sizes, constants | {"KEPT": tile_kept, "REDUCED": tile_reduced}
+
+
+def _identity(kind: str, dtype: torch.dtype) -> float:
+    """What changes no result."""
+    if kind in ("amax", "argmax", "amin", "argmin"):
+        least = kind in ("amax", "argmax")
+        if dtype.is_floating_point:
+            return -math.inf if least else math.inf
+        limits = torch.iinfo(dtype)
+        return limits.min if least else limits.max
+    return 0
+
+
+def _accumulator(dtype: torch.dtype, kind: str, result: torch.dtype) -> torch.dtype:
+    """float32; of integers int64 for sums, and what holds them for extremes."""
+    if dtype.is_floating_point or result.is_floating_point:
+        return torch.float32
+    return torch.int64 if kind == "sum" or dtype == torch.int64 else torch.int32
+
+
+def _dependent_launch(early: bool) -> Constants:
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one reduction is launched."""
+
+    tiles: int
+    splits: int
+    sizes: tuple[int, ...]
+    count: float
+    constants: Constants
+    accumulator: torch.dtype
+    last_combines: bool
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    view: View, kind: str, dtype: torch.dtype, result: torch.dtype, processors: int, launches_early: bool
+) -> Plan:
+    """Of elements of `dtype`. Kept, since it takes the host longer than the launch: clear it to change the tables."""
+    from rooftop.kernels.reductions import triton_kernels as kernels
+
+    kept, reduced, split, parameters = _tile(view, kind, dtype.itemsize)
+    parameters |= _dependent_launch(parameters["EARLY"] and launches_early)
+    tiles, blocks, sizes, constants = _arguments(view, kept, reduced)
+    splits = max(1, min(blocks, split.programs_per_sm * processors // tiles))
+    accumulator = _accumulator(dtype, kind, result)
+    constants |= {"KIND": KINDS.index(kind), "ACCUMULATOR": kernels.ACCUMULATORS[str(accumulator)]}
+    constants |= {"IDENTITY": _identity(kind, dtype), "WHOLE_BLOCKS": False}
+    if view.is_one and view.along == 0:
+        constants["WHOLE_BLOCKS"] = constants["UNIT"] * dtype.itemsize < 16
+    constants["SPLITS"] = min(_power_above(splits), max(1, COMBINED // kept))
+    if 0 < 8 * (splits % constants["SPLITS"]) <= splits:  # few are left for one more step of who combines
+        splits -= splits % constants["SPLITS"]
+    count = float(math.prod(view.reduced))
+    return Plan(tiles, splits, sizes, count, constants | parameters, accumulator, split.last_combines)
+
+
+# ---- launch ------------------------------------------------------------------------------------------------------
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """Booleans as the bytes that they are, which kernels load."""
+    return x.view(torch.uint8) if x.dtype == torch.bool else x
+
+
+def reduce_into(
+    out: Tensor, x: Tensor, kind: str, view: View, dtype: torch.dtype, reference: Tensor | None = None
+) -> None:
+    """The reduction of a view of x, into a contiguous tensor; `reference`: what ties are counted of."""
+    from rooftop.kernels.reductions import triton_kernels as kernels
+
+    x, out = _bytes_of(x), _bytes_of(out)
+    plan = _plan(view, kind, x.dtype, dtype, processors(x), launches_early(x.device))
+    results, splits = out.numel(), plan.splits
+    partials, places, counter = out, out, None
+    if splits > 1:
+        partials = torch.empty((splits, results), dtype=plan.accumulator, device=x.device)
+        if kind in ("argmax", "argmin"):
+            places = torch.empty((splits, results), dtype=torch.int64, device=x.device)
+        counter = counters(x.device, plan.tiles) if plan.last_combines else None
+    finish = 0 if splits == 1 else 1 if counter is None else 2
+    memory = (x, out if reference is None else reference, out, partials, places, out if counter is None else counter)
+    arguments = (*memory, *plan.sizes, results, plan.count)
+    launch(kernels.reduce_tiles, (plan.tiles, splits), x.device, *arguments, **plan.constants, FINISH=finish)
+    if finish == 1:
+        kept = min(_power_above(results), 128)
+        constants = {name: plan.constants[name] for name in ("KIND", "ACCUMULATOR", "IDENTITY")}
+        constants |= {"KEPT": kept, "SPLITS": min(_power_above(splits), COMBINED // kept), "num_warps": 4}
+        arguments = (partials, places, out, splits, results, plan.count)
+        launch(kernels.combine_partials, (-(-results // kept),), x.device, *arguments, **constants)
+
+
+def spread(dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, kind: str, view: View) -> None:
+    """dx in the memory layout of x."""
+    from rooftop.kernels.reductions import triton_kernels as kernels
+
+    ties = y
+    if kind not in ("norm1", "norm2"):
+        tile = _shared_tile(view, x.element_size())
+        if tile is not None:
+            _share(dx, dy, x, y, kind, view, *tile)
+            return
+        ties = torch.empty(y.shape, dtype=torch.float32, device=x.device)
+        reduce_into(ties, x, "absolute_ties" if kind == "norm_inf" else "ties", view, torch.float32, reference=y)
+    kept, reduced, _, _ = _tile(view, kind, x.element_size())
+    elements = GRADIENT_BLOCK_BYTES // x.element_size()
+    reduced = min(reduced, max(1, elements // kept) if view.along == 1 else elements)
+    kept = min(kept, max(1, elements // reduced))
+    tiles, blocks, sizes, constants = _arguments(view, kept, reduced)
+    constants |= {"KIND": KINDS.index(kind), "num_warps": GRADIENT_WARPS}
+    launch(kernels.spread_gradient, (tiles * blocks,), x.device, x, y, dy, ties, dx, *sizes, **constants)
+
+
+def _shared_tile(view: View, element_bytes: int) -> tuple[int, int] | None:
+    """(kept, reduced) of a tile with all that its extremes are of; None where that is too much."""
+    reduced = _power_above(view.reduced[1])
+    least = SHARE_WIDTH_BYTES if view.along == 1 else element_bytes
+    kept = min(_power_above(view.kept[1]), max(least, SHARE_BLOCK_BYTES // reduced) // element_bytes)
+    return None if view.reduced[0] > 1 or kept * reduced > SHARE_ELEMENTS else (kept, reduced)
+
+
+def _share(dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, kind: str, view: View, kept: int, reduced: int) -> None:
+    """`spread` of extremes, with one kernel."""
+    from rooftop.kernels.reductions import triton_kernels as kernels
+
+    tiles, _, sizes, constants = _arguments(view, kept, reduced)
+    warps = max(SHARE_WARPS, kept * reduced // (LANE_ELEMENTS * 32))
+    constants |= {"KIND": KINDS.index(kind), "num_warps": warps}
+    launch(kernels.share_gradient, (tiles,), x.device, x, y, dy, dx, *sizes, **constants)

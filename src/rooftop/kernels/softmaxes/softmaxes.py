@@ -1,0 +1,388 @@
+"""Softmax and its logarithm along one dimension, of x * scale + mask.
+
+y = exp(s - max s) / sum(exp(s - max s)), s = x * scale + mask. Online maximum and sum of long rows: Milakov and
+Gimelshein 2018, "Online normalizer calculation for softmax". Bound by memory at every size: forward reads x (and the
+mask) and writes y, backward reads dy and y and writes dx. Rows that a program's registers hold are read once; longer
+ones are read twice, the second time from L2 for as long as the rows in flight fit there, or by clusters of blocks
+(clusters.py). Deterministic: no atomics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.operands.autocasting import result_dtype
+from rooftop.kernels.operands.strided_rows import merged, rows_of, unit
+from rooftop.kernels.softmaxes import clusters
+from rooftop.launch.operators import (
+    by_formula,
+    differentiable,
+    differentiable_by_formula,
+    in_pytorch,
+    operator,
+)
+from rooftop.launch.symbolic import recorded_whole
+from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
+
+# ---- reference -------------------------------------------------------------------------------------------------
+
+
+def softmax_reference(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
+    """Softmax (log: its logarithm) of x (..., N) in plain PyTorch; float32 inside, or float64 for float64 rows."""
+    scores = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32) * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return (scores.log_softmax(-1) if log else scores.softmax(-1)).to(dtype)
+
+
+def softmax_backward_reference(
+    dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype
+) -> Tensor:
+    """dx; `mask` only where it is boolean: no gradient passes where it is False."""
+    inside = torch.float64 if y.dtype == torch.float64 else torch.float32
+    gradient, value = dy.to(inside), y.to(inside)
+    of_rows = torch.ops.aten._log_softmax_backward_data if log else torch.ops.aten._softmax_backward_data
+    dx = of_rows(gradient, value, -1, inside) * scale
+    return (dx if mask is None else dx.masked_fill(~mask, 0.0)).to(dtype)
+
+
+# ---- launch parameters -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How rows of up to `row_bytes` (of all tensors that are held) are worked on: rows a program, bytes of a block of
+    one row, and warps. `hold`: exponentials, or of logarithms what they are of, stay in float32 registers, or else
+    both are computed twice."""
+
+    row_bytes: int
+    rows: int
+    block_bytes: int
+    warps: int
+    hold: bool = False
+
+
+@dataclass(frozen=True)
+class LongConfig:
+    """Rows of up to `row_bytes` in blocks of so many bytes, fetched `stages` ahead; the programs on an SM bound what L2
+    must keep. `again`: how L2 is to treat what will be read a second time."""
+
+    row_bytes: int
+    block_bytes: int
+    warps: int
+    programs_per_sm: int
+    stages: int
+    again: str = "evict_last"
+
+
+# The fastest of those measured on an H200 in half precision with 1024 (rows of 2 KiB forward, 4 KiB backward), 4096,
+# 8192, 16384 and 32768 columns, long rows with 128256; between these sizes the shares of a thread are those of the
+# layer norm's table, whose traffic is the same. Backward holds 128 KiB of a row in 16 warps, where few of the 128
+# registers of a thread spill; of 64, in 32 warps, more do, and it is slower. Long rows: one wide program an SM, whose
+# 132 rows of 128256 half precision elements are 34 MB, of the 50 MB of L2, when they are read again.
+FORWARD = (
+    *(TileConfig(256, 16, 256, 2, hold=True), TileConfig(512, 8, 256, 2, hold=True)),
+    *(TileConfig(1024, 4, 1024, 2, hold=True), TileConfig(2048, 1, 512, 2, hold=True)),
+    *(TileConfig(4096, 1, 1024, 4, hold=True), TileConfig(8192, 1, 8192, 8, hold=True)),
+    *(TileConfig(16384, 1, 4096, 8), TileConfig(32768, 1, 8192, 16, hold=True), TileConfig(65536, 1, 16384, 32)),
+)
+BACKWARD = (
+    *(TileConfig(512, 8, 512, 2), TileConfig(1024, 4, 1024, 2), TileConfig(2048, 2, 2048, 2)),
+    *(TileConfig(4096, 1, 2048, 2), TileConfig(8192, 1, 4096, 4), TileConfig(16384, 1, 8192, 8)),
+    *(TileConfig(32768, 1, 16384, 8), TileConfig(65536, 1, 16384, 16), TileConfig(131072, 1, 32768, 16)),
+)
+ANY_BYTES = 1 << 62  # rows of any length
+FORWARD_LONG = (LongConfig(ANY_BYTES, block_bytes=32768, warps=32, programs_per_sm=1, stages=1),)
+BACKWARD_LONG = (LongConfig(ANY_BYTES, block_bytes=65536, warps=32, programs_per_sm=1, stages=1),)
+
+Constants = dict[str, int | bool | str]
+Config = TypeVar("Config", TileConfig, LongConfig)
+
+
+def tile(config: TileConfig, columns: int, element_bytes: int) -> Constants:
+    """Launch parameters of a tile; `element_bytes`: of all tensors that are held."""
+    block = min(config.block_bytes // element_bytes, 1 << (columns - 1).bit_length())
+    blocks = -(-columns // block)
+    even = blocks * block == columns
+    return {"ROWS": config.rows, "BLOCKS": blocks, "COLUMNS": block, "EVEN": even, "num_warps": config.warps}
+
+
+def tile_config(table: Sequence[Config], row_bytes: int) -> Config | None:
+    """The parameters for rows of so many bytes; None where they are too long for the table."""
+    return next((config for config in table if row_bytes <= config.row_bytes), None)
+
+
+def long_tile(table: Sequence[LongConfig], row_bytes: int, element_bytes: int) -> tuple[int, Constants]:
+    """(programs an SM, constants of the kernels) for long rows, of elements of that many bytes."""
+    config = next(config for config in table if row_bytes <= config.row_bytes)
+    block = config.block_bytes // element_bytes
+    constants: Constants = {"COLUMNS": block, "STAGES": config.stages, "AGAIN": config.again}
+    return config.programs_per_sm, constants | {"num_warps": config.warps}
+
+
+def group_of(elements: int, element_bytes: int) -> int:
+    """Of so many neighbours, how many a thread loads at once, 16 bytes at most: they need no other thread's maximum."""
+    return math.gcd(elements, 16 // element_bytes)
+
+
+def _mask_arguments(mask: Tensor | None, shape: torch.Size, like: Tensor) -> tuple[Tensor, int, tuple[int, ...]]:
+    """(memory, kind, (middle, inner, strides of outer, middle, inner, columns)) of a mask that broadcasts to `shape`.
+
+    Neighbouring dimensions are merged where one stride serves both; where more than three remain before the last, the
+    mask is copied to the full shape.
+    """
+    if mask is None:
+        return like, 0, (1, 1, 0, 0, 0, 0)
+    kind = 2 if mask.dtype == torch.bool else 1
+    full = (mask.view(torch.uint8) if kind == 2 else mask).expand(shape)
+    dims = merged(shape[:-1], full.stride()[:-1])
+    if len(dims) > 3:
+        full = full.contiguous()
+        dims = merged(shape[:-1], full.stride()[:-1])
+    (_, outer), (middle, middle_stride), (inner, inner_stride) = [(1, 0)] * (3 - len(dims)) + dims
+    return full, kind, (middle, inner, outer, middle_stride, inner_stride, full.stride(-1))
+
+
+# ---- implementations -------------------------------------------------------------------------------------------
+
+
+def _by_reference(x: Tensor) -> bool:
+    return x.dtype == torch.float64 or (x.device.type == "cpu" and not INTERPRETED)
+
+
+def _forward(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
+    """x (..., N), mask broadcastable to it."""
+    if _by_reference(x):
+        return softmax_reference(x, mask, scale, log, dtype)
+    require_triton()
+    from rooftop.kernels.softmaxes import triton_kernels as kernels
+
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    table = rows_of(x)
+    normal = 2.0**-126 <= abs(scale) <= 2.0**126  # as a float32: what is not in a row is -inf there, and not x 0
+    plan = clusters.plan(clusters.CLUSTER_FORWARD, (table,), y) if mask is None and normal else None
+    if plan is not None:
+        clusters.softmax_forward(plan, table, y, scale, log)
+        return y
+    rows, columns = table.shape
+    group = unit(columns, table.stride(0))
+    memory, kind, layout = _mask_arguments(mask, x.shape, x)
+    arguments = (table, memory, y, rows, columns // group, table.stride(0) // group, scale, *layout)
+    constants: Constants = {"MASK": kind, "LOG": log, "WIDE": dtype == torch.float32, "UNIT": group}
+    config = tile_config(FORWARD, columns * x.element_size())
+    if config is None:
+        per_sm, block = long_tile(FORWARD_LONG, columns * x.element_size(), x.element_size())
+        block |= {"GROUP": group_of(group, x.element_size())}
+        grid = (min(rows, per_sm * processors(x)),)
+        launch(kernels.softmax_forward_long, grid, x.device, *arguments, **constants, **block)
+    else:
+        constants |= tile(config, columns, x.element_size()) | {"HOLD": config.hold}
+        launch(kernels.softmax_forward, (-(-rows // config.rows),), x.device, *arguments, **constants)
+    return y
+
+
+def _backward(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
+    """dy, y (..., N); a boolean mask or none."""
+    if _by_reference(y):
+        return softmax_backward_reference(dy, y, mask, scale, log, dtype)
+    require_triton()
+    from rooftop.kernels.softmaxes import triton_kernels as kernels
+
+    dx = torch.empty(y.shape, dtype=dtype, device=y.device)
+    if dx.numel() == 0:
+        return dx
+    dy, y_rows = rows_of(dy), rows_of(y.contiguous())
+    plan = clusters.plan(clusters.CLUSTER_BACKWARD, (dy, y_rows), dx) if mask is None else None
+    if plan is not None:
+        clusters.softmax_backward(plan, dy, y_rows, dx, scale, log)
+        return dx
+    rows, columns = y_rows.shape
+    group = unit(columns, dy.stride(0))
+    memory, kind, layout = _mask_arguments(mask, y.shape, y)
+    arguments = (dy, y_rows, memory, dx, rows, columns // group, dy.stride(0) // group, scale, *layout)
+    wide = y.dtype == dx.dtype == torch.float32
+    constants: Constants = {"MASK": kind, "LOG": log, "WIDE": wide, "UNIT": group}
+    element_bytes = dy.element_size() + y.element_size()
+    config = tile_config(BACKWARD, columns * element_bytes)
+    if config is None:
+        per_sm, block = long_tile(BACKWARD_LONG, columns * element_bytes, element_bytes)
+        grid = (min(rows, per_sm * processors(y)),)
+        launch(kernels.softmax_backward_long, grid, y.device, *arguments, **constants, **block)
+    else:
+        constants |= tile(config, columns, element_bytes)
+        launch(kernels.softmax_backward, (-(-rows // config.rows),), y.device, *arguments, **constants)
+    return dx
+
+
+# ---- registration ----------------------------------------------------------------------------------------------
+
+
+@operator("softmax")
+def _softmax(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
+    return _forward(x, mask, scale, log, dtype)
+
+
+@torch.library.register_fake("rooftop::softmax")
+def _(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+in_pytorch("softmax", softmax_reference)
+
+
+@operator("softmax_backward")
+def _softmax_backward(
+    dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype
+) -> Tensor:
+    return _backward(dy, y, mask, scale, log, dtype)
+
+
+@torch.library.register_fake("rooftop::softmax_backward")
+def _(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
+    return y.new_empty(y.shape, dtype=dtype)
+
+
+def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:  # type: ignore[type-arg]
+    x, mask, scale, log, _ = inputs
+    kept = mask if mask is not None and mask.dtype == torch.bool else None
+    ctx.save_for_backward(output, kept)  # type: ignore[arg-type]
+    ctx.scale, ctx.log, ctx.x_dtype = scale, log, x.dtype  # type: ignore[attr-defined]
+    ctx.added = (mask.shape, mask.dtype) if mask is not None and mask.is_floating_point() else None  # type: ignore[attr-defined]
+
+
+def _differentiate(ctx: torch.autograd.function.FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
+    y, mask = ctx.saved_tensors  # type: ignore[attr-defined]
+    scale, log, dtype = ctx.scale, ctx.log, ctx.x_dtype  # type: ignore[attr-defined]
+    if not ctx.needs_input_grad[1]:  # type: ignore[attr-defined]
+        return _softmax_backward(dy, y, mask, scale, log, dtype), None, None, None, None
+    # The gradient of the scores, in full, is what a mask of numbers gets where it was repeated.
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    dscores = _softmax_backward(dy, y, None, 1.0, log, wide)
+    shape, mask_dtype = ctx.added  # type: ignore[attr-defined]
+    return (dscores * scale).to(dtype), dscores.sum_to_size(shape).to(mask_dtype), None, None, None
+
+
+differentiable("softmax", _differentiate, _save)
+by_formula("softmax", softmax_reference)
+differentiable_by_formula("softmax_backward", softmax_backward_reference)
+
+
+@cost_of("rooftop::softmax")
+def _forward_cost(call: Call) -> Cost:
+    """Maximum, subtraction, exponential, sum and division (of the logarithm: subtraction); scale and mask 1 each."""
+    x, mask = call["x"], call["mask"]
+    flops = (5 + (call["scale"] != 1.0) + (mask is not None)) * x.numel()
+    return Cost(distinct_bytes([x, mask]), distinct_bytes([call.out]), {precision_of(x.dtype): flops})
+
+
+@cost_of("rooftop::softmax_backward")
+def _backward_cost(call: Call) -> Cost:
+    """Product and sum, difference and product (of the logarithm: exponential too, but no product in the sum)."""
+    dy, y, mask = call["dy"], call["y"], call["mask"]
+    flops = (4 + (call["scale"] != 1.0) + (mask is not None)) * y.numel()
+    return Cost(distinct_bytes([dy, y, mask]), distinct_bytes([call.out]), {precision_of(y.dtype): flops})
+
+
+# ---- public ----------------------------------------------------------------------------------------------------
+
+
+@recorded_whole
+def softmax(
+    input: Tensor,
+    dim: int = -1,
+    dtype: torch.dtype | None = None,
+    *,
+    mask: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """softmax(input * scale + mask) along `dim`; arguments as of `torch.nn.functional.softmax`, and two more.
+
+    Args:
+        input: any shape, bfloat16, float16, float32 or float64.
+        dim: along which the results sum to one. Any but the last costs a transposed copy of `input`, and gives a
+            result whose memory is laid out with `dim` last.
+        dtype: to which `input` is cast first (from half to single precision: within the kernel).
+        mask: broadcastable to `input`, on the same device: numbers are added; of booleans, False excludes an element
+            (as in `torch.nn.functional.scaled_dot_product_attention`). The gradient of a mask of numbers costs two more
+            passes.
+        scale: a finite number.
+
+    Returns:
+        Like input. Rows of -inf alone (or excluded as a whole) and rows with NaN are NaN, as PyTorch's. Maximum, sum
+        and exponentials are float32 (float64 for float64). Under a GPU's autocast the result is float32, as
+        PyTorch's.
+
+    Raises:
+        TypeError: no dense tensors, or dtypes that do not fit.
+        ValueError: dimensions, shapes or devices that do not fit, a scale that is not finite.
+    """
+    return _along("softmax", input, dim, dtype, mask, scale)
+
+
+@recorded_whole
+def log_softmax(
+    input: Tensor,
+    dim: int = -1,
+    dtype: torch.dtype | None = None,
+    *,
+    mask: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """The logarithm of `softmax` with the same arguments, results and errors; excluded elements are -inf."""
+    return _along("log_softmax", input, dim, dtype, mask, scale)
+
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _along(name: str, x: Tensor, dim: int, dtype: torch.dtype | None, mask: Tensor | None, scale: float) -> Tensor:
+    _check(name, x, dim, dtype, mask, scale)
+    if dtype is not None and not (dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)):
+        x = x.to(dtype)
+    if dtype is None:
+        dtype = result_dtype(name, x)
+    if x.dim() == 0:
+        mask = None if mask is None else mask.reshape(1)
+        return _softmax(x.reshape(1), mask, float(scale), name == "log_softmax", dtype).reshape(())
+    if dim not in (-1, x.dim() - 1):
+        mask = None if mask is None else mask.expand(x.shape).transpose(dim, -1)
+        moved = x.transpose(dim, -1)
+        return _softmax(moved, mask, float(scale), name == "log_softmax", dtype).transpose(dim, -1)
+    return _softmax(x, mask, float(scale), name == "log_softmax", dtype)
+
+
+def _check(name: str, x: Tensor, dim: int, dtype: torch.dtype | None, mask: Tensor | None, scale: float) -> None:
+    for argument, tensor in (("input", x), ("mask", mask)):
+        if not isinstance(tensor, Tensor) and (tensor is not None or argument == "input"):
+            raise TypeError(f"{name}: {argument} must be a tensor, got {type(tensor).__name__}")
+        if tensor is not None and tensor.layout != torch.strided:
+            raise TypeError(f"{name}: {argument} must be dense, got layout {tensor.layout}: use .to_dense()")
+    if dtype is not None and dtype not in FLOATS:
+        raise TypeError(f"{name}: dtype must be bfloat16, float16, float32 or float64, got {dtype}")
+    if dtype is None and x.dtype not in FLOATS:
+        raise TypeError(f"{name}: input must be bfloat16, float16, float32 or float64, got {x.dtype}; or give dtype")
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"{name}: dim must be an int, got {dim!r}")
+    if not -max(1, x.dim()) <= dim < max(1, x.dim()):
+        raise ValueError(f"{name}: dim {dim} is out of range for an input of shape {tuple(x.shape)}")
+    if not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name}: scale must be a number, got {type(scale).__name__}")
+    if not abs(scale) < math.inf:  # torch.compile has no isfinite of a number that it takes as a variable
+        raise ValueError(f"{name}: scale must be finite, got {scale}")
+    if mask is None:
+        return
+    if mask.dtype not in (*FLOATS, torch.bool):
+        raise TypeError(f"{name}: mask must be boolean or floating point, got {mask.dtype}")
+    if mask.device != x.device:
+        raise ValueError(f"{name}: input is on {x.device}, mask on {mask.device}: move one to the other")
+    if mask.dim() > x.dim() or any(m not in (1, n) for m, n in zip(mask.shape[::-1], x.shape[::-1], strict=False)):
+        raise ValueError(f"{name}: a mask of shape {tuple(mask.shape)} does not broadcast to {tuple(x.shape)}")
