@@ -32,6 +32,8 @@ from rooftop.kernels.attentions.states import (
     rows_tile,
     unit_features,
 )
+from rooftop.kernels.operands.checks import check_dtype, check_finite, check_tensors
+from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.launch.operators import (
     differentiable,
     in_pytorch,
@@ -84,7 +86,7 @@ def scores_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(scores (B, H, S_q, S_k), keys and values for each head of the queries)."""
-    inside = torch.float64 if query.dtype == torch.float64 else torch.float32
+    inside = accumulator_dtype(query.dtype)
     keys, values = (_for_heads(t.to(inside), query.shape[1]) for t in (key, value))
     scores = query.to(inside) @ keys.mT * scale
     if mask is not None:
@@ -252,7 +254,7 @@ def _(
     plan = plan_of(shape_of(query, key, value, mask, is_causal), query.device, "forward")
     if plan.backend != "reference":
         return _forward(plan.backend, query, key, value, mask, is_causal, scale)
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = accumulator_dtype(query.dtype)
     shape = query.shape[:3]
     return query.new_empty((*shape, value.shape[3])), query.new_empty(shape, dtype=wide)
 
@@ -503,9 +505,6 @@ def attention_plan(
     return plan_of(shape_of(query, key, value, attn_mask, is_causal), query.device, direction)
 
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
 def _under_autocast(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -536,27 +535,17 @@ def _check(
     scale: float | None,
     enable_gqa: bool,
 ) -> None:
-    for argument, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", mask)):
-        if tensor is None and argument == "attn_mask":
-            continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"attention: {argument} must be a tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"attention: {argument} must be dense, got layout {tensor.layout}: use .to_dense()")
-        if tensor.device != query.device:
-            raise ValueError(f"attention: query is on {query.device}, {argument} on {tensor.device}: move one")
-        if argument != "attn_mask" and tensor.dim() != 4:
+    check_tensors("attention", None, ("attn_mask",), query=query, key=key, value=value, attn_mask=mask)
+    for argument, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
             raise ValueError(f"attention: expected {argument} of shape (B, H, S, D), got {tuple(tensor.shape)}")
-    if query.dtype not in FLOATS:
-        raise TypeError(f"attention: query must be bfloat16, float16, float32 or float64, got {query.dtype}")
+    check_dtype("attention", "query", query.dtype, FLOATS)
     if not query.dtype == key.dtype == value.dtype:
         raise TypeError(f"attention: query, key and value must have one dtype, got {query.dtype}, {key.dtype}, "
                         f"{value.dtype}")  # fmt: skip
     _check_shapes(query, key, value, enable_gqa)
-    if scale is not None and not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"attention: scale must be a number or None, got {type(scale).__name__}")
-    if scale is not None and not abs(scale) < math.inf:  # torch.compile has no isfinite of a variable
-        raise ValueError(f"attention: scale must be finite, got {scale}")
+    if scale is not None:
+        check_finite("attention", "scale", scale, "a number or None")
     if mask is not None:
         _check_mask(query, key, mask, is_causal)
 

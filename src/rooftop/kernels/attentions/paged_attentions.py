@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.operands.checks import check_same_dtype, check_tensors
+from rooftop.kernels.operands.dtypes import FLOATS, INDICES, accumulator_dtype
 from rooftop.launch.operators import no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
@@ -37,7 +39,7 @@ def paged_attention_reference(
     window: int | None = None,
 ) -> Tensor:
     """(B, H, D), as `paged_attention`; softmax in float32, or in float64 for float64."""
-    inside = torch.promote_types(query.dtype, torch.float32)
+    inside = accumulator_dtype(query.dtype)
     key, value = (_gathered(stored, pages).to(inside) for stored in (keys, values))  # (B, H_k, T, D)
     room = key.shape[2]
     there = ((pages >= 0) & (pages < keys.shape[0])).repeat_interleave(keys.shape[2], 1)[:, None, None]  # (B, 1, 1, T)
@@ -257,8 +259,6 @@ def _cost(call: Call) -> Cost:
 
 # ---- public ----------------------------------------------------------------------------------------------------
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
 
 @recorded_whole
 def paged_attention(
@@ -321,21 +321,10 @@ def paged_attention(
 def _check(tensors: dict[str, Tensor]) -> None:
     name = "paged_attention"
     query = tensors["query"]
-    for argument, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: {argument} must be a tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name}: {argument} must be dense, got layout {tensor.layout}: use .to_dense()")
-        integers = argument in ("pages", "lengths")
-        if integers and tensor.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name}: {argument} must be int32 or int64, got {tensor.dtype}")
-        if not integers and tensor.dtype not in FLOATS:
-            raise TypeError(f"{name}: {argument} must be bfloat16, float16, float32 or float64, got {tensor.dtype}")
-        if not integers and tensor.dtype != query.dtype:
-            raise TypeError(f"{name}: query is {query.dtype}, {argument} {tensor.dtype}: give both one dtype")
-        if tensor.device != query.device:
-            raise ValueError(f"{name}: query is on {query.device}, {argument} on {tensor.device}: move one")
     keys, pages = tensors["keys"], tensors["pages"]
+    check_tensors(name, FLOATS, query=query, keys=keys, values=tensors["values"])
+    check_tensors(name, INDICES, (), ("query", query), pages=pages, lengths=tensors["lengths"])
+    check_same_dtype(name, "query", query, "give both one dtype", keys=keys, values=tensors["values"])
     if query.dim() != 3 or query.shape[2] > MOST_FEATURES:
         raise ValueError(f"{name}: expected query (B, H, D), D up to {MOST_FEATURES}, got {tuple(query.shape)}")
     if keys.dim() != 4 or keys.shape != tensors["values"].shape or keys.shape[3] != query.shape[2]:

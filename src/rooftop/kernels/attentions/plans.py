@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rooftop.kernels.attentions.states import MOST_FEATURES
+from rooftop.kernels.operands.dtypes import HALVES
 
 Direction = Literal["forward", "backward"]
 
@@ -63,8 +64,6 @@ RULES = (
     Rule("forward", ("flash", "cudnn", "efficient")),
     Rule("backward", ("flash", "cudnn", "efficient")),
 )
-
-HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)

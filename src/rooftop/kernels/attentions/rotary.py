@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.operands.checks import check_tensors
+from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.launch.operators import differentiable, in_pytorch, no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
@@ -26,7 +28,7 @@ def rope_reference(
     x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None, offset: int, interleaved: bool, conjugate: bool
 ) -> Tensor:
     """x (B, H, S, D), tables (B or 1, T, R / 2), starts (B,); float32 inside, or float64 for float64."""
-    inside = torch.float64 if x.dtype == torch.float64 else torch.float32
+    inside = accumulator_dtype(x.dtype)
     places = torch.arange(x.shape[2], device=x.device) + offset  # (S,)
     places = places.expand(x.shape[0], -1) if starts is None else places + starts[:, None]  # (B, S)
     cosine, sine = (_looked_up(table, places).to(inside) for table in (cos, sin))  # (B, 1, S, R / 2)
@@ -287,9 +289,6 @@ def rope_pair(
     return query, key
 
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
 def _apply(
     name: str,
     tensors: tuple[Tensor, ...],
@@ -323,15 +322,7 @@ def _check(
 ) -> None:
     names = ("x",) if len(tensors) == 1 else ("query", "key")
     x = tensors[0]
-    for argument, tensor in zip((*names, "cos", "sin"), (*tensors, cos, sin), strict=True):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: {argument} must be a tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name}: {argument} must be dense, got layout {tensor.layout}: use .to_dense()")
-        if tensor.dtype not in FLOATS:
-            raise TypeError(f"{name}: {argument} must be bfloat16, float16, float32 or float64, got {tensor.dtype}")
-        if tensor.device != x.device:
-            raise ValueError(f"{name}: {names[0]} is on {x.device}, {argument} on {tensor.device}: move one")
+    check_tensors(name, FLOATS, **dict(zip(names, tensors, strict=True)), cos=cos, sin=sin)
     for argument, tensor in zip(names, tensors, strict=True):
         if not 2 <= tensor.dim() <= 4:
             raise ValueError(f"{name}: expected {argument} of shape (B, H, S, D), got {tuple(tensor.shape)}")

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.operands.checks import check_tensors
+from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.strided_rows import merged
 from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
@@ -290,9 +292,6 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
     return out, lse
 
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge a part into what is there, in place, without gradients.
 
@@ -310,17 +309,10 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     name = "merge_attention_states"
     given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    check_tensors(name, **given)
+    check_tensors(name, FLOATS, out_a=out_a, out_b=out_b)
+    wide = accumulator_dtype(out_a.dtype, out_b.dtype)
     for argument, tensor in given.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: {argument} must be a tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name}: {argument} must be dense, got layout {tensor.layout}: use .to_dense()")
-        if tensor.device != out_a.device:
-            raise ValueError(f"{name}: out_a is on {out_a.device}, {argument} on {tensor.device}: move one")
-    wide = torch.float64 if torch.float64 in (out_a.dtype, out_b.dtype) else torch.float32
-    for argument, tensor in given.items():
-        if argument.startswith("out") and tensor.dtype not in FLOATS:
-            raise TypeError(f"{name}: {argument} must be bfloat16, float16, float32 or float64, got {tensor.dtype}")
         if argument.startswith("lse") and tensor.dtype != wide:
             raise TypeError(f"{name}: {argument} must be {wide} beside these outputs, got {tensor.dtype}")
     if out_a.dim() != 4 or out_a.shape != out_b.shape or out_a.shape[3] > MOST_FEATURES:

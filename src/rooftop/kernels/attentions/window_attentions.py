@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.kernels.operands.checks import check_finite, check_shape, check_tensors
+from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.launch.operators import (
     differentiable,
     in_pytorch,
@@ -103,7 +105,7 @@ def _cut_heads(
     windows = _cut(packed, padding, window, shift)  # (B, windows, N, 3 C)
     features = packed.shape[3] // (3 * heads)
     parts = windows.unflatten(-1, (3, heads, features)).permute(3, 0, 1, 4, 2, 5)
-    query, key, value = parts.to(torch.float64 if packed.dtype == torch.float64 else torch.float32)
+    query, key, value = parts.to(accumulator_dtype(packed.dtype))
     return query, key, value
 
 
@@ -522,9 +524,6 @@ def window_attention(
     return result
 
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
 def _check(
     x: Tensor,
     bias: Tensor,
@@ -536,18 +535,7 @@ def _check(
     scale: float | None,
 ) -> None:
     tensors = {"query_key_value": x, "bias": bias, "padding": padding, "cosine_scale": cosine_scale}
-    for name, tensor in tensors.items():
-        if tensor is None and name in ("padding", "cosine_scale"):
-            continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"window_attention: {name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"window_attention: {name} must be dense, got layout {tensor.layout}: use .to_dense()")
-        if tensor.dtype not in FLOATS:
-            raise TypeError(f"window_attention: {name} must be bfloat16, float16, float32 or float64, "
-                            f"got {tensor.dtype}")  # fmt: skip
-        if tensor.device != x.device:
-            raise ValueError(f"window_attention: query_key_value is on {x.device}, {name} on {tensor.device}: move one")
+    check_tensors("window_attention", FLOATS, ("padding", "cosine_scale"), **tensors)
     _check_window(heads, window, shift)
     if x.dim() != 4 or x.shape[3] % (3 * heads):
         raise ValueError(
@@ -557,17 +545,12 @@ def _check(
     positions = window[0] * window[1]
     expected = {"bias": (heads, positions, positions), "padding": (x.shape[3],), "cosine_scale": (heads,)}
     for name, shape in expected.items():
-        tensor = tensors[name]
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"window_attention: expected {name} of shape {shape}, got {tuple(tensor.shape)}")
+        check_shape("window_attention", name, tensors[name], shape)
     if scale is None:
         return
     if cosine_scale is not None:
         raise ValueError("window_attention: give scale or cosine_scale, not both")
-    if not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"window_attention: scale must be a number or None, got {type(scale).__name__}")
-    if not abs(scale) < math.inf:  # torch.compile has no isfinite of a variable
-        raise ValueError(f"window_attention: scale must be finite, got {scale}")
+    check_finite("window_attention", "scale", scale, "a number or None")
 
 
 def _check_window(heads: int, window: Sequence[int], shift: Sequence[int]) -> None:

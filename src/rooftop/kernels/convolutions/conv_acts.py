@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
-from rooftop.errors import did_you_mean
 from rooftop.kernels.convolutions.launches import forward, plan_of
 from rooftop.kernels.convolutions.tables import ConvPlan, Geometry
 from rooftop.kernels.matmuls.launches import ACTIVATIONS
 from rooftop.kernels.matmuls.matmuls import linear_act_backward_reference
 from rooftop.kernels.operands.autocasting import under_autocast
+from rooftop.kernels.operands.checks import check_choice, check_same_dtype, check_shape, check_tensors, two_integers
+from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.launch.operators import (
     differentiable,
     in_pytorch,
@@ -37,7 +38,6 @@ from rooftop.launch.operators import (
 from rooftop.launch.symbolic import recorded_whole
 
 OF_OUTPUT = ("none", "relu", "sigmoid")  # the result says the derivative
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Pair = int | Sequence[int]
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ def conv_act_reference(
     """(y, what was activated) in plain PyTorch; what follows the convolution is float32, or float64 for float64."""
     g = geometry
     values = functional.conv2d(x, weight, bias, g.stride, g.padding, g.dilation, g.groups)
-    values = values.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    values = values.to(accumulator_dtype(x.dtype))
     if residual is not None:
         values = values + residual
     return activated(values, activation).to(x.dtype), values.to(x.dtype)
@@ -290,23 +290,11 @@ def _prepared(
 ) -> Prepared:  # fmt: skip
     """The arguments, checked and cast as autocast says; a residual that is to be added later, since under autocast one
     of another dtype makes the sum wider, as in PyTorch; the shapes; the activation's name."""
-    for argument, tensor in (("input", x), ("weight", weight), ("bias", bias), ("residual", residual)):
-        if not isinstance(tensor, Tensor) and (tensor is not None or argument in ("input", "weight")):
-            raise TypeError(f"{name}: {argument} must be a tensor, got {type(tensor).__name__}")
-        if tensor is not None and tensor.layout != torch.strided:
-            raise TypeError(f"{name}: {argument} must be dense, got layout {tensor.layout}: use .to_dense()")
-        if tensor is not None and tensor.dtype not in FLOATS:
-            raise TypeError(f"{name}: {argument} must be bfloat16, float16, float32 or float64, got {tensor.dtype}")
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{name}: input is on {x.device}, {argument} on {tensor.device}: move one to the other")
+    check_tensors(name, FLOATS, ("bias", "residual"), input=x, weight=weight, bias=bias, residual=residual)
     after = "none" if activation is None else activation
-    if after not in ACTIVATIONS:
-        raise ValueError(
-            f"{name}: activation must be None or one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-            f"{did_you_mean(activation, ACTIVATIONS)}"
-        )
-    strides, dilations = _pair(name, "stride", stride, 1), _pair(name, "dilation", dilation, 1)
-    paddings = _pair(name, "padding", padding, 0)
+    check_choice(name, "activation", after, ACTIVATIONS, "None or ")
+    strides, dilations = two_integers(name, "stride", stride, 1), two_integers(name, "dilation", dilation, 1)
+    paddings = two_integers(name, "padding", padding, 0)
     if type(groups) is not int or groups < 1:
         raise ValueError(f"{name}: groups must be an integer of at least 1, got {groups!r}")
     shapes = f"{tuple(x.shape)} and {tuple(weight.shape)}"
@@ -322,29 +310,13 @@ def _prepared(
             f"{name}: the window does not fit into the input, {shapes} with padding={paddings}, dilation={dilations}: "
             "pad the input"
         )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(f"{name}: expected bias of shape ({weight.shape[0]},), got {tuple(bias.shape)}")
-    shape = (x.shape[0], weight.shape[0], *geometry.out)
-    if residual is not None and tuple(residual.shape) != shape:
-        raise ValueError(f"{name}: expected residual of shape {shape}, got {tuple(residual.shape)}: use .expand()")
+    check_shape(name, "bias", bias, (weight.shape[0],))
+    check_shape(name, "residual", residual, (x.shape[0], weight.shape[0], *geometry.out), ": use .expand()")
     later = None
     if under_autocast(x):
         narrow = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = (t.to(narrow) if t is not None else None for t in (x, weight, bias))  # type: ignore[assignment]
         if residual is not None and residual.dtype != narrow:
             residual, later = None, residual
-    for argument, tensor in (("weight", weight), ("bias", bias), ("residual", residual)):
-        if tensor is not None and tensor.dtype != x.dtype:
-            raise TypeError(f"{name}: input is {x.dtype}, {argument} {tensor.dtype}: cast one, or use autocast")
+    check_same_dtype(name, "input", x, "cast one, or use autocast", weight=weight, bias=bias, residual=residual)
     return x, weight, bias, residual, later, geometry, after
-
-
-def _pair(name: str, argument: str, given: Pair, least: int) -> tuple[int, int]:
-    values = (given, given) if isinstance(given, int) else tuple(given) if isinstance(given, tuple | list) else ()
-    if len(values) == 1:
-        values *= 2
-    if len(values) != 2 or not all(isinstance(each, int) and not isinstance(each, bool) for each in values):
-        raise TypeError(f"{name}: {argument} must be an integer or two, got {given!r}")
-    if min(values) < least:
-        raise ValueError(f"{name}: {argument} must be at least {least}, got {given!r}")
-    return values

@@ -26,7 +26,7 @@ from rooftop.kernels.convolutions.tables import (
 from rooftop.kernels.matmuls import launches as matmul_launches
 from rooftop.kernels.matmuls import tables as matmul_tables
 from rooftop.kernels.matmuls.launches import ACTIVATIONS
-from rooftop.kernels.matmuls.tables import HALVES
+from rooftop.kernels.operands.dtypes import HALVES
 from rooftop.kernels.operands.strided_rows import unit
 from rooftop.launch.counters import counters
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.operands.checks import check_tensors, two_integers
+from rooftop.kernels.operands.dtypes import FLOATS
 from rooftop.launch.operators import in_pytorch, no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
@@ -123,8 +125,6 @@ def _cost(call: Call) -> Cost:
 
 # ---- public ----------------------------------------------------------------------------------------------------
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
 
 @recorded_whole
 def max_pool2d(
@@ -148,16 +148,11 @@ def max_pool2d(
         ValueError: shapes or sizes that do not fit.
         NotImplementedError: an input that needs a gradient, or forward-mode differentiation.
     """
-    if not isinstance(input, Tensor):
-        raise TypeError(f"max_pool2d: input must be a tensor, got {type(input).__name__}")
-    if input.layout != torch.strided:
-        raise TypeError(f"max_pool2d: input must be dense, got layout {input.layout}: use input.to_dense()")
-    if input.dtype not in FLOATS:
-        raise TypeError(f"max_pool2d: input must be bfloat16, float16, float32 or float64, got {input.dtype}")
-    kernel, padded, apart = (
-        _pair("kernel_size", kernel_size, 1), _pair("padding", padding, 0), _pair("dilation", dilation, 1)
-    )  # fmt: skip
-    steps = kernel if stride is None else _pair("stride", stride, 1)
+    check_tensors("max_pool2d", FLOATS, input=input)
+    kernel = two_integers("max_pool2d", "kernel_size", kernel_size, 1)
+    padded = two_integers("max_pool2d", "padding", padding, 0)
+    apart = two_integers("max_pool2d", "dilation", dilation, 1)
+    steps = kernel if stride is None else two_integers("max_pool2d", "stride", stride, 1)
     if input.dim() != 4 or 0 in input.shape[1:]:
         raise ValueError(f"max_pool2d: expected input (N, C, H, W) with channels and pixels, got {tuple(input.shape)}")
     if any(2 * p > k for p, k in zip(padded, kernel, strict=True)):
@@ -174,14 +169,3 @@ def max_pool2d(
         )
     result: Tensor = _max_pool2d(input, kernel, steps, padded, apart)
     return result
-
-
-def _pair(argument: str, given: Pair, least: int) -> list[int]:
-    values = [given] if isinstance(given, int) else list(given) if isinstance(given, tuple | list) else []
-    if len(values) == 1:
-        values *= 2
-    if len(values) != 2 or not all(isinstance(each, int) and not isinstance(each, bool) for each in values):
-        raise TypeError(f"max_pool2d: {argument} must be an integer or two, got {given!r}")
-    if min(values) < least:
-        raise ValueError(f"max_pool2d: {argument} must be at least {least}, got {given!r}")
-    return values

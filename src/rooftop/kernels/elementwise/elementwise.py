@@ -48,6 +48,7 @@ from rooftop.kernels.elementwise.programs import (
     strides_of,
     summed_shape,
 )
+from rooftop.kernels.operands.checks import not_dense
 from rooftop.launch.operators import by_formula, differentiable, in_pytorch, operator
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, require_triton
@@ -452,7 +453,7 @@ def run_text(text: str, names: Sequence[str], single: bool, *arguments: Argument
 
 def _refusal(name: str, given: Tensor) -> TypeError:
     if given.layout != torch.strided:
-        return TypeError(f"fused: {name} must be dense, got layout {given.layout}: use .to_dense()")
+        return not_dense("fused", name, given)
     return TypeError(f"fused: {name} must have one of the dtypes {', '.join(DTYPES)}, got {given.dtype}")
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from rooftop.kernels.elementwise.expression_texts import text_of
-from rooftop.kernels.elementwise.expression_types import HALF, NUMBER, Kind, Types, computed_in, summand, wrapped
+from rooftop.kernels.elementwise.expression_types import NUMBER, Kind, Types, computed_in, summand, wrapped
 from rooftop.kernels.elementwise.expressions import DTYPES, NAMES, OPERATIONS, Expression, arguments_of, topological
+from rooftop.kernels.operands.dtypes import HALVES
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def source_of(
         kinds: of the arguments.
         layout: which of them lie how.
     """
-    body = Body(types, layout, precise=not all(dtype in HALF for dtype in results))
+    body = Body(types, layout, precise=not all(dtype in HALVES for dtype in results))
     used = arguments_of(outputs)
     names = [f"a{i}" for i in used] + [f"y{i}" for i in range(len(outputs))]
     numbers = [f"a{i}" for i in used if kinds[i].rank == NUMBER]
@@ -306,7 +307,7 @@ class Body:
 
     def _operand(self, node: Expression, dtype: torch.dtype, rounded_to: torch.dtype | None = None) -> str:
         """A node's value in a dtype. `rounded_to`: what PyTorch rounds a number to before it compares."""
-        half = rounded_to if rounded_to in HALF else None
+        half = rounded_to if rounded_to in HALVES else None
         if node.operation == "constant":
             value = node.value
             assert value is not None

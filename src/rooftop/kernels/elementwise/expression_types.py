@@ -14,10 +14,10 @@ from functools import reduce
 import torch
 
 from rooftop.kernels.elementwise.expressions import DTYPES, OPERATIONS, Expression, topological
+from rooftop.kernels.operands.dtypes import HALVES
 
 TENSOR, SINGLE, NUMBER = 2, 1, 0
 """Ranks of operands: with dimensions, a tensor without dimensions, a Python number."""
-HALF = (torch.float16, torch.bfloat16)
 OF_BOOLS = ("add", "mul", "maximum", "minimum", "clamp_min", "clamp_max", "sign", "common", "base")
 """What is "promoted" and has a meaning for booleans."""
 
@@ -48,12 +48,12 @@ Types = dict[int, Typed]  # by id of the node
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
     """float32 for half precision, else the same."""
-    return torch.float32 if dtype in HALF else dtype
+    return torch.float32 if dtype in HALVES else dtype
 
 
 def summand(node: Expression, types: Types) -> Expression:
     """What is added up in float32 for a result: half precision is rounded to after the sum."""
-    if DTYPES.get(node.operation) in HALF and types[id(node.operands[0])].inside == torch.float32:
+    if DTYPES.get(node.operation) in HALVES and types[id(node.operands[0])].inside == torch.float32:
         return node.operands[0]
     return node
 
@@ -157,7 +157,7 @@ def _type_of(name: str, operands: list[Kind], autocast: bool) -> Typed:
         raise TypeError(
             "fused: integers have the powers 1 to 4 as constants: cast to a floating point dtype for others"
         )
-    if autocast and operation.autocast and common in HALF:
+    if autocast and operation.autocast and common in HALVES:
         common = torch.float32
     return Typed(Kind(common, rank), common)
 

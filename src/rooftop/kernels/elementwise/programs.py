@@ -28,6 +28,7 @@ from rooftop.kernels.elementwise.expression_types import (
     types_of,
 )
 from rooftop.kernels.elementwise.expressions import DTYPES, NAMES, Expression, arguments_of, topological
+from rooftop.kernels.operands.checks import not_dense
 
 Number = bool | int | float
 Argument = Tensor | Number
@@ -136,7 +137,7 @@ def planned(tensors: Sequence[Tensor], numbers: Sequence[Number], text: str) -> 
         if not isinstance(each, Tensor):
             continue
         if each.layout != torch.strided:
-            raise TypeError(f"fused: argument {i} must be dense, got layout {each.layout}: use .to_dense()")
+            raise not_dense("fused", f"argument {i}", each)
         if each.dtype not in NAMES:
             raise TypeError(f"fused: argument {i} must have one of the dtypes {', '.join(DTYPES)}, got {each.dtype}")
         if each.device != device:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.operands.checks import check_dtype, check_same_dtype, check_tensors
+from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.launch.operators import (
     by_formula,
     differentiable,
@@ -28,20 +30,16 @@ from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up of the same shape; float32 inside, or float64 for float64."""
-    gates, ups = gate.to(_inside(gate)), up.to(_inside(gate))
+    gates, ups = gate.to(accumulator_dtype(gate.dtype)), up.to(accumulator_dtype(gate.dtype))
     return (torch.nn.functional.silu(gates) * ups).to(gate.dtype)
 
 
 def swiglu_backward_reference(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """(dgate, dup)."""
-    gradient, gates, ups = (t.to(_inside(gate)) for t in (dy, gate, up))
+    gradient, gates, ups = (t.to(accumulator_dtype(gate.dtype)) for t in (dy, gate, up))
     sigmoid = gates.sigmoid()
     dgate = gradient * ups * sigmoid * (1 + gates * (1 - sigmoid))
     return dgate.to(gate.dtype), (gradient * gates * sigmoid).to(up.dtype)
-
-
-def _inside(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 # ---- launch parameters -----------------------------------------------------------------------------------------
@@ -231,26 +229,15 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return result
 
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
 def _check(gate: Tensor, up: Tensor | None) -> None:
-    for name, tensor in (("gate", gate), ("up", up)):
-        if not isinstance(tensor, Tensor) and (tensor is not None or name == "gate"):
-            raise TypeError(f"swiglu: {name} must be a tensor, got {type(tensor).__name__}")
-        if tensor is not None and tensor.layout != torch.strided:
-            raise TypeError(f"swiglu: {name} must be dense, got layout {tensor.layout}: use .to_dense()")
-    if gate.dtype not in FLOATS:
-        raise TypeError(f"swiglu: gate must be bfloat16, float16, float32 or float64, got {gate.dtype}")
+    check_tensors("swiglu", None, ("up",), gate=gate, up=up)
+    check_dtype("swiglu", "gate", gate.dtype, FLOATS)
     if gate.dim() == 0:
         raise ValueError("swiglu: gate must have a dimension")
     if up is None:
         if gate.shape[-1] % 2:
             raise ValueError(f"swiglu: a packed tensor must be (..., 2 N), got {tuple(gate.shape)}")
         return
-    if up.dtype != gate.dtype:
-        raise TypeError(f"swiglu: gate is {gate.dtype}, up {up.dtype}: give both one dtype")
-    if up.device != gate.device:
-        raise ValueError(f"swiglu: gate is on {gate.device}, up on {up.device}: move one to the other")
+    check_same_dtype("swiglu", "gate", gate, "give both one dtype", up=up)
     if up.shape != gate.shape:
         raise ValueError(f"swiglu: expected up of gate's shape {tuple(gate.shape)}, got {tuple(up.shape)}")

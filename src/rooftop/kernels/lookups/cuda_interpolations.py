@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.operands.cuda_texts import cuda_text
+from rooftop.kernels.operands.dtypes import CPP_TYPES, accumulator_dtype
 from rooftop.launch import cuda
 from rooftop.launch.operators import (
     differentiable,
@@ -41,7 +42,7 @@ CUDA_FILES = ("lookups/cuda_interpolations.cu",)
 @without_autocast
 def trilinear_reference(features: Tensor, points: Tensor) -> Tensor:
     """(B, C) of features (B, 8, C) and points (B, 3) in plain PyTorch, added up in float32 or wider."""
-    wide = _accumulator(features.dtype)
+    wide = accumulator_dtype(features.dtype)
     return torch.einsum("bk,bkc->bc", _weights(points.to(wide)), features.to(wide)).to(features.dtype)
 
 
@@ -50,7 +51,7 @@ def trilinear_backward_reference(
     gradient: Tensor, features: Tensor, points: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
     """Gradients of features and points; empty where `mask` does not ask for one."""
-    wide = _accumulator(features.dtype)
+    wide = accumulator_dtype(features.dtype)
     dfeatures, dpoints = features.new_empty(0), points.new_empty(0)
     dout, exact = gradient.to(wide), points.to(wide)
     if mask[0]:
@@ -80,19 +81,10 @@ def _weights(points: Tensor) -> Tensor:
     return (u[:, :, None, None] * v[:, None, :, None] * w[:, None, None, :]).flatten(1)
 
 
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 # ---- launch ----------------------------------------------------------------------------------------------------
 
 THREADS = 256  # of a block, in rows of lanes that work on one point each; not yet tuned by measurement
-CPP_TYPES = {
-    torch.float16: "__half",
-    torch.bfloat16: "__nv_bfloat16",
-    torch.float32: "float",
-    torch.float64: "double",
-}
+TYPES = CPP_TYPES | {torch.float64: "double"}
 
 
 def kernel_for(name: str, points: Tensor, tensors: Sequence[Tensor]) -> tuple[str, int, tuple[int, int]]:
@@ -103,7 +95,7 @@ def kernel_for(name: str, points: Tensor, tensors: Sequence[Tensor]) -> tuple[st
         width //= 2
     lanes = min(32, 1 << (channels // width - 1).bit_length())  # a power of two: their sums go through shuffles
     block = (lanes, THREADS // lanes)
-    types = f"{CPP_TYPES[tensors[0].dtype]}, {CPP_TYPES[points.dtype]}, {width}"
+    types = f"{TYPES[tensors[0].dtype]}, {TYPES[points.dtype]}, {width}"
     return f"{name}<{types}>", -(-points.shape[0] // block[1]), block
 
 
@@ -228,7 +220,7 @@ def check_arguments(function: str, features: Tensor, points: Tensor) -> None:
     for name, tensor, shape in (("features", features, "(B, 8, C)"), ("points", points, "(B, 3)")):
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             raise TypeError(f"{function}: {name} must be a dense tensor, got {type(tensor).__name__}")
-        if tensor.dtype not in CPP_TYPES:
+        if tensor.dtype not in TYPES:
             raise TypeError(f"{function}: {name} must be floating point, got {tensor.dtype}")
         fits = tensor.dim() == 3 and tensor.shape[1] == 8 if name == "features" else tensor.shape[1:] == (3,)
         if not fits:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.operands.checks import check_tensors
+from rooftop.kernels.operands.dtypes import FLOATS, INDICES, accumulator_dtype
 from rooftop.launch.operators import (
     by_formula,
     differentiable,
@@ -32,7 +34,7 @@ from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
 def embedding_backward_reference(dy: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
     """The gradient (V, D) of the table from dy (N, D) and tokens (N,); added up in float32, or float64 for float64."""
-    inside = torch.float64 if dy.dtype == torch.float64 else torch.float32
+    inside = accumulator_dtype(dy.dtype)
     values = dy.to(inside).masked_fill((tokens == padding)[:, None], 0.0)
     return torch.zeros(rows, dy.shape[1], dtype=inside, device=dy.device).index_add_(0, tokens, values).to(dy.dtype)
 
@@ -172,7 +174,7 @@ def _formula(input: Tensor, weight: Tensor, padding: int) -> Tensor:
 
 
 def _backward_formula(dy: Tensor, input: Tensor, rows: int, padding: int) -> Tensor:
-    inside = torch.float64 if dy.dtype == torch.float64 else torch.float32
+    inside = accumulator_dtype(dy.dtype)
     tokens = input.reshape(-1)
     values = dy.reshape(tokens.shape[0], dy.shape[-1]).to(inside).masked_fill((tokens == padding)[:, None], 0.0)
     return values.new_zeros(rows, dy.shape[-1]).index_add(0, tokens, values).to(dy.dtype)
@@ -238,23 +240,11 @@ def embedding(
     return result
 
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
 def _check(input: Tensor, weight: Tensor, padding_idx: int | None) -> None:
-    for name, tensor in (("input", input), ("weight", weight)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"embedding: {name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"embedding: {name} must be dense, got layout {tensor.layout}: use .to_dense()")
-    if input.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"embedding: input must be int32 or int64, got {input.dtype}")
-    if weight.dtype not in FLOATS:
-        raise TypeError(f"embedding: weight must be bfloat16, float16, float32 or float64, got {weight.dtype}")
+    check_tensors("embedding", INDICES, input=input)
+    check_tensors("embedding", FLOATS, (), ("input", input), weight=weight)
     if weight.dim() != 2:
         raise ValueError(f"embedding: expected a weight of shape (V, D), got {tuple(weight.shape)}")
-    if weight.device != input.device:
-        raise ValueError(f"embedding: input is on {input.device}, weight on {weight.device}: move one to the other")
     rows = weight.shape[0]
     if rows == 0 and input.numel():
         raise ValueError(f"embedding: weight of shape {tuple(weight.shape)} has a row for none of the tokens of input")

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.kernels.losses.launches import Terms
+from rooftop.kernels.operands.dtypes import accumulator_dtype
 from rooftop.launch.operators import without_autocast
 
 
@@ -63,11 +64,6 @@ def reference_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of maxima, sums and losses of logits of that dtype: float64 of float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _class_weights(values: Tensor, terms: Terms) -> Tensor:
     """(V,) in the dtype of the values: the weights of the terms, or ones."""
     if terms.weight is None:
@@ -77,7 +73,7 @@ def _class_weights(values: Tensor, terms: Terms) -> Tensor:
 
 def loss_formula(x: Tensor, target: Tensor, terms: Terms, reduction: str) -> Tensor:
     """The loss by PyTorch's functions, reduced as `reduction` says."""
-    values = x.to(statistics_dtype(x.dtype))
+    values = x.to(accumulator_dtype(x.dtype))
     weight = None if terms.weight is None else terms.weight.to(values.dtype)
     losses = functional.cross_entropy(
         values, target, weight, ignore_index=terms.ignore_index, label_smoothing=terms.label_smoothing, reduction="none"

@@ -23,11 +23,9 @@ from rooftop.kernels.losses.formulas import (
     loss_formula,
     reduced_gradient_formula,
     reference_dtype,
-    statistics_dtype,
 )
 from rooftop.kernels.losses.launches import Terms
 from rooftop.kernels.losses.losses import (
-    FLOATS,
     LogitsShape,
     check_arguments,
     check_index,
@@ -40,6 +38,8 @@ from rooftop.kernels.losses.losses import (
     total_of,
 )
 from rooftop.kernels.operands.autocasting import result_dtype, under_autocast
+from rooftop.kernels.operands.checks import check_dtype, check_same_dtype, check_shape, check_tensors
+from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.padded_rows import missing_columns, padded
 from rooftop.launch.operators import (
     by_formula,
@@ -81,7 +81,7 @@ def _linear(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss, dhidden, dweight, dbias, factor): gradients still have to be multiplied by `factor`."""
     check_targets(target, weight.shape[0], terms.ignore_index)
-    rows, classes, wide = hidden.shape[0], weight.shape[0], statistics_dtype(hidden.dtype)
+    rows, classes, wide = hidden.shape[0], weight.shape[0], accumulator_dtype(hidden.dtype)
     inverse = inverse_of_targets(target, classes, terms, inverse_dtype(hidden)) if mean else None
     within = None if _scaled_late(hidden) else inverse  # what the gradient of the logits is multiplied with
     shapes = (hidden, weight, bias)
@@ -157,7 +157,7 @@ def _(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
     ignore_index: int, label_smoothing: float, z_loss: float, mean: bool, chunk: int, wanted: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    wide = statistics_dtype(hidden.dtype)
+    wide = accumulator_dtype(hidden.dtype)
     dhidden, dweight, dbias = (
         hidden.new_empty(t.shape, dtype=wide if _scaled_late(hidden) and i else t.dtype)
         if t is not None and w
@@ -225,7 +225,7 @@ def _decomposed(
     ignore_index: int, label_smoothing: float, z_loss: float, mean: bool, chunk: int, wanted: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As `_linear`, in PyTorch's operators and with all the logits."""
-    terms, wide = Terms(class_weight, ignore_index, label_smoothing, z_loss), statistics_dtype(hidden.dtype)
+    terms, wide = Terms(class_weight, ignore_index, label_smoothing, z_loss), accumulator_dtype(hidden.dtype)
     logits = functional.linear(hidden, weight, bias)
     losses, _ = cross_entropy_reference(logits, target, terms)
     inverse = inverse_by_formula(target, logits, terms) if mean else losses.new_ones(())
@@ -301,11 +301,8 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError: as `cross_entropy`.
     """
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if not isinstance(tensor, Tensor) and (tensor is not None or name != "bias"):
-            raise TypeError(f"linear_cross_entropy: {name} must be a tensor, got {type(tensor).__name__}")
-        if tensor is not None and tensor.layout != torch.strided:
-            raise TypeError(f"linear_cross_entropy: {name} must be dense, got layout {tensor.layout}: use .to_dense()")
+    check_tensors("linear_cross_entropy", None, ("bias",), hidden=hidden, weight=weight, bias=bias)
+    check_tensors("linear_cross_entropy", target=target)
     dtype = result_dtype("cross_entropy", hidden)
     if under_autocast(hidden):
         narrow = torch.get_autocast_dtype(hidden.device.type)
@@ -332,24 +329,11 @@ def linear_cross_entropy(
 
 def _check_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> None:
     name = "linear_cross_entropy"
-    if not isinstance(target, Tensor):
-        raise TypeError(f"{name}: target must be a tensor, got {type(target).__name__}")
-    if target.layout != torch.strided:
-        raise TypeError(f"{name}: target must be dense, got layout {target.layout}: use .to_dense()")
-    if hidden.dtype not in FLOATS:
-        raise TypeError(f"{name}: hidden must be bfloat16, float16, float32 or float64, got {hidden.dtype}")
+    check_dtype(name, "hidden", hidden.dtype, FLOATS)
     if hidden.dim() == 0 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{name}: expected hidden (..., H) and weight (V, H), got {tuple(hidden.shape)} and {tuple(weight.shape)}"
         )
-    if tuple(target.shape) != tuple(hidden.shape[:-1]):
-        raise ValueError(f"{name}: expected target of shape {tuple(hidden.shape[:-1])}, got {tuple(target.shape)}")
-    for argument, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is None:
-            continue
-        if tensor.dtype != hidden.dtype:
-            raise TypeError(f"{name}: hidden is {hidden.dtype}, {argument} {tensor.dtype}: cast one, or use autocast")
-        if tensor.device != hidden.device:
-            raise ValueError(f"{name}: hidden is on {hidden.device}, {argument} on {tensor.device}")
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(f"{name}: expected bias of shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+    check_shape(name, "target", target, tuple(hidden.shape[:-1]))
+    check_same_dtype(name, "hidden", hidden, "cast one, or use autocast", weight=weight, bias=bias)
+    check_shape(name, "bias", bias, (weight.shape[0],))

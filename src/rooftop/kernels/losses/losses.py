@@ -36,10 +36,11 @@ from rooftop.kernels.losses.formulas import (
     loss_formula,
     reduced_gradient_formula,
     reference_dtype,
-    statistics_dtype,
 )
 from rooftop.kernels.losses.launches import Terms
 from rooftop.kernels.operands.autocasting import result_dtype
+from rooftop.kernels.operands.checks import check_shape, check_tensors
+from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.launch.operators import (
     by_formula,
     differentiable,
@@ -112,7 +113,7 @@ def _losses_by_reference(
     x: Tensor, target: Tensor, terms: Terms, inverse: Tensor | None, dx: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     losses = x.new_empty(x.shape[0], dtype=reference_dtype(x.dtype))
-    kept = x.new_empty((2, x.shape[0]), dtype=statistics_dtype(x.dtype)) if dx is None else None
+    kept = x.new_empty((2, x.shape[0]), dtype=accumulator_dtype(x.dtype)) if dx is None else None
     factor = inverse if inverse is not None else losses.new_ones(())
     for rows in _blocks(x):
         losses[rows], statistics = cross_entropy_reference(x[rows], target[rows], terms)
@@ -139,7 +140,7 @@ def _gradient(
 def total_of(losses: Tensor, inverse: Tensor | None, x: Tensor) -> Tensor:
     """The reduced loss of logits x, a scalar: losses (N,) added up and multiplied by `inverse`, one over what a mean
     divides by."""
-    dtype = statistics_dtype(x.dtype)
+    dtype = accumulator_dtype(x.dtype)
     if _by_reference(x):
         return (losses.sum() if inverse is None else losses.sum() * inverse).to(dtype)
     return launches.total_of(losses, inverse, dtype)
@@ -169,7 +170,7 @@ def _(
     x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
     reduction: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    rows, dtype = x.shape[0], statistics_dtype(x.dtype)
+    rows, dtype = x.shape[0], accumulator_dtype(x.dtype)
     sizes = ((rows,) if reduction == "none" else (), (2, rows), () if reduction == "mean" else (0,))
     loss, statistics, inverse = (x.new_empty(size, dtype=dtype) for size in sizes)
     return loss, statistics, inverse
@@ -238,7 +239,7 @@ def _decomposed(
     reduction: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `_cross_entropy`, in PyTorch's operators. Targets are not checked: one that is no class raises or is NaN."""
-    terms, dtype = Terms(weight, ignore_index, label_smoothing, z_loss), statistics_dtype(x.dtype)
+    terms, dtype = Terms(weight, ignore_index, label_smoothing, z_loss), accumulator_dtype(x.dtype)
     losses, statistics = cross_entropy_reference(x, target, terms)
     inverse = losses.new_empty(0)
     if reduction == "mean":
@@ -273,7 +274,7 @@ def _(
     x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
     mean: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return x.new_empty((), dtype=statistics_dtype(x.dtype)), x.new_empty(x.shape)
+    return x.new_empty((), dtype=accumulator_dtype(x.dtype)), x.new_empty(x.shape)
 
 
 @without_autocast
@@ -285,7 +286,7 @@ def _decomposed_with_gradient(
     losses, _ = cross_entropy_reference(x, target, terms)
     factor = inverse_by_formula(target, x, terms) if mean else losses.new_ones(())
     gradient = cross_entropy_gradient_reference(factor, x, target, terms)
-    return (losses.sum() * factor).to(statistics_dtype(x.dtype)), gradient
+    return (losses.sum() * factor).to(accumulator_dtype(x.dtype)), gradient
 
 
 in_pytorch("cross_entropy_with_gradient", _decomposed_with_gradient)
@@ -486,9 +487,6 @@ def cross_entropy(
     return loss.reshape(target.shape) if reduction == "none" else loss
 
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
 class LogitsShape(NamedTuple):
     """Logits that are never made, as far as checks look at them."""
 
@@ -521,13 +519,9 @@ def check_arguments(
         TypeError: what is no tensor, or of a dtype that the losses do not take.
         ValueError: shapes, devices or values that do not fit; the message names the argument.
     """
-    for argument, tensor in (("input", x), ("target", target), ("weight", weight)):
-        if not isinstance(tensor, (Tensor, LogitsShape)) and (tensor is not None or argument != "weight"):
-            raise TypeError(f"{name}: {argument} must be a tensor, got {type(tensor).__name__}")
-        if isinstance(tensor, Tensor) and tensor.layout != torch.strided:
-            raise TypeError(f"{name}: {argument} must be dense, got layout {tensor.layout}: use .to_dense()")
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{name}: input must be bfloat16, float16, float32 or float64, got {x.dtype}")
+    if not isinstance(x, LogitsShape):
+        check_tensors(name, FLOATS, input=x)
+    check_tensors(name, None, ("weight",), ("input", x), target=target, weight=weight)
     if target.dtype != torch.int64:
         raise TypeError(
             f"{name}: target must be class indices of int64, got {target.dtype}; of class probabilities use "
@@ -546,11 +540,7 @@ def check_arguments(
         raise ValueError(f"{name}: expected at least one class, got an input of shape {tuple(x.shape)}")
     if weight is not None and weight.dtype not in FLOATS:
         raise TypeError(f"{name}: class weights must be floating point, got {weight.dtype}")
-    if weight is not None and tuple(weight.shape) != (classes,):
-        raise ValueError(f"{name}: expected class weights of shape ({classes},), got {tuple(weight.shape)}")
-    for argument, tensor in (("target", target), ("weight", weight)):
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{name}: input is on {x.device}, {argument} on {tensor.device}: move one to the other")
+    check_shape(name, "class weights", weight, (classes,))
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{name}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     for argument, value in (("label_smoothing", smoothing), ("z_loss", z_loss)):

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost import matrix_precision
-from rooftop.kernels.matmuls.tables import HALVES, LinearPlan, Tile, describable, finished_by_library
+from rooftop.kernels.matmuls.tables import LinearPlan, Tile, describable, finished_by_library
+from rooftop.kernels.operands.dtypes import HALVES
 from rooftop.kernels.operands.padded_rows import LEAST_PADDED, missing_columns, padded
 from rooftop.kernels.operands.strided_rows import unit
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton

@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
-from rooftop.errors import did_you_mean
 from rooftop.kernels.matmuls.launches import ACTIVATIONS, backward, finish, forward
 from rooftop.kernels.matmuls.tables import LinearPlan, plan_of
 from rooftop.kernels.operands.autocasting import under_autocast
+from rooftop.kernels.operands.checks import check_choice, check_same_dtype, check_shape, check_tensors
+from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.padded_rows import LEAST_PADDED, missing_columns, padded
 from rooftop.launch.operators import (
     by_formula,
@@ -41,7 +42,6 @@ from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED
 
 OF_OUTPUT = ("relu", "sigmoid")  # the result says the derivative
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ def linear_act_reference(
     """(y, what was activated) of x (..., K) and weight (N, K) in plain PyTorch; what follows the product is float32, or
     float64 for float64."""
     before = functional.linear(x, weight, bias)
-    values = _activated(before.to(_wide(x.dtype)), activation)
+    values = _activated(before.to(accumulator_dtype(x.dtype)), activation)
     if residual is not None:
         values = values + residual
     return values.to(x.dtype), before
@@ -60,7 +60,7 @@ def linear_act_reference(
 
 def activation_reference(before: Tensor, activation: str) -> Tensor:
     """activation(before), float32 inside, or float64 for float64."""
-    return _activated(before.to(_wide(before.dtype)), activation).to(before.dtype)
+    return _activated(before.to(accumulator_dtype(before.dtype)), activation).to(before.dtype)
 
 
 def _activated(values: Tensor, activation: str) -> Tensor:
@@ -80,7 +80,7 @@ def _activated(values: Tensor, activation: str) -> Tensor:
 def linear_act_backward_reference(dy: Tensor, saved: Tensor, activation: str, of_output: bool) -> Tensor:
     """dy * activation' in float32 (float64 for float64); `saved`: the result where `of_output`, else what was
     activated."""
-    gradient, value = dy.to(_wide(dy.dtype)), saved.to(_wide(dy.dtype))
+    gradient, value = dy.to(accumulator_dtype(dy.dtype)), saved.to(accumulator_dtype(dy.dtype))
     if activation == "none":
         return gradient
     if activation == "relu":
@@ -93,10 +93,6 @@ def linear_act_backward_reference(dy: Tensor, saved: Tensor, activation: str, of
     if activation == "sigmoid":
         return gradient * share * (1 - share)
     return gradient * share * (1 + value * (1 - share))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # ---- registration ----------------------------------------------------------------------------------------------
@@ -362,7 +358,7 @@ def activation_of(before: Tensor, activation: str) -> Tensor:
     Raises:
         ValueError: an activation that there is not.
     """
-    _check_activation("activation_of", activation)
+    check_choice("activation_of", "activation", activation, ACTIVATIONS)
     y: Tensor = _activation(before.detach().reshape(-1, before.shape[-1]), activation)
     return y.view(before.shape)
 
@@ -449,17 +445,9 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError, NotImplementedError: as `linear_act`.
     """
-    for name, tensor in (("input", input), ("other", other)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"matmul: {name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"matmul: {name} must be dense, got layout {tensor.layout}: use .to_dense()")
-        if tensor.dtype not in FLOATS:
-            raise TypeError(f"matmul: {name} must be bfloat16, float16, float32 or float64, got {tensor.dtype}")
-    if other.device != input.device:
-        raise ValueError(f"matmul: input is on {input.device}, other on {other.device}: move one to the other")
-    if other.dtype != input.dtype and not under_autocast(input):
-        raise TypeError(f"matmul: input is {input.dtype}, other {other.dtype}: cast one, or use autocast")
+    check_tensors("matmul", FLOATS, input=input, other=other)
+    if not under_autocast(input):
+        check_same_dtype("matmul", "input", input, "cast one, or use autocast", other=other)
     if input.dim() == 0 or other.dim() == 0:
         raise ValueError(f"matmul: a number is no matrix: input {tuple(input.shape)}, other {tuple(other.shape)}")
     if other.dim() > 2:
@@ -495,14 +483,6 @@ def linear_act_plan(
     return plan_of(rows, weight, bias, activation, added, keep)
 
 
-def _check_activation(name: str, activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"{name}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-            f"{did_you_mean(activation, ACTIVATIONS)}"
-        )
-
-
 def _broadcast(a: torch.Size, b: torch.Size) -> bool:
     return all(m == n or 1 in (m, n) for m, n in zip(a[::-1], b[::-1], strict=False))
 
@@ -515,32 +495,19 @@ def _prepared(
 ) -> Prepared:
     """The arguments, checked and cast as autocast says, and a residual that is to be added later: under autocast one
     of another dtype makes the sum wider, as in PyTorch."""
-    for argument, tensor in (("input", x), ("weight", weight), ("bias", bias), ("residual", residual)):
-        if not isinstance(tensor, Tensor) and (tensor is not None or argument in ("input", "weight")):
-            raise TypeError(f"{name}: {argument} must be a tensor, got {type(tensor).__name__}")
-        if tensor is not None and tensor.layout != torch.strided:
-            raise TypeError(f"{name}: {argument} must be dense, got layout {tensor.layout}: use .to_dense()")
-        if tensor is not None and tensor.dtype not in FLOATS:
-            raise TypeError(f"{name}: {argument} must be bfloat16, float16, float32 or float64, got {tensor.dtype}")
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{name}: input is on {x.device}, {argument} on {tensor.device}: move one to the other")
-    _check_activation(name, activation)
+    check_tensors(name, FLOATS, ("bias", "residual"), input=x, weight=weight, bias=bias, residual=residual)
+    check_choice(name, "activation", activation, ACTIVATIONS)
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{name}: expected input (..., K) and weight (N, K), got {tuple(x.shape)} and {tuple(weight.shape)}"
         )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(f"{name}: expected bias of shape ({weight.shape[0]},), got {tuple(bias.shape)}")
-    shape = (*x.shape[:-1], weight.shape[0])
-    if residual is not None and tuple(residual.shape) != shape:
-        raise ValueError(f"{name}: expected residual of shape {shape}, got {tuple(residual.shape)}: use .expand()")
+    check_shape(name, "bias", bias, (weight.shape[0],))
+    check_shape(name, "residual", residual, (*x.shape[:-1], weight.shape[0]), ": use .expand()")
     later = None
     if under_autocast(x):
         narrow = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = (t.to(narrow) if t is not None else None for t in (x, weight, bias))  # type: ignore[assignment]
         if residual is not None and residual.dtype != narrow:
             residual, later = None, residual
-    for argument, tensor in (("weight", weight), ("bias", bias), ("residual", residual)):
-        if tensor is not None and tensor.dtype != x.dtype:
-            raise TypeError(f"{name}: input is {x.dtype}, {argument} {tensor.dtype}: cast one, or use autocast")
+    check_same_dtype(name, "input", x, "cast one, or use autocast", weight=weight, bias=bias, residual=residual)
     return x, weight, bias, residual, later

@@ -14,9 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rooftop.kernels.operands.dtypes import HALVES
 from rooftop.launch.triton_launch import INTERPRETED, processors
-
-HALVES = (torch.bfloat16, torch.float16)
 
 # ---- what can be chosen ----------------------------------------------------------------------------------------
 

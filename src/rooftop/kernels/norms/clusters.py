@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rooftop.kernels.operands.cuda_texts import cuda_text
+from rooftop.kernels.operands.dtypes import CPP_TYPES
 from rooftop.launch import cuda
 from rooftop.launch.triton_launch import processors, shared_memory_bytes
 
@@ -70,7 +71,6 @@ EXCHANGE_BYTES = 848  # `Exchange` in clusters.cu
 MOST_STAGES = 8
 SYSTEM_BYTES = 1024  # of shared memory, for each block
 MOST_CHUNKS = 4  # groups of a thread: more do not fit in registers
-CPP_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 
 
 @dataclass(frozen=True)

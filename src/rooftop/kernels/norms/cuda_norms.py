@@ -31,6 +31,7 @@ from rooftop.kernels.norms.sum_norms import (
 )
 from rooftop.kernels.operands.autocasting import result_dtype
 from rooftop.kernels.operands.cuda_texts import cuda_text
+from rooftop.kernels.operands.dtypes import CPP_TYPES
 from rooftop.launch import cuda
 from rooftop.launch.operators import by_formula, differentiable, in_pytorch, operator
 from rooftop.launch.symbolic import recorded_whole
@@ -63,8 +64,6 @@ CONFIGS = (
     *(Config(4096, 16, 8, 1), Config(8192, 32, 8, 1), Config(16384, 32, 16, 1)),
 )
 LONG_WARPS = 32  # of a row that does not fit in registers
-
-CPP_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 
 
 # ---- implementations -------------------------------------------------------------------------------------------

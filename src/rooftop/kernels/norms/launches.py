@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rooftop.kernels.norms import clusters
+from rooftop.kernels.operands.dtypes import HALVES
 from rooftop.kernels.operands.strided_rows import unit
 from rooftop.launch.triton_launch import launch, processors, require_triton, shared_memory_bytes
 
@@ -165,7 +166,7 @@ def exact_products(*tensors: Tensor | None) -> dict[str, bool]:
 
     Products of half precision are exact in float32; those of float32 must not be fused with the subtraction.
     """
-    return {"enable_fp_fusion": all(t is None or t.dtype in (torch.bfloat16, torch.float16) for t in tensors)}
+    return {"enable_fp_fusion": all(t is None or t.dtype in HALVES for t in tensors)}
 
 
 @cache

@@ -19,6 +19,8 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.norms import launches
 from rooftop.kernels.operands.autocasting import result_dtype
+from rooftop.kernels.operands.checks import check_shape, check_tensors
+from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.launch.operators import (
     by_formula,
     differentiable,
@@ -36,7 +38,7 @@ def layer_norm_reference(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, mean, rstd) of rows x (M, N) by PyTorch's operator, y in `dtype`; statistics float32, of float64 float64."""
-    inside, columns = statistics_dtype(x), x.shape[1]
+    inside, columns = accumulator_dtype(x.dtype), x.shape[1]
     x = x.to(dtype)
     weight, bias = _alike(x, weight, inside), None if bias is None else bias.to(inside)
     y, mean, rstd = torch.native_layer_norm(x, [columns], weight, bias, eps)
@@ -52,7 +54,7 @@ def _alike(x: Tensor, weight: Tensor | None, inside: torch.dtype) -> Tensor | No
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(y, rstd), likewise, in the order in which PyTorch computes it."""
-    values = x.to(statistics_dtype(x))
+    values = x.to(accumulator_dtype(x.dtype))
     rstd = (values.square().mean(1, keepdim=True) + eps).rsqrt()
     y = values * rstd
     return (y if weight is None else y * weight).to(dtype), rstd.squeeze(1)
@@ -103,11 +105,6 @@ def _rms_norm_gradients(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tens
     return gradient * rstd + dmean * (2 * x), dweight
 
 
-def statistics_dtype(x: Tensor) -> torch.dtype:
-    """In what mean and 1 / std are kept: float32, or float64 for float64."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def runs_reference(x: Tensor) -> bool:
     """Whether plain PyTorch computes it, and no kernel: also rows of no elements, which have nothing to launch for."""
     return x.dtype == torch.float64 or x.shape[1] == 0 or (x.device.type == "cpu" and not INTERPRETED)
@@ -132,7 +129,7 @@ def _layer_norm(
 def _(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    statistics = x.new_empty(x.shape[0], dtype=statistics_dtype(x))
+    statistics = x.new_empty(x.shape[0], dtype=accumulator_dtype(x.dtype))
     return x.new_empty(x.shape, dtype=dtype), statistics, torch.empty_like(statistics)
 
 
@@ -147,7 +144,7 @@ def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) 
 
 @torch.library.register_fake("rooftop::rms_norm")
 def _(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[0], dtype=statistics_dtype(x))
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[0], dtype=accumulator_dtype(x.dtype))
 
 
 in_pytorch("layer_norm", layer_norm_reference)
@@ -259,7 +256,7 @@ def layer_norm_formula(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, None, None]:
     """The operator written out, without statistics: the third derivatives of PyTorch's function are wrong (2.13)."""
-    values = x.to(statistics_dtype(x))
+    values = x.to(accumulator_dtype(x.dtype))
     centred = values - values.mean(1, keepdim=True)
     y = centred * (centred.square().mean(1, keepdim=True) + eps).rsqrt()
     y = y if weight is None else y * weight
@@ -268,7 +265,7 @@ def layer_norm_formula(
 
 def rms_norm_formula(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, None]:
     """Likewise."""
-    inside = statistics_dtype(x)
+    inside = accumulator_dtype(x.dtype)
     weight = None if weight is None else weight.to(inside)
     return torch.nn.functional.rms_norm(x.to(inside), x.shape[1:], weight, eps).to(dtype), None
 
@@ -396,12 +393,10 @@ def rms_norm(
 
 # ---- what all norms check and do with their arguments ------------------------------------------------------------
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
 
 def rms_eps(x: Tensor, eps: float | None) -> float:
     """`eps`, or PyTorch's default: the machine epsilon of the statistics' dtype."""
-    return torch.finfo(statistics_dtype(x)).eps if eps is None else eps
+    return torch.finfo(accumulator_dtype(x.dtype)).eps if eps is None else eps
 
 
 def sizes_of(x: Tensor, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -418,25 +413,12 @@ def check_norm(
 ) -> tuple[int, ...]:
     """normalized_shape as a tuple, if the arguments of the norm `name` fit; TypeError or ValueError if not."""
     shape = _shape(name, normalized_shape)
-    for argument, tensor in (("input", input), ("residual", residual), *parameters.items()):
-        if tensor is None and argument != "input":
-            continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: {argument} must be a tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name}: {argument} must be dense, got layout {tensor.layout}: use {argument}.to_dense()")
-        if tensor.dtype not in FLOATS:
-            raise TypeError(f"{name}: {argument} must be bfloat16, float16, float32 or float64, got {tensor.dtype}")
-        if tensor.device != input.device:
-            raise ValueError(
-                f"{name}: input is on {input.device}, {argument} on {tensor.device}: move one to the other"
-            )
+    check_tensors(name, FLOATS, ("residual", *parameters), input=input, residual=residual, **parameters)
     if tuple(input.shape[-len(shape) :]) != shape or input.dim() < len(shape):
         expected = ", ".join(map(str, shape))
         raise ValueError(f"{name}: expected input of shape (..., {expected}), got {tuple(input.shape)}")
     for argument, tensor in parameters.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name}: expected {argument} of shape {shape}, got {tuple(tensor.shape)}")
+        check_shape(name, argument, tensor, shape)
     if residual is not None and residual.dtype != input.dtype:
         raise TypeError(f"{name}: expected residual of {input.dtype} as input, got {residual.dtype}")
     if residual is not None and residual.shape != input.shape:

@@ -27,10 +27,10 @@ from rooftop.kernels.norms.norms import (
     rms_norm_reference,
     runs_reference,
     sizes_of,
-    statistics_dtype,
     unit_columns,
 )
 from rooftop.kernels.operands.autocasting import result_dtype
+from rooftop.kernels.operands.dtypes import accumulator_dtype
 from rooftop.launch.operators import by_formula, computed_on_cpu, differentiable, in_pytorch, operator
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED
@@ -40,7 +40,7 @@ from rooftop.launch.triton_launch import INTERPRETED
 
 def add_reference(x: Tensor, residual: Tensor | None, input_bias: Tensor | None) -> Tensor:
     """x + input_bias + residual in float32 (float64), rounded once to the dtype of x."""
-    total = x.to(statistics_dtype(x))
+    total = x.to(accumulator_dtype(x.dtype))
     for term in (input_bias, residual):
         total = total if term is None else total + term
     return total.to(x.dtype)
@@ -114,7 +114,7 @@ def fake_add_layer_norm(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Also of the twin in CUDA C++."""
-    statistics = x.new_empty(x.shape[0], dtype=statistics_dtype(x))
+    statistics = x.new_empty(x.shape[0], dtype=accumulator_dtype(x.dtype))
     total = x.new_empty(x.shape if adds(residual, input_bias) else 0)
     return x.new_empty(x.shape, dtype=dtype), total, statistics, torch.empty_like(statistics)
 
@@ -147,7 +147,7 @@ def _(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     total = x.new_empty(x.shape if adds(residual, input_bias) else 0)
-    return x.new_empty(x.shape, dtype=dtype), total, x.new_empty(x.shape[0], dtype=statistics_dtype(x))
+    return x.new_empty(x.shape, dtype=dtype), total, x.new_empty(x.shape[0], dtype=accumulator_dtype(x.dtype))
 
 
 in_pytorch("add_layer_norm", add_layer_norm_reference)
@@ -204,7 +204,7 @@ def _gradients(
         dweight, dbias = (t if wanted else None for t, wanted in zip(dparameters, mask, strict=True))
     dinput_bias = None
     if wants[2] and dx is not None:
-        dinput_bias = dx.sum(0, dtype=statistics_dtype(dx)).to(ctx.input_bias_dtype)
+        dinput_bias = dx.sum(0, dtype=accumulator_dtype(dx.dtype)).to(ctx.input_bias_dtype)
     return dx if wants[0] else None, dx if wants[1] else None, dinput_bias, dweight, dbias
 
 

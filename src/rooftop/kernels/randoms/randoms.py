@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.operands.checks import check_dtype, check_tensors
+from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.randoms.boxes import Box
 from rooftop.kernels.randoms.words import (
     WORD,
@@ -72,7 +74,7 @@ def values_reference(
 
 def dropout_reference(x: Tensor, words: Tensor, p: float) -> Tensor:
     """x / (1 - p), or 0 where the element's word is below p * 2^32; words of x's shape."""
-    inside = torch.float64 if x.dtype == torch.float64 else torch.float32
+    inside = accumulator_dtype(x.dtype)
     return torch.where(words < _dropped_words(p), 0.0, x.to(inside) * _kept_scale(p, inside)).to(x.dtype)
 
 
@@ -258,7 +260,7 @@ def _random_uniform(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    inside = torch.float64 if dtype == torch.float64 else torch.float32
+    inside = accumulator_dtype(dtype)
     low = _rounded(low, inside)
     values = Values(False, _rounded(high - low, inside), low, low, _below(high, dtype))
     return _fill(values, sizes, strides, offset, key, step, dtype, device)
@@ -378,8 +380,6 @@ def _dropout_cost(call: Call) -> Cost:
 
 # ---- public ----------------------------------------------------------------------------------------------------
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
 
 def random_uniform(
     box: Box | Sequence[int],
@@ -490,12 +490,7 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, bo
         ValueError: p, key or step out of range, or a box of another size or one that cannot be seen in four dimensions.
         NotImplementedError: forward-mode differentiation.
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"counter_dropout: x must be a tensor, got {type(x).__name__}")
-    if x.layout != torch.strided:
-        raise TypeError(f"counter_dropout: x must be dense, got layout {x.layout}: use .to_dense()")
-    if x.dtype not in FLOATS:
-        raise TypeError(f"counter_dropout: x must be bfloat16, float16, float32 or float64, got {x.dtype}")
+    check_tensors("counter_dropout", FLOATS, x=x)
     if box is not None and not isinstance(box, Box):
         raise TypeError(f"counter_dropout: box must be a Box or None, got {type(box).__name__}")
     if not 0 <= p <= 1:
@@ -536,8 +531,7 @@ def _checked(
             raise TypeError(f"{name}: {what} must be an int, got {type(number).__name__}")
         if not least <= number < 1 << 63:
             raise ValueError(f"{name}: {what} must be from {least} to 2^63 - 1, got {number}")
-    if dtype not in FLOATS:
-        raise TypeError(f"{name}: dtype must be bfloat16, float16, float32 or float64, got {dtype}")
+    check_dtype(name, "dtype", dtype, FLOATS)
     if len(sizes) > MOST_DIMENSIONS:
         raise ValueError(
             f"{name}: {box} has {len(sizes)} dimensions after merging, at most {MOST_DIMENSIONS}: cut it in several"

@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
-from rooftop.errors import did_you_mean
+from rooftop.kernels.operands.checks import check_choice, check_dtype, check_shape, check_tensors
+from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.recurrent.conv_lstms import (
     ACTIVATIONS,
-    FLOATS,
     FLOPS,
     SLOPE_FLOPS,
     activation_flops,
@@ -215,7 +215,7 @@ def _backward(
         dkernel += _kernel_gradient(dgates[0], first, weight)
         dhidden.copy_(to_hidden)
     if bias is not None:
-        wide = torch.float64 if dgates.dtype == torch.float64 else torch.float32
+        wide = accumulator_dtype(dgates.dtype)
         dbias.copy_(total(dgates, (0, 1, 3, 4), dtype=wide))
     return dgates, dkernel, dhidden, dcell, dbias
 
@@ -465,21 +465,10 @@ def _check(
     recurrent_activation: str,
 ) -> None:
     tensors = {"gates": gates, "kernel": kernel, "hidden": hidden, "cell": cell, "bias": bias}
-    for name, tensor in tensors.items():
-        if tensor is None and name in ("hidden", "cell", "bias"):
-            continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"conv_lstm_sequence: {name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"conv_lstm_sequence: {name} must be dense, got layout {tensor.layout}: use .to_dense()")
-    for name, activation_ in (("activation", activation), ("recurrent_activation", recurrent_activation)):
-        if activation_ not in ACTIVATIONS:
-            raise ValueError(
-                f"conv_lstm_sequence: {name} must be one of {', '.join(ACTIVATIONS)}, got {activation_!r}"
-                f"{did_you_mean(activation_, ACTIVATIONS)}"
-            )
-    if gates.dtype not in FLOATS:
-        raise TypeError(f"conv_lstm_sequence: gates must be bfloat16, float16, float32 or float64, got {gates.dtype}")
+    check_tensors("conv_lstm_sequence", None, ("hidden", "cell", "bias"), **tensors)
+    check_choice("conv_lstm_sequence", "activation", activation, ACTIVATIONS)
+    check_choice("conv_lstm_sequence", "recurrent_activation", recurrent_activation, ACTIVATIONS)
+    check_dtype("conv_lstm_sequence", "gates", gates.dtype, FLOATS)
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -487,10 +476,6 @@ def _check(
         if tensor.dtype != gates.dtype and not (may_be_wide and tensor.dtype == torch.float32):
             other = " or float32" if may_be_wide else ""
             raise TypeError(f"conv_lstm_sequence: {name} must be {gates.dtype} as the gates{other}; got {tensor.dtype}")
-        if tensor.device != gates.device:
-            raise ValueError(
-                f"conv_lstm_sequence: gates is on {gates.device}, {name} on {tensor.device}: move one to the other"
-            )
     if gates.dim() != 5 or gates.shape[2] % 4 or gates.shape[0] == 0:
         raise ValueError(
             f"conv_lstm_sequence: gates must be (T, N, 4 F, H, W) with T at least 1, got {tuple(gates.shape)}"
@@ -503,8 +488,6 @@ def _check(
         )
     expected = (batch, channels // 4, height, width)
     for name in ("hidden", "cell"):
-        tensor = tensors[name]
-        if tensor is not None and tensor.shape != expected:
-            raise ValueError(f"conv_lstm_sequence: expected {name} of shape {expected}, got {tuple(tensor.shape)}")
+        check_shape("conv_lstm_sequence", name, tensors[name], expected)
     if bias is not None and bias.shape != (channels,):
         raise ValueError(f"conv_lstm_sequence: expected a bias of shape ({channels},), got {tuple(bias.shape)}")

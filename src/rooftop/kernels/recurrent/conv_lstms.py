@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.errors import did_you_mean
+from rooftop.kernels.operands.checks import check_choice, check_dtype, check_same_dtype, check_tensors
+from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
@@ -96,7 +97,7 @@ def conv_lstm_gates_backward_reference(
 
 
 def _wide_scores(gates: Tensor, added: Tensor | None) -> Tensor:
-    wide = torch.float64 if gates.dtype == torch.float64 else torch.float32
+    wide = accumulator_dtype(gates.dtype)
     return gates.to(wide) if added is None else gates.to(wide) + added.to(wide)
 
 
@@ -249,7 +250,7 @@ def step_backward_into(
     """
     if _by_reference(gates):
         if more_dhidden is not None:
-            wide = torch.float64 if gates.dtype == torch.float64 else torch.float32
+            wide = accumulator_dtype(gates.dtype)
             dhidden = dhidden.to(wide) + more_dhidden.to(wide)
         found = conv_lstm_gates_backward_reference(
             dhidden, dnext_cell, gates, cell, added, activation, recurrent_activation
@@ -411,32 +412,14 @@ def conv_lstm_gates(
     return result
 
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
 def _check(gates: Tensor, cell: Tensor, added: Tensor | None, activation: str, recurrent_activation: str) -> None:
-    for name, tensor in (("gates", gates), ("cell", cell), ("added", added)):
-        if not isinstance(tensor, Tensor) and (tensor is not None or name != "added"):
-            raise TypeError(f"conv_lstm_gates: {name} must be a tensor, got {type(tensor).__name__}")
-        if tensor is not None and tensor.layout != torch.strided:
-            raise TypeError(f"conv_lstm_gates: {name} must be dense, got layout {tensor.layout}: use .to_dense()")
-    for name, activation_ in (("activation", activation), ("recurrent_activation", recurrent_activation)):
-        if activation_ not in ACTIVATIONS:
-            raise ValueError(
-                f"conv_lstm_gates: {name} must be one of {', '.join(ACTIVATIONS)}, got {activation_!r}"
-                f"{did_you_mean(activation_, ACTIVATIONS)}"
-            )
-    if gates.dtype not in FLOATS:
-        raise TypeError(f"conv_lstm_gates: gates must be bfloat16, float16, float32 or float64, got {gates.dtype}")
+    check_tensors("conv_lstm_gates", None, ("added",), gates=gates, cell=cell, added=added)
+    check_choice("conv_lstm_gates", "activation", activation, ACTIVATIONS)
+    check_choice("conv_lstm_gates", "recurrent_activation", recurrent_activation, ACTIVATIONS)
+    check_dtype("conv_lstm_gates", "gates", gates.dtype, FLOATS)
     if cell.dtype not in (gates.dtype, torch.float32):
         raise TypeError(f"conv_lstm_gates: cell must be {gates.dtype} as the gates, or float32; got {cell.dtype}")
-    if added is not None and added.dtype != gates.dtype:
-        raise TypeError(f"conv_lstm_gates: gates is {gates.dtype}, added {added.dtype}: give both one dtype")
-    for name, tensor in (("cell", cell), ("added", added)):
-        if tensor is not None and tensor.device != gates.device:
-            raise ValueError(
-                f"conv_lstm_gates: gates is on {gates.device}, {name} on {tensor.device}: move one to the other"
-            )
+    check_same_dtype("conv_lstm_gates", "gates", gates, "give both one dtype", added=added)
     if gates.dim() != 4 or gates.shape[1] % 4:
         raise ValueError(f"conv_lstm_gates: gates must be (N, 4 F, H, W), got {tuple(gates.shape)}")
     batch, channels, height, width = gates.shape

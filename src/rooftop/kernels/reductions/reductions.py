@@ -18,6 +18,8 @@ from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.operands.autocasting import result_dtype
+from rooftop.kernels.operands.checks import check_tensors
+from rooftop.kernels.operands.dtypes import FLOATS, HALVES, accumulator_dtype
 from rooftop.kernels.reductions.launches import matrix_order, reduce_into, spread, view_of, viewed
 from rooftop.launch.operators import (
     by_formula,
@@ -30,7 +32,6 @@ from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, require_triton
 
 ORDERS = {"norm1": 1.0, "norm2": 2.0, "norm_inf": math.inf}
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -57,7 +58,7 @@ def reduce_backward_reference(dy: Tensor, x: Tensor, y: Tensor, kind: str, dims:
 
 def _backward_formula(dy: Tensor, x: Tensor, y: Tensor, kind: str, dims: Sequence[int]) -> Tensor:
     """dx of the extremes, whose ties share the gradient equally, and of norms; y and dy as `reduce` gave them."""
-    inside = torch.float64 if x.dtype == torch.float64 else torch.float32
+    inside = accumulator_dtype(x.dtype)
     shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
     value, result, gradient = x.to(inside), y.reshape(shape).to(inside), dy.reshape(shape).to(inside)
     if kind == "norm1":
@@ -317,7 +318,7 @@ def _apply(x: Tensor, kind: str, dims: list[int], keepdim: bool, dtype: torch.dt
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in a dtype, unless the kernel widens what it loads."""
-    halves = dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
+    halves = dtype == torch.float32 and x.dtype in HALVES
     integers = dtype == torch.int64 and x.dtype in INTEGERS
     return x if halves or integers else x.to(dtype)
 
@@ -329,10 +330,7 @@ def _check(
     dtype: torch.dtype | None = None,
     results: tuple[torch.dtype, ...] = (),
 ) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: input must be a tensor, got {type(x).__name__}")
-    if x.layout != torch.strided:
-        raise TypeError(f"{name}: input must be dense, got layout {x.layout}: use .to_dense()")
+    check_tensors(name, input=x)
     for argument, given, allowed in (("input", x.dtype, dtypes), ("dtype", dtype, results)):
         if given is not None and given not in allowed:
             names = ", ".join(str(each).removeprefix("torch.") for each in allowed)

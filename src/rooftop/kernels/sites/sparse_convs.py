@@ -27,6 +27,8 @@ from torch.nn import functional
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
 from rooftop.kernels.operands.autocasting import under_autocast
+from rooftop.kernels.operands.checks import check_shape, check_tensors
+from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.sites.launches import (
     BLOCK_ROWS,
     convolved,
@@ -48,7 +50,6 @@ from rooftop.launch.operators import (
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TABLE = (torch.int32,)  # dtypes of tables
 ORDER = (torch.int32, torch.int64)  # of an order of rows alone
 MAX_ROWS = (1 << 31) - 1  # rows are numbered by int32
@@ -64,7 +65,7 @@ def sparse_conv_reference(features: Tensor, weight: Tensor, bias: Tensor | None,
     Products are float32, or float64 for float64; taps are added in float64. On a GPU it waits for the GPU at each tap,
     to know how many pairs there are.
     """
-    values, matrices = features.to(_inside(features)), weight.to(_inside(features))
+    values, matrices = features.to(accumulator_dtype(features.dtype)), weight.to(accumulator_dtype(features.dtype))
     out = torch.zeros(neighbours.shape[0], weight.shape[0], dtype=torch.float64, device=features.device)
     for tap, (sites, rows) in enumerate(_pairs_by_tap(neighbours)):
         out.index_add_(0, rows, (values.index_select(0, sites) @ matrices[:, tap].t()).double())
@@ -74,7 +75,7 @@ def sparse_conv_reference(features: Tensor, weight: Tensor, bias: Tensor | None,
 @without_autocast
 def features_gradient_reference(dy: Tensor, weight: Tensor, neighbours: Tensor, sites: int) -> Tensor:
     """The gradient (N, C) of the features of N sites, from dy (M, O)."""
-    gradients, matrices = dy.to(_inside(dy)), weight.to(_inside(dy))
+    gradients, matrices = dy.to(accumulator_dtype(dy.dtype)), weight.to(accumulator_dtype(dy.dtype))
     found = torch.zeros(sites, weight.shape[2], dtype=torch.float64, device=dy.device)
     for tap, (at, rows) in enumerate(_pairs_by_tap(neighbours)):
         found.index_add_(0, at, (gradients.index_select(0, rows) @ matrices[:, tap]).double())
@@ -98,10 +99,6 @@ def _pairs_by_tap(neighbours: Tensor) -> list[tuple[Tensor, Tensor]]:
         rows = (column >= 0).nonzero().squeeze(1)
         found.append((column.index_select(0, rows).long(), rows))
     return found
-
-
-def _inside(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 # ---- values of tables ----------------------------------------------------------------------------------------
@@ -187,7 +184,7 @@ def _decomposed(
     pair_count: int,
 ) -> Tensor:  # fmt: skip
     """All rows times each tap, as the reference of the pairs alone: how many these are is not known before it runs."""
-    matrices = _by_taps(weight).to(_inside(features))
+    matrices = _by_taps(weight).to(accumulator_dtype(features.dtype))
     if neighbours is None:
         assert order is not None
         neighbours = unsorted_table(order, _taps(weight))
@@ -392,37 +389,15 @@ def _check(
     if pairs is not None and (not isinstance(pairs, (tuple, list)) or len(pairs) != 2):
         raise TypeError("sparse_conv: pairs must be a tuple of two tensors, the pairs and how many there are")
     listed, counts = (None, None) if pairs is None else pairs
-    _check_tensor("features", features, FLOATS, None)
-    device = features.device
-    _check_tensor("weight", weight, FLOATS, device)
-    if bias is not None:
-        _check_tensor("bias", bias, FLOATS, device)
-    if neighbours is not None or not _is_table(order):
-        _check_tensor("neighbours", neighbours, TABLE, device)
-    if reverse is not None:
-        _check_tensor("reverse", reverse, TABLE, device)
-    if order is not None:
-        _check_tensor("order", order, TABLE if _is_table(order) else ORDER, device)
-    if reverse_order is not None:
-        _check_tensor("reverse_order", reverse_order, TABLE if _is_table(reverse_order) else ORDER, device)
+    check_tensors("sparse_conv", FLOATS, ("bias",), features=features, weight=weight, bias=bias)
+    beside = ("features", features)
+    without = ("neighbours", "reverse") if _is_table(order) else ("reverse",)
+    check_tensors("sparse_conv", TABLE, without, beside, neighbours=neighbours, reverse=reverse)
+    for argument, each in (("order", order), ("reverse_order", reverse_order)):
+        check_tensors("sparse_conv", TABLE if _is_table(each) else ORDER, (argument,), beside, **{argument: each})
     if pairs is not None:
-        _check_tensor("pairs[0]", listed, TABLE, device)
-        _check_tensor("pairs[1]", counts, TABLE, device)
+        check_tensors("sparse_conv", TABLE, (), beside, **{"pairs[0]": listed, "pairs[1]": counts})
     _check_shapes(features, weight, bias, neighbours, reverse, order, reverse_order, listed, counts)
-
-
-def _check_tensor(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> None:
-    """That it is a dense tensor of one of these dtypes, on the device of the features."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"sparse_conv: {name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"sparse_conv: {name} must be dense, got layout {tensor.layout}: use .to_dense()")
-    if tensor.dtype not in dtypes:
-        *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-        names = f"{', '.join(others)} or {last}" if others else last
-        raise TypeError(f"sparse_conv: {name} must be {names}, got {tensor.dtype}")
-    if device is not None and tensor.device != device:
-        raise ValueError(f"sparse_conv: features is on {device}, {name} on {tensor.device}: move one to the other")
 
 
 def _check_shapes(
@@ -446,18 +421,15 @@ def _check_shapes(
     for count in (rows, sites):  # not their maximum: of sizes that depend on data it cannot be taken
         if count > MAX_ROWS:
             raise ValueError(f"sparse_conv: {count} rows are more than int32 can number: split the batch")
-    if bias is not None:
-        _check_shape("bias", bias, (weight.shape[0],))
-    if reverse is not None:
-        _check_shape("reverse", reverse, (sites, taps))
+    check_shape("sparse_conv", "bias", bias, (weight.shape[0],))
+    check_shape("sparse_conv", "reverse", reverse, (sites, taps))
     if order is not None:
-        _check_shape("order", order, _order_shape(order, rows, taps))
+        check_shape("sparse_conv", "order", order, _order_shape(order, rows, taps))
     if reverse_order is not None:
-        _check_shape("reverse_order", reverse_order, _order_shape(reverse_order, sites, taps))
-    if counts is not None:
-        _check_shape("pairs[1]", counts, (taps,))
+        check_shape("sparse_conv", "reverse_order", reverse_order, _order_shape(reverse_order, sites, taps))
+    check_shape("sparse_conv", "pairs[1]", counts, (taps,))
     if listed is not None and listed.dim() == 2 and has_table(order):
-        _check_shape("pairs[0]", listed, (taps, -(-rows // BLOCK_ROWS)))
+        check_shape("sparse_conv", "pairs[0]", listed, (taps, -(-rows // BLOCK_ROWS)))
     elif listed is not None and (listed.dim() != 3 or tuple(listed.shape[:2]) != (2, taps)):
         raise ValueError(f"sparse_conv: expected pairs[0] of shape (2, {taps}, P), got {tuple(listed.shape)}")
     if (
@@ -471,11 +443,6 @@ def _check_shapes(
             f"sparse_conv: from {sites} sites to {rows} results is no submanifold convolution: give reverse, which the "
             "gradient of features needs"
         )
-
-
-def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"sparse_conv: expected {name} of shape {shape}, got {tuple(tensor.shape)}")
 
 
 def _is_table(order: Any) -> bool:

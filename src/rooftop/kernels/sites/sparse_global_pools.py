@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.operands.checks import check_tensors
+from rooftop.kernels.operands.dtypes import INDICES, accumulator_dtype
 from rooftop.kernels.sites.sparse_pools import check_features
 from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
@@ -110,7 +112,7 @@ def _backward(
     dy: Tensor, y: Tensor | None, features: Tensor | None, counts: Tensor, batch: Tensor, batch_size: int
 ) -> Tensor:
     """The gradient (N, C); y and features are those of a maximum, None of a mean."""
-    inside = torch.float64 if dy.dtype == torch.float64 else torch.float32
+    inside = accumulator_dtype(dy.dtype)
     element = _elements(batch, batch_size)
     many = counts[:, None].clamp(min=1).to(inside)
     if y is None or features is None:
@@ -245,17 +247,10 @@ def sparse_global_avg_pool(features: Tensor, batch: Tensor, batch_size: int) -> 
 def _pooled(features: Tensor, batch: Tensor, batch_size: int, average: bool) -> Tensor:
     name = _name(average)
     check_features(name, features)
-    if not isinstance(batch, Tensor):
-        raise TypeError(f"{name}: batch must be a tensor, got {type(batch).__name__}")
-    if batch.layout != torch.strided:
-        raise TypeError(f"{name}: batch must be dense, got layout {batch.layout}: use .to_dense()")
-    if batch.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name}: batch must be int32 or int64, got {batch.dtype}")
+    check_tensors(name, INDICES, (), ("features", features), batch=batch)
     if batch.dim() != 1 or batch.shape[0] != features.shape[0]:
         raise ValueError(f"{name}: expected batch ({features.shape[0]},), a batch element of each row of features, "
                          f"got {tuple(batch.shape)}")  # fmt: skip
-    if batch.device != features.device:
-        raise ValueError(f"{name}: features is on {features.device}, batch on {batch.device}: move one to the other")
     if not isinstance(batch_size, (int, torch.SymInt)) or batch_size < 1:
         raise ValueError(f"{name}: batch_size must be a number of batch elements from 1 on, got {batch_size!r}")
     no_tangents(name, features, instead=INSTEAD)

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.operands.checks import check_shape, check_tensors
+from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.sites.neighbour_tables import check_neighbours, check_reverse
 from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_ROWS = (1 << 31) - 1  # rows are numbered by int32
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -44,7 +45,7 @@ def sparse_max_pool_reference(features: Tensor, neighbours: Tensor) -> Tensor:
 
 def sparse_avg_pool_reference(features: Tensor, neighbours: Tensor) -> Tensor:
     """The mean in the same way; added up in float32, or float64 for float64."""
-    inside = _inside(features)
+    inside = accumulator_dtype(features.dtype)
     total = torch.zeros(neighbours.shape[0], features.shape[1], dtype=inside, device=features.device)
     for values, _ in _by_tap([features], neighbours, 0.0):
         total = total + values[0]
@@ -54,7 +55,7 @@ def sparse_avg_pool_reference(features: Tensor, neighbours: Tensor) -> Tensor:
 
 def max_pool_gradient_reference(dy: Tensor, y: Tensor, features: Tensor, reverse: Tensor) -> Tensor:
     """The gradient (N, C) from dy and y (M, C), features (N, C) and the reverse table (N, T)."""
-    total = torch.zeros(features.shape, dtype=_inside(dy), device=dy.device)
+    total = torch.zeros(features.shape, dtype=accumulator_dtype(dy.dtype), device=dy.device)
     for (slopes, best), known in _by_tap([dy, y], reverse, 0.0):
         taken = known & ((features == best) | (features.isnan() & best.isnan()))
         total += torch.where(taken, slopes, 0.0)
@@ -63,7 +64,7 @@ def max_pool_gradient_reference(dy: Tensor, y: Tensor, features: Tensor, reverse
 
 def avg_pool_gradient_reference(dy: Tensor, counts: Tensor, reverse: Tensor) -> Tensor:
     """The gradient (N, C) from dy (M, C), how many neighbours the results have, (M,), and the reverse table (N, T)."""
-    inside = _inside(dy)
+    inside = accumulator_dtype(dy.dtype)
     total = torch.zeros(reverse.shape[0], dy.shape[1], dtype=inside, device=dy.device)
     shares = dy.to(inside) / counts.clamp(min=1).to(inside)[:, None]
     for values, _ in _by_tap([shares], reverse, 0.0):
@@ -85,10 +86,6 @@ def _by_tap(tensors: list[Tensor], table: Tensor, otherwise: float) -> Iterator[
 def _counts(neighbours: Tensor, sites: int) -> Tensor:
     """How many neighbours each result has, (M,) int32."""
     return ((neighbours >= 0) & (neighbours < sites)).sum(1, dtype=torch.int32)
-
-
-def _inside(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 # ---- launch parameters -----------------------------------------------------------------------------------------
@@ -324,27 +321,15 @@ def _name(average: bool) -> str:
 
 def _check(name: str, features: Tensor, neighbours: Tensor, reverse: Tensor | None) -> None:
     check_features(name, features)
-    for argument, table in (("neighbours", neighbours), ("reverse", reverse)):
-        if table is None and argument == "reverse":
-            continue
-        if not isinstance(table, Tensor):
-            raise TypeError(f"{name}: {argument} must be a tensor, got {type(table).__name__}")
-        if table.layout != torch.strided:
-            raise TypeError(f"{name}: {argument} must be dense, got layout {table.layout}: use .to_dense()")
-        if table.dtype != torch.int32:
-            raise TypeError(f"{name}: {argument} must be int32, got {table.dtype}")
-        if table.device != features.device:
-            raise ValueError(
-                f"{name}: features is on {features.device}, {argument} on {table.device}: move one to the other"
-            )
+    beside = ("features", features)
+    check_tensors(name, (torch.int32,), ("reverse",), beside, neighbours=neighbours, reverse=reverse)
     sites = features.shape[0]
     if neighbours.dim() != 2 or neighbours.shape[1] == 0:
         raise ValueError(f"{name}: expected neighbours (M, T) of at least one tap, got {tuple(neighbours.shape)}")
     rows, taps = neighbours.shape
     if max(rows, sites) > MAX_ROWS:
         raise ValueError(f"{name}: {max(rows, sites)} rows are more than int32 can number: split the batch")
-    if reverse is not None and tuple(reverse.shape) != (sites, taps):
-        raise ValueError(f"{name}: expected reverse of shape {(sites, taps)}, got {tuple(reverse.shape)}")
+    check_shape(name, "reverse", reverse, (sites, taps))
     if reverse is None and rows != sites and features.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{name}: from {sites} sites to {rows} results is no submanifold table: give reverse, which the gradient "
@@ -354,11 +339,6 @@ def _check(name: str, features: Tensor, neighbours: Tensor, reverse: Tensor | No
 
 def check_features(name: str, features: Tensor) -> None:
     """Raises for what is not (N, C) of floating point numbers."""
-    if not isinstance(features, Tensor):
-        raise TypeError(f"{name}: features must be a tensor, got {type(features).__name__}")
-    if features.layout != torch.strided:
-        raise TypeError(f"{name}: features must be dense, got layout {features.layout}: use .to_dense()")
-    if features.dtype not in FLOATS:
-        raise TypeError(f"{name}: features must be bfloat16, float16, float32 or float64, got {features.dtype}")
+    check_tensors(name, FLOATS, features=features)
     if features.dim() != 2:
         raise ValueError(f"{name}: expected features (N, C), got {tuple(features.shape)}")

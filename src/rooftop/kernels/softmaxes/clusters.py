@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rooftop.errors import MissingExtraError
 from rooftop.kernels.operands.cuda_texts import cuda_text
+from rooftop.kernels.operands.dtypes import CPP_TYPES
 from rooftop.launch import cuda, nvrtc
 from rooftop.launch.triton_launch import shared_memory_bytes
 
@@ -134,7 +135,6 @@ def _first(groups: int, tensors: int, stages: int, shared_bytes: int) -> Cluster
     return next(iter(fullest(groups, tensors, stages, shared_bytes)), None)
 
 
-CPP_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 ARRIVAL_BYTES = 800  # at the beginning of shared memory, before shares of 16 bytes
 
 

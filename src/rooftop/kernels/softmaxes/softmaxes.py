@@ -19,6 +19,8 @@ from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.operands.autocasting import result_dtype
+from rooftop.kernels.operands.checks import check_dtype, check_finite, check_tensors
+from rooftop.kernels.operands.dtypes import FLOATS, HALVES, accumulator_dtype
 from rooftop.kernels.operands.strided_rows import merged, rows_of, unit
 from rooftop.kernels.softmaxes import clusters
 from rooftop.launch.operators import (
@@ -36,7 +38,7 @@ from rooftop.launch.triton_launch import INTERPRETED, launch, processors, requir
 
 def softmax_reference(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
     """Softmax (log: its logarithm) of x (..., N) in plain PyTorch; float32 inside, or float64 for float64 rows."""
-    scores = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32) * scale
+    scores = x.to(accumulator_dtype(x.dtype)) * scale
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     return (scores.log_softmax(-1) if log else scores.softmax(-1)).to(dtype)
@@ -46,7 +48,7 @@ def softmax_backward_reference(
     dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype
 ) -> Tensor:
     """dx; `mask` only where it is boolean: no gradient passes where it is False."""
-    inside = torch.float64 if y.dtype == torch.float64 else torch.float32
+    inside = accumulator_dtype(y.dtype)
     gradient, value = dy.to(inside), y.to(inside)
     of_rows = torch.ops.aten._log_softmax_backward_data if log else torch.ops.aten._softmax_backward_data
     dx = of_rows(gradient, value, -1, inside) * scale
@@ -265,7 +267,7 @@ def _differentiate(ctx: torch.autograd.function.FunctionCtx, dy: Tensor) -> tupl
     if not ctx.needs_input_grad[1]:  # type: ignore[attr-defined]
         return _softmax_backward(dy, y, mask, scale, log, dtype), None, None, None, None
     # The gradient of the scores, in full, is what a mask of numbers gets where it was repeated.
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = accumulator_dtype(dtype)
     dscores = _softmax_backward(dy, y, None, 1.0, log, wide)
     shape, mask_dtype = ctx.added  # type: ignore[attr-defined]
     return (dscores * scale).to(dtype), dscores.sum_to_size(shape).to(mask_dtype), None, None, None
@@ -341,12 +343,9 @@ def log_softmax(
     return _along("log_softmax", input, dim, dtype, mask, scale)
 
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
 def _along(name: str, x: Tensor, dim: int, dtype: torch.dtype | None, mask: Tensor | None, scale: float) -> Tensor:
     _check(name, x, dim, dtype, mask, scale)
-    if dtype is not None and not (dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)):
+    if dtype is not None and not (dtype == torch.float32 and x.dtype in HALVES):
         x = x.to(dtype)
     if dtype is None:
         dtype = result_dtype(name, x)
@@ -361,28 +360,19 @@ def _along(name: str, x: Tensor, dim: int, dtype: torch.dtype | None, mask: Tens
 
 
 def _check(name: str, x: Tensor, dim: int, dtype: torch.dtype | None, mask: Tensor | None, scale: float) -> None:
-    for argument, tensor in (("input", x), ("mask", mask)):
-        if not isinstance(tensor, Tensor) and (tensor is not None or argument == "input"):
-            raise TypeError(f"{name}: {argument} must be a tensor, got {type(tensor).__name__}")
-        if tensor is not None and tensor.layout != torch.strided:
-            raise TypeError(f"{name}: {argument} must be dense, got layout {tensor.layout}: use .to_dense()")
-    if dtype is not None and dtype not in FLOATS:
-        raise TypeError(f"{name}: dtype must be bfloat16, float16, float32 or float64, got {dtype}")
-    if dtype is None and x.dtype not in FLOATS:
-        raise TypeError(f"{name}: input must be bfloat16, float16, float32 or float64, got {x.dtype}; or give dtype")
+    check_tensors(name, None, ("mask",), input=x, mask=mask)
+    if dtype is not None:
+        check_dtype(name, "dtype", dtype, FLOATS)
+    else:
+        check_dtype(name, "input", x.dtype, FLOATS, "; or give dtype")
     if not isinstance(dim, int) or isinstance(dim, bool):
         raise TypeError(f"{name}: dim must be an int, got {dim!r}")
     if not -max(1, x.dim()) <= dim < max(1, x.dim()):
         raise ValueError(f"{name}: dim {dim} is out of range for an input of shape {tuple(x.shape)}")
-    if not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{name}: scale must be a number, got {type(scale).__name__}")
-    if not abs(scale) < math.inf:  # torch.compile has no isfinite of a number that it takes as a variable
-        raise ValueError(f"{name}: scale must be finite, got {scale}")
+    check_finite(name, "scale", scale)
     if mask is None:
         return
     if mask.dtype not in (*FLOATS, torch.bool):
         raise TypeError(f"{name}: mask must be boolean or floating point, got {mask.dtype}")
-    if mask.device != x.device:
-        raise ValueError(f"{name}: input is on {x.device}, mask on {mask.device}: move one to the other")
     if mask.dim() > x.dim() or any(m not in (1, n) for m, n in zip(mask.shape[::-1], x.shape[::-1], strict=False)):
         raise ValueError(f"{name}: a mask of shape {tuple(mask.shape)} does not broadcast to {tuple(x.shape)}")
