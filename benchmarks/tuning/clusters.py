@@ -17,9 +17,9 @@ import losses as loss_tuning
 import softmaxes as softmax_tuning
 from candidates import QUICK, Call, Settings, Task, main
 
+from rooftop.kernels.operands.launch_data import ANY_BYTES
 from rooftop.kernels.softmaxes import clusters as cuda_softmaxes
 from rooftop.kernels.softmaxes.clusters import ClusterConfig
-from rooftop.kernels.softmaxes.softmaxes import ANY_BYTES
 from rooftop.launch import count_launches
 
 Shape = tuple[int, int, int, int]  # blocks, threads, held, stages

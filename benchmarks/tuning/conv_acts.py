@@ -35,9 +35,9 @@ from torch.nn import functional
 from rooftop.hardware import compare
 from rooftop.hardware.graphs import captured
 from rooftop.kernels.convolutions import tables as conv_act_tables
-from rooftop.kernels.convolutions.conv_acts import activated
 from rooftop.kernels.convolutions.launches import copied, forward, plan_of
 from rooftop.kernels.convolutions.tables import ConvPlan, ConvTile, Geometry, Problem
+from rooftop.kernels.operands.activations import activated
 
 PEERS = ("torch", "library", "cudnn", "cudnn, benchmarked", "product")
 L2_BYTES = 120_000_000  # operands of so many bytes do not stay in any GPU's L2

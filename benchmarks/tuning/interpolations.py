@@ -13,7 +13,8 @@ from candidates import DEVICE, QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 
 from rooftop.kernels.lookups import cuda_interpolations, interpolations
-from rooftop.kernels.lookups.interpolations import ANY_BYTES, BlockConfig
+from rooftop.kernels.lookups.interpolations import BlockConfig
+from rooftop.kernels.operands.launch_data import ANY_BYTES
 
 HALF = torch.float16
 

@@ -18,7 +18,8 @@ from torch.nn import functional
 from rooftop.kernels.losses import launches as loss_launches
 from rooftop.kernels.losses import losses
 from rooftop.kernels.losses.launches import Terms
-from rooftop.kernels.softmaxes.softmaxes import ANY_BYTES, LongConfig, TileConfig
+from rooftop.kernels.operands.launch_data import ANY_BYTES
+from rooftop.kernels.operands.row_tiles import LongConfig, TileConfig
 
 TERMS = Terms(None, -100, 0.0, 0.0)
 ROWS, SMALL = (4, 3) if QUICK else (8192, 512)  # timed, and of a check

@@ -15,9 +15,10 @@ import torch
 from candidates import QUICK, Call, Settings, Task, copies_past_cache, main, randn
 from torch import Tensor
 
+from rooftop.kernels.operands.launch_data import ANY_BYTES
 from rooftop.kernels.reductions import launches as reduction_launches
 from rooftop.kernels.reductions import reductions
-from rooftop.kernels.reductions.launches import ANY_BYTES, AllConfig, ColumnConfig, RowConfig, SplitConfig
+from rooftop.kernels.reductions.launches import AllConfig, ColumnConfig, RowConfig, SplitConfig
 
 SINGLE, HALF = torch.float32, torch.bfloat16
 Shape = tuple[int, ...]

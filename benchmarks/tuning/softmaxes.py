@@ -12,8 +12,9 @@ import torch
 from candidates import QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 
+from rooftop.kernels.operands.launch_data import ANY_BYTES
+from rooftop.kernels.operands.row_tiles import LongConfig, TileConfig
 from rooftop.kernels.softmaxes import softmaxes
-from rooftop.kernels.softmaxes.softmaxes import ANY_BYTES, LongConfig, TileConfig
 
 HALF = torch.bfloat16
 

@@ -14,10 +14,9 @@ from torch.nn import functional
 from rooftop.cost import CountingMode
 from rooftop.kernels import conv_act, conv_act_plan
 from rooftop.kernels.convolutions import tables as conv_act_tables
-from rooftop.kernels.convolutions.conv_acts import activated
 from rooftop.kernels.convolutions.launches import box_of, copied, forward
 from rooftop.kernels.convolutions.tables import FEW, MANY, ConvPlan, ConvTile, Entry, Geometry, Problem, choose
-from rooftop.kernels.matmuls.launches import ACTIVATIONS
+from rooftop.kernels.operands.activations import ACTIVATIONS, activated
 from rooftop.launch import INTERPRETED, count_launches, operators
 from rooftop.testing import assert_as_accurate
 

@@ -21,7 +21,7 @@ from rooftop.kernels import linear_act, linear_act_plan, matmul
 from rooftop.kernels.matmuls import launches as matmul_launches
 from rooftop.kernels.matmuls import matmuls
 from rooftop.kernels.matmuls import tables as matmul_tables
-from rooftop.kernels.matmuls.launches import ACTIVATIONS, forward
+from rooftop.kernels.matmuls.launches import forward
 from rooftop.kernels.matmuls.matmuls import activation_of, linear_act_and_before
 from rooftop.kernels.matmuls.tables import (
     FEW_ROWS_ON_HOPPER,
@@ -33,6 +33,7 @@ from rooftop.kernels.matmuls.tables import (
     Tile,
     choose,
 )
+from rooftop.kernels.operands.activations import ACTIVATIONS
 from rooftop.launch import INTERPRETED, count_launches, operators
 from rooftop.launch.triton_launch import launch
 from rooftop.nn import LinearAct

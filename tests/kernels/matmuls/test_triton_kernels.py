@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rooftop.kernels.matmuls import launches as matmul_launches
-from rooftop.kernels.matmuls.launches import ACTIVATIONS
+from rooftop.kernels.operands.activations import ACTIVATIONS
 from rooftop.launch import INTERPRETED
 
 triton = pytest.importorskip("triton")

@@ -22,6 +22,8 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.operands.checks import check_same_dtype, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, INDICES, accumulator_dtype
+from rooftop.kernels.operands.launch_data import Constants, power_of_two
+from rooftop.kernels.operands.references import without_kernels
 from rooftop.launch.operators import no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
@@ -124,13 +126,13 @@ def paged_config(group: int, width: int, element_bytes: int) -> PagedConfig:
     Not measured yet: they compile for sm_90 without spills. Products in float32 are sums in registers too, which take
     the smallest tiles.
     """
-    block = max(16, _power_of_two(width))
+    block = max(16, power_of_two(width))
     keys = max(16, min(MOST_KEYS, TILE_BYTES // (block * element_bytes)))
     if group == 1:
         return PagedConfig(1, keys, 4, 2)
     if element_bytes > 2:
         return PagedConfig(16, 16, 4, 2)
-    return PagedConfig(max(16, min(_power_of_two(group), MOST_SUMS // block)), keys, 4, 3)
+    return PagedConfig(max(16, min(power_of_two(group), MOST_SUMS // block)), keys, 4, 3)
 
 
 PROGRAMS_PER_PROCESSOR = 4
@@ -138,8 +140,6 @@ PROGRAMS_PER_PROCESSOR = 4
 
 MOST_SPLITS = 128
 MOST_FEATURES = 256
-
-Constants = dict[str, int | bool]
 
 
 def splits_of(programs: int, room: int, tile: int, multiprocessors: int) -> int:
@@ -168,7 +168,7 @@ def _attend(
     window: int | None,
     out: Tensor,
 ) -> None:
-    numbers = _checked_values(keys, pages, lengths) if query.device.type == "cpu" and not INTERPRETED else None
+    numbers = _checked_values(keys, pages, lengths) if without_kernels(query.device) else None
     if out.numel() == 0:
         return
     batch, heads, width = query.shape
@@ -191,7 +191,7 @@ def _attend(
     programs = batch * kv_heads * -(-group // config.rows)
     room = pages.shape[1] * page
     splits = splits_of(programs, min(room, window or room), config.keys, processors(query))
-    constants: Constants = {"WIDTH": width, "BLOCK": max(16, _power_of_two(width)), "SPLITS": splits}
+    constants: Constants = {"WIDTH": width, "BLOCK": max(16, power_of_two(width)), "SPLITS": splits}
     tile: Constants = {"WINDOW": window or 0, "PAGE": page, "GROUP": group, "ROWS": config.rows}
     tile |= {"WIDEN": INTERPRETED and query.dtype == torch.bfloat16}
     tile |= {"KEYS": config.keys, "num_warps": config.warps, "num_stages": config.stages}
@@ -204,12 +204,8 @@ def _attend(
     memory = (query, keys, values, pages, lengths.contiguous(), out, partial, partial_lse)
     launch(attend_pages, (programs * splits,), out.device, *memory, *sizes, *strides, **tile, **constants)
     if splits > 1:
-        parts = _power_of_two(splits)
+        parts = power_of_two(splits)
         launch(merge_splits, (batch * heads,), out.device, partial, partial_lse, out, PARTS=parts, **constants)
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << max(0, size - 1).bit_length()
 
 
 # ---- registration ----------------------------------------------------------------------------------------------

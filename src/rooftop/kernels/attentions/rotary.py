@@ -17,9 +17,11 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.operands.checks import check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
+from rooftop.kernels.operands.launch_data import Constants, power_of_two
+from rooftop.kernels.operands.references import by_reference
 from rooftop.launch.operators import differentiable, in_pytorch, no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
-from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
+from rooftop.launch.triton_launch import launch, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -73,8 +75,6 @@ CONFIGS = (
 )
 MOST_PAIRS = CONFIGS[-1].pairs
 
-Constants = dict[str, int | bool]
-
 
 def rotary_config(pairs: int) -> RotaryConfig:
     """The parameters for heads of so many pairs, at most `MOST_PAIRS`."""
@@ -95,7 +95,7 @@ def _rotate(
 ) -> None:
     """Fills y of each of one or two (x, y), (B, H, S, D); x and y may be the same."""
     x, y = tensors[0]
-    if x.dtype == torch.float64 or (x.device.type == "cpu" and not INTERPRETED):
+    if by_reference(x):
         for source, target in tensors:
             target.copy_(rope_reference(source, cos, sin, starts, offset, interleaved, conjugate))
         return
@@ -107,12 +107,12 @@ def _rotate(
     pairs = cos.shape[-1]
     config = rotary_config(pairs)
     groups, other_groups = (-(-count // config.heads) for count in (heads, other.shape[1]))
-    rows = min(config.positions, 1 << max(0, positions - 1).bit_length())
+    rows = min(config.positions, power_of_two(positions))
     cos, sin = (table if table.stride(-1) == 1 else table.contiguous() for table in (cos, sin))
     constants: Constants = {"HAS_STARTS": starts is not None, "INTERLEAVED": interleaved, "CONJUGATE": conjugate}
     rest = width - 2 * pairs
-    constants |= {"WIDTH": width, "PAIRS": pairs, "BLOCK": _power_of_two(pairs), "POSITIONS": rows}
-    constants |= {"REST": _power_of_two(rest) if rest else 0, "HEADS": config.heads, "num_warps": config.warps}
+    constants |= {"WIDTH": width, "PAIRS": pairs, "BLOCK": power_of_two(pairs), "POSITIONS": rows}
+    constants |= {"REST": power_of_two(rest) if rest else 0, "HEADS": config.heads, "num_warps": config.warps}
     sources = [t if t.stride(-1) == 1 else t.contiguous() for t in (x, other)]
     sizes = (groups, heads, other.shape[1], positions, offset, cos.shape[1])
     strides = [s for t in (sources[0], y, sources[1], other_y) for s in t.stride()[:3]]
@@ -121,10 +121,6 @@ def _rotate(
     grid = (batches * -(-positions // max(1, rows)) * (groups + other_groups),)
     if width:
         launch(rotate, grid, x.device, *memory, *sizes, *strides, **constants)
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << max(0, size - 1).bit_length()
 
 
 def _like(x: Tensor) -> Tensor:

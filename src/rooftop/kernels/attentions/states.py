@@ -16,10 +16,12 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.operands.checks import check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
+from rooftop.kernels.operands.launch_data import Constants, power_of_two
+from rooftop.kernels.operands.references import by_reference
 from rooftop.kernels.operands.strided_rows import merged
 from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
-from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
+from rooftop.launch.triton_launch import launch, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -78,21 +80,14 @@ BACKWARD = RowsConfig(elements=1024, warps=4)
 
 MOST_FEATURES = 8192
 
-Constants = dict[str, int | bool]
-
 
 def rows_tile(config: RowsConfig, width: int) -> Constants:
     """Launch parameters for rows of so many elements."""
-    block = 1 << max(0, width - 1).bit_length()
+    block = power_of_two(width)
     return {"WIDTH": width, "BLOCK": block, "ROWS": max(1, config.elements // block), "num_warps": config.warps}
 
 
 # ---- implementations -------------------------------------------------------------------------------------------
-
-
-def runs_reference(out: Tensor) -> bool:
-    """Whether a tensor's operator is done in plain PyTorch."""
-    return out.dtype == torch.float64 or (out.device.type == "cpu" and not INTERPRETED)
 
 
 def row_places(*tensors: Tensor) -> tuple[int, int, list[int]]:
@@ -119,7 +114,7 @@ def like_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
-    if runs_reference(lse):
+    if by_reference(lse):
         for target, value in zip((out, lse), merge_reference(out_a, lse_a, out_b, lse_b), strict=True):
             target.copy_(value)
         return
@@ -145,7 +140,7 @@ def _merge_backward(
     lse_b: Tensor,
     results: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    if runs_reference(lse_a):
+    if by_reference(lse_a):
         values = merge_backward_reference(dout, dlse, out_a, lse_a, out_b, lse_b)
         for target, value in zip(results, values, strict=True):
             target.copy_(value)

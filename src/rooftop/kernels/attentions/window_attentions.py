@@ -24,6 +24,8 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
 from rooftop.kernels.operands.checks import check_finite, check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
+from rooftop.kernels.operands.launch_data import WordConstants, power_of_two
+from rooftop.kernels.operands.references import by_reference
 from rooftop.launch.operators import (
     differentiable,
     in_pytorch,
@@ -198,15 +200,13 @@ FORWARD = (Config(64, 64, 64, 4), Config(64, 128, 64, 8), Config(256, 64, 16, 4)
 BACKWARD = (Config(64, 64, 64, 8),)
 PROGRAMS_PER_SM = 4  # of backward, whose sums over windows each program writes once
 
-Constants = dict[str, int | bool | str]
-
 
 def config_of(table: Sequence[Config], positions: int, features: int) -> Config | None:
     """The parameters for windows of so many positions; None where the kernels do not take them."""
     return next((c for c in table if positions <= c.positions and features <= c.features), None)
 
 
-def _constants(x: Tensor, padding: Tensor | None, cosine_scale: Tensor | None, sizes: Sizes) -> Constants:
+def _constants(x: Tensor, padding: Tensor | None, cosine_scale: Tensor | None, sizes: Sizes) -> WordConstants:
     features = x.shape[3] // (3 * sizes.heads)
     covered = [size % window == 0 for size, window in zip(x.shape[1:3], sizes.window, strict=True)]
     return {
@@ -225,7 +225,7 @@ def _constants(x: Tensor, padding: Tensor | None, cosine_scale: Tensor | None, s
 
 def _block(size: int) -> int:
     """The next power of two; 16 at least, which matrix instructions need."""
-    return max(16, 1 << (size - 1).bit_length())
+    return max(16, power_of_two(size))
 
 
 # ---- implementations -------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def _moved(x: Tensor, window: Sequence[int], shift: Sequence[int]) -> list[int]:
 
 def _config(table: Sequence[Config], x: Tensor, sizes: Sizes) -> Config | None:
     """None: by the reference."""
-    if x.dtype == torch.float64 or (x.device.type == "cpu" and not INTERPRETED):
+    if by_reference(x):
         return None
     return config_of(table, sizes.window[0] * sizes.window[1], x.shape[3] // (3 * sizes.heads))
 

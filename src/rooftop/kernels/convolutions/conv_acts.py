@@ -22,8 +22,13 @@ from torch.nn import functional
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
 from rooftop.kernels.convolutions.launches import forward, plan_of
 from rooftop.kernels.convolutions.tables import ConvPlan, Geometry
-from rooftop.kernels.matmuls.launches import ACTIVATIONS
-from rooftop.kernels.matmuls.matmuls import linear_act_backward_reference
+from rooftop.kernels.operands.activations import (
+    ACTIVATIONS,
+    FORWARD_FLOPS,
+    OF_OUTPUT,
+    activated,
+    activation_backward_reference,
+)
 from rooftop.kernels.operands.autocasting import under_autocast
 from rooftop.kernels.operands.checks import check_choice, check_same_dtype, check_shape, check_tensors, two_integers
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
@@ -37,7 +42,6 @@ from rooftop.launch.operators import (
 )
 from rooftop.launch.symbolic import recorded_whole
 
-OF_OUTPUT = ("none", "relu", "sigmoid")  # the result says the derivative
 Pair = int | Sequence[int]
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -53,19 +57,6 @@ def conv_act_reference(
     if residual is not None:
         values = values + residual
     return activated(values, activation).to(x.dtype), values.to(x.dtype)
-
-
-def activated(values: Tensor, activation: str) -> Tensor:
-    """PyTorch's function of that name."""
-    if activation == "relu":
-        return values.relu()
-    if activation == "gelu":
-        return functional.gelu(values)
-    if activation == "gelu_tanh":
-        return functional.gelu(values, approximate="tanh")
-    if activation == "silu":
-        return functional.silu(values)
-    return values.sigmoid() if activation == "sigmoid" else values
 
 
 # ---- registration ----------------------------------------------------------------------------------------------
@@ -164,7 +155,7 @@ def _differentiate(
     if ctx.activation != "none":  # type: ignore[attr-defined]
         if saved is None:
             saved = _activated(x, weight, bias, residual, *ctx.options)  # type: ignore[attr-defined]
-        dz = linear_act_backward_reference(dy, saved, ctx.activation, ctx.of_output).to(dy.dtype)  # type: ignore[attr-defined]
+        dz = activation_backward_reference(dy, saved, ctx.activation, ctx.of_output).to(dy.dtype)  # type: ignore[attr-defined]
     dx = dweight = dbias = None
     if for_x or for_weight or for_bias:
         stride, padding, dilation, groups = ctx.options  # type: ignore[attr-defined]
@@ -185,9 +176,6 @@ def _activated(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor 
 
 differentiable("conv_act", _differentiate, _save)
 
-# Of one element: an exponential, a division, an error function and a product count 1 each.
-_FLOPS = {"none": 0, "relu": 1, "gelu": 5, "gelu_tanh": 8, "silu": 4, "sigmoid": 3}
-
 
 @cost_of("rooftop::conv_act")
 def _cost(call: Call) -> Cost:
@@ -196,7 +184,7 @@ def _cost(call: Call) -> Cost:
 
     x, weight, bias, residual = call["x"], call["weight"], call["bias"], call["residual"]
     y: Tensor = call.results[0]
-    each = _FLOPS[call["activation"]] + (bias is not None) + (residual is not None)
+    each = FORWARD_FLOPS[call["activation"]] + (bias is not None) + (residual is not None)
     product = matrix_precision(x, convolution=True)
     flops: dict[str, int] = {product: 2 * y.numel() * (weight.numel() // max(weight.shape[0], 1))}
     precision = precision_of(x.dtype)

@@ -14,19 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rooftop.kernels.convolutions.tables import (
-    LEAST_CHANNELS,
-    ConvPlan,
-    ConvTile,
-    Geometry,
-    Problem,
-    capability,
-    choose,
-)
+from rooftop.kernels.convolutions.tables import LEAST_CHANNELS, ConvPlan, ConvTile, Geometry, Problem, choose
 from rooftop.kernels.matmuls import launches as matmul_launches
 from rooftop.kernels.matmuls import tables as matmul_tables
-from rooftop.kernels.matmuls.launches import ACTIVATIONS
+from rooftop.kernels.operands.activations import ACTIVATIONS
 from rooftop.kernels.operands.dtypes import HALVES
+from rooftop.kernels.operands.launch_data import capability, power_of_two
 from rooftop.kernels.operands.strided_rows import unit
 from rooftop.launch.counters import counters
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
@@ -161,7 +154,7 @@ def finish(
     pixels = math.prod(size)
     rows, columns = (batch * pixels, channels) if last else (batch * channels, pixels)
     group = unit(columns)
-    block = min(FINISH_COLUMNS, 1 << (columns - 1).bit_length())
+    block = min(FINISH_COLUMNS, power_of_two(columns))
     height = FINISH_ELEMENTS // block
     launch(
         conv_act_finish, (-(-rows // height), -(-columns // block)), y.device,
@@ -225,7 +218,7 @@ def packed(x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Boxes, Tensor
     pixel = group // math.gcd(group, step)
     while pixel < geometry.channels:
         pixel *= 2
-    run = max(2 * group, 1 << (geometry.kernel[1] * pixel - 1).bit_length())
+    run = max(2 * group, power_of_two(geometry.kernel[1] * pixel))
     down = geometry.stride[0]
     lines = -(-geometry.height // down) * down
     pixels = -(-((geometry.out[1] - 1) * step + run // pixel) // group) * group
@@ -256,7 +249,7 @@ def _pack(source: Tensor, height: int, width: int, pixel: int, left: int) -> Ten
 
     batch, channels, source_height, source_width = source.shape
     target = source.new_empty((batch, height, width, pixel))
-    block = 1 << (width * pixel - 1).bit_length()
+    block = power_of_two(width * pixel)
     rows = max(1, PACK_ELEMENTS // block)
     launch(
         conv_act_pack, (-(-batch * height // rows),), source.device,

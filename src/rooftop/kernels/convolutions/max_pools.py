@@ -17,9 +17,11 @@ from torch.nn import functional
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.operands.checks import check_tensors, two_integers
 from rooftop.kernels.operands.dtypes import FLOATS
+from rooftop.kernels.operands.launch_data import power_of_two
+from rooftop.kernels.operands.references import without_kernels
 from rooftop.launch.operators import in_pytorch, no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
-from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
+from rooftop.launch.triton_launch import launch, require_triton
 
 Pair = int | Sequence[int]
 
@@ -57,7 +59,7 @@ MOST_TAPS = 25  # of a window: the kernel has a load for each
 def _forward(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
-    on_cpu = x.device.type == "cpu" and not INTERPRETED
+    on_cpu = without_kernels(x.device)
     last = x.is_contiguous(memory_format=torch.channels_last)
     if on_cpu or not last or x.dtype == torch.float64 or math.prod(kernel) > MOST_TAPS or x.numel() == 0:
         return max_pool2d_reference(x, kernel, stride, padding, dilation)
@@ -67,7 +69,7 @@ def _forward(
     batch, channels, height, width = x.shape
     lines, pixels = _sizes(x, kernel, stride, padding, dilation)
     y = x.new_empty((batch, lines, pixels, channels))
-    config, block = FORWARD, min(FORWARD.channels, 1 << (channels - 1).bit_length())
+    config, block = FORWARD, min(FORWARD.channels, power_of_two(channels))
     grid = (batch * -(-lines // config.lines) * -(-pixels // config.pixels), -(-channels // block))
     launch(
         max_pool, grid, x.device, x, y, height, width, lines, pixels, channels,

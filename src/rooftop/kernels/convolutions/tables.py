@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-import torch
+from rooftop.kernels.operands.launch_data import power_of_two
 
 # ---- what can be chosen ----------------------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ def _fitted(tile: ConvTile, problem: Problem) -> ConvTile:
     geometry = problem.geometry
     kernel: Kernel = tile.kernel if problem.copied else "gathered"
     least = 16 if kernel == "gathered" else 64  # of an operand of a tensor core's instruction
-    columns = min(tile.columns, max(least, 1 << (geometry.out_channels - 1).bit_length()))
+    columns = min(tile.columns, max(least, power_of_two(geometry.out_channels)))
     split = 1 if kernel == "persistent" else tile.split
     depth = tile.depth
     if kernel != "gathered" and geometry.channels >= LEAST_CHANNELS:
@@ -298,9 +298,3 @@ def _reason(entry: Entry) -> str:
 
 
 LEAST_CHANNELS = 8  # fewer are packed into groups (`conv_act_launches.packed`)
-
-
-@cache
-def capability(device: torch.device) -> int:
-    """The major compute capability; interpreted kernels run as on Hopper."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9

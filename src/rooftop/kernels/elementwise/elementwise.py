@@ -49,9 +49,10 @@ from rooftop.kernels.elementwise.programs import (
     summed_shape,
 )
 from rooftop.kernels.operands.checks import not_dense
+from rooftop.kernels.operands.references import without_kernels
 from rooftop.launch.operators import by_formula, differentiable, in_pytorch, operator
 from rooftop.launch.symbolic import recorded_whole
-from rooftop.launch.triton_launch import INTERPRETED, require_triton
+from rooftop.launch.triton_launch import require_triton
 
 MOST_TENSORS = 8
 Function = Callable[..., Any]
@@ -112,7 +113,7 @@ def _run(tensors: Sequence[Tensor], numbers: Sequence[Number], text: str) -> lis
         _result(shape, kept, arguments, used, dtype, like)
         for shape, kept, used, dtype in zip(shapes, plan.kept, plan.used, plan.results, strict=True)
     ]
-    if plan.double or (like.device.type == "cpu" and not INTERPRETED):
+    if plan.double or without_kernels(like.device):
         _run_reference(plan, arguments, shapes, found)
         return found
     require_triton()

@@ -25,6 +25,7 @@ from rooftop.kernels.elementwise.expression_sources import (
 )
 from rooftop.kernels.elementwise.expression_types import Kind
 from rooftop.kernels.elementwise.programs import Plan, plan_of
+from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.kernels.operands.strided_rows import unit
 from rooftop.kernels.reductions.launches import reduce_into, viewed
 from rooftop.launch.triton_launch import launch, processors
@@ -135,8 +136,8 @@ def _launch_tiles(
     turned = any(steps[n] > 1 and outer[-1][1][n] == 1 for n in range(len(accesses)))
     loops = "rows" in layout.sums
     config = SQUARE if turned else LONG_SUMS if loops else SUMS if any(layout.sums) else TILES
-    width = min(config.columns, 1 << (columns - 1).bit_length())
-    height = min(config.elements // width, 1 << (rows - 1).bit_length())
+    width = min(config.columns, power_of_two(columns))
+    height = min(config.elements // width, power_of_two(rows))
     parts, blocks = -(-rows // height), -(-columns // width)
     sizes = [size for size, _ in outer[1:]]
     if loops:

@@ -39,6 +39,7 @@ from rooftop.kernels.elementwise.expression_types import NUMBER, Kind
 from rooftop.kernels.elementwise.expressions import arguments_of, topological
 from rooftop.kernels.elementwise.launches import Dims, merged_dims
 from rooftop.kernels.elementwise.programs import Number, Plan, plan_of, planned
+from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.kernels.operands.repeating_numbers import COLUMNS as TABLE
 from rooftop.kernels.operands.repeating_numbers import table_of
 from rooftop.kernels.operands.strided_rows import LINE_BYTES, from_line
@@ -216,8 +217,8 @@ def _launch_of(
     if outer and any(steps[n] != 1 and outer[-1][1][n] == 1 for n in range(len(every))):
         config = TURNED
     rows = math.prod(size for size, _ in outer)
-    width = min(config.columns, 1 << (columns - 1).bit_length())
-    height = min(config.elements // width, 1 << (rows - 1).bit_length())
+    width = min(config.columns, power_of_two(columns))
+    height = min(config.elements // width, power_of_two(rows))
     wide = max(*spans, out.numel()) >= 2**31
     layout = Layout(tuple(accesses), wide=wide, stored=every[-1], lines=bool(outer) and height == 1)
     kernel = _kernel(text, plan.kinds, torch.get_default_dtype(), layout)

@@ -15,6 +15,8 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.operands.checks import check_dtype, check_same_dtype, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
+from rooftop.kernels.operands.launch_data import Constants, power_of_two
+from rooftop.kernels.operands.references import by_reference
 from rooftop.launch.operators import (
     by_formula,
     differentiable,
@@ -23,7 +25,7 @@ from rooftop.launch.operators import (
     operator,
 )
 from rooftop.launch.symbolic import recorded_whole
-from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
+from rooftop.launch.triton_launch import launch, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -58,13 +60,11 @@ class GatedConfig:
 FORWARD = GatedConfig(tile_bytes=4096, warps=4)
 BACKWARD = GatedConfig(tile_bytes=4096, warps=8)
 
-Constants = dict[str, int | bool]
-
 
 def tile_of(config: GatedConfig, columns: int, element_bytes: int) -> Constants:
     """Launch parameters for rows of so many columns; short rows share a tile."""
     elements = config.tile_bytes // element_bytes
-    width = min(elements, 1 << (columns - 1).bit_length())
+    width = min(elements, power_of_two(columns))
     return {"ROWS": elements // width, "COLUMNS": width, "num_warps": config.warps}
 
 
@@ -81,7 +81,7 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _forward(gate: Tensor, up: Tensor) -> Tensor:
     """gate, up (..., N)."""
-    if gate.dtype == torch.float64 or (gate.device.type == "cpu" and not INTERPRETED):
+    if by_reference(gate):
         return swiglu_reference(gate, up).contiguous()
     require_triton()
     from rooftop.kernels.gated.triton_kernels import swiglu_forward
@@ -100,7 +100,7 @@ def _forward(gate: Tensor, up: Tensor) -> Tensor:
 
 def _backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
     """Fills dgate and dup, (..., N) with one stride of rows."""
-    if gate.dtype == torch.float64 or (gate.device.type == "cpu" and not INTERPRETED):
+    if by_reference(gate):
         for target, value in zip((dgate, dup), swiglu_backward_reference(dy, gate, up), strict=True):
             target.copy_(value)
         return

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rooftop.kernels.operands.triton_kernels.rows import tile_of_program
+
 
 @triton.jit
 def swiglu_forward(
@@ -16,7 +18,7 @@ def swiglu_forward(
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up of one tile."""
-    row, column, inside = _tile(rows, columns * UNIT, ROWS, COLUMNS)
+    row, column, inside = tile_of_program(rows, columns * UNIT, ROWS, COLUMNS)
     gates = tl.load(gate + row * (gate_stride * UNIT) + column, mask=inside, other=0.0).to(tl.float32)
     ups = tl.load(up + row * (up_stride * UNIT) + column, mask=inside, other=0.0).to(tl.float32)
     result = gates * _sigmoid(gates) * ups
@@ -30,7 +32,7 @@ def swiglu_backward(
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Both gradients of one tile; the sigmoid is computed again."""
-    row, column, inside = _tile(rows, columns * UNIT, ROWS, COLUMNS)
+    row, column, inside = tile_of_program(rows, columns * UNIT, ROWS, COLUMNS)
     gradient = tl.load(dy + row * (dy_stride * UNIT) + column, mask=inside, other=0.0).to(tl.float32)
     gates = tl.load(gate + row * (gate_stride * UNIT) + column, mask=inside, other=0.0).to(tl.float32)
     ups = tl.load(up + row * (up_stride * UNIT) + column, mask=inside, other=0.0).to(tl.float32)
@@ -39,16 +41,6 @@ def swiglu_backward(
     to_gate = gradient * ups * sigmoid * (1.0 + gates * (1.0 - sigmoid))
     tl.store(dgate + place, to_gate.to(dgate.dtype.element_ty), mask=inside)
     tl.store(dup + place, (gradient * gates * sigmoid).to(dup.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(row, column, inside) of this program's elements; tiles that lie side by side follow each other."""
-    blocks = tl.cdiv(columns, COLUMNS)
-    program = tl.program_id(0)
-    row = (program // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = (program % blocks).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    return row, column, (row < rows) & (column < columns)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.operands.cuda_texts import cuda_text
 from rooftop.kernels.operands.dtypes import CPP_TYPES, accumulator_dtype
+from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.launch import cuda
 from rooftop.launch.operators import (
     differentiable,
@@ -93,7 +94,7 @@ def kernel_for(name: str, points: Tensor, tensors: Sequence[Tensor]) -> tuple[st
     width = math.gcd(16 // tensors[0].element_size(), channels)
     while any(t.data_ptr() % (width * t.element_size()) for t in tensors):
         width //= 2
-    lanes = min(32, 1 << (channels // width - 1).bit_length())  # a power of two: their sums go through shuffles
+    lanes = min(32, power_of_two(channels // width))  # a power of two: their sums go through shuffles
     block = (lanes, THREADS // lanes)
     types = f"{TYPES[tensors[0].dtype]}, {TYPES[points.dtype]}, {width}"
     return f"{name}<{types}>", -(-points.shape[0] // block[1]), block

@@ -19,6 +19,8 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.operands.checks import check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, INDICES, accumulator_dtype
+from rooftop.kernels.operands.launch_data import power_of_two
+from rooftop.kernels.operands.references import by_reference
 from rooftop.launch.operators import (
     by_formula,
     differentiable,
@@ -88,7 +90,7 @@ def _forward(input: Tensor, weight: Tensor) -> Tensor:
 
     result = torch.empty((*input.shape, width), dtype=weight.dtype, device=weight.device)
     config = OF_LINES if weight.stride(0) * size % 128 == 0 else OF_ANY
-    columns = min(config.columns, 1 << max(0, width - 1).bit_length())
+    columns = min(config.columns, power_of_two(width))
     grid = (-(-input.numel() // config.rows), -(-width // columns))
     sizes = (input.numel(), width, rows, weight.stride(0))
     tile = {"ROWS": config.rows, "COLUMNS": columns, "num_warps": config.warps}
@@ -99,7 +101,7 @@ def _forward(input: Tensor, weight: Tensor) -> Tensor:
 
 def _backward(dy: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
     """dy (N, D), tokens (N,)."""
-    if dy.dtype == torch.float64 or (dy.device.type == "cpu" and not INTERPRETED):
+    if by_reference(dy):
         return embedding_backward_reference(dy, tokens, rows, padding)
     require_triton()
     from rooftop.kernels.lookups.triton_kernels.embeddings import add_runs
@@ -113,7 +115,7 @@ def _backward(dy: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
         tokens = tokens.to(torch.int32)  # half the work of sorting
     ordered, order = torch.sort(tokens, stable=True)
     values, stride, places = dy, dy.stride(0), order
-    columns = min(RUNS.columns, 1 << (width - 1).bit_length())
+    columns = min(RUNS.columns, power_of_two(width))
     tile = {"CHUNK": RUNS.chunk, "AHEAD": RUNS.ahead, "COLUMNS": columns, "num_warps": RUNS.warps}
     while True:
         items = ordered.numel()

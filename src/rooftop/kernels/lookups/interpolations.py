@@ -17,11 +17,12 @@ from rooftop.kernels.lookups.cuda_interpolations import (
     trilinear_backward_reference,
     trilinear_reference,
 )
+from rooftop.kernels.operands.launch_data import ANY_BYTES, Constants, power_of_two
+from rooftop.kernels.operands.references import by_reference
 from rooftop.kernels.operands.strided_rows import unit
-from rooftop.kernels.softmaxes.softmaxes import ANY_BYTES
 from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
-from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
+from rooftop.launch.triton_launch import launch, require_triton
 
 # ---- launch parameters -----------------------------------------------------------------------------------------
 
@@ -43,20 +44,14 @@ class BlockConfig:
 FORWARD = (BlockConfig(ANY_BYTES, 1024, 512, 4),)
 BACKWARD = (BlockConfig(ANY_BYTES, 1024, 512, 4),)
 
-Constants = dict[str, int | bool]
-
 
 def block_of(table: tuple[BlockConfig, ...], channels: int, element_bytes: int) -> Constants:
     """Launch parameters for C channels."""
     config = next(config for config in table if channels * element_bytes <= config.row_bytes)
-    width = min(config.channel_bytes // element_bytes, 1 << (channels - 1).bit_length())
+    width = min(config.channel_bytes // element_bytes, power_of_two(channels))
     points = max(1, config.block_bytes // element_bytes // width)
     even = channels % width == 0
     return {"POINTS": points, "CHANNELS": width, "EVEN": even, "UNIT": unit(channels), "num_warps": config.warps}
-
-
-def _by_reference(features: Tensor) -> bool:
-    return features.dtype == torch.float64 or (features.device.type == "cpu" and not INTERPRETED)
 
 
 # ---- registration ----------------------------------------------------------------------------------------------
@@ -64,7 +59,7 @@ def _by_reference(features: Tensor) -> bool:
 
 @operator("trilinear_interpolate")
 def _trilinear(features: Tensor, points: Tensor) -> Tensor:
-    if _by_reference(features):
+    if by_reference(features):
         return trilinear_reference(features, points)
     require_triton()
     from rooftop.kernels.lookups.triton_kernels.interpolations import trilinear_forward
@@ -90,7 +85,7 @@ in_pytorch("trilinear_interpolate", trilinear_reference)
 
 @operator("trilinear_interpolate_backward")
 def _trilinear_backward(gradient: Tensor, features: Tensor, points: Tensor, mask: list[bool]) -> tuple[Tensor, Tensor]:
-    if _by_reference(features):
+    if by_reference(features):
         return trilinear_backward_reference(gradient, features, points, mask)
     require_triton()
     from rooftop.kernels.lookups.triton_kernels.interpolations import trilinear_backward

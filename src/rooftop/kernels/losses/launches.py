@@ -11,17 +11,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rooftop.kernels.losses.tables import (
+    FUSED,
+    FUSED_LONG,
+    GRADIENT_BYTES,
+    GRADIENT_WARPS,
+    LOSS,
+    LOSS_LONG,
+    SCALE,
+    SCALE_PROGRAMS_PER_SM,
+    TARGETS,
+    TOTAL,
+    TOTAL_ROWS,
+)
+from rooftop.kernels.operands.launch_data import power_of_two
+from rooftop.kernels.operands.row_tiles import group_of, long_tile, tile, tile_config
 from rooftop.kernels.operands.strided_rows import rows_of, unit
 from rooftop.kernels.softmaxes import clusters
-from rooftop.kernels.softmaxes.softmaxes import (
-    ANY_BYTES,
-    LongConfig,
-    TileConfig,
-    group_of,
-    long_tile,
-    tile,
-    tile_config,
-)
 from rooftop.launch.triton_launch import launch, processors, require_triton
 
 
@@ -37,31 +43,6 @@ class Terms(NamedTuple):
         """The same, with weights that kernels can read."""
         return self if self.weight is None else self._replace(weight=self.weight.contiguous())
 
-
-# ---- launch parameters -----------------------------------------------------------------------------------------
-
-# The fastest of those measured on an H200 in half precision: with the gradient (FUSED) 1024, 8192, 16384, 32768, 50257,
-# 50304 and 128256 classes, without it and the gradient alone 128256; LOSS has FUSED's tiles. Rows that are read once
-# only need no registers for the whole row, and no room in L2: many programs an SM. With the gradient rows of 64 KiB are
-# faster read twice, in long blocks, than held.
-LOSS = (
-    *(TileConfig(256, 16, 256, 2), TileConfig(512, 8, 256, 2), TileConfig(1024, 4, 1024, 2)),
-    *(TileConfig(2048, 1, 1024, 2), TileConfig(4096, 1, 1024, 4), TileConfig(8192, 1, 2048, 4)),
-    TileConfig(16384, 1, 4096, 4),
-)
-LOSS_LONG = (LongConfig(ANY_BYTES, block_bytes=4096, warps=4, programs_per_sm=10, stages=1, again=""),)
-FUSED = (*LOSS, TileConfig(32768, 1, 8192, 16))
-FUSED_LONG = (
-    LongConfig(131072, block_bytes=8192, warps=8, programs_per_sm=4, stages=4),
-    LongConfig(ANY_BYTES, block_bytes=32768, warps=32, programs_per_sm=1, stages=1),
-)
-GRADIENT_BYTES = 4096  # of a tile: rows of fewer bytes share one
-GRADIENT_WARPS = 2
-SCALE = {"BLOCK": 8192, "num_warps": 8}
-SCALE_PROGRAMS_PER_SM = 8
-TARGETS = {"BLOCK": 4096, "num_warps": 8}
-TOTAL = {"BLOCK": 4096, "num_warps": 8}
-TOTAL_ROWS = 1 << 16  # that one program adds up; of more losses the sum is PyTorch's
 
 # ---- launch ----------------------------------------------------------------------------------------------------
 
@@ -151,7 +132,7 @@ def gradient(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     group = unit(columns, x.stride(0))
     elements = GRADIENT_BYTES // x.element_size()
-    block = min(elements, 1 << (columns - 1).bit_length())
+    block = min(elements, power_of_two(columns))
     tensors = (dloss, x, target, *_weight_arguments(terms, statistics), _or(inverse, statistics), statistics, dx)
     strides = (x.stride(0) // group, dloss.stride(0) if dloss.dim() else 0)
     sizes = (rows, columns // group, *strides, *_numbers(terms, columns))

@@ -41,6 +41,7 @@ from rooftop.kernels.losses.launches import Terms
 from rooftop.kernels.operands.autocasting import result_dtype
 from rooftop.kernels.operands.checks import check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
+from rooftop.kernels.operands.references import by_reference, without_kernels
 from rooftop.launch.operators import (
     by_formula,
     differentiable,
@@ -52,19 +53,13 @@ from rooftop.launch.operators import (
     without_autocast,
 )
 from rooftop.launch.symbolic import recorded_whole
-from rooftop.launch.triton_launch import INTERPRETED
 
 # ---- implementations -------------------------------------------------------------------------------------------
 
 
-def _by_reference(x: Tensor) -> bool:
-    """Whether PyTorch computes it: float64, and the CPU where kernels are not interpreted."""
-    return x.dtype == torch.float64 or (x.device.type == "cpu" and not INTERPRETED)
-
-
 def inverse_dtype(x: Tensor) -> torch.dtype:
     """In what `inverse_of_targets` is, for logits x."""
-    return reference_dtype(x.dtype) if _by_reference(x) else torch.float32
+    return reference_dtype(x.dtype) if by_reference(x) else torch.float32
 
 
 def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
@@ -82,7 +77,7 @@ def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
 
 def inverse_of_targets(target: Tensor, classes: int, terms: Terms, dtype: torch.dtype) -> Tensor:
     """1 / sum of the weights of the targets that count, a tensor () of the dtype of statistics; 0 where none does."""
-    if dtype == torch.float64 or (target.device.type == "cpu" and not INTERPRETED):
+    if dtype == torch.float64 or without_kernels(target.device):
         counted = target[target != terms.ignore_index]
         if terms.weight is None:
             return inverse_of_count(target.new_tensor(counted.numel()), dtype)
@@ -95,7 +90,7 @@ def losses_of_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """(losses (N,), statistics (2, N)); with `dx` (which may be x) fills that instead of the statistics, with the
     gradient times `inverse`."""
-    if _by_reference(x):
+    if by_reference(x):
         return _losses_by_reference(x, target, terms, inverse, dx)
     return launches.losses_of_rows(x, target, terms, inverse, dx)
 
@@ -128,7 +123,7 @@ def _gradient(
     dloss: Tensor, x: Tensor, target: Tensor, statistics: Tensor, terms: Terms, inverse: Tensor | None
 ) -> Tensor:
     """dx (N, V) from dloss (N,) or ()."""
-    if _by_reference(x):
+    if by_reference(x):
         factor = dloss.to(reference_dtype(x.dtype)) * (inverse if inverse is not None else 1.0)
         factor, dx = factor.expand(x.shape[0]), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         for rows in _blocks(x):
@@ -141,7 +136,7 @@ def total_of(losses: Tensor, inverse: Tensor | None, x: Tensor) -> Tensor:
     """The reduced loss of logits x, a scalar: losses (N,) added up and multiplied by `inverse`, one over what a mean
     divides by."""
     dtype = accumulator_dtype(x.dtype)
-    if _by_reference(x):
+    if by_reference(x):
         return (losses.sum() if inverse is None else losses.sum() * inverse).to(dtype)
     return launches.total_of(losses, inverse, dtype)
 
@@ -294,7 +289,7 @@ in_pytorch("cross_entropy_with_gradient", _decomposed_with_gradient)
 
 def _save_gradient(ctx: Context, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
     x, target, weight, *numbers, mean = inputs
-    kept = x if _by_reference(x) else None
+    kept = x if by_reference(x) else None
     ctx.save_for_backward(output[1], target, weight, kept)  # type: ignore[arg-type]
     # To keep the logits would cost the memory that the kernel saves. Who differentiates twice often still has them.
     ctx.logits, ctx.version = weakref.ref(x), x._version  # type: ignore[attr-defined]
@@ -370,7 +365,7 @@ def _(gradient: Tensor, factor: Tensor) -> None:
 def _scale_into(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
     """`gradient` and `result` are contiguous."""
     in_place = result is gradient
-    if _by_reference(gradient):
+    if by_reference(gradient):
         if gradient.is_cuda:  # float64, as the factor is; the host need not wait for it
             torch.mul(gradient, factor, out=result)
         elif not in_place or float(factor) != 1.0:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rooftop.kernels.softmaxes.triton_kernels import fold_scores, is_inside, merge_lanes, sum_of_lanes
+from rooftop.kernels.operands.triton_kernels.rows import fold_scores, is_inside, merge_lanes, sum_of_lanes
 
 
 @triton.jit

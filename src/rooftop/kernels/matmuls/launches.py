@@ -13,15 +13,15 @@ from torch.nn import functional
 
 from rooftop.cost import matrix_precision
 from rooftop.kernels.matmuls.tables import LinearPlan, Tile, describable, finished_by_library
+from rooftop.kernels.operands.activations import ACTIVATIONS
 from rooftop.kernels.operands.dtypes import HALVES
+from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.kernels.operands.padded_rows import LEAST_PADDED, missing_columns, padded
-from rooftop.kernels.operands.strided_rows import unit
+from rooftop.kernels.operands.strided_rows import unit, unit_columns
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
 if TYPE_CHECKING:
     from triton.tools.tensor_descriptor import TensorDescriptor
-
-ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid")  # numbered so in triton_kernels.py
 
 FINISH_ELEMENTS, FINISH_COLUMNS, FINISH_WARPS = 2048, 512, 4
 BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS, BACKWARD_PROGRAMS_PER_SM = 16, 128, 4, 8
@@ -51,7 +51,7 @@ def forward(
         y = _aligned_rows(rows, columns, x)
         before = _aligned_rows(rows, columns, x) if keep else nothing
     else:
-        residual = _unit_columns(residual) if residual is not None else None
+        residual = unit_columns(residual) if residual is not None else None
         y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
         before = torch.empty_like(y) if keep else nothing
     steps = -(-x.shape[1] // tile.depth)
@@ -81,7 +81,7 @@ def _by_library(
         y = before.contiguous()
         return y, y.clone() if keep else nothing
     require_triton()
-    residual = _unit_columns(residual) if residual is not None else None
+    residual = unit_columns(residual) if residual is not None else None
     # in place where rows follow each other: each element is read, then written, by one thread
     y = before if before.is_contiguous() and not keep else before.new_empty(rows, columns)
     finish(before, 1, rows, None, activation, residual, y, nothing)
@@ -225,7 +225,7 @@ def finish(
     rows, columns = y.shape
     residual_row = residual.stride(0) if residual is not None else 0
     group = unit(columns, residual_row, sums.stride(0), y.stride(0))
-    block = min(FINISH_COLUMNS, 1 << (columns - 1).bit_length())
+    block = min(FINISH_COLUMNS, power_of_two(columns))
     height = FINISH_ELEMENTS // block
     keep = before.numel() > 0
     launch(
@@ -247,10 +247,10 @@ def backward(dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: 
     require_triton()
     from rooftop.kernels.matmuls.triton_kernels import add_column_sums, linear_act_backward
 
-    dy, saved = _unit_columns(dy), saved.contiguous()
+    dy, saved = unit_columns(dy), saved.contiguous()
     rows, columns = dy.shape
     group = unit(columns, dy.stride(0))
-    block = min(BACKWARD_COLUMNS, 1 << (columns - 1).bit_length())
+    block = min(BACKWARD_COLUMNS, power_of_two(columns))
     blocks = -(-columns // block)
     wanted = max(1, BACKWARD_PROGRAMS_PER_SM * processors(dy) // blocks)
     height = BACKWARD_ROWS * 2 // dy.element_size()  # as many bytes, and registers that do not spill, in float32
@@ -269,11 +269,6 @@ def backward(dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: 
             add_column_sums, grid, dy.device, partial, total, chunks, columns, HALF=dy.dtype in HALVES, **SUM_OF_CHUNKS
         )
     return dz, total
-
-
-def _unit_columns(t: Tensor) -> Tensor:
-    """Rows may lie apart, elements of a row may not."""
-    return t if t.stride(1) == 1 else t.contiguous()
 
 
 def _described_or_copied(t: Tensor, rows_only: bool = False) -> Tensor:

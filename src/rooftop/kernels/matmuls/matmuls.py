@@ -21,8 +21,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
-from rooftop.kernels.matmuls.launches import ACTIVATIONS, backward, finish, forward
+from rooftop.kernels.matmuls.launches import backward, finish, forward
 from rooftop.kernels.matmuls.tables import LinearPlan, plan_of
+from rooftop.kernels.operands.activations import (
+    ACTIVATIONS,
+    BACKWARD_FLOPS,
+    FORWARD_FLOPS,
+    OF_OUTPUT,
+    activated,
+    activation_backward_reference,
+)
 from rooftop.kernels.operands.autocasting import under_autocast
 from rooftop.kernels.operands.checks import check_choice, check_same_dtype, check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
@@ -41,8 +49,6 @@ from rooftop.launch.operators import (
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED
 
-OF_OUTPUT = ("relu", "sigmoid")  # the result says the derivative
-
 # ---- reference -------------------------------------------------------------------------------------------------
 
 
@@ -52,7 +58,7 @@ def linear_act_reference(
     """(y, what was activated) of x (..., K) and weight (N, K) in plain PyTorch; what follows the product is float32, or
     float64 for float64."""
     before = functional.linear(x, weight, bias)
-    values = _activated(before.to(accumulator_dtype(x.dtype)), activation)
+    values = activated(before.to(accumulator_dtype(x.dtype)), activation)
     if residual is not None:
         values = values + residual
     return values.to(x.dtype), before
@@ -60,39 +66,7 @@ def linear_act_reference(
 
 def activation_reference(before: Tensor, activation: str) -> Tensor:
     """activation(before), float32 inside, or float64 for float64."""
-    return _activated(before.to(accumulator_dtype(before.dtype)), activation).to(before.dtype)
-
-
-def _activated(values: Tensor, activation: str) -> Tensor:
-    if activation == "relu":
-        values = values.relu()
-    elif activation == "gelu":
-        values = functional.gelu(values)
-    elif activation == "gelu_tanh":
-        values = functional.gelu(values, approximate="tanh")
-    elif activation == "silu":
-        values = functional.silu(values)
-    elif activation == "sigmoid":
-        values = values.sigmoid()
-    return values
-
-
-def linear_act_backward_reference(dy: Tensor, saved: Tensor, activation: str, of_output: bool) -> Tensor:
-    """dy * activation' in float32 (float64 for float64); `saved`: the result where `of_output`, else what was
-    activated."""
-    gradient, value = dy.to(accumulator_dtype(dy.dtype)), saved.to(accumulator_dtype(dy.dtype))
-    if activation == "none":
-        return gradient
-    if activation == "relu":
-        return gradient.masked_fill(value <= 0, 0.0)
-    if activation == "gelu":
-        return torch.ops.aten.gelu_backward(gradient, value)
-    if activation == "gelu_tanh":
-        return torch.ops.aten.gelu_backward(gradient, value, approximate="tanh")
-    share = value if activation == "sigmoid" and of_output else value.sigmoid()
-    if activation == "sigmoid":
-        return gradient * share * (1 - share)
-    return gradient * share * (1 + value * (1 - share))
+    return activated(before.to(accumulator_dtype(before.dtype)), activation).to(before.dtype)
 
 
 # ---- registration ----------------------------------------------------------------------------------------------
@@ -150,7 +124,7 @@ def _linear_act_backward(
 ) -> tuple[Tensor, Tensor]:
     if dy.dtype != torch.float64 and (dy.device.type == "cuda" or INTERPRETED):
         return backward(dy, saved, activation, of_output, sums)
-    dz = linear_act_backward_reference(dy, saved, activation, of_output)
+    dz = activation_backward_reference(dy, saved, activation, of_output)
     nothing, total = dy.new_empty(0), dz.sum(0).to(dy.dtype) if sums else dy.new_empty(0)
     return dz.to(dy.dtype) if activation != "none" else nothing, total
 
@@ -205,7 +179,7 @@ def _differentiate(
     if torch.is_grad_enabled():  # create_graph: what was saved does not know how it depends on x
         if activation != "none":
             before = _product(x, weight, bias)
-            dz = linear_act_backward_reference(dy, before, activation, of_output=False).to(dy.dtype)
+            dz = activation_backward_reference(dy, before, activation, of_output=False).to(dy.dtype)
         dbias = dz.sum(0) if for_bias else None
     elif for_bias or (activation != "none" and (for_x or for_weight)):
         if activation == "none":
@@ -252,16 +226,12 @@ def _formula(
 def _backward_formula(
     dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    dz = linear_act_backward_reference(dy, saved, activation, of_output)
+    dz = activation_backward_reference(dy, saved, activation, of_output)
     return dz.to(dy.dtype) if activation != "none" else None, dz.sum(0).to(dy.dtype) if sums else None
 
 
 by_formula("linear_act", _formula)
 differentiable_by_formula("linear_act_backward", _backward_formula)
-
-# Of one element: an exponential, a division, an error function and a product count 1 each.
-_FORWARD_FLOPS = {"none": 0, "relu": 1, "gelu": 5, "gelu_tanh": 8, "silu": 4, "sigmoid": 3}
-_BACKWARD_FLOPS = {"none": 0, "relu": 1, "gelu": 10, "gelu_tanh": 15, "silu": 8, "sigmoid": 3}
 
 
 @cost_of("rooftop::linear_act")
@@ -269,7 +239,7 @@ def _forward_cost(call: Call) -> Cost:
     """The product, and for each result bias, activation and residual."""
     x, weight, bias, residual = call["x"], call["weight"], call["bias"], call["residual"]
     results = x.shape[0] * weight.shape[0]
-    each = _FORWARD_FLOPS[call["activation"]] + (bias is not None) + (residual is not None)
+    each = FORWARD_FLOPS[call["activation"]] + (bias is not None) + (residual is not None)
     flops: dict[str, int] = {matrix_precision(x): 2 * results * x.shape[1]}
     precision = precision_of(x.dtype)
     flops[precision] = flops.get(precision, 0) + each * results
@@ -279,14 +249,14 @@ def _forward_cost(call: Call) -> Cost:
 @cost_of("rooftop::activation")
 def _activation_cost(call: Call) -> Cost:
     before = call["before"]
-    flops = {precision_of(before.dtype): _FORWARD_FLOPS[call["activation"]] * before.numel()}
+    flops = {precision_of(before.dtype): FORWARD_FLOPS[call["activation"]] * before.numel()}
     return Cost(distinct_bytes([before]), distinct_bytes([call.out]), flops)
 
 
 @cost_of("rooftop::linear_act_backward")
 def _backward_cost(call: Call) -> Cost:
     dy, saved, activation = call["dy"], call["saved"], call["activation"]
-    each = _BACKWARD_FLOPS[activation] + call["sums"]
+    each = BACKWARD_FLOPS[activation] + call["sums"]
     read = [dy] if activation == "none" else [dy, saved]
     return Cost(distinct_bytes(read), distinct_bytes(call.out), {precision_of(dy.dtype): each * dy.numel()})
 

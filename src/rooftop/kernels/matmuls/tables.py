@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rooftop.kernels.operands.dtypes import HALVES
+from rooftop.kernels.operands.launch_data import capability
 from rooftop.launch.triton_launch import INTERPRETED, processors
 
 # ---- what can be chosen ----------------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ def plan_of(
     return choose(
         Problem(
             x.shape[0], weight.shape[0], x.shape[1], x.dtype, activation, aligned, finish,
-            library_finish, processors(x), _capability(x.device),
+            library_finish, processors(x), capability(x.device),
         )
     )  # fmt: skip
 
@@ -250,9 +251,3 @@ def describable(t: Tensor) -> bool:
     width = t.shape[1] if t.stride(1) == 1 else t.shape[0]
     aligned = t.data_ptr() % 16 == 0 and slow * t.element_size() % 16 == 0
     return fast == 1 and slow >= width and aligned
-
-
-@cache
-def _capability(device: torch.device) -> int:
-    """The major compute capability; interpreted kernels run as on Hopper."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9

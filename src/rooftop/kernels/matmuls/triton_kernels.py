@@ -16,11 +16,6 @@ With SPLIT > 1 the K dimension is cut, each part writes float32 sums of its own,
 their order: no atomics, the same bits each time. That kernel also finishes products that a library made.
 
 x and weight may lie in memory either way: X_ACROSS and W_ACROSS say that K is their slow dimension.
-
-Activations cost as much as the product's last tenth where they are not hidden behind it, most of it in the unit for
-exponentials and reciprocals, 8 times slower than multiplication. HALF says that results are rounded to 16 bits: then
-each takes one exponential and a polynomial (`normal_below`, `_reciprocal`), far within that rounding. Those of float32
-are as accurate as PyTorch's: exponentials of reduced arguments, divisions that round correctly, nothing that cancels.
 """
 
 from __future__ import annotations
@@ -29,14 +24,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rooftop.kernels.operands.triton_kernels.scalars import exponential, normal_below
-
-NONE = tl.constexpr(0)
-RELU = tl.constexpr(1)
-GELU = tl.constexpr(2)
-GELU_TANH = tl.constexpr(3)
-SILU = tl.constexpr(4)
-SIGMOID = tl.constexpr(5)
+from rooftop.kernels.operands.triton_kernels.activations import NONE, activated, activation_gradient
+from rooftop.kernels.operands.triton_kernels.products import in_parts, plus_product, tile_place
 
 
 @triton.jit
@@ -276,7 +265,7 @@ def linear_act_backward(
         gradient = gradient.to(tl.float32)
         if ACTIVATION != NONE:
             value = tl.load(saved + place, mask=inside, other=0.0).to(tl.float32)
-            gradient = _gradient(gradient, value, ACTIVATION, OF_OUTPUT, HALF)
+            gradient = activation_gradient(gradient, value, ACTIVATION, OF_OUTPUT, HALF)
             tl.store(dz + place, gradient.to(dz.dtype.element_ty), mask=inside)
         if SUM:
             if HALF:
@@ -320,44 +309,6 @@ def _compensated(sums, lost, values):
     total = sums + values
     lost = tl.where(tl.abs(total) < float("inf"), (total - sums) - values, 0.0)
     return total, lost
-
-
-@triton.jit
-def tile_place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
-    """(row, column) of a tile: down GROUP rows of tiles, then one column on; then the next GROUP rows."""
-    band = tile // (GROUP * column_tiles)
-    height = min(row_tiles - band * GROUP, GROUP)
-    within = tile % (GROUP * column_tiles)
-    return band * GROUP + within % height, within // height
-
-
-@triton.jit
-def plus_product(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """total + left @ right. WIDEN: Triton's interpreter takes the bits of bfloat16 for whole numbers in a product."""
-    if WIDEN:
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, total, input_precision=PRECISION)
-
-
-@triton.jit
-def in_parts(values, PARTS: tl.constexpr):
-    """(ROWS, COLUMNS) as a tuple of 1, 2 or 4 tensors of neighbouring columns."""
-    if PARTS == 1:
-        return (values,)
-    else:
-        left, right = _halves(values)
-        if PARTS == 2:
-            return (left, right)
-        else:
-            first, second = _halves(left)
-            third, fourth = _halves(right)
-            return (first, second, third, fourth)
-
-
-@triton.jit
-def _halves(values):
-    apart = tl.reshape(values, (values.shape[0], 2, values.shape[1] // 2))
-    return tl.split(tl.permute(apart, (0, 2, 1)))
 
 
 @triton.jit
@@ -412,111 +363,3 @@ def _zero_after(cycles):
         is_pure=False,
         pack=1,
     )
-
-
-@triton.jit
-def activated(values, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
-    """float32 in and out; HALF: the result is rounded to 16 bits. NaN stays NaN."""
-    if ACTIVATION == RELU:
-        values = tl.where(values < 0.0, 0.0, values)
-    elif ACTIVATION == GELU:
-        if HALF:
-            # v Phi(v) is v - v Phi(-v) and also -|v| Phi(-|v|).
-            size = tl.minimum(tl.abs(values), 14.0)
-            values = tl.maximum(values, 0.0, propagate_nan=tl.PropagateNan.ALL) - size * normal_below(size)
-        else:
-            values = 0.5 * values * (1.0 + tl.erf(values * 0.7071067811865476))
-    elif ACTIVATION == GELU_TANH:
-        if HALF:
-            size = tl.minimum(tl.abs(values), 14.0)
-            small = _exponential(_gelu_argument(size))
-            above = tl.maximum(values, 0.0, propagate_nan=tl.PropagateNan.ALL)
-            values = above - size * small * _reciprocal(small)
-        else:
-            values = values * _sigmoid(_gelu_argument(values), HALF)
-    elif ACTIVATION == SILU:
-        values = values * _sigmoid(values, HALF)
-    elif ACTIVATION == SIGMOID:
-        values = _sigmoid(values, HALF)
-    return values
-
-
-@triton.jit
-def _gelu_argument(values):
-    """(1 + tanh(u)) / 2 is sigmoid(2 u): this is 2 u = 2 sqrt(2 / pi) (v + 0.044715 v^3)."""
-    return 1.5957691216057308 * values * (1.0 + 0.044715 * values * values)
-
-
-@triton.jit
-def _sigmoid(values, HALF: tl.constexpr):
-    if HALF:
-        small = _exponential(tl.abs(values))
-        share = _reciprocal(small)
-        return tl.where(values < 0.0, small * share, share)
-    else:
-        share, _ = _shares(values)
-        return share
-
-
-@triton.jit
-def _shares(values):
-    """(sigmoid(v), sigmoid(-v)) in float32; 1 less the first would have nothing left of a small second."""
-    small = exponential(-tl.abs(values), True)
-    larger = tl.div_rn(1.0, 1.0 + small)
-    smaller = small * larger
-    return tl.where(values < 0.0, smaller, larger), tl.where(values < 0.0, larger, smaller)
-
-
-@triton.jit
-def _exponential(size):
-    """exp(-size), 0 where that is below the least normal number."""
-    return tl.exp2(size * -1.4426950408889634)
-
-
-@triton.jit
-def _reciprocal(small):
-    """1 / (1 + small) for small in [0, 1]: the best polynomial of degree 6 that is 1 at 0, within 1e-5 of it."""
-    value = small * 0.07440771907567978 - 0.33152881264686584
-    value = value * small + 0.6789292693138123
-    value = value * small - 0.9098189473152161
-    value = value * small + 0.9873993396759033
-    value = value * small - 0.9993836283683777
-    return value * small + 1.0
-
-
-@triton.jit
-def _gradient(gradient, value, ACTIVATION: tl.constexpr, OF_OUTPUT: tl.constexpr, HALF: tl.constexpr):
-    """gradient * activation'; value is the result where OF_OUTPUT, else what was activated."""
-    if ACTIVATION == RELU:
-        result = tl.where(value <= 0.0, 0.0, gradient)
-    elif ACTIVATION == GELU:
-        if HALF:
-            small = normal_below(tl.minimum(tl.abs(value), 14.0))
-            below = tl.where(value < 0.0, small, 1.0 - small)
-            result = gradient * (below + value * 0.3989422804014327 * tl.exp2(-0.7213475204444817 * value * value))
-        else:
-            below = 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))
-            result = gradient * (below + value * 0.3989422804014327 * exponential(-0.5 * value * value, True))
-    elif ACTIVATION == GELU_TANH:
-        if HALF:
-            share = _sigmoid(_gelu_argument(value), HALF)
-            slope = 1.5957691216057308 * (1.0 + 3 * 0.044715 * value * value)
-            result = gradient * share * (1.0 + value * slope * (1.0 - share))
-        else:
-            share, rest = _shares(_gelu_argument(value))
-            slope = 1.5957691216057308 * (1.0 + 3 * 0.044715 * value * value)
-            result = gradient * (share + value * (share * rest) * slope)
-    elif ACTIVATION == SILU:
-        if HALF:
-            share = _sigmoid(value, HALF)
-            result = gradient * share * (1.0 + value * (1.0 - share))
-        else:
-            share, rest = _shares(value)
-            result = gradient * (share + value * (share * rest))
-    elif OF_OUTPUT or HALF:
-        share = value if OF_OUTPUT else _sigmoid(value, HALF)
-        result = gradient * share * (1.0 - share)
-    else:
-        share, rest = _shares(value)
-        result = gradient * (share * rest)
-    return result

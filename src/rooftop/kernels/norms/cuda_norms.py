@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rooftop.kernels.norms.norms import check_norm, contiguous, unit_columns
+from rooftop.kernels.norms.norms import check_norm, contiguous
 from rooftop.kernels.norms.sum_norms import (
     add_layer_norm_formula,
     add_layer_norm_reference,
@@ -32,6 +32,7 @@ from rooftop.kernels.norms.sum_norms import (
 from rooftop.kernels.operands.autocasting import result_dtype
 from rooftop.kernels.operands.cuda_texts import cuda_text
 from rooftop.kernels.operands.dtypes import CPP_TYPES
+from rooftop.kernels.operands.strided_rows import unit_columns
 from rooftop.launch import cuda
 from rooftop.launch.operators import by_formula, differentiable, in_pytorch, operator
 from rooftop.launch.symbolic import recorded_whole

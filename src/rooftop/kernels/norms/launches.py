@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rooftop.kernels.norms import clusters
 from rooftop.kernels.operands.dtypes import HALVES
+from rooftop.kernels.operands.launch_data import Constants, power_of_two
 from rooftop.kernels.operands.strided_rows import unit
 from rooftop.launch.triton_launch import launch, processors, require_triton, shared_memory_bytes
 
@@ -105,7 +106,6 @@ BACKWARD_LONG = LongConfig(block=2048, warps=8, programs_per_sm=2, stages=4)
 ADD_PARTIAL_SUMS = {"ROWS": 128, "COLUMNS": 16, "num_warps": 4}
 
 Config = TypeVar("Config", ForwardConfig, BackwardConfig)
-Constants = dict[str, int | bool]
 
 
 def config_for(table: Sequence[Config], columns: int) -> Config | None:
@@ -118,7 +118,7 @@ def config_for(table: Sequence[Config], columns: int) -> Config | None:
 
 def tile(config: ForwardConfig | BackwardConfig, columns: int) -> Constants:
     """Launch parameters that all kernels of tiles share."""
-    block = min(config.block, 1 << (columns - 1).bit_length())
+    block = min(config.block, power_of_two(columns))
     blocks = -(-columns // block)
     even = blocks * block == columns
     return {"ROWS": config.rows, "BLOCKS": blocks, "COLUMNS": block, "EVEN": even, "num_warps": config.warps}
@@ -134,7 +134,7 @@ def shifted_tile(config: BackwardConfig, columns: int, tensors: Sequence[Tensor]
 def stages(config: BackwardConfig | LongConfig, tensors: Sequence[Tensor], columns: int) -> int:
     """As many as the configuration says, or as fit into shared memory beside the scratch space of the sums."""
     rows = config.rows if isinstance(config, BackwardConfig) else 1
-    elements = rows * min(-(-columns // config.block) * config.block, 1 << (columns - 1).bit_length())
+    elements = rows * min(-(-columns // config.block) * config.block, power_of_two(columns))
     stage_bytes = elements * sum(t.element_size() for t in tensors)
     return max(1, min(config.stages, (shared_memory_bytes(tensors[0]) - stage_bytes // 2 - 2048) // stage_bytes))
 

@@ -21,6 +21,8 @@ from rooftop.kernels.norms import launches
 from rooftop.kernels.operands.autocasting import result_dtype
 from rooftop.kernels.operands.checks import check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
+from rooftop.kernels.operands.references import without_kernels
+from rooftop.kernels.operands.strided_rows import unit_columns
 from rooftop.launch.operators import (
     by_formula,
     differentiable,
@@ -29,7 +31,6 @@ from rooftop.launch.operators import (
     operator,
 )
 from rooftop.launch.symbolic import recorded_whole
-from rooftop.launch.triton_launch import INTERPRETED
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -107,7 +108,7 @@ def _rms_norm_gradients(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tens
 
 def runs_reference(x: Tensor) -> bool:
     """Whether plain PyTorch computes it, and no kernel: also rows of no elements, which have nothing to launch for."""
-    return x.dtype == torch.float64 or x.shape[1] == 0 or (x.device.type == "cpu" and not INTERPRETED)
+    return x.dtype == torch.float64 or x.shape[1] == 0 or without_kernels(x.device)
 
 
 # ---- registration ----------------------------------------------------------------------------------------------
@@ -197,11 +198,6 @@ def _parameter_gradients(x: Tensor, weight: Tensor | None, bias: Tensor | None, 
     """Memory for the gradients of weight and bias; nothing where none is wanted."""
     wanted = [t if needed else None for t, needed in zip((weight, bias), mask, strict=True)]
     return [x.new_empty(0) if t is None else x.new_empty(t.shape, dtype=t.dtype) for t in wanted]
-
-
-def unit_columns(x: Tensor) -> Tensor:
-    """Rows may lie apart, elements of a row may not."""
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def contiguous(parameter: Tensor | None) -> Tensor | None:

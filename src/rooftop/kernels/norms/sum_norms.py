@@ -27,10 +27,10 @@ from rooftop.kernels.norms.norms import (
     rms_norm_reference,
     runs_reference,
     sizes_of,
-    unit_columns,
 )
 from rooftop.kernels.operands.autocasting import result_dtype
 from rooftop.kernels.operands.dtypes import accumulator_dtype
+from rooftop.kernels.operands.strided_rows import unit_columns
 from rooftop.launch.operators import by_formula, computed_on_cpu, differentiable, in_pytorch, operator
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
+from rooftop.kernels.operands.references import without_kernels
+from rooftop.launch.triton_launch import launch, require_triton
 
 ALIGNMENT, ROW_BYTES = 16, 128
 LEAST_PADDED = 1 << 17  # elements of a result from which copies take less time than they save
@@ -27,7 +28,7 @@ def padded(x: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
     if rows == 0 and columns == 0:
         return x
     shape = (x.shape[0] + rows, x.shape[1] + columns)
-    if x.device.type == "cpu" and not INTERPRETED:
+    if without_kernels(x.device):
         return torch.nn.functional.pad(x, (0, columns, 0, rows))
     require_triton()
     from rooftop.kernels.operands.triton_kernels.padded_rows import pad_rows

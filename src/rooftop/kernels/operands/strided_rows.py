@@ -34,6 +34,11 @@ def rows_of(x: Tensor) -> Tensor:
     return table if table.stride(1) == 1 else table.contiguous()
 
 
+def unit_columns(x: Tensor) -> Tensor:
+    """x (M, N), copied where the elements of a row lie apart; rows may."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
 def merged(sizes: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
     """(size, stride) of a view with as few dimensions as its strides allow."""
     dims: list[tuple[int, int]] = []

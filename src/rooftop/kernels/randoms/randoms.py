@@ -23,6 +23,8 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.operands.checks import check_dtype, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
+from rooftop.kernels.operands.launch_data import Constants, power_of_two
+from rooftop.kernels.operands.references import without_kernels
 from rooftop.kernels.randoms.boxes import Box
 from rooftop.kernels.randoms.words import (
     WORD,
@@ -33,7 +35,7 @@ from rooftop.kernels.randoms.words import (
 )
 from rooftop.launch.operators import differentiable, no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
-from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
+from rooftop.launch.triton_launch import launch, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -122,12 +124,10 @@ FILL = RandomConfig(elements=1024, warps=4)
 DROPOUT = RandomConfig(elements=1024, warps=4)
 REFERENCE_CHUNK = 1 << 18  # elements that the reference makes at once: it has several integers of 8 bytes for each
 
-Constants = dict[str, int | bool]
-
 
 def tile_of(config: RandomConfig, columns: int, grouped: bool) -> Constants:
     """Launch parameters for rows of so many columns; short rows share a tile."""
-    width = min(config.elements, 1 << (columns - 1).bit_length())
+    width = min(config.elements, power_of_two(columns))
     return {"ROWS": config.elements // width, "COLUMNS": width, "GROUPED": grouped, "num_warps": config.warps}
 
 
@@ -140,7 +140,7 @@ def _grouped(sizes: Sequence[int], strides: Sequence[int], offset: int) -> bool:
 
 
 def _by_reference(dtype: torch.dtype, device: torch.device) -> bool:
-    return dtype == torch.float64 or (device.type == "cpu" and not INTERPRETED)
+    return dtype == torch.float64 or without_kernels(device)
 
 
 def _pieces(sizes: list[int], strides: list[int], offset: int, device: torch.device) -> Iterator[tuple[slice, Tensor]]:

@@ -21,9 +21,11 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.operands.checks import check_choice, check_dtype, check_same_dtype, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
+from rooftop.kernels.operands.launch_data import Constants, power_of_two
+from rooftop.kernels.operands.references import by_reference
 from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
-from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
+from rooftop.launch.triton_launch import launch, require_triton
 
 ACTIVATIONS = ("tanh", "sigmoid", "hard_sigmoid", "hard_sigmoid_keras2", "relu", "linear")
 """What either activation may be; the kernels know them by their place."""
@@ -117,12 +119,10 @@ class GatesConfig:
 FORWARD = GatesConfig(elements=512, warps=4)
 BACKWARD = GatesConfig(elements=512, warps=4)
 
-Constants = dict[str, int | bool]
-
 
 def tile_of(config: GatesConfig, columns: int) -> Constants:
     """Launch parameters for rows of so many columns; short rows share a tile."""
-    width = min(config.elements, 1 << (columns - 1).bit_length())
+    width = min(config.elements, power_of_two(columns))
     return {"ROWS": config.elements // width, "COLUMNS": width, "num_warps": config.warps}
 
 
@@ -137,10 +137,6 @@ def _format_of(gates: Tensor) -> torch.memory_format:
 
 def _like_cell(cell: Tensor, dtype: torch.dtype, memory_format: torch.memory_format) -> Tensor:
     return torch.empty(cell.shape, dtype=dtype, device=cell.device, memory_format=memory_format)
-
-
-def _by_reference(gates: Tensor) -> bool:
-    return gates.dtype == torch.float64 or (gates.device.type == "cpu" and not INTERPRETED)
 
 
 def _table(cell: Tensor, memory_format: torch.memory_format) -> tuple[int, int]:
@@ -189,7 +185,7 @@ def step_into(
 
     All in one memory format: contiguous or channels last. bias: (4 F,).
     """
-    if _by_reference(gates):
+    if by_reference(gates):
         if bias is not None:
             bias = bias[:, None, None]
             added = bias if added is None else _wide_scores(added, None) + bias
@@ -248,7 +244,7 @@ def step_backward_into(
 
     All in one memory format: contiguous or channels last.
     """
-    if _by_reference(gates):
+    if by_reference(gates):
         if more_dhidden is not None:
             wide = accumulator_dtype(gates.dtype)
             dhidden = dhidden.to(wide) + more_dhidden.to(wide)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rooftop.kernels.operands.triton_kernels.rows import tile_of_program
 from rooftop.kernels.operands.triton_kernels.scalars import hyperbolic_tangent, logistic
 
 # The activations, in the order of conv_lstms.ACTIVATIONS.
@@ -31,7 +32,7 @@ def conv_lstm_forward(
 ):  # fmt: skip
     """Hidden and cell of one tile; KEEP: the sums that the activations are taken of, too. next_cell may be cell."""
     size = tl.full((), UNIT, tl.int64) * columns
-    row, column, inside = _tile(rows, size, ROWS, COLUMNS)
+    row, column, inside = tile_of_program(rows, size, ROWS, COLUMNS)
     four, one = row * (4 * size) + column, row * size + column
     scores_i, scores_f, scores_c, scores_o = _scores(gates, added, four, size, inside, ADD)
     if BIAS:
@@ -65,7 +66,7 @@ def conv_lstm_backward(
     """Gradients of one tile; the step is computed again. MORE: that of hidden is dhidden + more. dcell may be
     dnext_cell."""
     size = tl.full((), UNIT, tl.int64) * columns
-    row, column, inside = _tile(rows, size, ROWS, COLUMNS)
+    row, column, inside = tile_of_program(rows, size, ROWS, COLUMNS)
     four, one = row * (4 * size) + column, row * size + column
     scores_i, scores_f, scores_c, scores_o = _scores(gates, added, four, size, inside, ADD)
     state = tl.load(cell + one, mask=inside, other=0.0).to(tl.float32)
@@ -143,13 +144,3 @@ def _score(gates, added, place, inside, ADD: tl.constexpr):
     if ADD:
         score += tl.load(added + place, mask=inside, other=0.0).to(tl.float32)
     return score
-
-
-@triton.jit
-def _tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(row, column, inside) of this program's elements; tiles that lie side by side follow each other."""
-    blocks = tl.cdiv(columns, COLUMNS)
-    program = tl.program_id(0)
-    row = (program // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = (program % blocks).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    return row, column, (row < rows) & (column < columns)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftop.kernels.operands.launch_data import ANY_BYTES, power_of_two
 from rooftop.kernels.operands.strided_rows import merged, unit
 from rooftop.launch.counters import counters
 from rooftop.launch.triton_launch import launch, launches_early, processors
@@ -71,7 +72,6 @@ class AllConfig:
     early: bool = False
 
 
-ANY_BYTES = 1 << 62
 # The fastest of those measured on an H200: ROWS in half precision of 32, 128, 512, 2048, 4096, 8192 and 16384 bytes,
 # PLACES (where an extreme is: two numbers an element) of 256512 bytes, COLUMNS of sums over the first and a middle
 # dimension, ALL of 256 KiB, 4, 11, 23 and 64 MiB and 1 GiB in float32. Rows of 1 to 8 KiB in blocks of one warp each
@@ -180,14 +180,9 @@ def matrix_order(x: Tensor, dims: Sequence[int]) -> list[int]:
 # ---- plans -----------------------------------------------------------------------------------------------------
 
 
-def _power_above(n: int) -> int:
-    """The smallest power of 2 that is not less."""
-    return 1 << max(0, n - 1).bit_length()
-
-
 def _tile(view: View, kind: str, element_bytes: int) -> tuple[int, int, SplitConfig, Constants]:
     """(kept, reduced, split, launch parameters) of a tile of the forward kernel."""
-    kept, reduced = (_power_above(sizes[1]) for sizes in (view.kept, view.reduced))
+    kept, reduced = (power_of_two(sizes[1]) for sizes in (view.kept, view.reduced))
     total = math.prod(view.reduced) * element_bytes
     config: RowConfig | ColumnConfig | AllConfig
     split = SPLIT
@@ -281,7 +276,7 @@ def _plan(
     constants |= {"IDENTITY": _identity(kind, dtype), "WHOLE_BLOCKS": False}
     if view.is_one and view.along == 0:
         constants["WHOLE_BLOCKS"] = constants["UNIT"] * dtype.itemsize < 16
-    constants["SPLITS"] = min(_power_above(splits), max(1, COMBINED // kept))
+    constants["SPLITS"] = min(power_of_two(splits), max(1, COMBINED // kept))
     if 0 < 8 * (splits % constants["SPLITS"]) <= splits:  # few are left for one more step of who combines
         splits -= splits % constants["SPLITS"]
     count = float(math.prod(view.reduced))
@@ -316,9 +311,9 @@ def reduce_into(
     arguments = (*memory, *plan.sizes, results, plan.count)
     launch(kernels.reduce_tiles, (plan.tiles, splits), x.device, *arguments, **plan.constants, FINISH=finish)
     if finish == 1:
-        kept = min(_power_above(results), 128)
+        kept = min(power_of_two(results), 128)
         constants = {name: plan.constants[name] for name in ("KIND", "ACCUMULATOR", "IDENTITY")}
-        constants |= {"KEPT": kept, "SPLITS": min(_power_above(splits), COMBINED // kept), "num_warps": 4}
+        constants |= {"KEPT": kept, "SPLITS": min(power_of_two(splits), COMBINED // kept), "num_warps": 4}
         arguments = (partials, places, out, splits, results, plan.count)
         launch(kernels.combine_partials, (-(-results // kept),), x.device, *arguments, **constants)
 
@@ -346,9 +341,9 @@ def spread(dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, kind: str, view: View) 
 
 def _shared_tile(view: View, element_bytes: int) -> tuple[int, int] | None:
     """(kept, reduced) of a tile with all that its extremes are of; None where that is too much."""
-    reduced = _power_above(view.reduced[1])
+    reduced = power_of_two(view.reduced[1])
     least = SHARE_WIDTH_BYTES if view.along == 1 else element_bytes
-    kept = min(_power_above(view.kept[1]), max(least, SHARE_BLOCK_BYTES // reduced) // element_bytes)
+    kept = min(power_of_two(view.kept[1]), max(least, SHARE_BLOCK_BYTES // reduced) // element_bytes)
     return None if view.reduced[0] > 1 or kept * reduced > SHARE_ELEMENTS else (kept, reduced)
 
 

@@ -20,6 +20,7 @@ from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.operands.autocasting import result_dtype
 from rooftop.kernels.operands.checks import check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, HALVES, accumulator_dtype
+from rooftop.kernels.operands.references import without_kernels
 from rooftop.kernels.reductions.launches import matrix_order, reduce_into, spread, view_of, viewed
 from rooftop.launch.operators import (
     by_formula,
@@ -29,7 +30,7 @@ from rooftop.launch.operators import (
     operator,
 )
 from rooftop.launch.symbolic import recorded_whole
-from rooftop.launch.triton_launch import INTERPRETED, require_triton
+from rooftop.launch.triton_launch import require_triton
 
 ORDERS = {"norm1": 1.0, "norm2": 2.0, "norm_inf": math.inf}
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -82,7 +83,7 @@ def _or_all(x: Tensor, dims: Sequence[int]) -> list[int] | None:
 
 def _is_reference(x: Tensor, dtype: torch.dtype) -> bool:
     """Whether PyTorch does it: on the CPU, in float64, and of nothing."""
-    return torch.float64 in (x.dtype, dtype) or x.numel() == 0 or (x.device.type == "cpu" and not INTERPRETED)
+    return torch.float64 in (x.dtype, dtype) or x.numel() == 0 or without_kernels(x.device)
 
 
 def _result_shape(x: Tensor, dims: Sequence[int], keepdim: bool) -> list[int]:

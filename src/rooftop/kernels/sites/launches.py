@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import matrix_precision
+from rooftop.kernels.operands.launch_data import WordConstants, is_wide, power_of_two
+from rooftop.kernels.operands.references import without_kernels
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
 # ---- launch parameters -----------------------------------------------------------------------------------------
@@ -83,17 +85,15 @@ MASK_ROWS, SORT_ROWS, PAIR_ROWS, TABLE_WARPS = 64, 128, 128, 4  # rows of a prog
 KEY_ROWS, SAMPLE, SAMPLE_ROWS, SAMPLE_WARPS, SCANNED = 256, 4096, 1024, 16, 1024
 PIECES, ELEMENTS = 32, 128  # of a tile that adds up the sums of pieces
 
-Constants = dict[str, int | bool | str]
 
-
-def rows_tile(rows: int, out_channels: int, channels: int, features: Tensor) -> Constants:
+def rows_tile(rows: int, out_channels: int, channels: int, features: Tensor) -> WordConstants:
     """Launch parameters of `sparse_conv_rows` for M results of O channels, and C channels of the operands."""
     table = SINGLE if features.dtype == torch.float32 else HALF
     return _rows_tile(table, rows, out_channels, channels, processors(features))
 
 
 @lru_cache(maxsize=4096)  # to work it out takes as long as a small launch
-def _rows_tile(table: tuple[RowsConfig, ...], rows: int, out_channels: int, channels: int, sms: int) -> Constants:
+def _rows_tile(table: tuple[RowsConfig, ...], rows: int, out_channels: int, channels: int, sms: int) -> WordConstants:
     config = next(config for config in table if out_channels <= config.channels)
     columns = min(config.columns, _power_of_two(out_channels))
     height = config.rows
@@ -110,7 +110,7 @@ def _rows_tile(table: tuple[RowsConfig, ...], rows: int, out_channels: int, chan
 
 def weight_tile(
     out_channels: int, channels: int, taps: int, length: int, listed: bool, features: Tensor
-) -> tuple[Constants, int, int]:
+) -> tuple[WordConstants, int, int]:
     """Launch parameters of `sparse_conv_weight_gradient` where no tap has more than `length` pairs: its tile, for how
     many parts it is launched (of all pairs where they are listed, else of each tap), and pieces at most."""
     table = WEIGHT_SINGLE if features.dtype == torch.float32 else WEIGHT_HALF
@@ -120,7 +120,7 @@ def weight_tile(
 @lru_cache(maxsize=4096)
 def _weight_tile(
     table: tuple[WeightConfig, ...], out_channels: int, channels: int, taps: int, length: int, listed: bool, sms: int
-) -> tuple[Constants, int, int]:
+) -> tuple[WordConstants, int, int]:
     config = next(config for config in table if max(out_channels, channels) <= config.channels)
     outs, ins = min(config.outs, _power_of_two(out_channels)), min(config.ins, _power_of_two(channels))
     tiles = -(-out_channels // outs) * -(-channels // ins)
@@ -131,7 +131,7 @@ def _weight_tile(
     else:
         parts = max(1, min(-(-programs // taps), blocks))
         pieces = parts * taps
-    tile: Constants = {
+    tile: WordConstants = {
         "OUTS": outs,
         "INS": ins,
         "DEPTH": config.depth,
@@ -143,7 +143,7 @@ def _weight_tile(
 
 def _power_of_two(channels: int) -> int:
     """At least as many; at least the 16 that a product of tiles takes."""
-    return max(16, 1 << (channels - 1).bit_length())
+    return max(16, power_of_two(channels))
 
 
 # ---- orders of rows --------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def neighbour_masks(neighbours: Tensor) -> Tensor:
     rows, taps = neighbours.shape
     words = -(-taps // 32)
     masks = torch.empty(rows, words, dtype=torch.int32, device=neighbours.device)
-    if neighbours.device.type == "cpu" and not INTERPRETED:
+    if without_kernels(neighbours.device):
         masks.zero_()
         for tap in range(taps):
             masks[:, tap // 32] |= (neighbours[:, tap] >= 0).int() << tap % 32
@@ -163,9 +163,9 @@ def neighbour_masks(neighbours: Tensor) -> Tensor:
     from rooftop.kernels.sites.triton_kernels.sparse_convs import neighbour_bits
 
     table = neighbours.contiguous()
-    tile: Constants = {"ROWS": MASK_ROWS, "num_warps": TABLE_WARPS}
+    tile: WordConstants = {"ROWS": MASK_ROWS, "num_warps": TABLE_WARPS}
     launch(
-        neighbour_bits, (-(-rows // MASK_ROWS),), table.device, table, masks, rows, TAPS=taps, WIDE=_is_wide(table),
+        neighbour_bits, (-(-rows // MASK_ROWS),), table.device, table, masks, rows, TAPS=taps, WIDE=is_wide(table),
         **tile,
     )  # fmt: skip
     return masks
@@ -184,7 +184,7 @@ def rows_by_mask(masks: Tensor) -> Tensor:
 def _mask_keys(masks: Tensor) -> Tensor:
     """(M,) integers that grow along the Gray code."""
     rows, words = masks.shape
-    if masks.device.type == "cpu" and not INTERPRETED:
+    if without_kernels(masks.device):
         bits = ((masks[:, :, None] >> torch.arange(32)) & 1).flatten(1).long()
         rarest_first = bits[torch.arange(SAMPLE) * rows // SAMPLE].sum(0).sort(stable=True).indices[:64]
         parities = bits[:, rarest_first].cumsum(1) % 2
@@ -201,7 +201,7 @@ def _mask_keys(masks: Tensor) -> Tensor:
     )  # fmt: skip
     launch(
         mask_keys, (-(-rows // KEY_ROWS),), masks.device, masks, counts, keys, rows, WORDS=words,
-        WIDE=_is_wide(masks), ROWS=KEY_ROWS, num_warps=TABLE_WARPS,
+        WIDE=is_wide(masks), ROWS=KEY_ROWS, num_warps=TABLE_WARPS,
     )  # fmt: skip
     return keys
 
@@ -211,7 +211,7 @@ def sorted_table(neighbours: Tensor, order: Tensor) -> Tensor:
     tap by tap their sites, all in that order. What a tile of the convolution reads of it lies side by side."""
     rows, taps = neighbours.shape
     words = -(-taps // 32)
-    if neighbours.device.type == "cpu" and not INTERPRETED:
+    if without_kernels(neighbours.device):
         at = order.long()
         return torch.cat((order[None].int(), neighbour_masks(neighbours)[at].t(), neighbours[at].t()))
     require_triton()
@@ -220,7 +220,7 @@ def sorted_table(neighbours: Tensor, order: Tensor) -> Tensor:
     given, order = neighbours.contiguous(), order.contiguous()
     table = torch.empty(1 + words + taps, rows, dtype=torch.int32, device=given.device)
     launch(
-        sort_table, (-(-rows // SORT_ROWS),), given.device, given, order, table, rows, TAPS=taps, WIDE=_is_wide(table),
+        sort_table, (-(-rows // SORT_ROWS),), given.device, given, order, table, rows, TAPS=taps, WIDE=is_wide(table),
         WIDTH=_width(taps), ROWS=SORT_ROWS, num_warps=TABLE_WARPS,
     )  # fmt: skip
     return table
@@ -258,7 +258,7 @@ def blocks_of(table: Tensor, taps: int) -> tuple[Tensor, Tensor]:
     ascending, and how many they are, (T,) int32; what lies beyond is anything."""
     rows = table.shape[1]
     blocks = -(-rows // BLOCK_ROWS)
-    if table.device.type == "cpu" and not INTERPRETED:
+    if without_kernels(table.device):
         known = torch.nn.functional.pad(table[table.shape[0] - taps :] >= 0, (0, blocks * BLOCK_ROWS - rows))
         has = known.view(taps, blocks, BLOCK_ROWS).any(2)
         return (~has).sort(dim=1, stable=True).indices.int(), has.sum(1, dtype=torch.int32)
@@ -270,7 +270,7 @@ def blocks_of(table: Tensor, taps: int) -> tuple[Tensor, Tensor]:
     lists = torch.empty(taps, blocks, dtype=torch.int32, device=table.device)
     counts = torch.empty(taps, dtype=torch.int32, device=table.device)
     launch(
-        block_bits, (blocks,), table.device, table, bits, rows, blocks, TAPS=taps, WIDE=_is_wide(table),
+        block_bits, (blocks,), table.device, table, bits, rows, blocks, TAPS=taps, WIDE=is_wide(table),
         BLOCK=BLOCK_ROWS, num_warps=1,
     )  # fmt: skip
     launch(list_blocks, (taps,), table.device, bits, lists, counts, blocks, SCANNED=SCANNED, num_warps=TABLE_WARPS)
@@ -285,7 +285,7 @@ def pairs_of(neighbours: Tensor, sites: int) -> tuple[Tensor, Tensor]:
     row; what lies beyond their number, (T,) int32, is anything."""
     rows, taps = neighbours.shape
     capacity = min(rows, sites)
-    if neighbours.device.type == "cpu" and not INTERPRETED:
+    if without_kernels(neighbours.device):
         return _pairs_by_torch(neighbours, sites, capacity)
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_convs import count_pairs, list_pairs, start_pairs
@@ -294,7 +294,7 @@ def pairs_of(neighbours: Tensor, sites: int) -> tuple[Tensor, Tensor]:
     pairs = torch.empty(2, taps, capacity, dtype=torch.int32, device=table.device)
     counts, starts = torch.empty(2, taps, blocks, dtype=torch.int32, device=table.device).unbind(0)
     totals = torch.empty(taps, dtype=torch.int32, device=table.device)
-    tile: Constants = {"ROWS": PAIR_ROWS, "WIDTH": _width(taps), "TAPS": taps, "WIDE": _is_wide(table, pairs)}
+    tile: WordConstants = {"ROWS": PAIR_ROWS, "WIDTH": _width(taps), "TAPS": taps, "WIDE": is_wide(table, pairs)}
     launch(count_pairs, (blocks,), table.device, table, counts, sites, rows, **tile, num_warps=TABLE_WARPS)
     launch(start_pairs, (taps,), table.device, counts, starts, totals, blocks, BLOCKS=SCANNED, num_warps=TABLE_WARPS)
     launch(
@@ -335,12 +335,7 @@ def rows_of(neighbours: Tensor | None, order: Tensor | None) -> int:
 
 def _width(taps: int) -> int:
     """Taps that are looked at together, one bit for each."""
-    return min(32, 1 << (taps - 1).bit_length())
-
-
-def _is_wide(*tensors: Tensor) -> bool:
-    """Whether an offset within one needs 64 bits, also where it lies beyond the end of a tile."""
-    return any(t.numel() + (1 << 20) >= 1 << 31 for t in tensors)
+    return min(32, power_of_two(taps))
 
 
 # ---- launches ------------------------------------------------------------------------------------------------
@@ -376,7 +371,7 @@ def convolved(
     launch(
         sparse_conv_rows, grid, features.device, *tensors, sites, rows,
         HAS_BIAS=bias is not None, HAS_ORDER=order is not None, SORTED=has_table(order),
-        MIRRORED=mirrored, WIDE=_is_wide(*(t for t in tensors if t is not None)), TAPS=taps, CHANNELS=channels,
+        MIRRORED=mirrored, WIDE=is_wide(*(t for t in tensors if t is not None)), TAPS=taps, CHANNELS=channels,
         OUT_CHANNELS=out_channels, TAP_STRIDE=tap_stride, CHANNEL_STRIDE=channel_stride, OUT_STRIDE=out_stride,
         WIDTH=_width(taps), **_product(features), **tile,
     )  # fmt: skip
@@ -420,9 +415,9 @@ def weight_gradient(
     out = features.new_empty(out_channels, taps, channels)
     whole = parts == 1 and not listed
     sums = out if whole else torch.empty(pieces, out_channels, channels, dtype=torch.float32, device=out.device)
-    constants: Constants = {
-        "LISTED": listed, "BLOCK": block, "TAPS": taps, "LANES": 1 << (taps - 1).bit_length(), "CHANNELS": channels,
-        "OUT_CHANNELS": out_channels, "WIDE": _is_wide(features, dy, table, sums, *(() if lists is None else (lists,))),
+    constants: WordConstants = {
+        "LISTED": listed, "BLOCK": block, "TAPS": taps, "LANES": power_of_two(taps), "CHANNELS": channels,
+        "OUT_CHANNELS": out_channels, "WIDE": is_wide(features, dy, table, sums, *(() if lists is None else (lists,))),
     }  # fmt: skip
     grid = (pieces, -(-out_channels // int(tile["OUTS"])) * -(-channels // int(tile["INS"])))
     launch(
@@ -437,7 +432,7 @@ def weight_gradient(
     return out
 
 
-def _product(features: Tensor) -> Constants:
+def _product(features: Tensor) -> WordConstants:
     """How tiles are multiplied: float32 as TF32 where PyTorch's switch for convolutions allows it."""
     if features.dtype != torch.float32:
         return _HALF_PRODUCT
@@ -445,4 +440,4 @@ def _product(features: Tensor) -> Constants:
     return {"PRECISION": "tf32" if tf32 else "ieee", "WIDEN": INTERPRETED, "BY_BLOCK": not tf32}
 
 
-_HALF_PRODUCT: Constants = {"PRECISION": "ieee", "WIDEN": INTERPRETED, "BY_BLOCK": False}
+_HALF_PRODUCT: WordConstants = {"PRECISION": "ieee", "WIDEN": INTERPRETED, "BY_BLOCK": False}

@@ -29,6 +29,7 @@ from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, 
 from rooftop.kernels.operands.autocasting import under_autocast
 from rooftop.kernels.operands.checks import check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
+from rooftop.kernels.operands.references import by_reference
 from rooftop.kernels.sites.launches import (
     BLOCK_ROWS,
     convolved,
@@ -48,7 +49,6 @@ from rooftop.launch.operators import (
     without_autocast,
 )
 from rooftop.launch.symbolic import recorded_whole
-from rooftop.launch.triton_launch import INTERPRETED
 
 TABLE = (torch.int32,)  # dtypes of tables
 ORDER = (torch.int32, torch.int64)  # of an order of rows alone
@@ -128,10 +128,6 @@ def _check_rows(name: str, listed: Tensor) -> None:
         raise ValueError(f"sparse_conv: {name} must have each row from 0 to {len(listed) - 1} once: use row_order")
 
 
-def _by_reference(features: Tensor) -> bool:
-    return features.dtype == torch.float64 or (features.is_cpu and not INTERPRETED)
-
-
 def _by_taps(weight: Tensor) -> Tensor:
     """The weight (O, *kernel, C) as (O, T, C), contiguous: within the operator, where autograd records no view."""
     return weight.reshape(weight.shape[0], _taps(weight), weight.shape[-1]).contiguous()
@@ -164,7 +160,7 @@ def _sparse_conv(
     """weight (O, *kernel, C). The tables of the other direction are for the gradients."""
     _check_values(features, neighbours, order, _taps(weight))
     matrices = _by_taps(weight)
-    if _by_reference(features):
+    if by_reference(features):
         return sparse_conv_reference(features, matrices, bias, _plain(neighbours, order, _taps(weight)))
     return convolved(features, matrices, bias, neighbours, order, mirrored=False)
 
@@ -208,7 +204,7 @@ def _sparse_conv_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of features, weight and bias; those that `mask` does not ask for are empty."""
     of_features, of_weight, of_bias = mask
-    by_reference, taps = _by_reference(features), _taps(weight)
+    uses_reference, taps = by_reference(features), _taps(weight)
     mirrored = reverse is None and not has_table(reverse_order)
     if not of_features:
         dfeatures = features.new_empty(0)
@@ -219,7 +215,7 @@ def _sparse_conv_backward(
             check_reverse("sparse_conv", table, other)
             _check_order("reverse_order", reverse_order, table if other is None else other)
         matrices = _by_taps(weight)
-        if by_reference:
+        if uses_reference:
             plain = _plain(neighbours, order, taps)
             dfeatures = features_gradient_reference(dy, matrices, plain, features.shape[0])
         elif mirrored:
@@ -228,7 +224,7 @@ def _sparse_conv_backward(
             dfeatures = convolved(dy, matrices.permute(2, 1, 0), None, reverse, reverse_order, mirrored=False)
     if not of_weight:
         dweight = features.new_empty(0)
-    elif by_reference:
+    elif uses_reference:
         dweight = weight_gradient_reference(dy, features, _plain(neighbours, order, taps)).view(weight.shape)
     else:
         lists = None if pairs is None or pair_counts is None else (pairs, pair_counts)
@@ -236,7 +232,7 @@ def _sparse_conv_backward(
     if not of_bias:
         dbias = features.new_empty(0)
     else:  # within, float32 or float64
-        dbias = dy.sum(0, dtype=torch.float64).to(dy.dtype) if by_reference else dy.sum(0)
+        dbias = dy.sum(0, dtype=torch.float64).to(dy.dtype) if uses_reference else dy.sum(0)
     return dfeatures, dweight, dbias
 
 

@@ -20,10 +20,12 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.operands.checks import check_tensors
 from rooftop.kernels.operands.dtypes import INDICES, accumulator_dtype
+from rooftop.kernels.operands.launch_data import power_of_two
+from rooftop.kernels.operands.references import by_reference
 from rooftop.kernels.sites.sparse_pools import check_features
 from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
-from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
+from rooftop.launch.triton_launch import launch, processors, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -82,13 +84,13 @@ def _forward(features: Tensor, batch: Tensor, batch_size: int, average: bool) ->
     sites, channels = features.shape
     if features.numel() == 0:
         return features.new_zeros(batch_size, channels), _counts(_elements(batch, batch_size), batch_size)
-    if features.dtype == torch.float64 or (features.device.type == "cpu" and not INTERPRETED):
+    if by_reference(features):
         return sparse_global_pool_reference(features, batch, batch_size, average)
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_pools import sparse_global_pool_parts
 
     features, batch = features.contiguous(), batch.contiguous()
-    columns = min(GLOBAL.columns, 1 << (channels - 1).bit_length())
+    columns = min(GLOBAL.columns, power_of_two(channels))
     column_tiles = -(-channels // columns)
     programs = -(-GLOBAL.programs_per_sm * processors(features) // column_tiles)
     share = max(GLOBAL.share, -(-sites // programs))

@@ -24,10 +24,12 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.operands.checks import check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
+from rooftop.kernels.operands.launch_data import Constants, is_wide, power_of_two
+from rooftop.kernels.operands.references import by_reference
 from rooftop.kernels.sites.neighbour_tables import check_neighbours, check_reverse
 from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
-from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
+from rooftop.launch.triton_launch import launch, require_triton
 
 MAX_ROWS = (1 << 31) - 1  # rows are numbered by int32
 
@@ -105,13 +107,11 @@ class PoolConfig:
 FORWARD = PoolConfig(tile_bytes=2048, columns=128, ahead=8, warps=4)
 BACKWARD = PoolConfig(tile_bytes=2048, columns=128, ahead=4, warps=4)
 
-Constants = dict[str, int | bool]
-
 
 def _tile(config: PoolConfig, rows: int, x: Tensor, taps: int) -> tuple[tuple[int], Constants]:
     """The grid and the constants of a kernel whose tiles are of so many rows and of the columns of x."""
     channels = x.shape[1]
-    columns = min(config.columns, 1 << (channels - 1).bit_length())
+    columns = min(config.columns, power_of_two(channels))
     height = max(1, config.tile_bytes // x.element_size() // columns)
     grid = (-(-rows // height) * -(-channels // columns),)
     constants: Constants = {
@@ -125,18 +125,13 @@ def _tile(config: PoolConfig, rows: int, x: Tensor, taps: int) -> tuple[tuple[in
     return grid, constants
 
 
-def _is_wide(*tensors: Tensor) -> bool:
-    """Whether an offset within one needs 64 bits, also where it lies beyond the end of a tile."""
-    return any(t.numel() + (1 << 20) >= 1 << 31 for t in tensors)
-
-
 # ---- implementations -------------------------------------------------------------------------------------------
 
 
 def _forward(features: Tensor, neighbours: Tensor, average: bool) -> tuple[Tensor, Tensor]:
     """The result, and of the mean the number of neighbours."""
     (rows, taps), (sites, channels) = neighbours.shape, features.shape
-    if _by_reference(features):
+    if by_reference(features):
         if average:
             return sparse_avg_pool_reference(features, neighbours), _counts(neighbours, sites)
         return sparse_max_pool_reference(features, neighbours), _no_counts(features)
@@ -150,7 +145,7 @@ def _forward(features: Tensor, neighbours: Tensor, average: bool) -> tuple[Tenso
     features, neighbours = features.contiguous(), neighbours.contiguous()
     grid, tile = _tile(FORWARD, rows, features, taps)
     tensors = (features, neighbours, out, counts)
-    wide = _is_wide(features, neighbours, out)
+    wide = is_wide(features, neighbours, out)
     launch(sparse_pool_rows, grid, features.device, *tensors, sites, rows, AVERAGE=average, WIDE=wide, **tile)
     return out, counts
 
@@ -160,7 +155,7 @@ def _backward(
     sites: int,
 ) -> Tensor:  # fmt: skip
     """The gradient (N, C); y and features are those of a maximum, None of a mean."""
-    if _by_reference(dy):
+    if by_reference(dy):
         table = neighbours.flip(1) if reverse is None else reverse
         if y is None or features is None:
             return avg_pool_gradient_reference(dy, counts, table)
@@ -176,17 +171,13 @@ def _backward(
     grid, tile = _tile(BACKWARD, sites, dy, table.shape[1])
     launch(
         sparse_pool_gradient, grid, dy.device, dy, y, features, counts, table, dfeatures, sites, dy.shape[0],
-        AVERAGE=y is None, MIRRORED=reverse is None, WIDE=_is_wide(dy, table, dfeatures), **tile,
+        AVERAGE=y is None, MIRRORED=reverse is None, WIDE=is_wide(dy, table, dfeatures), **tile,
     )  # fmt: skip
     return dfeatures
 
 
 def _no_counts(x: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.int32, device=x.device)
-
-
-def _by_reference(x: Tensor) -> bool:
-    return x.dtype == torch.float64 or (x.device.type == "cpu" and not INTERPRETED)
 
 
 # ---- registration ----------------------------------------------------------------------------------------------

@@ -10,9 +10,6 @@ ones are read twice, the second time from L2 for as long as the rows in flight f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,8 +18,12 @@ from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.operands.autocasting import result_dtype
 from rooftop.kernels.operands.checks import check_dtype, check_finite, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, HALVES, accumulator_dtype
+from rooftop.kernels.operands.launch_data import WordConstants
+from rooftop.kernels.operands.references import by_reference
+from rooftop.kernels.operands.row_tiles import group_of, long_tile, tile, tile_config
 from rooftop.kernels.operands.strided_rows import merged, rows_of, unit
 from rooftop.kernels.softmaxes import clusters
+from rooftop.kernels.softmaxes.tables import BACKWARD, BACKWARD_LONG, FORWARD, FORWARD_LONG
 from rooftop.launch.operators import (
     by_formula,
     differentiable,
@@ -31,7 +32,7 @@ from rooftop.launch.operators import (
     operator,
 )
 from rooftop.launch.symbolic import recorded_whole
-from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
+from rooftop.launch.triton_launch import launch, processors, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -55,83 +56,7 @@ def softmax_backward_reference(
     return (dx if mask is None else dx.masked_fill(~mask, 0.0)).to(dtype)
 
 
-# ---- launch parameters -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TileConfig:
-    """How rows of up to `row_bytes` (of all tensors that are held) are worked on: rows a program, bytes of a block of
-    one row, and warps. `hold`: exponentials, or of logarithms what they are of, stay in float32 registers, or else
-    both are computed twice."""
-
-    row_bytes: int
-    rows: int
-    block_bytes: int
-    warps: int
-    hold: bool = False
-
-
-@dataclass(frozen=True)
-class LongConfig:
-    """Rows of up to `row_bytes` in blocks of so many bytes, fetched `stages` ahead; the programs on an SM bound what L2
-    must keep. `again`: how L2 is to treat what will be read a second time."""
-
-    row_bytes: int
-    block_bytes: int
-    warps: int
-    programs_per_sm: int
-    stages: int
-    again: str = "evict_last"
-
-
-# The fastest of those measured on an H200 in half precision with 1024 (rows of 2 KiB forward, 4 KiB backward), 4096,
-# 8192, 16384 and 32768 columns, long rows with 128256; between these sizes the shares of a thread are those of the
-# layer norm's table, whose traffic is the same. Backward holds 128 KiB of a row in 16 warps, where few of the 128
-# registers of a thread spill; of 64, in 32 warps, more do, and it is slower. Long rows: one wide program an SM, whose
-# 132 rows of 128256 half precision elements are 34 MB, of the 50 MB of L2, when they are read again.
-FORWARD = (
-    *(TileConfig(256, 16, 256, 2, hold=True), TileConfig(512, 8, 256, 2, hold=True)),
-    *(TileConfig(1024, 4, 1024, 2, hold=True), TileConfig(2048, 1, 512, 2, hold=True)),
-    *(TileConfig(4096, 1, 1024, 4, hold=True), TileConfig(8192, 1, 8192, 8, hold=True)),
-    *(TileConfig(16384, 1, 4096, 8), TileConfig(32768, 1, 8192, 16, hold=True), TileConfig(65536, 1, 16384, 32)),
-)
-BACKWARD = (
-    *(TileConfig(512, 8, 512, 2), TileConfig(1024, 4, 1024, 2), TileConfig(2048, 2, 2048, 2)),
-    *(TileConfig(4096, 1, 2048, 2), TileConfig(8192, 1, 4096, 4), TileConfig(16384, 1, 8192, 8)),
-    *(TileConfig(32768, 1, 16384, 8), TileConfig(65536, 1, 16384, 16), TileConfig(131072, 1, 32768, 16)),
-)
-ANY_BYTES = 1 << 62  # rows of any length
-FORWARD_LONG = (LongConfig(ANY_BYTES, block_bytes=32768, warps=32, programs_per_sm=1, stages=1),)
-BACKWARD_LONG = (LongConfig(ANY_BYTES, block_bytes=65536, warps=32, programs_per_sm=1, stages=1),)
-
-Constants = dict[str, int | bool | str]
-Config = TypeVar("Config", TileConfig, LongConfig)
-
-
-def tile(config: TileConfig, columns: int, element_bytes: int) -> Constants:
-    """Launch parameters of a tile; `element_bytes`: of all tensors that are held."""
-    block = min(config.block_bytes // element_bytes, 1 << (columns - 1).bit_length())
-    blocks = -(-columns // block)
-    even = blocks * block == columns
-    return {"ROWS": config.rows, "BLOCKS": blocks, "COLUMNS": block, "EVEN": even, "num_warps": config.warps}
-
-
-def tile_config(table: Sequence[Config], row_bytes: int) -> Config | None:
-    """The parameters for rows of so many bytes; None where they are too long for the table."""
-    return next((config for config in table if row_bytes <= config.row_bytes), None)
-
-
-def long_tile(table: Sequence[LongConfig], row_bytes: int, element_bytes: int) -> tuple[int, Constants]:
-    """(programs an SM, constants of the kernels) for long rows, of elements of that many bytes."""
-    config = next(config for config in table if row_bytes <= config.row_bytes)
-    block = config.block_bytes // element_bytes
-    constants: Constants = {"COLUMNS": block, "STAGES": config.stages, "AGAIN": config.again}
-    return config.programs_per_sm, constants | {"num_warps": config.warps}
-
-
-def group_of(elements: int, element_bytes: int) -> int:
-    """Of so many neighbours, how many a thread loads at once, 16 bytes at most: they need no other thread's maximum."""
-    return math.gcd(elements, 16 // element_bytes)
+# ---- implementations -------------------------------------------------------------------------------------------
 
 
 def _mask_arguments(mask: Tensor | None, shape: torch.Size, like: Tensor) -> tuple[Tensor, int, tuple[int, ...]]:
@@ -152,16 +77,9 @@ def _mask_arguments(mask: Tensor | None, shape: torch.Size, like: Tensor) -> tup
     return full, kind, (middle, inner, outer, middle_stride, inner_stride, full.stride(-1))
 
 
-# ---- implementations -------------------------------------------------------------------------------------------
-
-
-def _by_reference(x: Tensor) -> bool:
-    return x.dtype == torch.float64 or (x.device.type == "cpu" and not INTERPRETED)
-
-
 def _forward(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
     """x (..., N), mask broadcastable to it."""
-    if _by_reference(x):
+    if by_reference(x):
         return softmax_reference(x, mask, scale, log, dtype)
     require_triton()
     from rooftop.kernels.softmaxes import triton_kernels as kernels
@@ -179,7 +97,7 @@ def _forward(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: tor
     group = unit(columns, table.stride(0))
     memory, kind, layout = _mask_arguments(mask, x.shape, x)
     arguments = (table, memory, y, rows, columns // group, table.stride(0) // group, scale, *layout)
-    constants: Constants = {"MASK": kind, "LOG": log, "WIDE": dtype == torch.float32, "UNIT": group}
+    constants: WordConstants = {"MASK": kind, "LOG": log, "WIDE": dtype == torch.float32, "UNIT": group}
     config = tile_config(FORWARD, columns * x.element_size())
     if config is None:
         per_sm, block = long_tile(FORWARD_LONG, columns * x.element_size(), x.element_size())
@@ -194,7 +112,7 @@ def _forward(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: tor
 
 def _backward(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
     """dy, y (..., N); a boolean mask or none."""
-    if _by_reference(y):
+    if by_reference(y):
         return softmax_backward_reference(dy, y, mask, scale, log, dtype)
     require_triton()
     from rooftop.kernels.softmaxes import triton_kernels as kernels
@@ -212,7 +130,7 @@ def _backward(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: boo
     memory, kind, layout = _mask_arguments(mask, y.shape, y)
     arguments = (dy, y_rows, memory, dx, rows, columns // group, dy.stride(0) // group, scale, *layout)
     wide = y.dtype == dx.dtype == torch.float32
-    constants: Constants = {"MASK": kind, "LOG": log, "WIDE": wide, "UNIT": group}
+    constants: WordConstants = {"MASK": kind, "LOG": log, "WIDE": wide, "UNIT": group}
     element_bytes = dy.element_size() + y.element_size()
     config = tile_config(BACKWARD, columns * element_bytes)
     if config is None:

@@ -24,6 +24,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rooftop.kernels.operands.triton_kernels.rows import fold_scores, is_inside, merge_lanes, sum_of_lanes, widened
+
 NO_MASK = tl.constexpr(0)
 ADDED = tl.constexpr(1)  # a mask of numbers, added to the scaled rows
 KEPT = tl.constexpr(2)  # a mask of bytes, 0 where a score is -inf
@@ -215,41 +217,7 @@ def softmax_backward_long(
             tl.store(dx_row + column, result.to(dx.dtype.element_ty), eviction_policy="evict_first")
 
 
-# ---- pieces, some of them also of losses/triton_kernels.py -----------------------------------------------------------
-
-
-@triton.jit
-def is_inside(row, rows, column, columns, FULL: tl.constexpr):
-    """Which elements of a block exist: (ROWS, 1) where all columns do (FULL), else (ROWS, COLUMNS)."""
-    inside = (row < rows)[:, None]
-    if not FULL:
-        inside = inside & (column < columns)[None, :]
-    return inside
-
-
-@triton.jit
-def fold_scores(largest, total, scores, GROUP: tl.constexpr):
-    """Each lane's maximum and its sum of exp(score - maximum), with GROUP neighbouring scores more.
-
-    The sum is rescaled once a group, not once a score. A lane that has seen nothing but -inf has a sum of 0.
-    """
-    groups = tl.reshape(scores, (scores.shape[0] // GROUP, GROUP))
-    higher = tl.maximum(largest, tl.max(groups, axis=1))
-    origin = tl.where(higher == float("-inf"), 0.0, higher)
-    return higher, total * tl.exp(largest - origin) + tl.sum(tl.exp(groups - origin[:, None]), axis=1)
-
-
-@triton.jit
-def sum_of_lanes(total, axis: tl.constexpr, WIDE: tl.constexpr):
-    """Sums along an axis, in float64 if WIDE, else in float32."""
-    return tl.sum(_widened(total, WIDE), axis=axis)
-
-
-@triton.jit
-def merge_lanes(largest, total, WIDE: tl.constexpr):
-    """The maximum of all lanes, and the sum of exponentials relative to it."""
-    maximum = tl.max(largest, axis=0)
-    return maximum, sum_of_lanes(total * tl.exp(largest - maximum), 0, WIDE)
+# ---- pieces ----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -299,29 +267,24 @@ def _rows_of_mask(row, middle, inner, outer_stride, middle_stride, inner_stride)
 
 
 @triton.jit
-def _widened(values, WIDE: tl.constexpr):
-    return values.to(tl.float64 if WIDE else tl.float32)
-
-
-@triton.jit
 def _probability(value, LOG: tl.constexpr, WIDE: tl.constexpr):
     if LOG:
-        return _widened(tl.exp(value.to(tl.float32)), WIDE)
+        return widened(tl.exp(value.to(tl.float32)), WIDE)
     else:
-        return _widened(value, WIDE)
+        return widened(value, WIDE)
 
 
 @triton.jit
 def _summand(gradient, value, LOG: tl.constexpr, WIDE: tl.constexpr):
     if LOG:
-        return _widened(gradient, WIDE)
+        return widened(gradient, WIDE)
     else:
-        return _widened(gradient, WIDE) * _widened(value, WIDE)
+        return widened(gradient, WIDE) * widened(value, WIDE)
 
 
 @triton.jit
 def _gradient(gradient, value, sums, scale, LOG: tl.constexpr, WIDE: tl.constexpr):
     if LOG:
-        return (_widened(gradient, WIDE) - _probability(value, LOG, WIDE) * sums) * scale
+        return (widened(gradient, WIDE) - _probability(value, LOG, WIDE) * sums) * scale
     else:
-        return (_widened(gradient, WIDE) - sums) * _widened(value, WIDE) * scale
+        return (widened(gradient, WIDE) - sums) * widened(value, WIDE) * scale

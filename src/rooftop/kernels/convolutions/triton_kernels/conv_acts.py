@@ -30,7 +30,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rooftop.kernels.matmuls.triton_kernels import activated, in_parts, plus_product, tile_place
+from rooftop.kernels.operands.triton_kernels.activations import activated
+from rooftop.kernels.operands.triton_kernels.products import in_parts, plus_product, tile_place
 
 
 @triton.jit

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rooftop.kernels.operands.triton_kernels.rows import is_inside
+
 
 @triton.jit
 def trilinear_forward(
@@ -23,7 +25,7 @@ def trilinear_forward(
     blocks = tl.cdiv(channels, CHANNELS)
     point = (tl.program_id(0) // blocks).to(tl.int64) * POINTS + tl.arange(0, POINTS)  # (POINTS,)
     channel = (tl.program_id(0) % blocks) * CHANNELS + tl.arange(0, CHANNELS)
-    inside = _inside(point, count, channel, channels, EVEN)
+    inside = is_inside(point, count, channel, channels, EVEN)
     place = features + point[:, None] * (8 * channels) + channel[None, :]  # (POINTS, CHANNELS)
     corners = ()
     for corner in tl.static_range(8):
@@ -53,7 +55,7 @@ def trilinear_backward(
     along_w = tl.zeros((POINTS, CHANNELS), tl.float32)
     for start in range(0, channels, CHANNELS):
         channel = start + tl.arange(0, CHANNELS)
-        inside = _inside(point, count, channel, channels, EVEN)
+        inside = is_inside(point, count, channel, channels, EVEN)
         first = point[:, None] * (8 * channels) + channel[None, :]  # (POINTS, CHANNELS)
         dout = tl.load(gradient + point[:, None] * channels + channel[None, :], mask=inside, other=0.0).to(tl.float32)
         corners = ()
@@ -80,15 +82,6 @@ def trilinear_backward(
 
 
 # ---- pieces ------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _inside(point, count, channel, channels, EVEN: tl.constexpr):
-    """Which elements of a block exist: (POINTS, 1) where all channels do (EVEN), else (POINTS, CHANNELS)."""
-    inside = (point < count)[:, None]
-    if not EVEN:
-        inside = inside & (channel < channels)[None, :]
-    return inside
 
 
 @triton.jit

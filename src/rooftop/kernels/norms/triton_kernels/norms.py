@@ -30,6 +30,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rooftop.kernels.operands.triton_kernels.rows import is_inside
+
 # ---- forward -----------------------------------------------------------------------------------------------------
 
 
@@ -442,15 +444,6 @@ def add_partial_sums(
 
 
 # ---- pieces, some of them also of triton_kernels/long_norms.py -------------------------------------------------------
-
-
-@triton.jit
-def is_inside(row, rows, column, columns, FULL: tl.constexpr):
-    """Which elements of a block exist: (ROWS, 1) where all columns do (FULL), else (ROWS, COLUMNS)."""
-    inside = (row < rows)[:, None]
-    if not FULL:
-        inside = inside & (column < columns)[None, :]
-    return inside
 
 
 @triton.jit

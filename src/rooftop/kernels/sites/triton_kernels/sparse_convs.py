@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rooftop.kernels.matmuls.triton_kernels import plus_product
+from rooftop.kernels.operands.triton_kernels.products import plus_product
 
 
 @triton.jit
