@@ -151,10 +151,10 @@ def max_pool2d(
         NotImplementedError: an input that needs a gradient, or forward-mode differentiation.
     """
     check_tensors("max_pool2d", FLOATS, input=input)
-    kernel = two_integers("max_pool2d", "kernel_size", kernel_size, 1)
-    padded = two_integers("max_pool2d", "padding", padding, 0)
-    apart = two_integers("max_pool2d", "dilation", dilation, 1)
-    steps = kernel if stride is None else two_integers("max_pool2d", "stride", stride, 1)
+    kernel = list(two_integers("max_pool2d", "kernel_size", kernel_size, 1))
+    padded = list(two_integers("max_pool2d", "padding", padding, 0))
+    apart = list(two_integers("max_pool2d", "dilation", dilation, 1))
+    steps = kernel if stride is None else list(two_integers("max_pool2d", "stride", stride, 1))
     if input.dim() != 4 or 0 in input.shape[1:]:
         raise ValueError(f"max_pool2d: expected input (N, C, H, W) with channels and pixels, got {tuple(input.shape)}")
     if any(2 * p > k for p, k in zip(padded, kernel, strict=True)):
