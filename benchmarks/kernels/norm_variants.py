@@ -1,4 +1,4 @@
-"""What launch parameters do to the speed of the layer norm: how the tables in `norms/launches.py` were chosen.
+"""What launch parameters do to the speed of the layer norm: how the tables in `norms/tables.py` were chosen.
 
     python benchmarks/kernels/norm_variants.py [--out benchmarks/results/h200/norm_variants.json] [--sizes 512 1024]
 
@@ -26,7 +26,7 @@ from triton.runtime.errors import OutOfResources
 
 from rooftop.hardware import measure
 from rooftop.kernels.norms import launches
-from rooftop.kernels.norms.launches import BackwardConfig, ForwardConfig
+from rooftop.kernels.norms.tables import BackwardConfig, ForwardConfig
 
 SIZES = (128, 256, 512, 768, 1024, 2048, 2601, 4096, 5120, 8192, 11008, 16384, 32768, 50257)
 ELEMENTS = 1 << 27

@@ -1,4 +1,4 @@
-"""Tables of the gates of a ConvLSTM: FORWARD and BACKWARD of `recurrent/conv_lstms.py`.
+"""Tables of the gates of a ConvLSTM: FORWARD and BACKWARD of `recurrent/tables.py`.
 
     python benchmarks/tuning/conv_lstms.py [--out conv_lstms.json] [--seconds 100] [--quick]
 
@@ -18,7 +18,7 @@ from candidates import QUICK, Call, Settings, Task, copies_past_cache, main, ran
 from torch import Tensor
 
 from rooftop.kernels.recurrent import conv_lstm_sequences, conv_lstms
-from rooftop.kernels.recurrent.conv_lstms import GatesConfig
+from rooftop.kernels.recurrent.tables import GatesConfig
 
 BATCH, FILTERS, SIDE = (1, 8, 3) if QUICK else (8, 64, 64)
 STEPS = 2 if QUICK else 3

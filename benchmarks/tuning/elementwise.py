@@ -1,4 +1,4 @@
-"""Tables of fused elementwise expressions: FLAT, TILES, SQUARE and those of sums, of `elementwise/launches.py`.
+"""Tables of fused elementwise expressions: FLAT, TILES, SQUARE and those of sums, of `elementwise/tables.py`.
 
 python benchmarks/tuning/elementwise.py [--out elementwise.json] [--seconds 30] [--quick]
 """
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from rooftop.kernels import fused
 from rooftop.kernels.elementwise import launches as elementwise_launches
-from rooftop.kernels.elementwise.launches import FlatConfig, TileConfig
+from rooftop.kernels.elementwise.tables import FlatConfig, TileConfig
 
 SINGLE, HALF = torch.float32, torch.bfloat16
 ELEMENTS, SMALL = (1 << 12, 1 << 11) if QUICK else (1 << 27, 1 << 20)  # timed, and of a check

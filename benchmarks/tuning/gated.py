@@ -1,4 +1,4 @@
-"""Tables of SwiGLU: FORWARD and BACKWARD of `gated/gated.py`.
+"""Tables of SwiGLU: FORWARD and BACKWARD of `gated/tables.py`.
 
 python benchmarks/tuning/gated.py [--out gated.json] [--seconds 10] [--quick]
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.kernels.gated import gated
-from rooftop.kernels.gated.gated import GatedConfig
+from rooftop.kernels.gated.tables import GatedConfig
 
 COLUMNS = 33 if QUICK else 14336
 ROWS, SMALL = (3, 3) if QUICK else ((1 << 28) // COLUMNS, 68)  # timed, and of a check: as divisible

@@ -1,4 +1,4 @@
-"""Tables of cross entropy: LOSS(_LONG), FUSED(_LONG) and GRADIENT_* of `losses/launches.py`.
+"""Tables of cross entropy: LOSS(_LONG), FUSED(_LONG) and GRADIENT_* of `losses/tables.py`.
 
     python benchmarks/tuning/losses.py [--out losses.json] [--seconds 45] [--quick]
 

@@ -2,8 +2,8 @@
 
     python benchmarks/tuning/norms.py [--out norms.json] [--seconds 60] [--quick]
 
-Decides FORWARD and BACKWARD of `norms/clusters.py` ("staged": blocks of a cluster, warps, blocks on an SM, stages), and
-FORWARD, FORWARD_SHIFTED, BACKWARD_SHIFTED, FORWARD_LONG, FORWARD_LONG_ODD and BACKWARD_LONG of `norms/launches.py`.
+Decides CLUSTER_* of `norms/tables.py` ("staged": blocks of a cluster, warps, blocks on an SM, stages), and
+FORWARD, FORWARD_SHIFTED, BACKWARD_SHIFTED, FORWARD_LONG, FORWARD_LONG_ODD and BACKWARD_LONG of `norms/tables.py`.
 "plain": rows at odd addresses are loaded one element at a time. "table": as the tables are.
 """
 
@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.kernels.norms import clusters, launches
-from rooftop.kernels.norms.clusters import ClusterConfig
-from rooftop.kernels.norms.launches import BackwardConfig, ForwardConfig, LongConfig
+from rooftop.kernels.norms.tables import BackwardConfig, ClusterConfig, ForwardConfig, LongConfig
 from rooftop.launch import count_launches
 
 ELEMENTS = 1 << 27
@@ -79,7 +78,9 @@ def check(direction: str, columns: int) -> None:
     ours, plain = both(direction, rows, columns)
     with count_launches() as counted:
         found = ours()
-    staged = clusters.config_for(clusters.BACKWARD if "backward" in direction else clusters.FORWARD, columns)
+    staged = clusters.config_for(
+        clusters.CLUSTER_BACKWARD if "backward" in direction else clusters.CLUSTER_FORWARD, columns
+    )
     if staged is not None and not QUICK and not any("staged" in name for name in counted):
         raise ValueError(f"{staged} does not take {columns} columns")  # what is timed would be Triton's kernel
     for mine, theirs in zip(found, plain(), strict=True):
@@ -144,7 +145,7 @@ def of_fours(columns: int) -> dict[str, Settings]:
     for block, warps in tiles:
         table = (ForwardConfig(1 << 30, 1, block, warps),)
         names = (*none, (launches, "FORWARD"))
-        by_triton[f"(1, {block}, {warps})"] = {(clusters, "FORWARD"): (), **dict.fromkeys(names, table)}
+        by_triton[f"(1, {block}, {warps})"] = {(clusters, "CLUSTER_FORWARD"): (), **dict.fromkeys(names, table)}
     by_clusters = {name: none | of for name, of in staged("FORWARD", *STAGED_OF_FOURS[columns]).items()}
     return TABLE | by_triton | by_clusters
 

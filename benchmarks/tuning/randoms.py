@@ -1,4 +1,4 @@
-"""Tables of random numbers: FILL and DROPOUT of `randoms/randoms.py`.
+"""Tables of random numbers: FILL and DROPOUT of `randoms/tables.py`.
 
 python benchmarks/tuning/randoms.py [--out randoms.json] [--seconds 15] [--quick]
 """
@@ -12,7 +12,7 @@ from candidates import DEVICE, QUICK, Call, Settings, Task, main, randn
 
 from rooftop.kernels import Box, counter_dropout, random_normal
 from rooftop.kernels.randoms import randoms
-from rooftop.kernels.randoms.randoms import RandomConfig
+from rooftop.kernels.randoms.tables import RandomConfig
 
 SHAPES = {"aligned": (3, 64) if QUICK else (32768, 4096), "odd": (3, 33) if QUICK else (32768, 4095)}
 KEY = 1234567

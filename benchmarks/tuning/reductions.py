@@ -1,4 +1,4 @@
-"""Tables of reductions: ALL, ROWS, FAR_ROWS, PLACES, COLUMNS, SPLIT and SHARE_* of `reductions/launches.py`.
+"""Tables of reductions: ALL, ROWS, FAR_ROWS, PLACES, COLUMNS, SPLIT and SHARE_* of `reductions/tables.py`.
 
     python benchmarks/tuning/reductions.py [--out reductions.json] [--seconds 40] [--quick]
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from rooftop.kernels.operands.launch_data import ANY_BYTES
 from rooftop.kernels.reductions import launches as reduction_launches
 from rooftop.kernels.reductions import reductions
-from rooftop.kernels.reductions.launches import AllConfig, ColumnConfig, RowConfig, SplitConfig
+from rooftop.kernels.reductions.tables import AllConfig, ColumnConfig, RowConfig, SplitConfig
 
 SINGLE, HALF = torch.float32, torch.bfloat16
 Shape = tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Tables of softmax: FORWARD, FORWARD_LONG, BACKWARD and BACKWARD_LONG of `softmaxes/softmaxes.py`.
+"""Tables of softmax: FORWARD, FORWARD_LONG, BACKWARD and BACKWARD_LONG of `softmaxes/tables.py`.
 
 python benchmarks/tuning/softmaxes.py [--out softmaxes.json] [--seconds 45] [--quick]
 """

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from rooftop.cost import CountingMode
 from rooftop.kernels import paged_attention
-from rooftop.kernels.attentions.paged_attentions import MOST_KEYS, MOST_SPLITS, paged_config, splits_of
+from rooftop.kernels.attentions.paged_attentions import splits_of
+from rooftop.kernels.attentions.tables import MOST_KEYS, MOST_SPLITS, paged_config
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.testing import assert_as_accurate, no_waiting_for_gpu
 

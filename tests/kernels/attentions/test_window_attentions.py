@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rooftop.cost import CountingMode
 from rooftop.kernels import window_attention
-from rooftop.kernels.attentions.window_attentions import BACKWARD, FORWARD, Config
+from rooftop.kernels.attentions.tables import WINDOW_BACKWARD, WINDOW_FORWARD, WindowConfig
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.testing import assert_as_accurate
 
@@ -403,13 +403,13 @@ def test_half_precision_compiles_for_sm_90_without_spills() -> None:
     pytest.importorskip("triton")
     from rooftop.kernels.attentions.triton_kernels import window_attentions as kernels
 
-    for config in FORWARD:
+    for config in WINDOW_FORWARD:
         assert spilled_bytes(kernels.window_attention_forward, config, 32, cosine=True) == 0, config
-    for config in BACKWARD:
+    for config in WINDOW_BACKWARD:
         assert spilled_bytes(kernels.window_attention_backward, config, 32, cosine=False) == 0, config
 
 
-def spilled_bytes(kernel: Any, config: Config, features: int, cosine: bool) -> int:
+def spilled_bytes(kernel: Any, config: WindowConfig, features: int, cosine: bool) -> int:
     """Of bfloat16, where a map is shifted and padded."""
     import triton
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from rooftop.kernels import layer_norm, rms_norm
 from rooftop.kernels.norms import clusters as norm_clusters
-from rooftop.kernels.norms.clusters import ClusterConfig, kernel_name, layout
+from rooftop.kernels.norms.clusters import kernel_name, layout
+from rooftop.kernels.norms.tables import ClusterConfig
 from rooftop.kernels.operands.cuda_texts import cuda_text
 from rooftop.launch import INTERPRETED, count_launches, cuda
 from rooftop.testing import assert_as_accurate
@@ -57,8 +58,8 @@ def take(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[ClusterConfig], 
 
     def entry(config: ClusterConfig) -> None:
         norm_clusters._plan.cache_clear()
-        monkeypatch.setattr(norm_clusters, "FORWARD", (config,))
-        monkeypatch.setattr(norm_clusters, "BACKWARD", (config,))
+        monkeypatch.setattr(norm_clusters, "CLUSTER_FORWARD", (config,))
+        monkeypatch.setattr(norm_clusters, "CLUSTER_BACKWARD", (config,))
 
     yield entry
     norm_clusters._plan.cache_clear()

@@ -16,7 +16,7 @@ from torch import Tensor
 from rooftop.cost import CountingMode
 from rooftop.kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from rooftop.kernels.norms import launches as norm_launches
-from rooftop.kernels.norms.launches import ForwardConfig, LongConfig
+from rooftop.kernels.norms.tables import ForwardConfig, LongConfig
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.testing import assert_as_accurate
 

@@ -8,7 +8,8 @@ import subprocess
 
 import pytest
 
-from rooftop.kernels.recurrent.conv_lstms import BACKWARD, FORWARD, tile_of
+from rooftop.kernels.recurrent.conv_lstms import tile_of
+from rooftop.kernels.recurrent.tables import BACKWARD, FORWARD
 from rooftop.launch import INTERPRETED
 
 triton = pytest.importorskip("triton")

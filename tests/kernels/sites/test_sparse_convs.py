@@ -22,8 +22,8 @@ from torch import Tensor
 from rooftop.cost import CountingMode
 from rooftop.kernels import sparse_conv
 from rooftop.kernels.sites import launches as sparse_conv_launches
+from rooftop.kernels.sites import tables
 from rooftop.kernels.sites.launches import (
-    WeightConfig,
     blocks_of,
     convolved,
     neighbour_masks,
@@ -36,15 +36,16 @@ from rooftop.kernels.sites.launches import (
     weight_gradient,
 )
 from rooftop.kernels.sites.sparse_convs import weight_gradient_reference
+from rooftop.kernels.sites.tables import WeightConfig
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.testing import assert_as_accurate
 
 if INTERPRETED:  # several parts of a tap's pairs, several programs of those that read a table
-    sparse_conv_launches.WEIGHT_HALF = (WeightConfig(1 << 31, 32, 32, 16, 4, 2, 8),)
-    sparse_conv_launches.WEIGHT_SINGLE = (WeightConfig(1 << 31, 32, 16, 16, 4, 2, 8),)
-    sparse_conv_launches.MASK_ROWS = sparse_conv_launches.PAIR_ROWS = sparse_conv_launches.LEAST_ROWS = 16
-    sparse_conv_launches.SORT_ROWS, sparse_conv_launches.SCANNED, sparse_conv_launches.PIECES = 16, 2, 16
-    sparse_conv_launches.KEY_ROWS, sparse_conv_launches.ELEMENTS, sparse_conv_launches.LISTED_FROM = 64, 512, 0
+    tables.WEIGHT_HALF = (WeightConfig(1 << 31, 32, 32, 16, 4, 2, 8),)
+    tables.WEIGHT_SINGLE = (WeightConfig(1 << 31, 32, 16, 16, 4, 2, 8),)
+    tables.MASK_ROWS = tables.PAIR_ROWS = tables.LEAST_ROWS = 16
+    tables.SORT_ROWS, tables.SCANNED, tables.PIECES = 16, 2, 16
+    tables.KEY_ROWS, tables.ELEMENTS, tables.LISTED_FROM = 64, 512, 0
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Leaves = tuple[Tensor, Tensor, Tensor]
 
@@ -156,7 +157,7 @@ def assert_gate(case: Case, dtype: torch.dtype, device: str = "cpu", **options: 
     if INTERPRETED or device == "cuda":
         assert launches["sparse_conv_rows"] == 2
         assert launches["sparse_conv_weight_gradient"] == 1
-        many = len(book.results) >= sparse_conv_launches.LISTED_FROM
+        many = len(book.results) >= tables.LISTED_FROM
         assert launches["list_blocks"] == (options.get("order") is not None and options["order"].dim() == 2)
         assert launches["list_pairs"] == (many and not launches["list_blocks"])
     else:
@@ -232,16 +233,16 @@ def test_gate_with_more_than_32_taps() -> None:
 
 
 def test_gate_with_offsets_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_conv_launches, "_is_wide", lambda *tensors: True)
+    monkeypatch.setattr(sparse_conv_launches, "is_wide", lambda *tensors: True)
     for sorted_from in (1, 1 << 30):
-        monkeypatch.setattr(sparse_conv_launches, "SORTED_FROM", sorted_from)
+        monkeypatch.setattr(tables, "SORTED_FROM", sorted_from)
         assert_gate(SMALL["strided"], torch.float16)
 
 
 def test_gate_where_orders_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_conv_launches, "SORTED_FROM", 1)
+    monkeypatch.setattr(tables, "SORTED_FROM", 1)
     for with_tables in (True, False):
-        monkeypatch.setattr(sparse_conv_launches, "TABLES_SORTED", with_tables)
+        monkeypatch.setattr(tables, "TABLES_SORTED", with_tables)
         with count_launches() as launches:
             assert_gate(SMALL["strided"], torch.float32)
         assert launches["neighbour_bits"] == 2 * INTERPRETED
@@ -251,8 +252,8 @@ def test_gate_where_orders_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("programs", [64, 0])
 def test_gate_without_lists_of_pairs(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several parts, and whole."""
-    monkeypatch.setattr(sparse_conv_launches, "LISTED_FROM", 1 << 30)
-    monkeypatch.setattr(sparse_conv_launches, "WEIGHT_SINGLE", (WeightConfig(1 << 31, 32, 16, 16, 4, 2, programs),))
+    monkeypatch.setattr(tables, "LISTED_FROM", 1 << 30)
+    monkeypatch.setattr(tables, "WEIGHT_SINGLE", (WeightConfig(1 << 31, 32, 16, 16, 4, 2, programs),))
     with count_launches() as launches:
         assert_gate(replace(SMALL["strided"], more=(6, 5, 4)), torch.float32)
     assert launches["sum_pieces"] == (INTERPRETED and programs > 0)
@@ -370,7 +371,7 @@ def test_blocks_of_a_table_in_order(rows: int, taps: int) -> None:
     neighbours = torch.full((rows, taps), -1, dtype=torch.int32)
     neighbours[torch.rand(rows, taps) < 0.02] = 5
     neighbours[:, taps // 2] = 7
-    table, size = sorted_table(neighbours, torch.randperm(rows)), sparse_conv_launches.BLOCK_ROWS
+    table, size = sorted_table(neighbours, torch.randperm(rows)), tables.BLOCK_ROWS
     lists, counts = blocks_of(table, taps)
     assert lists.shape == (taps, -(-rows // size))
     for tap in range(taps):
@@ -689,7 +690,7 @@ def product_of_pairs(channels: int, listed: bool) -> None:
 
 def product_of_blocks(channels: int, wide: bool) -> None:
     order = torch.empty(row_order_shape(len(HALVES), 27), dtype=torch.int32)
-    blocks = torch.empty(27, len(HALVES) // sparse_conv_launches.BLOCK_ROWS, dtype=torch.int32)
+    blocks = torch.empty(27, len(HALVES) // tables.BLOCK_ROWS, dtype=torch.int32)
     rows = HALVES[:, :channels].contiguous()
     weight_gradient(rows, rows, 27, None, order, (blocks, torch.empty(27, dtype=torch.int32)))
 
@@ -712,7 +713,7 @@ def test_half_precision_compiles_for_sm_90(
     make: Callable[[int, bool], None], channels: int, regular: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To tensor cores that read what was copied asynchronously, without spills."""
-    monkeypatch.setattr(sparse_conv_launches, "LISTED_FROM", 1 << 30)
+    monkeypatch.setattr(tables, "LISTED_FROM", 1 << 30)
     ptx = compiled_by(lambda: make(channels, regular), monkeypatch)
     assert "wgmma.mma_async" in ptx
     assert "cp.async.cg" in ptx
@@ -770,8 +771,8 @@ def test_gate_on_a_gpu(name: str, dtype: torch.dtype, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
     for least in (1, 1 << 30):
-        monkeypatch.setattr(sparse_conv_launches, "SORTED_FROM", least)
-        monkeypatch.setattr(sparse_conv_launches, "LISTED_FROM", least)
+        monkeypatch.setattr(tables, "SORTED_FROM", least)
+        monkeypatch.setattr(tables, "LISTED_FROM", least)
         assert_gate(LARGE[name], dtype, "cuda")
 
 

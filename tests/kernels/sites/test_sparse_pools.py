@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rooftop.kernels import sparse_avg_pool, sparse_global_avg_pool, sparse_global_max_pool, sparse_max_pool
 from rooftop.kernels.sites import sparse_global_pools, sparse_pools
-from rooftop.kernels.sites.sparse_global_pools import GlobalConfig
+from rooftop.kernels.sites.tables import GlobalConfig
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.sparse import Rulebook, geometry
 from rooftop.sparse.rulebook import rulebook_reference
@@ -148,7 +148,7 @@ def test_gate(dtype: torch.dtype, pool: Pool) -> None:
 @pytest.mark.parametrize("pool", LOCAL)
 def test_gate_over_several_tiles(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And with offsets of 64 bits."""
-    monkeypatch.setattr(sparse_pools, "_is_wide", lambda *tensors: True)
+    monkeypatch.setattr(sparse_pools, "is_wide", lambda *tensors: True)
     book = book_of((4, 3, 2), **BOOKS["halved"])
     assert_gate(book, pool, features_of(book, 150, torch.float32))
 

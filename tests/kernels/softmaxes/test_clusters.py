@@ -21,8 +21,8 @@ from rooftop.kernels import cross_entropy, log_softmax, softmax
 from rooftop.kernels.losses import losses
 from rooftop.kernels.operands.cuda_texts import cuda_text
 from rooftop.kernels.softmaxes import clusters as module
-from rooftop.kernels.softmaxes import softmaxes
-from rooftop.kernels.softmaxes.clusters import ClusterConfig
+from rooftop.kernels.softmaxes import softmaxes, tables
+from rooftop.kernels.softmaxes.tables import ClusterConfig
 from rooftop.launch import count_launches, cuda
 from rooftop.testing import assert_as_accurate
 
@@ -55,7 +55,7 @@ def clusters(
     """Gives a function that turns clusters on; it gives the launches."""
     monkeypatch.setattr(module, "has_clusters", lambda device: True)
     for family in (softmaxes, losses):
-        monkeypatch.setattr(family, "_by_reference", lambda x: False)
+        monkeypatch.setattr(family, "by_reference", lambda x: False)
 
     def turn_on(name: str) -> Counter[str]:
         names = [
@@ -71,7 +71,7 @@ def clusters(
         compile_for_cpu(cuda_text(*module.CUDA_FILES), names)
         kind = type(cuda.compile(cuda_text(*module.CUDA_FILES), names[0]))
         for one in ("CLUSTER_FORWARD", "CLUSTER_BACKWARD", "CLUSTER_FUSED"):
-            monkeypatch.setattr(module, one, table(name))
+            monkeypatch.setattr(tables, one, table(name))
         monkeypatch.setattr(kind, "active_clusters", lambda *_: SHAPES[name][2])
         return cuda_on_cpu
 
@@ -258,7 +258,7 @@ def test_rows_apart_and_four_runs_alike(clusters: Any) -> None:
 def test_what_clusters_do_not_serve(x: Tensor, dtype: torch.dtype, clusters: Any, monkeypatch: Any) -> None:
     clusters("one")
     monkeypatch.setattr(module, "shared_memory_bytes", lambda tensor: SHARED_BYTES)
-    assert module.plan(module.CLUSTER_FORWARD, (x,), torch.empty(x.shape, dtype=dtype)) is None
+    assert module.plan(tables.CLUSTER_FORWARD, (x,), torch.empty(x.shape, dtype=dtype)) is None
 
 
 def test_the_table_decides_by_bytes_and_by_where_rows_begin(clusters: Any) -> None:
@@ -277,12 +277,12 @@ def test_the_table_decides_by_bytes_and_by_where_rows_begin(clusters: Any) -> No
 
 def test_odd_rows_but_those_that_begin_at_multiples_of_some_bytes(clusters: Any) -> None:
     clusters("one")
-    entries = (module.OddRows(0, ANY, unless=4),)
+    entries = (tables.OddRows(0, ANY, unless=4),)
     for columns, served in ((2048, False), (2052, False), (2050, False), (2049, True)):
         x = torch.zeros(2, columns, dtype=torch.float16)
         assert (module.plan(entries, (x,), x.clone()) is not None) == served, columns
     padded = torch.zeros(2, 2056, dtype=torch.float16)[:, :2049]  # whole groups apart, and ends within one
-    assert module.plan((module.OddRows(0, ANY),), (padded,), padded) is not None
+    assert module.plan((tables.OddRows(0, ANY),), (padded,), padded) is not None
     assert module.plan(entries, (padded,), padded) is None
 
 
@@ -292,7 +292,7 @@ SHARED_BYTES = 232_448  # of a block, on an H200
 @pytest.mark.parametrize(("table", "tensors"), [("CLUSTER_FORWARD", 1), ("CLUSTER_BACKWARD", 2), ("CLUSTER_FUSED", 1)])
 @pytest.mark.parametrize("element_bytes", [2, 4])
 def test_the_longest_rows_of_each_entry_fit(table: str, tensors: int, element_bytes: int) -> None:
-    for entry in getattr(module, table):
+    for entry in getattr(tables, table):
         plan = module._planned(entry, entry.row_bytes // element_bytes, element_bytes, tensors, SHARED_BYTES)
         assert plan is not None, entry
         assert entry.stages + 2 <= 8, entry  # numbers of rows that are known at a time
@@ -315,13 +315,13 @@ def test_rows_that_no_cluster_holds_are_not_planned(clusters: Any, monkeypatch: 
     assert module.fullest(16 * 512 * 8 + 1, 1, 1, SHARED_BYTES) == []
     monkeypatch.setattr(module, "shared_memory_bytes", lambda tensor: 2048)
     x = torch.zeros(2, 10_001)
-    assert module.plan((module.OddRows(0, ANY),), (x,), x.clone()) is None
+    assert module.plan((tables.OddRows(0, ANY),), (x,), x.clone()) is None
 
 
 def test_odd_rows_of_every_length_by_the_clusters_that_fit_them(clusters: Any, monkeypatch: Any) -> None:
     launches = clusters("one")
     monkeypatch.setattr(module, "shared_memory_bytes", lambda tensor: SHARED_BYTES)
-    monkeypatch.setattr(module, "CLUSTER_FORWARD", (module.OddRows(0, ANY),))
+    monkeypatch.setattr(tables, "CLUSTER_FORWARD", (tables.OddRows(0, ANY),))
     x = rows(5, 1543)
     assert_as_accurate(softmaxes._forward(x, None, 1.0, False, x.dtype), x.softmax(-1), x.double().softmax(-1))
     assert launches == {"softmax_cluster": 1}
@@ -365,7 +365,7 @@ GPU_SHAPES = {"four": (4, 512, 8, 1), "eight": (8, 512, 8, 1), "ahead": (8, 256,
 def test_gate_on_a_gpu(name: str, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     both = tuple(ClusterConfig(0, ANY, *GPU_SHAPES[name], odd=odd) for odd in (False, True))
     for one in ("CLUSTER_FORWARD", "CLUSTER_BACKWARD", "CLUSTER_FUSED"):
-        monkeypatch.setattr(module, one, both)
+        monkeypatch.setattr(tables, one, both)
     x, dy = rows(301, columns, dtype).cuda(), torch.randn(301, columns, device="cuda").to(dtype)
     with count_launches() as launches:
         for log in (False, True):
@@ -387,7 +387,7 @@ def test_gate_on_a_gpu(name: str, columns: int, dtype: torch.dtype, monkeypatch:
 @pytest.mark.gpu
 def test_public_functions_use_clusters_where_the_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for one in ("CLUSTER_FORWARD", "CLUSTER_BACKWARD", "CLUSTER_FUSED"):
-        monkeypatch.setattr(module, one, (ClusterConfig(0, ANY, 4, 512, 8),))
+        monkeypatch.setattr(tables, one, (ClusterConfig(0, ANY, 4, 512, 8),))
     x = rows(64, 32_768, torch.bfloat16).cuda().requires_grad_()
     target = torch.randint(32_768, (64,), device="cuda")
     with count_launches() as launches:
@@ -403,7 +403,7 @@ def test_public_functions_use_clusters_where_the_table_says_so(monkeypatch: pyte
 
 @pytest.mark.gpu
 def test_captured_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CLUSTER_FORWARD", (ClusterConfig(0, ANY, 1, 512, 8),))
+    monkeypatch.setattr(tables, "CLUSTER_FORWARD", (ClusterConfig(0, ANY, 1, 512, 8),))
     x = rows(1024, 32_768, torch.bfloat16).cuda()  # more than clusters begin with
     softmax(x)
     torch.cuda.synchronize()

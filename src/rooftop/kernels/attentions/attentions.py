@@ -24,14 +24,8 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
 from rooftop.cost.formulas.attentions import visible_pairs
 from rooftop.kernels.attentions.plans import AttentionPlan, Direction, plan_of, shape_of
-from rooftop.kernels.attentions.states import (
-    BACKWARD,
-    MOST_FEATURES,
-    like_rows,
-    row_places,
-    rows_tile,
-    unit_features,
-)
+from rooftop.kernels.attentions.states import MOST_FEATURES, like_rows, row_places, rows_tile, unit_features
+from rooftop.kernels.attentions.tables import MERGE_BACKWARD
 from rooftop.kernels.operands.checks import check_dtype, check_finite, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.launch.operators import (
@@ -224,7 +218,7 @@ def _with_lse_gradient(dout: Tensor, dlse: Tensor, out: Tensor) -> tuple[Tensor,
     from rooftop.kernels.attentions.triton_kernels.states import fold_lse_gradient
 
     dout, out = unit_features(dout), unit_features(out)
-    tile = rows_tile(BACKWARD, out.shape[3])
+    tile = rows_tile(MERGE_BACKWARD, out.shape[3])
     tensors = (dout, dlse.contiguous(), out, new_dout, new_out)
     heads, positions, strides = row_places(dout, out, new_dout, new_out)
     sizes = (dlse.numel(), heads, positions, LIMIT, *strides)

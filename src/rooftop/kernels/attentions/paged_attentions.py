@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.attentions.tables import MOST_SPLITS, PROGRAMS_PER_PROCESSOR, paged_config
 from rooftop.kernels.operands.checks import check_same_dtype, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, INDICES, accumulator_dtype
 from rooftop.kernels.operands.launch_data import Constants, power_of_two
@@ -105,40 +105,6 @@ def _side_by_side(stored: Tensor, own: Sequence[int]) -> Tensor:
 # ---- launch parameters -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PagedConfig:
-    """Of one program: query heads, positions of a tile, warps, and tiles on their way at once."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-TILE_BYTES = 16384  # of the keys of a tile, and of its values: 64 positions of 128 features in half precision
-MOST_KEYS = 64
-MOST_SUMS = 8192  # query heads times features of a program, as far as registers go
-
-
-def paged_config(group: int, width: int, element_bytes: int) -> PagedConfig:
-    """For one query head of each head of keys by sums in registers, for several by matrix products, of 16 rows or more.
-
-    Not measured yet: they compile for sm_90 without spills. Products in float32 are sums in registers too, which take
-    the smallest tiles.
-    """
-    block = max(16, power_of_two(width))
-    keys = max(16, min(MOST_KEYS, TILE_BYTES // (block * element_bytes)))
-    if group == 1:
-        return PagedConfig(1, keys, 4, 2)
-    if element_bytes > 2:
-        return PagedConfig(16, 16, 4, 2)
-    return PagedConfig(max(16, min(power_of_two(group), MOST_SUMS // block)), keys, 4, 3)
-
-
-PROGRAMS_PER_PROCESSOR = 4
-"""Into how many the positions are split, where there are that many tiles: what keeps its memory busy."""
-
-MOST_SPLITS = 128
 MOST_FEATURES = 256
 
 

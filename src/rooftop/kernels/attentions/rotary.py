@@ -9,12 +9,12 @@ gradient is the rotation by the negative angle.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.attentions.tables import ROTARY, RotaryConfig
 from rooftop.kernels.operands.checks import check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import Constants, power_of_two
@@ -57,28 +57,12 @@ def _looked_up(table: Tensor, places: Tensor) -> Tensor:
 # ---- launch parameters -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RotaryConfig:
-    """Of heads of up to `pairs` rotated pairs: positions and heads that a program works on, and warps."""
-
-    pairs: int
-    positions: int
-    heads: int
-    warps: int
-
-
-# Not measured yet: each thread has 16 bytes of both halves of a head in half precision, of as many heads as a program
-# works on. What a longer head needs in registers is taken from the positions.
-CONFIGS = (
-    *(RotaryConfig(16, 64, 2, 4), RotaryConfig(32, 32, 4, 4), RotaryConfig(64, 16, 4, 4), RotaryConfig(128, 8, 4, 4)),
-    *(RotaryConfig(512, 2, 4, 4), RotaryConfig(4096, 1, 1, 8)),
-)
-MOST_PAIRS = CONFIGS[-1].pairs
+MOST_PAIRS = ROTARY[-1].pairs
 
 
 def rotary_config(pairs: int) -> RotaryConfig:
     """The parameters for heads of so many pairs, at most `MOST_PAIRS`."""
-    return next(config for config in CONFIGS if pairs <= config.pairs)
+    return next(config for config in ROTARY if pairs <= config.pairs)
 
 
 # ---- implementations -------------------------------------------------------------------------------------------

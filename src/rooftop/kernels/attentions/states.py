@@ -8,12 +8,11 @@ by memory: forward reads two outputs and writes one, backward reads three and wr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.attentions.tables import MERGE_BACKWARD, MERGE_FORWARD, MergeConfig
 from rooftop.kernels.operands.checks import check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import Constants, power_of_two
@@ -65,23 +64,10 @@ def _weighted(weight: Tensor, values: Tensor) -> Tensor:
 # ---- launch parameters -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RowsConfig:
-    """Elements of a tile of whole rows, and warps."""
-
-    elements: int
-    warps: int
-
-
-# The fastest of those measured on an H200, of 128 features in half precision: a thread holds 16 elements of each tensor
-# forward, 8 backward, as they were loaded and as float32.
-FORWARD = RowsConfig(elements=1024, warps=1)
-BACKWARD = RowsConfig(elements=1024, warps=4)
-
 MOST_FEATURES = 8192
 
 
-def rows_tile(config: RowsConfig, width: int) -> Constants:
+def rows_tile(config: MergeConfig, width: int) -> Constants:
     """Launch parameters for rows of so many elements."""
     block = power_of_two(width)
     return {"WIDTH": width, "BLOCK": block, "ROWS": max(1, config.elements // block), "num_warps": config.warps}
@@ -124,7 +110,7 @@ def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tens
     if lse.numel() == 0:
         return
     out_a, out_b = unit_features(out_a), unit_features(out_b)
-    tile = rows_tile(FORWARD, out.shape[3])
+    tile = rows_tile(MERGE_FORWARD, out.shape[3])
     tensors = (out_a, lse_a.contiguous(), out_b, lse_b.contiguous(), out, lse)
     heads, positions, strides = row_places(out_a, out_b, out)
     sizes = (lse.numel(), heads, positions, *strides)
@@ -151,7 +137,7 @@ def _merge_backward(
     if lse_a.numel() == 0:
         return
     dout, out_a, out_b = (unit_features(t) for t in (dout, out_a, out_b))
-    tile = rows_tile(BACKWARD, out_a.shape[3])
+    tile = rows_tile(MERGE_BACKWARD, out_a.shape[3])
     whole = [t.contiguous() if t is not None else None for t in (dlse, lse_a, lse_b)]
     tensors = (dout, whole[0], out_a, whole[1], out_b, whole[2], *results)
     heads, positions, strides = row_places(dout, out_a, out_b, results[0], results[2])

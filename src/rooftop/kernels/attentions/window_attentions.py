@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.kernels.attentions.tables import WINDOW_BACKWARD, WINDOW_FORWARD, WINDOW_PROGRAMS_PER_SM, WindowConfig
 from rooftop.kernels.operands.checks import check_finite, check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import WordConstants, power_of_two
@@ -178,30 +179,10 @@ def _through_normalizing(gradient: Tensor, x: Tensor) -> Tensor:
     return (gradient - unit * (gradient * unit).sum(-1, keepdim=True)) / divisor
 
 
-# ---- launch parameters -----------------------------------------------------------------------------------------
+# ---- launches --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Config:
-    """Windows of up to `positions` and heads of up to `features`: positions that a program has as queries, warps, and
-    windows whose loads are in flight at once (of backward, whose programs take one after another)."""
-
-    positions: int
-    features: int
-    queries: int
-    warps: int
-    stages: int = 1
-
-
-# Not measured yet, but chosen by the compiler's report for sm_90. Forward: no spills of half precision; of windows of
-# more than 64 positions, a program has 16 of the queries. Backward: no spills of half precision with plain scores.
-# Cosine attention and float32 spill some hundred bytes a thread in backward, with 4, 8 and 16 warps alike.
-FORWARD = (Config(64, 64, 64, 4), Config(64, 128, 64, 8), Config(256, 64, 16, 4))
-BACKWARD = (Config(64, 64, 64, 8),)
-PROGRAMS_PER_SM = 4  # of backward, whose sums over windows each program writes once
-
-
-def config_of(table: Sequence[Config], positions: int, features: int) -> Config | None:
+def config_of(table: Sequence[WindowConfig], positions: int, features: int) -> WindowConfig | None:
     """The parameters for windows of so many positions; None where the kernels do not take them."""
     return next((c for c in table if positions <= c.positions and features <= c.features), None)
 
@@ -255,7 +236,7 @@ def _moved(x: Tensor, window: Sequence[int], shift: Sequence[int]) -> list[int]:
     return [s if size > w else 0 for s, size, w in zip(shift, x.shape[1:3], window, strict=True)]
 
 
-def _config(table: Sequence[Config], x: Tensor, sizes: Sizes) -> Config | None:
+def _config(table: Sequence[WindowConfig], x: Tensor, sizes: Sizes) -> WindowConfig | None:
     """None: by the reference."""
     if by_reference(x):
         return None
@@ -264,7 +245,7 @@ def _config(table: Sequence[Config], x: Tensor, sizes: Sizes) -> Config | None:
 
 def _forward(x: Tensor, bias: Tensor, padding: Tensor | None, cosine_scale: Tensor | None, sizes: Sizes) -> Tensor:
     """x (B, H, W, 3 C)."""
-    config = _config(FORWARD, x, sizes)
+    config = _config(WINDOW_FORWARD, x, sizes)
     if config is None:
         return window_attention_reference(x, bias, padding, cosine_scale, *sizes.all)
     require_triton()
@@ -288,7 +269,7 @@ def _backward(
     dout: Tensor, x: Tensor, bias: Tensor, padding: Tensor | None, cosine_scale: Tensor | None, sizes: Sizes
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As the reference."""
-    config = _config(BACKWARD, x, sizes)
+    config = _config(WINDOW_BACKWARD, x, sizes)
     if config is None or x.numel() == 0:
         return window_attention_backward_reference(dout, x, bias, padding, cosine_scale, *sizes.all)
     require_triton()
@@ -297,7 +278,7 @@ def _backward(
     constants = _constants(x, padding, cosine_scale, sizes)
     down, across = _windows(x, sizes.window)
     windows = x.shape[0] * down * across
-    programs = min(windows, -(-PROGRAMS_PER_SM * processors(x) // sizes.heads))
+    programs = min(windows, -(-WINDOW_PROGRAMS_PER_SM * processors(x) // sizes.heads))
     sums = [  # of each program
         x.new_empty((programs, *bias.shape), dtype=torch.float32),
         x.new_empty((programs, x.shape[3] if constants["PADDING"] else 0), dtype=torch.float32),

@@ -14,7 +14,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rooftop.kernels.convolutions.tables import LEAST_CHANNELS, ConvPlan, ConvTile, Geometry, Problem, choose
+from rooftop.kernels.convolutions.tables import (
+    FINISH_COLUMNS,
+    FINISH_ELEMENTS,
+    FINISH_WARPS,
+    LEAST_CHANNELS,
+    PACK_ELEMENTS,
+    PACK_WARPS,
+    ConvPlan,
+    ConvTile,
+    Geometry,
+    Problem,
+    choose,
+)
 from rooftop.kernels.matmuls import launches as matmul_launches
 from rooftop.kernels.matmuls import tables as matmul_tables
 from rooftop.kernels.operands.activations import ACTIVATIONS
@@ -27,8 +39,6 @@ from rooftop.launch.triton_launch import INTERPRETED, launch, processors, requir
 if TYPE_CHECKING:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-FINISH_ELEMENTS, FINISH_COLUMNS, FINISH_WARPS = 2048, 512, 4
-PACK_ELEMENTS, PACK_WARPS = 4096, 4
 GROUP_BYTES = 16  # what a tensor descriptor's strides and addresses are multiples of
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.convolutions.tables import MAX_POOL
 from rooftop.kernels.operands.checks import check_tensors, two_integers
 from rooftop.kernels.operands.dtypes import FLOATS
 from rooftop.kernels.operands.launch_data import power_of_two
@@ -39,18 +39,6 @@ def max_pool2d_reference(
 # ---- launch parameters -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PoolConfig:
-    """Lines and pixels of a result, channels, and warps of a program."""
-
-    lines: int
-    pixels: int
-    channels: int
-    warps: int
-
-
-# Measured on an H200 (benchmarks/results/h200/tune_max_pools.json): within 3% of the fastest at the three sizes timed.
-FORWARD = PoolConfig(lines=2, pixels=8, channels=64, warps=4)
 MOST_TAPS = 25  # of a window: the kernel has a load for each
 
 # ---- implementation --------------------------------------------------------------------------------------------
@@ -69,7 +57,7 @@ def _forward(
     batch, channels, height, width = x.shape
     lines, pixels = _sizes(x, kernel, stride, padding, dilation)
     y = x.new_empty((batch, lines, pixels, channels))
-    config, block = FORWARD, min(FORWARD.channels, power_of_two(channels))
+    config, block = MAX_POOL, min(MAX_POOL.channels, power_of_two(channels))
     grid = (batch * -(-lines // config.lines) * -(-pixels // config.pixels), -(-channels // block))
     launch(
         max_pool, grid, x.device, x, y, height, width, lines, pixels, channels,

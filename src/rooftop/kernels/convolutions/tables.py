@@ -298,3 +298,23 @@ def _reason(entry: Entry) -> str:
 
 
 LEAST_CHANNELS = 8  # fewer are packed into groups (`conv_act_launches.packed`)
+
+# ---- max pools -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """Lines and pixels of a result, channels, and warps of a program."""
+
+    lines: int
+    pixels: int
+    channels: int
+    warps: int
+
+
+# Measured on an H200 (benchmarks/results/h200/tune_max_pools.json): within 3% of the fastest at the three sizes timed.
+MAX_POOL = PoolConfig(lines=2, pixels=8, channels=64, warps=4)
+
+# ---- what follows a library, and packing ---------------------------------------------------------------------------
+FINISH_ELEMENTS, FINISH_COLUMNS, FINISH_WARPS = 2048, 512, 4
+PACK_ELEMENTS, PACK_WARPS = 4096, 4

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,45 +24,13 @@ from rooftop.kernels.elementwise.expression_sources import (
 )
 from rooftop.kernels.elementwise.expression_types import Kind
 from rooftop.kernels.elementwise.programs import Plan, plan_of
+from rooftop.kernels.elementwise.tables import FLAT, LONG_SUMS, PROGRAMS_PER_SM, SQUARE, SUMS, TILES, FlatConfig
 from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.kernels.operands.strided_rows import unit
 from rooftop.kernels.reductions.launches import reduce_into, viewed
 from rooftop.launch.triton_launch import launch, processors
 
 MOST_DIMS = 5  # after merging
-
-# ---- launch parameters -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class FlatConfig:
-    """Elements and warps of a program, for kernels that move up to `element_bytes` for each element."""
-
-    element_bytes: int
-    block: int
-    warps: int
-
-
-@dataclass(frozen=True)
-class TileConfig:
-    """Elements of a tile, its columns at most, and warps. Rows of fewer columns leave room for more rows."""
-
-    elements: int
-    columns: int
-    warps: int
-
-
-# Measured on an H200 with up to four inputs, and chosen for all of them: differences are small but for activations of
-# one tensor in half precision, which want 16 elements a thread, and for transposed ones, which want large tiles (larger
-# ones still gain little, and more tensors would spill).
-FLAT = (FlatConfig(4, 2048, 4), FlatConfig(1 << 30, 1024, 4))
-TILES = TileConfig(elements=4096, columns=1024, warps=8)
-SQUARE = TileConfig(elements=8192, columns=64, warps=8)  # where a tensor's neighbours lie along rows: transposed
-# Sums over columns want whole rows in a tile, sums over rows several tiles a program.
-SUMS = TileConfig(elements=4096, columns=4096, warps=4)
-LONG_SUMS = TileConfig(elements=4096, columns=1024, warps=8)
-PROGRAMS_PER_SM = 8  # that sum over rows: their sums are little beside what they read
-
 
 # ---- launch ---------------------------------------------------------------------------------------------------
 

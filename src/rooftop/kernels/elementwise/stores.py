@@ -39,6 +39,7 @@ from rooftop.kernels.elementwise.expression_types import NUMBER, Kind
 from rooftop.kernels.elementwise.expressions import arguments_of, topological
 from rooftop.kernels.elementwise.launches import Dims, merged_dims
 from rooftop.kernels.elementwise.programs import Number, Plan, plan_of, planned
+from rooftop.kernels.elementwise.tables import STORES, TURNED
 from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.kernels.operands.repeating_numbers import COLUMNS as TABLE
 from rooftop.kernels.operands.repeating_numbers import table_of
@@ -51,22 +52,6 @@ FAST = frozenset(
     | {"reciprocal", "pow"}
 )
 """Operations whose kernels are float32's."""
-
-
-@dataclass(frozen=True)
-class StoreConfig:
-    """Elements and warps of a program whose narrowest tensor has elements of so many bytes, and the columns of its
-    tiles at most."""
-
-    bytes: int
-    elements: int
-    columns: int
-    warps: int
-
-
-# 16 bytes a thread of the narrowest tensor.
-STORES = (StoreConfig(1, 2048, 2048, 4), StoreConfig(8, 1024, 1024, 4))
-TURNED = StoreConfig(8, 4096, 64, 4)  # where neighbours of an operand lie along rows
 
 
 class Row(NamedTuple):

@@ -7,12 +7,12 @@ reads three and writes two. The sigmoid is computed again in backward, which is 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.gated.tables import BACKWARD, FORWARD, GatedConfig
 from rooftop.kernels.operands.checks import check_dtype, check_same_dtype, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import Constants, power_of_two
@@ -44,21 +44,7 @@ def swiglu_backward_reference(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Ten
     return dgate.to(gate.dtype), (gradient * gates * sigmoid).to(up.dtype)
 
 
-# ---- launch parameters -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class GatedConfig:
-    """Bytes of one tensor that a program works on, and warps."""
-
-    tile_bytes: int
-    warps: int
-
-
-# The fastest of those measured on an H200, at 14336 features in half precision, packed and separate: a thread has 32
-# bytes of each tensor forward and 16 backward, all in flight before the first exponential.
-FORWARD = GatedConfig(tile_bytes=4096, warps=4)
-BACKWARD = GatedConfig(tile_bytes=4096, warps=8)
+# ---- launches --------------------------------------------------------------------------------------------------
 
 
 def tile_of(config: GatedConfig, columns: int, element_bytes: int) -> Constants:

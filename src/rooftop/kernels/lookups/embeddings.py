@@ -11,12 +11,11 @@ with what there is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.lookups.tables import OF_ANY, OF_LINES, RUNS
 from rooftop.kernels.operands.checks import check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, INDICES, accumulator_dtype
 from rooftop.kernels.operands.launch_data import power_of_two
@@ -40,38 +39,6 @@ def embedding_backward_reference(dy: Tensor, tokens: Tensor, rows: int, padding:
     values = dy.to(inside).masked_fill((tokens == padding)[:, None], 0.0)
     return torch.zeros(rows, dy.shape[1], dtype=inside, device=dy.device).index_add_(0, tokens, values).to(dy.dtype)
 
-
-# ---- launch parameters -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RunsConfig:
-    """Items of a chunk, how many rows are loaded at once, columns of a program, and warps."""
-
-    chunk: int
-    ahead: int
-    columns: int
-    warps: int
-
-
-# Measured on an H200, of 65536 tokens of a vocabulary of 128256 with 4096 half precision features: of tokens that are
-# all alike or all over the table the fastest; chunks of 64 gain little where tokens are distributed as words are. A
-# thread has 16 bytes of each of 8 rows at once.
-RUNS = RunsConfig(chunk=32, ahead=8, columns=512, warps=2)
-
-
-@dataclass(frozen=True)
-class RowsConfig:
-    """Rows of a program, columns of it, and warps."""
-
-    rows: int
-    columns: int
-    warps: int
-
-
-# Of tables whose rows are whole lines of memory (128 bytes), and of others, whose rows are best read whole. Rows that
-# 16 bytes do not divide are PyTorch's to copy.
-OF_LINES, OF_ANY = RowsConfig(rows=16, columns=128, warps=4), RowsConfig(rows=1, columns=4096, warps=8)
 
 # ---- implementations -------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ by memory: forward reads eight corners and writes one; backward writes eight and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,35 +16,18 @@ from rooftop.kernels.lookups.cuda_interpolations import (
     trilinear_backward_reference,
     trilinear_reference,
 )
-from rooftop.kernels.operands.launch_data import ANY_BYTES, Constants, power_of_two
+from rooftop.kernels.lookups.tables import CORNERS_BACKWARD, CORNERS_FORWARD, CornersConfig
+from rooftop.kernels.operands.launch_data import Constants, power_of_two
 from rooftop.kernels.operands.references import by_reference
 from rooftop.kernels.operands.strided_rows import unit
 from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import launch, require_triton
 
-# ---- launch parameters -----------------------------------------------------------------------------------------
+# ---- launches --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class BlockConfig:
-    """A program's block for cells of up to `row_bytes` a corner: bytes of one corner for all its points, bytes of one
-    corner of one point, and warps."""
-
-    row_bytes: int
-    block_bytes: int
-    channel_bytes: int
-    warps: int
-
-
-# The fastest of those measured on an H200 at 8, 32 and 128 channels in half precision (backward at 128: within the
-# noise of it). Each thread has 8 bytes of each of the eight corners on their way; by the compiler's report for sm_90,
-# with 32 bytes registers spill in backward.
-FORWARD = (BlockConfig(ANY_BYTES, 1024, 512, 4),)
-BACKWARD = (BlockConfig(ANY_BYTES, 1024, 512, 4),)
-
-
-def block_of(table: tuple[BlockConfig, ...], channels: int, element_bytes: int) -> Constants:
+def block_of(table: tuple[CornersConfig, ...], channels: int, element_bytes: int) -> Constants:
     """Launch parameters for C channels."""
     config = next(config for config in table if channels * element_bytes <= config.row_bytes)
     width = min(config.channel_bytes // element_bytes, power_of_two(channels))
@@ -68,7 +50,7 @@ def _trilinear(features: Tensor, points: Tensor) -> Tensor:
     count, _, channels = features.shape
     out = features.new_empty(count, channels)
     if out.numel():
-        block = block_of(FORWARD, channels, features.element_size())
+        block = block_of(CORNERS_FORWARD, channels, features.element_size())
         grid = (-(-count // block["POINTS"]) * -(-channels // block["CHANNELS"]),)
         arguments = (features, points, out, count, channels // block["UNIT"])
         launch(trilinear_forward, grid, features.device, *arguments, **block)
@@ -95,7 +77,7 @@ def _trilinear_backward(gradient: Tensor, features: Tensor, points: Tensor, mask
     dfeatures = features.new_empty(features.shape if mask[0] else 0)
     dpoints = points.new_empty(points.shape if mask[1] else 0)
     if features.numel():
-        block = block_of(BACKWARD, channels, features.element_size())
+        block = block_of(CORNERS_BACKWARD, channels, features.element_size())
         grid = (-(-count // block["POINTS"]),)
         arguments = (gradient, features, points, dfeatures, dpoints, count, channels // block["UNIT"])
         launch(

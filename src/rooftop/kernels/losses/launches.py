@@ -1,7 +1,7 @@
 """How the kernels of cross entropy are launched: parameters by the length of a row, as tables.
 
-The functions here serve the operators in `losses.py`, which says what they compute. Rows for which the tables of
-`softmaxes/clusters.py` have an entry go to its kernels.
+The functions here serve the operators in `losses.py`, which says what they compute. Rows for which `CLUSTER_FUSED` of
+`softmaxes/tables.py` has an entry go to the kernels of `softmaxes/clusters.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.kernels.operands.row_tiles import group_of, long_tile, tile, tile_config
 from rooftop.kernels.operands.strided_rows import rows_of, unit
 from rooftop.kernels.softmaxes import clusters
+from rooftop.kernels.softmaxes import tables as softmax_tables
 from rooftop.launch.triton_launch import launch, processors, require_triton
 
 
@@ -85,7 +86,7 @@ def losses_of_rows(
     x, target, terms = rows_of(x), target.contiguous(), terms.contiguous()
     rows, columns = x.shape
     if dx is not None and terms.weight is None:
-        plan = clusters.plan(clusters.CLUSTER_FUSED, (x,), dx)
+        plan = clusters.plan(softmax_tables.CLUSTER_FUSED, (x,), dx)
         if plan is not None:
             losses = torch.empty(rows, dtype=torch.float32, device=x.device)
             clusters.cross_entropy(plan, x, target, inverse, losses, dx, _numbers(terms, columns))

@@ -10,15 +10,22 @@ from rooftop.kernels.operands.row_tiles import LongConfig, TileConfig
 # only need no registers for the whole row, and no room in L2: many programs an SM. With the gradient rows of 64 KiB are
 # faster read twice, in long blocks, than held.
 LOSS = (
-    *(TileConfig(256, 16, 256, 2), TileConfig(512, 8, 256, 2), TileConfig(1024, 4, 1024, 2)),
-    *(TileConfig(2048, 1, 1024, 2), TileConfig(4096, 1, 1024, 4), TileConfig(8192, 1, 2048, 4)),
-    TileConfig(16384, 1, 4096, 4),
+    TileConfig(row_bytes=256, rows=16, block_bytes=256, warps=2),
+    TileConfig(row_bytes=512, rows=8, block_bytes=256, warps=2),
+    TileConfig(row_bytes=1024, rows=4, block_bytes=1024, warps=2),
+    TileConfig(row_bytes=2048, rows=1, block_bytes=1024, warps=2),
+    TileConfig(row_bytes=4096, rows=1, block_bytes=1024, warps=4),
+    TileConfig(row_bytes=8192, rows=1, block_bytes=2048, warps=4),
+    TileConfig(row_bytes=16384, rows=1, block_bytes=4096, warps=4),
 )
-LOSS_LONG = (LongConfig(ANY_BYTES, block_bytes=4096, warps=4, programs_per_sm=10, stages=1, again=""),)
-FUSED = (*LOSS, TileConfig(32768, 1, 8192, 16))
+LOSS_LONG = (LongConfig(row_bytes=ANY_BYTES, block_bytes=4096, warps=4, programs_per_sm=10, stages=1, again=""),)
+FUSED = (
+    *LOSS,
+    TileConfig(row_bytes=32768, rows=1, block_bytes=8192, warps=16),
+)
 FUSED_LONG = (
-    LongConfig(131072, block_bytes=8192, warps=8, programs_per_sm=4, stages=4),
-    LongConfig(ANY_BYTES, block_bytes=32768, warps=32, programs_per_sm=1, stages=1),
+    LongConfig(row_bytes=131072, block_bytes=8192, warps=8, programs_per_sm=4, stages=4),
+    LongConfig(row_bytes=ANY_BYTES, block_bytes=32768, warps=32, programs_per_sm=1, stages=1),
 )
 GRADIENT_BYTES = 4096  # of a tile: rows of fewer bytes share one
 GRADIENT_WARPS = 2

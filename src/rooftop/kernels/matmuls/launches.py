@@ -12,7 +12,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost import matrix_precision
-from rooftop.kernels.matmuls.tables import LinearPlan, Tile, describable, finished_by_library
+from rooftop.kernels.matmuls.tables import (
+    BACKWARD_COLUMNS,
+    BACKWARD_PROGRAMS_PER_SM,
+    BACKWARD_ROWS,
+    BACKWARD_WARPS,
+    FINISH_COLUMNS,
+    FINISH_ELEMENTS,
+    FINISH_WARPS,
+    SUM_OF_CHUNKS,
+    LinearPlan,
+    Tile,
+    describable,
+    finished_by_library,
+)
 from rooftop.kernels.operands.activations import ACTIVATIONS
 from rooftop.kernels.operands.dtypes import HALVES
 from rooftop.kernels.operands.launch_data import power_of_two
@@ -22,10 +35,6 @@ from rooftop.launch.triton_launch import INTERPRETED, launch, processors, requir
 
 if TYPE_CHECKING:
     from triton.tools.tensor_descriptor import TensorDescriptor
-
-FINISH_ELEMENTS, FINISH_COLUMNS, FINISH_WARPS = 2048, 512, 4
-BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS, BACKWARD_PROGRAMS_PER_SM = 16, 128, 4, 8
-SUM_OF_CHUNKS = {"ROWS": 64, "COLUMNS": 16, "num_warps": 4}
 
 
 def forward(

@@ -251,3 +251,9 @@ def describable(t: Tensor) -> bool:
     width = t.shape[1] if t.stride(1) == 1 else t.shape[0]
     aligned = t.data_ptr() % 16 == 0 and slow * t.element_size() % 16 == 0
     return fast == 1 and slow >= width and aligned
+
+
+# ---- what follows a library, and gradients -------------------------------------------------------------------------
+FINISH_ELEMENTS, FINISH_COLUMNS, FINISH_WARPS = 2048, 512, 4
+BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS, BACKWARD_PROGRAMS_PER_SM = 16, 128, 4, 8
+SUM_OF_CHUNKS = {"ROWS": 64, "COLUMNS": 16, "num_warps": 4}

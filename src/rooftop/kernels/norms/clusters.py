@@ -14,6 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from rooftop.kernels.norms.tables import CLUSTER_BACKWARD, CLUSTER_FORWARD, ClusterConfig
 from rooftop.kernels.operands.cuda_texts import cuda_text
 from rooftop.kernels.operands.dtypes import CPP_TYPES
 from rooftop.launch import cuda
@@ -23,48 +24,6 @@ CUDA_FILES = ("norms/pieces.cu", "operands/cluster_pieces.cu", "norms/clusters.c
 
 # ---- launch parameters -----------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class ClusterConfig:
-    """How rows of `least` to `most` elements are worked on.
-
-    Attributes:
-        blocks: of a cluster, which share a row: 1, 2, 4 or 8.
-        warps: of a block.
-        blocks_per_sm: share the shared memory of an SM.
-        stages: rows of a block that are on their way or worked on; fewer where shared memory does not have the room.
-        odd: whether it is for rows that do not begin at multiples of 16 bytes; None: for both kinds.
-    """
-
-    least: int
-    most: int
-    blocks: int
-    warps: int
-    blocks_per_sm: int = 1
-    stages: int = 3
-    odd: bool | None = None
-
-
-# From an H200 (results/h200/tune_norms.json): what is not here is faster by Triton's kernels.
-FORWARD: tuple[ClusterConfig, ...] = (
-    ClusterConfig(4097, 8184, 1, 8, 3, 2, odd=True),
-    ClusterConfig(8185, 13_304, 1, 13, 2, 2, odd=True),
-    ClusterConfig(13_305, 24_568, 1, 24, 1, 3, odd=True),
-    ClusterConfig(24_569, 32_760, 4, 8, 2, 2, odd=True),
-    ClusterConfig(32_761, 40_952, 4, 10, 2, 2, odd=True),
-    ClusterConfig(40_953, 51_192, 2, 25, 1, 2, odd=True),
-    ClusterConfig(32_769, 65_536, 4, 16, 1, 2, odd=False),
-    ClusterConfig(65_537, 131_072, 8, 16, 1, 2, odd=False),
-)
-BACKWARD: tuple[ClusterConfig, ...] = (
-    ClusterConfig(4097, 8184, 1, 8, 2, 3, odd=True),
-    ClusterConfig(8185, 14_328, 2, 7, 2, 4, odd=True),
-    ClusterConfig(14_329, 22_520, 2, 11, 1, 5, odd=True),
-    ClusterConfig(22_521, 57_336, 8, 7, 2, 3, odd=True),
-    ClusterConfig(8193, 16_384, 1, 16, 1, 3, odd=False),
-    ClusterConfig(16_385, 32_768, 2, 16, 1, 3, odd=False),
-    ClusterConfig(32_769, 65_536, 8, 8, 2, 3, odd=False),
-)
 
 GROUP = 8  # elements of 16 bytes
 EXCHANGE_BYTES = 848  # `Exchange` in clusters.cu
@@ -92,7 +51,7 @@ class Plan:
 
 def forward_plan(x: Tensor, parameters: Sequence[Tensor | None], rms: bool) -> Plan | None:
     """How to normalize the rows of x (M, N); None where the table does not say so or the kernel cannot."""
-    config = _config(FORWARD, x)
+    config = _config(CLUSTER_FORWARD, x)
     if config is None or not _fits([x], parameters):
         return None
     parameter = _parameter_dtype(x, parameters)
@@ -102,7 +61,7 @@ def forward_plan(x: Tensor, parameters: Sequence[Tensor | None], rms: bool) -> P
 
 def backward_plan(dy: Tensor, x: Tensor, weight: Tensor | None, rms: bool) -> Plan | None:
     """The same for the gradients; there is a partial sum for each of the plan's clusters."""
-    config = _config(BACKWARD, x)
+    config = _config(CLUSTER_BACKWARD, x)
     if config is None or not _fits([dy, x], [weight]):
         return None
     parameter = _parameter_dtype(x, [weight])
@@ -117,6 +76,11 @@ def config_for(table: Sequence[ClusterConfig], columns: int) -> ClusterConfig | 
         if config.least <= columns <= config.most and config.odd in (None, odd):
             return config
     return None
+
+
+def forward_config(columns: int) -> ClusterConfig | None:
+    """The entry for rows of so many elements, forward."""
+    return config_for(CLUSTER_FORWARD, columns)
 
 
 def _config(table: Sequence[ClusterConfig], x: Tensor) -> ClusterConfig | None:

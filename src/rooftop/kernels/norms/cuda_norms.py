@@ -39,7 +39,7 @@ from rooftop.launch.symbolic import recorded_whole
 
 CUDA_FILES = ("norms/pieces.cu", "norms/cuda_norms.cu")
 
-# ---- launch parameters -----------------------------------------------------------------------------------------
+# ---- launches --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

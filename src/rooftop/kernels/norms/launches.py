@@ -1,13 +1,12 @@
 """How the kernels of layer norm and RMS norm are launched: parameters by the length of a row, as tables.
 
 `forward` and `backward` serve both norms, with and without a sum in front; `norms.py` and `sum_norms.py` have the
-operators. Rows for which the tables of `clusters.py` have an entry go to its kernels.
+operators. Rows for which `CLUSTER_*` of `tables.py` have an entry go to `clusters.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -15,6 +14,27 @@ import torch
 from torch import Tensor
 
 from rooftop.kernels.norms import clusters
+from rooftop.kernels.norms.tables import (
+    ADD_PARTIAL_SUMS,
+    BACKWARD,
+    BACKWARD_LONG,
+    BACKWARD_PAIRS,
+    BACKWARD_SHIFTED,
+    FORWARD,
+    FORWARD_FOURS,
+    FORWARD_FOURS_RMS,
+    FORWARD_HELD,
+    FORWARD_LONG,
+    FORWARD_LONG_ODD,
+    FORWARD_NARROW,
+    FORWARD_SHIFTED,
+    FOURS_FROM,
+    ROW_SUMS,
+    SHIFTED_FROM,
+    BackwardConfig,
+    ForwardConfig,
+    LongConfig,
+)
 from rooftop.kernels.operands.dtypes import HALVES
 from rooftop.kernels.operands.launch_data import Constants, power_of_two
 from rooftop.kernels.operands.strided_rows import unit
@@ -22,88 +42,6 @@ from rooftop.launch.triton_launch import launch, processors, require_triton, sha
 
 # ---- launch parameters -----------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class ForwardConfig:
-    """How rows of up to `columns` elements are worked on: rows a program, elements of a block, and warps."""
-
-    columns: int
-    rows: int
-    block: int
-    warps: int
-
-
-@dataclass(frozen=True)
-class BackwardConfig:
-    """Also: how many programs stay on an SM, and how many tiles of rows are on their way at a time."""
-
-    columns: int
-    rows: int
-    block: int
-    warps: int
-    programs_per_sm: int
-    stages: int
-    hold: bool = False  # the weight in registers
-    again: bool = False  # load the rows twice
-
-
-@dataclass(frozen=True)
-class LongConfig:
-    """Rows in blocks of so many elements, `stages` of them on their way; at most so many programs for each SM."""
-
-    block: int
-    warps: int
-    programs_per_sm: int
-    stages: int
-    shifted: bool = True  # whether rows at odd addresses are loaded 16 bytes at a time
-
-
-# Chosen by benchmarks/kernels/norm_variants.py on an H200 (bfloat16, 2^27 elements). What matters: that loads are wide
-# (a block gives each thread 16 bytes or more), that little of the last block is masked, and in backward that rows are
-# fetched ahead; where the weight stays in registers there is more shared memory for that.
-FORWARD = (
-    *(ForwardConfig(128, 8, 128, 2), ForwardConfig(256, 8, 256, 4), ForwardConfig(512, 4, 512, 2)),
-    *(ForwardConfig(1024, 1, 256, 2), ForwardConfig(2048, 1, 512, 4), ForwardConfig(3072, 1, 1024, 4)),
-    *(ForwardConfig(4096, 1, 4096, 4), ForwardConfig(6144, 1, 1024, 8), ForwardConfig(8192, 1, 2048, 8)),
-    *(ForwardConfig(16384, 1, 4096, 8), ForwardConfig(32768, 1, 8192, 16)),
-)
-# Rows of pairs or fours of elements, which begin at multiples of 4 or 8 bytes: one warp a row, more of them on an SM.
-FORWARD_NARROW = (ForwardConfig(512, 4, 128, 2), ForwardConfig(1024, 1, 256, 1))
-# Longer rows of fours of half precision, which begin at multiples of 8 bytes, faster than those on their way to shared
-# memory (`clusters`) up to these many elements.
-FORWARD_FOURS, FORWARD_FOURS_RMS = (ForwardConfig(16_384, 1, 2048, 8),), (ForwardConfig(24_568, 1, 2048, 8),)
-FOURS_FROM = 4097  # columns
-BACKWARD = (
-    *(BackwardConfig(128, 8, 128, 2, 6, 3), BackwardConfig(256, 4, 256, 2, 6, 3), BackwardConfig(512, 4, 512, 4, 3, 3)),
-    *(BackwardConfig(768, 2, 256, 4, 3, 4, hold=True), BackwardConfig(1023, 1, 256, 2, 6, 3, hold=True)),
-    *(BackwardConfig(1024, 2, 1024, 4, 3, 3), BackwardConfig(1536, 1, 512, 4, 3, 4, hold=True)),
-    *(BackwardConfig(2048, 2, 2048, 8, 2, 3), BackwardConfig(2560, 1, 1024, 4, 4, 4, hold=True)),
-    *(BackwardConfig(3072, 1, 1024, 8, 2, 4, hold=True), BackwardConfig(4096, 1, 4096, 8, 2, 3)),
-    *(BackwardConfig(6144, 1, 2048, 8, 2, 4, hold=True), BackwardConfig(8192, 1, 4096, 16, 1, 4)),
-    *(BackwardConfig(12288, 1, 4096, 16, 1, 3), BackwardConfig(16384, 1, 4096, 16, 1, 1, again=True)),
-)
-# Half precision rows of up to 65536 elements that are whole groups of 16 bytes: read once, faster than twice.
-FORWARD_HELD = ForwardConfig(65536, 1, 16384, 32)
-# Rows at odd addresses that are loaded 16 bytes at a time. Forward of 381 to 1002 elements is faster by loads of two
-# bytes, one warp a row, and of 2601 and 12287, too: there the masks of the first and the last group cost more
-# instructions than the wide loads save.
-FORWARD_SHIFTED = (BackwardConfig(256, 4, 256, 4, 8, 1),)
-BACKWARD_SHIFTED = (
-    *(BackwardConfig(512, 4, 256, 4, 4, 3), BackwardConfig(1024, 1, 512, 2, 6, 3)),
-    *(BackwardConfig(2048, 1, 1024, 4, 3, 3), BackwardConfig(3072, 1, 1024, 4, 2, 4)),
-    *(BackwardConfig(4096, 1, 2048, 8, 1, 3), BackwardConfig(6144, 1, 2048, 16, 1, 3)),
-)
-# Short rows of pairs of elements: one warp a row and twelve on an SM are faster than loads with a shift.
-BACKWARD_PAIRS = (BackwardConfig(512, 1, 256, 1, 12, 3, hold=True),)
-SHIFTED_FROM = 128  # columns: shorter rows are a few loads either way
-# Longer rows, forward: a program for each row. Few persistent programs, so that L2 keeps their rows for the second
-# pass, were slower: 132 of them have too little on its way.
-MANY = 64
-FORWARD_LONG = LongConfig(block=8192, warps=16, programs_per_sm=MANY, stages=3)
-FORWARD_LONG_ODD = LongConfig(block=1024, warps=8, programs_per_sm=MANY, stages=1, shifted=False)
-ROW_SUMS = {"COLUMNS": 2048, "num_warps": 8}
-BACKWARD_LONG = LongConfig(block=2048, warps=8, programs_per_sm=2, stages=4)
-ADD_PARTIAL_SUMS = {"ROWS": 128, "COLUMNS": 16, "num_warps": 4}
 
 Config = TypeVar("Config", ForwardConfig, BackwardConfig)
 
@@ -204,7 +142,7 @@ def forward(
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     shifts = columns % 4 != 0 and (
         (columns % 2 != 0 and config_for(FORWARD_SHIFTED, columns) is not None)
-        or clusters.config_for(clusters.FORWARD, columns) is not None
+        or clusters.forward_config(columns) is not None
         or (config_for(FORWARD, columns) is None and FORWARD_LONG_ODD.shifted)
     )
     parts = parts_of(columns, [x] if residual is None else [x, residual], shifts)

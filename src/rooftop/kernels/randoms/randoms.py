@@ -26,6 +26,7 @@ from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import Constants, power_of_two
 from rooftop.kernels.operands.references import without_kernels
 from rooftop.kernels.randoms.boxes import Box
+from rooftop.kernels.randoms.tables import DROPOUT, FILL, RandomConfig
 from rooftop.kernels.randoms.words import (
     WORD,
     normal_quantiles_reference,
@@ -110,18 +111,6 @@ def _below(value: float, dtype: torch.dtype) -> float:
 # ---- launch parameters -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RandomConfig:
-    """Elements of a program, and warps."""
-
-    elements: int
-    warps: int
-
-
-# Eight elements a thread, two blocks of the generator: their rounds run side by side. `benchmarks/tuning/randoms.py`
-# tries others; none has been timed yet.
-FILL = RandomConfig(elements=1024, warps=4)
-DROPOUT = RandomConfig(elements=1024, warps=4)
 REFERENCE_CHUNK = 1 << 18  # elements that the reference makes at once: it has several integers of 8 bytes for each
 
 

@@ -12,7 +12,6 @@ step is computed again in backward: nothing but the inputs is kept.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +22,7 @@ from rooftop.kernels.operands.checks import check_choice, check_dtype, check_sam
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import Constants, power_of_two
 from rooftop.kernels.operands.references import by_reference
+from rooftop.kernels.recurrent.tables import BACKWARD, FORWARD, GatesConfig
 from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import launch, require_triton
@@ -103,21 +103,7 @@ def _wide_scores(gates: Tensor, added: Tensor | None) -> Tensor:
     return gates.to(wide) if added is None else gates.to(wide) + added.to(wide)
 
 
-# ---- launch parameters -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class GatesConfig:
-    """Elements of the cell that a program works on, and warps."""
-
-    elements: int
-    warps: int
-
-
-# A thread has 4 elements of up to 9 tensors forward, and of up to 11 backward, which its registers hold without
-# spills. `benchmarks/tuning/conv_lstms.py` tries others; there are no figures of a whole run yet.
-FORWARD = GatesConfig(elements=512, warps=4)
-BACKWARD = GatesConfig(elements=512, warps=4)
+# ---- launches --------------------------------------------------------------------------------------------------
 
 
 def tile_of(config: GatesConfig, columns: int) -> Constants:

@@ -8,15 +8,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rooftop.kernels.operands.launch_data import ANY_BYTES, power_of_two
+from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.kernels.operands.strided_rows import merged, unit
+from rooftop.kernels.reductions.tables import (
+    ALL,
+    COLUMNS,
+    COMBINED,
+    FAR_ROWS,
+    GRADIENT_BLOCK_BYTES,
+    GRADIENT_WARPS,
+    LANE_ELEMENTS,
+    PLACES,
+    ROWS,
+    SHARE_BLOCK_BYTES,
+    SHARE_ELEMENTS,
+    SHARE_WARPS,
+    SHARE_WIDTH_BYTES,
+    SPLIT,
+    AllConfig,
+    ColumnConfig,
+    RowConfig,
+    SplitConfig,
+)
 from rooftop.launch.counters import counters
 from rooftop.launch.triton_launch import launch, launches_early, processors
 
@@ -25,85 +45,6 @@ KINDS = ("ties", "absolute_ties", "sum", "mean", "norm1", "norm2", "amax", "amin
 
 # ---- launch parameters -----------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class RowConfig:
-    """Where what is reduced is contiguous, in runs of up to `run_bytes`: results of a tile, bytes of each.
-    `stages`: tiles that are fetched ahead through shared memory; 1 is none."""
-
-    run_bytes: int
-    rows: int
-    block_bytes: int
-    warps: int
-    stages: int = 1
-
-
-@dataclass(frozen=True)
-class SplitConfig:
-    """How many programs an SM the blocks of a result are spread over, and whether the last one to arrive combines."""
-
-    programs_per_sm: int
-    last_combines: bool
-
-
-@dataclass(frozen=True)
-class ColumnConfig:
-    """Where what is kept is contiguous: bytes of it in a tile (more where little is reduced), bytes of the tile."""
-
-    width_bytes: int
-    tile_bytes: int
-    warps: int
-    stages: int = 1
-    split: SplitConfig = SplitConfig(4, True)
-
-
-@dataclass(frozen=True)
-class AllConfig:
-    """One result of up to `total_bytes` in contiguous memory.
-
-    `early`: launched while the kernel before may still run, which it waits for by itself (compute capability 9.0).
-    """
-
-    total_bytes: int
-    block_bytes: int
-    warps: int
-    split: SplitConfig
-    stages: int = 1
-    early: bool = False
-
-
-# The fastest of those measured on an H200: ROWS in half precision of 32, 128, 512, 2048, 4096, 8192 and 16384 bytes,
-# PLACES (where an extreme is: two numbers an element) of 256512 bytes, COLUMNS of sums over the first and a middle
-# dimension, ALL of 256 KiB, 4, 11, 23 and 64 MiB and 1 GiB in float32. Rows of 1 to 8 KiB in blocks of one warp each
-# need no sum across warps, and are fetched ahead.
-SHORT_ROWS = (
-    *(RowConfig(64, 128, 64, 4), RowConfig(128, 32, 128, 2), RowConfig(256, 32, 256, 4), RowConfig(1024, 8, 1024, 4)),
-)
-ROWS = (
-    *SHORT_ROWS,
-    *(RowConfig(4096, 8, 512, 4, stages=3), RowConfig(8192, 4, 512, 4, stages=3), RowConfig(ANY_BYTES, 1, 16384, 8)),
-)
-FAR_ROWS = (  # and a far dimension
-    *(replace(config, stages=3) for config in (*SHORT_ROWS, RowConfig(4096, 2, 4096, 4))),
-    RowConfig(ANY_BYTES, 1, 16384, 8, stages=4),
-)
-PLACES = (*SHORT_ROWS, RowConfig(4096, 2, 4096, 4), RowConfig(ANY_BYTES, 1, 8192, 8))
-COLUMNS = ColumnConfig(width_bytes=128, tile_bytes=4096, warps=2, stages=4, split=SplitConfig(8, last_combines=True))
-SPLIT = SplitConfig(programs_per_sm=4, last_combines=True)
-ALL = (
-    AllConfig(1 << 15, 32768, 16, SplitConfig(1, True), early=True),
-    AllConfig(1 << 23, 8192, 8, SplitConfig(4, True), early=True),
-    AllConfig(1 << 25, 8192, 8, SplitConfig(8, True), early=True),
-    AllConfig(1 << 27, 16384, 8, SplitConfig(8, True), early=True),
-    AllConfig(ANY_BYTES, 16384, 8, SplitConfig(4, True), stages=3),
-)
-GRADIENT_BLOCK_BYTES, GRADIENT_WARPS = 8192, 4  # of a tile of x
-SHARE_ELEMENTS = 1 << 15  # of a tile, at most, whose ties are counted by the kernel that writes their gradient
-SHARE_WIDTH_BYTES = 128  # of that tile, at least, where what is kept is contiguous
-SHARE_BLOCK_BYTES, SHARE_WARPS = 4096, 4  # of that tile; more where it needs more
-
-LANE_ELEMENTS = 32  # of a thread, at most: of small integers a tile would have more than registers can add up
-COMBINED = 4096  # partial results that a program of four warps and more holds at once
 
 Constants = dict[str, Any]
 

@@ -8,7 +8,6 @@ share their tile with their like, and tables that stand in the order in which th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -17,78 +16,16 @@ from torch import Tensor
 from rooftop.cost import matrix_precision
 from rooftop.kernels.operands.launch_data import WordConstants, is_wide, power_of_two
 from rooftop.kernels.operands.references import without_kernels
+from rooftop.kernels.sites import tables
+from rooftop.kernels.sites.tables import RowsConfig, WeightConfig
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
-# ---- launch parameters -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RowsConfig:
-    """The tile of `sparse_conv_rows` for up to `channels` channels of the result: rows, columns, channels of the
-    operands at a time, warps, and stages of its pipeline."""
-
-    channels: int
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-@dataclass(frozen=True)
-class WeightConfig:
-    """The tile of `sparse_conv_weight_gradient` for up to `channels` channels of features and result: channels of the
-    result and of the features, pairs at a time, warps, stages, and programs for each multiprocessor."""
-
-    channels: int
-    outs: int
-    ins: int
-    depth: int
-    warps: int
-    stages: int
-    programs_per_sm: int
-
-
-ANY = 1 << 31
-
-# Of those tried on an H200 the fastest at 64, 128 and 256 channels, and within 1% of it at 32; WEIGHT_HALF was not
-# timed beyond 128 channels (results/h200/tune_sparse_convs.json of the benchmarks). Those of float32 are predicted.
-HALF = (
-    RowsConfig(32, 128, 32, 32, 4, 5),
-    RowsConfig(64, 128, 64, 64, 4, 5),
-    RowsConfig(128, 128, 128, 64, 8, 5),
-    RowsConfig(ANY, 128, 256, 64, 8, 5),
-)
-SINGLE = (RowsConfig(32, 64, 32, 32, 4, 3), RowsConfig(ANY, 64, 64, 32, 4, 3))
-WEIGHT_HALF = (
-    WeightConfig(32, 32, 32, 64, 4, 3, 8),
-    WeightConfig(64, 64, 64, 64, 4, 5, 4),
-    WeightConfig(ANY, 128, 128, 64, 8, 5, 2),
-)
-WEIGHT_SINGLE = (WeightConfig(ANY, 64, 64, 32, 4, 3, 8),)
-# Where tiles are fewer than multiprocessors, they are made shorter, down to these rows.
-LEAST_ROWS = 32
-# From so many rows on, those whose order is not given are sorted: below, a sort takes longer than what it saves
-# (predicted).
-SORTED_FROM = 1 << 16
-# Whether what is made for sorting has the table in that order, too: see `row_order`.
-TABLES_SORTED = True
-# From so many rows on, the gradient of the weight reads lists of pairs of a table that is not sorted: below, making
-# them takes longer than reading rows that have no neighbour (predicted).
-LISTED_FROM = 1 << 14
-# Rows of a sorted table that the gradient of the weight takes or leaves together, a multiple of each `depth` above. Of
-# those that it takes on a surface, nearly all have a neighbour.
-BLOCK_ROWS = 64
-# A sorted table of more rows is none that its blocks number with int32.
-MOST_SORTED = 1 << 30
-MASK_ROWS, SORT_ROWS, PAIR_ROWS, TABLE_WARPS = 64, 128, 128, 4  # rows of a program that reads a table alone
-KEY_ROWS, SAMPLE, SAMPLE_ROWS, SAMPLE_WARPS, SCANNED = 256, 4096, 1024, 16, 1024
-PIECES, ELEMENTS = 32, 128  # of a tile that adds up the sums of pieces
+# ---- launches --------------------------------------------------------------------------------------------------
 
 
 def rows_tile(rows: int, out_channels: int, channels: int, features: Tensor) -> WordConstants:
     """Launch parameters of `sparse_conv_rows` for M results of O channels, and C channels of the operands."""
-    table = SINGLE if features.dtype == torch.float32 else HALF
+    table = tables.SINGLE if features.dtype == torch.float32 else tables.HALF
     return _rows_tile(table, rows, out_channels, channels, processors(features))
 
 
@@ -97,7 +34,7 @@ def _rows_tile(table: tuple[RowsConfig, ...], rows: int, out_channels: int, chan
     config = next(config for config in table if out_channels <= config.channels)
     columns = min(config.columns, _power_of_two(out_channels))
     height = config.rows
-    while height > LEAST_ROWS and -(-rows // height) * -(-out_channels // columns) < sms:
+    while height > tables.LEAST_ROWS and -(-rows // height) * -(-out_channels // columns) < sms:
         height //= 2
     return {
         "ROWS": height,
@@ -113,7 +50,7 @@ def weight_tile(
 ) -> tuple[WordConstants, int, int]:
     """Launch parameters of `sparse_conv_weight_gradient` where no tap has more than `length` pairs: its tile, for how
     many parts it is launched (of all pairs where they are listed, else of each tap), and pieces at most."""
-    table = WEIGHT_SINGLE if features.dtype == torch.float32 else WEIGHT_HALF
+    table = tables.WEIGHT_SINGLE if features.dtype == torch.float32 else tables.WEIGHT_HALF
     return _weight_tile(table, out_channels, channels, taps, length, listed, processors(features))
 
 
@@ -163,9 +100,10 @@ def neighbour_masks(neighbours: Tensor) -> Tensor:
     from rooftop.kernels.sites.triton_kernels.sparse_convs import neighbour_bits
 
     table = neighbours.contiguous()
-    tile: WordConstants = {"ROWS": MASK_ROWS, "num_warps": TABLE_WARPS}
+    tile: WordConstants = {"ROWS": tables.MASK_ROWS, "num_warps": tables.TABLE_WARPS}
     launch(
-        neighbour_bits, (-(-rows // MASK_ROWS),), table.device, table, masks, rows, TAPS=taps, WIDE=is_wide(table),
+        neighbour_bits, (-(-rows // tables.MASK_ROWS),), table.device, table, masks, rows, TAPS=taps,
+        WIDE=is_wide(table),
         **tile,
     )  # fmt: skip
     return masks
@@ -186,7 +124,7 @@ def _mask_keys(masks: Tensor) -> Tensor:
     rows, words = masks.shape
     if without_kernels(masks.device):
         bits = ((masks[:, :, None] >> torch.arange(32)) & 1).flatten(1).long()
-        rarest_first = bits[torch.arange(SAMPLE) * rows // SAMPLE].sum(0).sort(stable=True).indices[:64]
+        rarest_first = bits[torch.arange(tables.SAMPLE) * rows // tables.SAMPLE].sum(0).sort(stable=True).indices[:64]
         parities = bits[:, rarest_first].cumsum(1) % 2
         parities[:, 0] -= 1  # the slowest bit of 64 is a sign
         return (parities << torch.arange(len(rarest_first)).flip(0)).sum(1)
@@ -196,12 +134,13 @@ def _mask_keys(masks: Tensor) -> Tensor:
     counts = torch.empty(32 * words, dtype=torch.int32, device=masks.device)
     keys = torch.empty(rows, dtype=torch.int32 if words == 1 else torch.int64, device=masks.device)
     launch(
-        count_bits, (words,), masks.device, masks, counts, rows, WORDS=words, SAMPLE=SAMPLE, ROWS=SAMPLE_ROWS,
-        num_warps=SAMPLE_WARPS,
+        count_bits, (words,), masks.device, masks, counts, rows, WORDS=words,
+        SAMPLE=tables.SAMPLE, ROWS=tables.SAMPLE_ROWS,
+        num_warps=tables.SAMPLE_WARPS,
     )  # fmt: skip
     launch(
-        mask_keys, (-(-rows // KEY_ROWS),), masks.device, masks, counts, keys, rows, WORDS=words,
-        WIDE=is_wide(masks), ROWS=KEY_ROWS, num_warps=TABLE_WARPS,
+        mask_keys, (-(-rows // tables.KEY_ROWS),), masks.device, masks, counts, keys, rows, WORDS=words,
+        WIDE=is_wide(masks), ROWS=tables.KEY_ROWS, num_warps=tables.TABLE_WARPS,
     )  # fmt: skip
     return keys
 
@@ -220,8 +159,9 @@ def sorted_table(neighbours: Tensor, order: Tensor) -> Tensor:
     given, order = neighbours.contiguous(), order.contiguous()
     table = torch.empty(1 + words + taps, rows, dtype=torch.int32, device=given.device)
     launch(
-        sort_table, (-(-rows // SORT_ROWS),), given.device, given, order, table, rows, TAPS=taps, WIDE=is_wide(table),
-        WIDTH=_width(taps), ROWS=SORT_ROWS, num_warps=TABLE_WARPS,
+        sort_table, (-(-rows // tables.SORT_ROWS),), given.device, given, order, table, rows,
+        TAPS=taps, WIDE=is_wide(table),
+        WIDTH=_width(taps), ROWS=tables.SORT_ROWS, num_warps=tables.TABLE_WARPS,
     )  # fmt: skip
     return table
 
@@ -230,16 +170,16 @@ def row_order(neighbours: Tensor) -> Tensor:
     """What `sparse_conv` takes as the order of a table (M, T): where TABLES_SORTED says so its `sorted_table`, else the
     order (M,) alone. `row_order_shape` is its shape. Fewer rows than SORTED_FROM stay as they are."""
     rows = neighbours.shape[0]
-    if rows < SORTED_FROM:
+    if rows < tables.SORTED_FROM:
         order = torch.arange(rows, dtype=torch.int32, device=neighbours.device)
     else:
         order = rows_by_mask(neighbour_masks(neighbours))
-    return sorted_table(neighbours, order) if TABLES_SORTED and rows <= MOST_SORTED else order.int()
+    return sorted_table(neighbours, order) if tables.TABLES_SORTED and rows <= tables.MOST_SORTED else order.int()
 
 
 def row_order_shape(rows: int, taps: int) -> tuple[int, ...]:
     """The shape of a table's `row_order`."""
-    return (1 + -(-taps // 32) + taps, rows) if TABLES_SORTED and rows <= MOST_SORTED else (rows,)
+    return (1 + -(-taps // 32) + taps, rows) if tables.TABLES_SORTED and rows <= tables.MOST_SORTED else (rows,)
 
 
 def unsorted_table(table: Tensor, taps: int) -> Tensor:
@@ -257,10 +197,10 @@ def blocks_of(table: Tensor, taps: int) -> tuple[Tensor, Tensor]:
     """Which blocks of BLOCK_ROWS rows of a `sorted_table` have a neighbour at a tap: (T, ceil(M / BLOCK_ROWS)) int32,
     ascending, and how many they are, (T,) int32; what lies beyond is anything."""
     rows = table.shape[1]
-    blocks = -(-rows // BLOCK_ROWS)
+    blocks = -(-rows // tables.BLOCK_ROWS)
     if without_kernels(table.device):
-        known = torch.nn.functional.pad(table[table.shape[0] - taps :] >= 0, (0, blocks * BLOCK_ROWS - rows))
-        has = known.view(taps, blocks, BLOCK_ROWS).any(2)
+        known = torch.nn.functional.pad(table[table.shape[0] - taps :] >= 0, (0, blocks * tables.BLOCK_ROWS - rows))
+        has = known.view(taps, blocks, tables.BLOCK_ROWS).any(2)
         return (~has).sort(dim=1, stable=True).indices.int(), has.sum(1, dtype=torch.int32)
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_convs import block_bits, list_blocks
@@ -271,9 +211,10 @@ def blocks_of(table: Tensor, taps: int) -> tuple[Tensor, Tensor]:
     counts = torch.empty(taps, dtype=torch.int32, device=table.device)
     launch(
         block_bits, (blocks,), table.device, table, bits, rows, blocks, TAPS=taps, WIDE=is_wide(table),
-        BLOCK=BLOCK_ROWS, num_warps=1,
+        BLOCK=tables.BLOCK_ROWS, num_warps=1,
     )  # fmt: skip
-    launch(list_blocks, (taps,), table.device, bits, lists, counts, blocks, SCANNED=SCANNED, num_warps=TABLE_WARPS)
+    constants = {"SCANNED": tables.SCANNED, "num_warps": tables.TABLE_WARPS}
+    launch(list_blocks, (taps,), table.device, bits, lists, counts, blocks, **constants)
     return lists, counts
 
 
@@ -290,16 +231,17 @@ def pairs_of(neighbours: Tensor, sites: int) -> tuple[Tensor, Tensor]:
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_convs import count_pairs, list_pairs, start_pairs
 
-    table, blocks = neighbours.contiguous(), -(-rows // PAIR_ROWS)
+    table, blocks = neighbours.contiguous(), -(-rows // tables.PAIR_ROWS)
     pairs = torch.empty(2, taps, capacity, dtype=torch.int32, device=table.device)
     counts, starts = torch.empty(2, taps, blocks, dtype=torch.int32, device=table.device).unbind(0)
     totals = torch.empty(taps, dtype=torch.int32, device=table.device)
-    tile: WordConstants = {"ROWS": PAIR_ROWS, "WIDTH": _width(taps), "TAPS": taps, "WIDE": is_wide(table, pairs)}
-    launch(count_pairs, (blocks,), table.device, table, counts, sites, rows, **tile, num_warps=TABLE_WARPS)
-    launch(start_pairs, (taps,), table.device, counts, starts, totals, blocks, BLOCKS=SCANNED, num_warps=TABLE_WARPS)
+    tile: WordConstants = {"ROWS": tables.PAIR_ROWS, "WIDTH": _width(taps), "TAPS": taps, "WIDE": is_wide(table, pairs)}
+    launch(count_pairs, (blocks,), table.device, table, counts, sites, rows, **tile, num_warps=tables.TABLE_WARPS)
+    scan = {"BLOCKS": tables.SCANNED, "num_warps": tables.TABLE_WARPS}
+    launch(start_pairs, (taps,), table.device, counts, starts, totals, blocks, **scan)
     launch(
         list_pairs, (blocks,), table.device, table, starts, pairs, sites, rows, capacity, **tile,
-        num_warps=TABLE_WARPS,
+        num_warps=tables.TABLE_WARPS,
     )  # fmt: skip
     return pairs, totals
 
@@ -360,7 +302,7 @@ def convolved(
     out = features.new_empty(rows, out_channels)
     if features.numel() == 0 or out.numel() == 0:
         return out.zero_() if bias is None else out.copy_(bias)
-    if order is None and rows >= SORTED_FROM and neighbours is not None:
+    if order is None and rows >= tables.SORTED_FROM and neighbours is not None:
         order = row_order(neighbours)
     neighbours = order if has_table(order) or neighbours is None else neighbours.contiguous()
     tile = rows_tile(rows, out_channels, channels, features)
@@ -400,11 +342,11 @@ def weight_gradient(
         return features.new_zeros(out_channels, taps, channels)
     if has_table(order) and (pairs is None or pairs[0].dim() == 2):
         assert order is not None
-        table, block = order.contiguous(), BLOCK_ROWS
+        table, block = order.contiguous(), tables.BLOCK_ROWS
         pairs = blocks_of(table, taps) if pairs is None else pairs
     elif neighbours is not None:
         table, block = neighbours.contiguous(), 0
-        pairs = pairs_of(table, sites) if pairs is None and rows >= LISTED_FROM else pairs
+        pairs = pairs_of(table, sites) if pairs is None and rows >= tables.LISTED_FROM else pairs
     else:  # pairs as they are, which no table is needed for
         assert pairs is not None
         table, block = pairs[0], 0
@@ -426,8 +368,10 @@ def weight_gradient(
     )  # fmt: skip
     if not whole:
         launch(
-            sum_pieces, (taps, -(-out_channels * channels // ELEMENTS)), out.device, sums, counts, out, capacity, parts,
-            DEPTH=tile["DEPTH"], PIECES=PIECES, ELEMENTS=ELEMENTS, **constants, num_warps=TABLE_WARPS,
+            sum_pieces, (taps, -(-out_channels * channels // tables.ELEMENTS)), out.device,
+            sums, counts, out, capacity, parts,
+            DEPTH=tile["DEPTH"], PIECES=tables.PIECES, ELEMENTS=tables.ELEMENTS, **constants,
+            num_warps=tables.TABLE_WARPS,
         )  # fmt: skip
     return out
 

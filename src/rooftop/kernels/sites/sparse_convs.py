@@ -13,7 +13,7 @@ The gradient of the features is the same product through the reverse table, with
 scattered, no atomics. The gradient of the weight is a sum over the pairs of each tap, cut into pieces of one length
 whose float32 sums are always added in the same order. Deterministic: the same bits each time.
 
-`launches.py` has the launch parameters and launches the kernels.
+`tables.py` has the launch parameters, `launches.py` launches the kernels.
 """
 
 from __future__ import annotations
@@ -30,16 +30,9 @@ from rooftop.kernels.operands.autocasting import under_autocast
 from rooftop.kernels.operands.checks import check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.references import by_reference
-from rooftop.kernels.sites.launches import (
-    BLOCK_ROWS,
-    convolved,
-    has_table,
-    rows_of,
-    sorted_table,
-    unsorted_table,
-    weight_gradient,
-)
+from rooftop.kernels.sites.launches import convolved, has_table, rows_of, sorted_table, unsorted_table, weight_gradient
 from rooftop.kernels.sites.neighbour_tables import check_neighbours, check_reverse
+from rooftop.kernels.sites.tables import BLOCK_ROWS
 from rooftop.launch.operators import (
     differentiable,
     in_pytorch,

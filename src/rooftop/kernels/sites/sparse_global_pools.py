@@ -11,7 +11,6 @@ not depend on the order of rows. (spconv goes through the batch elements in Pyth
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from rooftop.kernels.operands.dtypes import INDICES, accumulator_dtype
 from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.kernels.operands.references import by_reference
 from rooftop.kernels.sites.sparse_pools import check_features
+from rooftop.kernels.sites.tables import GLOBAL
 from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import launch, processors, require_triton
@@ -58,24 +58,6 @@ def _counts(element: Tensor, batch_size: int) -> Tensor:
     """How many sites each batch element has, (B,) int32."""
     return (element[:, None] == torch.arange(batch_size, device=element.device)).sum(0, dtype=torch.int32)
 
-
-# ---- launch parameters -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class GlobalConfig:
-    """Bytes of a tile, columns of it at most, rows of a program at least, programs for each multiprocessor that rows
-    are shared among, and warps."""
-
-    tile_bytes: int
-    columns: int
-    share: int
-    programs_per_sm: int
-    warps: int
-
-
-# Predicted, not measured: 16 bytes a thread twice over, and as many programs as a multiprocessor holds.
-GLOBAL = GlobalConfig(tile_bytes=4096, columns=64, share=256, programs_per_sm=8, warps=4)
 
 # ---- implementation --------------------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ multiplied by the number of neighbours where it should be divided.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import Constants, is_wide, power_of_two
 from rooftop.kernels.operands.references import by_reference
 from rooftop.kernels.sites.neighbour_tables import check_neighbours, check_reverse
+from rooftop.kernels.sites.tables import POOL_BACKWARD, POOL_FORWARD, PoolConfig
 from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import launch, require_triton
@@ -90,22 +90,7 @@ def _counts(neighbours: Tensor, sites: int) -> Tensor:
     return ((neighbours >= 0) & (neighbours < sites)).sum(1, dtype=torch.int32)
 
 
-# ---- launch parameters -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PoolConfig:
-    """Bytes of a tile of one tap, columns of it at most, taps on their way at once, and warps."""
-
-    tile_bytes: int
-    columns: int
-    ahead: int
-    warps: int
-
-
-# Predicted, not measured: 16 bytes a thread for each tap that is on its way; backward loads two tensors for each.
-FORWARD = PoolConfig(tile_bytes=2048, columns=128, ahead=8, warps=4)
-BACKWARD = PoolConfig(tile_bytes=2048, columns=128, ahead=4, warps=4)
+# ---- launches --------------------------------------------------------------------------------------------------
 
 
 def _tile(config: PoolConfig, rows: int, x: Tensor, taps: int) -> tuple[tuple[int], Constants]:
@@ -143,7 +128,7 @@ def _forward(features: Tensor, neighbours: Tensor, average: bool) -> tuple[Tenso
     from rooftop.kernels.sites.triton_kernels.sparse_pools import sparse_pool_rows
 
     features, neighbours = features.contiguous(), neighbours.contiguous()
-    grid, tile = _tile(FORWARD, rows, features, taps)
+    grid, tile = _tile(POOL_FORWARD, rows, features, taps)
     tensors = (features, neighbours, out, counts)
     wide = is_wide(features, neighbours, out)
     launch(sparse_pool_rows, grid, features.device, *tensors, sites, rows, AVERAGE=average, WIDE=wide, **tile)
@@ -168,7 +153,7 @@ def _backward(
 
     table = (neighbours if reverse is None else reverse).contiguous()
     dy, features = dy.contiguous(), None if features is None else features.contiguous()
-    grid, tile = _tile(BACKWARD, sites, dy, table.shape[1])
+    grid, tile = _tile(POOL_BACKWARD, sites, dy, table.shape[1])
     launch(
         sparse_pool_gradient, grid, dy.device, dy, y, features, counts, table, dfeatures, sites, dy.shape[0],
         AVERAGE=y is None, MIRRORED=reverse is None, WIDE=is_wide(dy, table, dfeatures), **tile,

@@ -23,6 +23,7 @@ from torch import Tensor
 from rooftop.errors import MissingExtraError
 from rooftop.kernels.operands.cuda_texts import cuda_text
 from rooftop.kernels.operands.dtypes import CPP_TYPES
+from rooftop.kernels.softmaxes.tables import ClusterConfig, OddRows, Table
 from rooftop.launch import cuda, nvrtc
 from rooftop.launch.triton_launch import shared_memory_bytes
 
@@ -33,73 +34,6 @@ GROUP_BYTES = 16
 # ---- launch parameters -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ClusterConfig:
-    """How rows of more than `above_bytes`, up to `row_bytes` (of one tensor), are worked on.
-
-    Attributes:
-        blocks: of a cluster, 1 to 16: what a row is divided into.
-        threads: of a block, a multiple of 32.
-        held: 16-byte groups of each tensor that a thread keeps in registers, enough for its share of a part.
-        stages: rows in shared memory at a time, 1 to 6.
-        odd: for rows that begin or end within a group of 16 bytes; or else for those of whole groups.
-    """
-
-    above_bytes: int
-    row_bytes: int
-    blocks: int
-    threads: int
-    held: int
-    stages: int = 2
-    odd: bool = False
-
-
-@dataclass(frozen=True)
-class OddRows:
-    """Rows that begin or end within a group of 16 bytes get the first of the `fullest` clusters.
-
-    Attributes:
-        above_bytes, row_bytes, stages: as of ClusterConfig.
-        unless: but not rows that all begin at multiples of so many bytes: Triton's kernels load those at once.
-    """
-
-    above_bytes: int
-    row_bytes: int
-    stages: int = 2
-    unless: int = GROUP_BYTES
-
-
-Table = tuple[ClusterConfig | OddRows, ...]
-
-# From an H200 (results/h200/tune_clusters.json): what is not here is faster by Triton's kernels.
-CLUSTER_FORWARD: Table = (
-    OddRows(4096, 12_000),
-    OddRows(12_000, 32_768, unless=8),
-    OddRows(32_768, 524_000),
-    ClusterConfig(32_768, 65_536, 4, 128, 8),
-    ClusterConfig(65_536, 131_072, 8, 128, 8),
-    ClusterConfig(131_072, 262_144, 8, 256, 8),
-    ClusterConfig(262_144, 524_288, 16, 256, 8),
-)
-CLUSTER_BACKWARD: Table = (
-    OddRows(4096, 49_000, unless=4),
-    OddRows(49_000, 262_000),
-    OddRows(262_000, 524_000, stages=1),
-    ClusterConfig(24_576, 32_768, 1, 256, 8),
-    ClusterConfig(32_768, 65_536, 4, 256, 4),
-    ClusterConfig(65_536, 131_072, 4, 256, 8),
-    ClusterConfig(131_072, 262_144, 8, 512, 4),
-    ClusterConfig(262_144, 524_288, 16, 256, 8, 1),
-)
-CLUSTER_FUSED: Table = (  # cross entropy and its gradient
-    OddRows(4096, 8200, unless=8),
-    OddRows(8200, 524_000),
-    ClusterConfig(16_384, 32_768, 2, 128, 8),
-    ClusterConfig(32_768, 65_536, 2, 256, 8),
-    ClusterConfig(65_536, 131_072, 4, 256, 8),
-    ClusterConfig(131_072, 262_144, 8, 256, 8),
-    ClusterConfig(262_144, 524_288, 8, 512, 8),
-)
 RESIDENT_THREADS = 512  # on an SM, of 128 registers each: RESIDENT in clusters.cu
 BLOCKS, HELD, THREADS = (1, 2, 4, 8, 16), range(3, 9), range(64, 513)  # of the clusters that odd rows may get
 

@@ -22,7 +22,7 @@ from rooftop.kernels.operands.launch_data import WordConstants
 from rooftop.kernels.operands.references import by_reference
 from rooftop.kernels.operands.row_tiles import group_of, long_tile, tile, tile_config
 from rooftop.kernels.operands.strided_rows import merged, rows_of, unit
-from rooftop.kernels.softmaxes import clusters
+from rooftop.kernels.softmaxes import clusters, tables
 from rooftop.kernels.softmaxes.tables import BACKWARD, BACKWARD_LONG, FORWARD, FORWARD_LONG
 from rooftop.launch.operators import (
     by_formula,
@@ -89,7 +89,7 @@ def _forward(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: tor
         return y
     table = rows_of(x)
     normal = 2.0**-126 <= abs(scale) <= 2.0**126  # as a float32: what is not in a row is -inf there, and not x 0
-    plan = clusters.plan(clusters.CLUSTER_FORWARD, (table,), y) if mask is None and normal else None
+    plan = clusters.plan(tables.CLUSTER_FORWARD, (table,), y) if mask is None and normal else None
     if plan is not None:
         clusters.softmax_forward(plan, table, y, scale, log)
         return y
@@ -121,7 +121,7 @@ def _backward(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: boo
     if dx.numel() == 0:
         return dx
     dy, y_rows = rows_of(dy), rows_of(y.contiguous())
-    plan = clusters.plan(clusters.CLUSTER_BACKWARD, (dy, y_rows), dx) if mask is None else None
+    plan = clusters.plan(tables.CLUSTER_BACKWARD, (dy, y_rows), dx) if mask is None else None
     if plan is not None:
         clusters.softmax_backward(plan, dy, y_rows, dx, scale, log)
         return dx
