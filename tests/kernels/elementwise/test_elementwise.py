@@ -25,8 +25,7 @@ from torch import Tensor
 
 from rooftop.cost import CountingMode
 from rooftop.kernels import add, axpy, fused, gelu, mul, relu, sigmoid, silu, tanh
-from rooftop.kernels.elementwise import expressions
-from rooftop.kernels.elementwise import launches as elementwise_launches
+from rooftop.kernels.elementwise import expressions, tables
 from rooftop.kernels.elementwise.expression_texts import parse, text_of
 from rooftop.kernels.elementwise.expression_types import NUMBER, SINGLE, TENSOR, Kind, promoted, types_of
 from rooftop.kernels.elementwise.expressions import DTYPES, argument
@@ -188,8 +187,8 @@ SUMMED = {
 def test_sums_of_gradients_in_tiles_of_any_size(case: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops over tiles, and partial sums, in small."""
     for table in ("SUMS", "LONG_SUMS"):
-        monkeypatch.setattr(elementwise_launches, table, elementwise_launches.TileConfig(128, 32, 1))
-    monkeypatch.setattr(elementwise_launches, "PROGRAMS_PER_SM", 2)
+        monkeypatch.setattr(tables, table, tables.TileConfig(128, 32, 1))
+    monkeypatch.setattr(tables, "PROGRAMS_PER_SM", 2)
     function = expression_of(len(SUMMED[case]))
     orders: list[Function] = [
         lambda t: t,

@@ -16,6 +16,7 @@ from torch import Tensor
 from rooftop.cost import CountingMode
 from rooftop.kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from rooftop.kernels.norms import launches as norm_launches
+from rooftop.kernels.norms import tables
 from rooftop.kernels.norms.tables import ForwardConfig, LongConfig
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.testing import assert_as_accurate
@@ -149,11 +150,11 @@ def test_gate_of_rows_at_odd_addresses(name: str, rows: int, columns: int, dtype
 def short_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a few hundred elements are long ones."""
     for table in ("FORWARD", "BACKWARD", "FORWARD_SHIFTED", "BACKWARD_SHIFTED"):
-        monkeypatch.setattr(norm_launches, table, ())
-    monkeypatch.setattr(norm_launches, "FORWARD_HELD", ForwardConfig(1, 1, 16, 4))
+        monkeypatch.setattr(tables, table, ())
+    monkeypatch.setattr(tables, "FORWARD_HELD", ForwardConfig(1, 1, 16, 4))
     for config in ("FORWARD_LONG", "FORWARD_LONG_ODD", "BACKWARD_LONG"):
-        monkeypatch.setattr(norm_launches, config, LongConfig(64, 4, 2, 2))
-    monkeypatch.setattr(norm_launches, "ROW_SUMS", {"COLUMNS": 128, "num_warps": 4})
+        monkeypatch.setattr(tables, config, LongConfig(64, 4, 2, 2))
+    monkeypatch.setattr(tables, "ROW_SUMS", {"COLUMNS": 128, "num_warps": 4})
 
 
 @pytest.mark.parametrize(("columns", "dtype"), [(136, torch.float32), (203, torch.bfloat16)])
@@ -164,10 +165,10 @@ def test_gate_of_rows_longer_than_a_tile(name: str, columns: int, dtype: torch.d
 
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 def test_gate_of_long_rows_of_fours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm_launches, "FOURS_FROM", 100)
+    monkeypatch.setattr(tables, "FOURS_FROM", 100)
     for table in ("FORWARD_FOURS", "FORWARD_FOURS_RMS"):
-        monkeypatch.setattr(norm_launches, table, (ForwardConfig(1000, 1, 64, 4),))
-    monkeypatch.setattr(norm_launches, "FORWARD", ())  # without them it would go another way
+        monkeypatch.setattr(tables, table, (ForwardConfig(1000, 1, 64, 4),))
+    monkeypatch.setattr(tables, "FORWARD", ())  # without them it would go another way
     assert_gate(name, inputs_of(name, 5, 204, dtype=torch.bfloat16), PLAIN)
 
 
@@ -234,8 +235,8 @@ def test_a_large_offset_does_not_swamp_the_variance(monkeypatch: pytest.MonkeyPa
     x = 1e4 + torch.randn(9, 333)
     assert_gate("layer_norm", [x, None, None])
     assert layer_norm(x, 333).std(unbiased=False).item() == pytest.approx(1, abs=0.01)
-    monkeypatch.setattr(norm_launches, "FORWARD", ())
-    monkeypatch.setattr(norm_launches, "FORWARD_LONG_ODD", LongConfig(32, 4, 2, 1))
+    monkeypatch.setattr(tables, "FORWARD", ())
+    monkeypatch.setattr(tables, "FORWARD_LONG_ODD", LongConfig(32, 4, 2, 1))
     torch.testing.assert_close(layer_norm(x, 333), F.layer_norm(x.double(), (333,)).float(), rtol=1e-3, atol=2e-3)
 
 
@@ -439,10 +440,10 @@ def test_what_is_fetched_ahead_fits_in_shared_memory(
 ) -> None:
     monkeypatch.setattr(norm_launches, "shared_memory_bytes", lambda tensor: 232_448)  # an H200's
     rows = [torch.empty(1, columns) for _ in range(tensors)]
-    config = norm_launches.config_for(norm_launches.BACKWARD, columns) or norm_launches.BACKWARD_LONG
-    length = columns if isinstance(config, norm_launches.BackwardConfig) else config.block
+    config = norm_launches.config_for(tables.BACKWARD, columns) or tables.BACKWARD_LONG
+    length = columns if isinstance(config, tables.BackwardConfig) else config.block
     count = norm_launches.stages(config, rows, length)
-    height = config.rows if isinstance(config, norm_launches.BackwardConfig) else 1
+    height = config.rows if isinstance(config, tables.BackwardConfig) else 1
     assert count == 1 or 4 * height * length * tensors * count < 232_448
 
 

@@ -15,7 +15,9 @@ from torch import Tensor
 from rooftop import kernels
 from rooftop.cost import CountingMode
 from rooftop.kernels import amax, amin, argmax, argmin, mean, norm, sum
+from rooftop.kernels.operands.launch_data import ANY_BYTES
 from rooftop.kernels.reductions import launches as reduction_launches
+from rooftop.kernels.reductions import tables
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.launch import counters as counting
 from rooftop.testing import assert_as_accurate
@@ -114,16 +116,12 @@ def test_places(dtype: torch.dtype) -> None:
 @pytest.fixture(params=[True, False], ids=["last combines", "second kernel"])
 def last_combines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Small tiles, so that little is enough to be split, and both ways to combine."""
-    split = reduction_launches.SplitConfig(4, request.param)
-    monkeypatch.setattr(reduction_launches, "SPLIT", split)
-    monkeypatch.setattr(
-        reduction_launches, "ALL", (reduction_launches.AllConfig(reduction_launches.ANY_BYTES, 256, 4, split),)
-    )
+    split = tables.SplitConfig(4, request.param)
+    monkeypatch.setattr(tables, "SPLIT", split)
+    monkeypatch.setattr(tables, "ALL", (tables.AllConfig(ANY_BYTES, 256, 4, split),))
     for table in ("ROWS", "PLACES"):
-        monkeypatch.setattr(
-            reduction_launches, table, (reduction_launches.RowConfig(reduction_launches.ANY_BYTES, 2, 256, 4),)
-        )
-    monkeypatch.setattr(reduction_launches, "COLUMNS", reduction_launches.ColumnConfig(64, 1024, 4, split=split))
+        monkeypatch.setattr(tables, table, (tables.RowConfig(ANY_BYTES, 2, 256, 4),))
+    monkeypatch.setattr(tables, "COLUMNS", tables.ColumnConfig(64, 1024, 4, split=split))
     reduction_launches._plan.cache_clear()
     yield bool(request.param)
     reduction_launches._plan.cache_clear()
@@ -296,7 +294,7 @@ def test_ties_and_zeros_share_the_gradient_as_in_pytorch(dim: int | None, kind: 
 def test_ties_are_counted_by_either_kernel(
     dim: int | None, kernels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reduction_launches, "SHARE_ELEMENTS", 4096 if len(kernels) == 1 else 0)
+    monkeypatch.setattr(tables, "SHARE_ELEMENTS", 4096 if len(kernels) == 1 else 0)
     x = torch.randint(-3, 4, (37, 100)).float().requires_grad_()
     for kind in ("amax", "norm_inf"):
         mine, truth = (f(kind)(x, dim) for f in (ours, by_torch))
@@ -320,7 +318,7 @@ def test_a_tile_that_counts_ties_is_wide_where_columns_are() -> None:
 
 
 def test_partial_results_fill_the_steps_of_who_combines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reduction_launches, "COLUMNS", reduction_launches.ColumnConfig(256, 8192, 8))
+    monkeypatch.setattr(tables, "COLUMNS", tables.ColumnConfig(256, 8192, 8))
     view = reduction_launches.view_of((1 << 17, 1024), (1024, 1), (0,), False)
     assert view is not None
     plan = reduction_launches._plan(view, "sum", torch.bfloat16, torch.bfloat16, 132, False)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftop.kernels.elementwise import tables
 from rooftop.kernels.elementwise.expression_sources import (
     Access,
     Layout,
@@ -24,7 +25,7 @@ from rooftop.kernels.elementwise.expression_sources import (
 )
 from rooftop.kernels.elementwise.expression_types import Kind
 from rooftop.kernels.elementwise.programs import Plan, plan_of
-from rooftop.kernels.elementwise.tables import FLAT, LONG_SUMS, PROGRAMS_PER_SM, SQUARE, SUMS, TILES, FlatConfig
+from rooftop.kernels.elementwise.tables import FlatConfig
 from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.kernels.operands.strided_rows import unit
 from rooftop.kernels.reductions.launches import reduce_into, viewed
@@ -102,13 +103,15 @@ def _launch_tiles(
     rows = math.prod(size for size, _ in outer)
     turned = any(steps[n] > 1 and outer[-1][1][n] == 1 for n in range(len(accesses)))
     loops = "rows" in layout.sums
-    config = SQUARE if turned else LONG_SUMS if loops else SUMS if any(layout.sums) else TILES
+    config = (
+        tables.SQUARE if turned else tables.LONG_SUMS if loops else tables.SUMS if any(layout.sums) else tables.TILES
+    )
     width = min(config.columns, power_of_two(columns))
     height = min(config.elements // width, power_of_two(rows))
     parts, blocks = -(-rows // height), -(-columns // width)
     sizes = [size for size, _ in outer[1:]]
     if loops:
-        tiles = -(-parts // max(1, PROGRAMS_PER_SM * processors(results[0]) // blocks))
+        tiles = -(-parts // max(1, tables.PROGRAMS_PER_SM * processors(results[0]) // blocks))
         parts = -(-parts // tiles)
         sizes = [tiles, *sizes]
     partial: list[tuple[Tensor, Tensor, list[int]]] = []
@@ -168,7 +171,7 @@ def _sum_into(result: Tensor, x: Tensor, dims: list[int]) -> None:
 def flat_config(tensors: Sequence[Tensor]) -> FlatConfig:
     """The parameters for a kernel that moves these."""
     element_bytes = sum(each.element_size() for each in tensors if each.dim())
-    return next(config for config in FLAT if element_bytes <= config.element_bytes)
+    return next(config for config in tables.FLAT if element_bytes <= config.element_bytes)
 
 
 def merged_dims(y: Tensor, tensors: Sequence[Tensor]) -> Dims:

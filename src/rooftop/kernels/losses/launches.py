@@ -11,19 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rooftop.kernels.losses.tables import (
-    FUSED,
-    FUSED_LONG,
-    GRADIENT_BYTES,
-    GRADIENT_WARPS,
-    LOSS,
-    LOSS_LONG,
-    SCALE,
-    SCALE_PROGRAMS_PER_SM,
-    TARGETS,
-    TOTAL,
-    TOTAL_ROWS,
-)
+from rooftop.kernels.losses import tables
 from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.kernels.operands.row_tiles import group_of, long_tile, tile, tile_config
 from rooftop.kernels.operands.strided_rows import rows_of, unit
@@ -56,14 +44,14 @@ def inverse_of_targets(target: Tensor, classes: int, terms: Terms) -> Tensor:
     inverse = torch.empty((), dtype=torch.float32, device=target.device)
     terms = terms.contiguous()
     arguments = (target.contiguous(), _or(terms.weight, inverse), inverse, target.numel(), classes, terms.ignore_index)
-    constants = {"HAS_WEIGHT": terms.weight is not None, **TARGETS}
+    constants = {"HAS_WEIGHT": terms.weight is not None, **tables.TARGETS}
     launch(inverse_of_target_weights, (1,), target.device, *arguments, **constants)
     return inverse
 
 
 def total_of(losses: Tensor, inverse: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The sum of losses (N,) times `inverse`: a tensor () of that dtype."""
-    if losses.numel() > TOTAL_ROWS:
+    if losses.numel() > tables.TOTAL_ROWS:
         total = losses.sum(dtype=torch.float64)
         return (total if inverse is None else total * inverse).to(dtype)
     require_triton()
@@ -71,7 +59,7 @@ def total_of(losses: Tensor, inverse: Tensor | None, dtype: torch.dtype) -> Tens
 
     total = torch.empty((), dtype=dtype, device=losses.device)
     arguments = (losses, _or(inverse, losses), total, losses.numel())
-    launch(total_of_losses, (1,), losses.device, *arguments, HAS_INVERSE=inverse is not None, **TOTAL)
+    launch(total_of_losses, (1,), losses.device, *arguments, HAS_INVERSE=inverse is not None, **tables.TOTAL)
     return total
 
 
@@ -100,9 +88,9 @@ def losses_of_rows(
     sizes = (rows, columns // group, x.stride(0) // group, dx_stride // group, *_numbers(terms, columns))
     constants = _constants(terms, inverse) | {"GRADIENT": dx is not None, "WIDE": wide, "UNIT": group}
     arguments = (*tensors, _or(kept, losses), _or(dx, losses), *sizes)
-    config = tile_config(LOSS if dx is None else FUSED, columns * x.element_size())
+    config = tile_config(tables.LOSS if dx is None else tables.FUSED, columns * x.element_size())
     if config is None:
-        table = LOSS_LONG if dx is None else FUSED_LONG
+        table = tables.LOSS_LONG if dx is None else tables.FUSED_LONG
         per_sm, block = long_tile(table, columns * x.element_size(), x.element_size())
         shifted = _is_shifted(x, dx, terms)
         block |= {"GROUP": 16 // x.element_size() if shifted else group_of(group, x.element_size()), "SHIFTED": shifted}
@@ -132,12 +120,12 @@ def gradient(
     rows, columns = x.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     group = unit(columns, x.stride(0))
-    elements = GRADIENT_BYTES // x.element_size()
+    elements = tables.GRADIENT_BYTES // x.element_size()
     block = min(elements, power_of_two(columns))
     tensors = (dloss, x, target, *_weight_arguments(terms, statistics), _or(inverse, statistics), statistics, dx)
     strides = (x.stride(0) // group, dloss.stride(0) if dloss.dim() else 0)
     sizes = (rows, columns // group, *strides, *_numbers(terms, columns))
-    constants = {"UNIT": group, "ROWS": elements // block, "COLUMNS": block, "num_warps": GRADIENT_WARPS}
+    constants = {"UNIT": group, "ROWS": elements // block, "COLUMNS": block, "num_warps": tables.GRADIENT_WARPS}
     grid = (-(-rows // (elements // block)) * -(-columns // block),)
     launch(cross_entropy_gradient, grid, x.device, *tensors, *sizes, **_constants(terms, inverse), **constants)
     return dx
@@ -149,8 +137,8 @@ def scale(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
     from rooftop.kernels.losses.triton_kernels import scale_unless_one
 
     elements = gradient.numel()
-    grid = (min(-(-elements // SCALE["BLOCK"]), SCALE_PROGRAMS_PER_SM * processors(gradient)),)
-    constants = {"IN_PLACE": result is gradient, **SCALE}
+    grid = (min(-(-elements // tables.SCALE["BLOCK"]), tables.SCALE_PROGRAMS_PER_SM * processors(gradient)),)
+    constants = {"IN_PLACE": result is gradient, **tables.SCALE}
     launch(scale_unless_one, grid, gradient.device, gradient, factor, result, elements, **constants)
 
 

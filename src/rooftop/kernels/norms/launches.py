@@ -13,28 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rooftop.kernels.norms import clusters
-from rooftop.kernels.norms.tables import (
-    ADD_PARTIAL_SUMS,
-    BACKWARD,
-    BACKWARD_LONG,
-    BACKWARD_PAIRS,
-    BACKWARD_SHIFTED,
-    FORWARD,
-    FORWARD_FOURS,
-    FORWARD_FOURS_RMS,
-    FORWARD_HELD,
-    FORWARD_LONG,
-    FORWARD_LONG_ODD,
-    FORWARD_NARROW,
-    FORWARD_SHIFTED,
-    FOURS_FROM,
-    ROW_SUMS,
-    SHIFTED_FROM,
-    BackwardConfig,
-    ForwardConfig,
-    LongConfig,
-)
+from rooftop.kernels.norms import clusters, tables
+from rooftop.kernels.norms.tables import BackwardConfig, ForwardConfig, LongConfig
 from rooftop.kernels.operands.dtypes import HALVES
 from rooftop.kernels.operands.launch_data import Constants, power_of_two
 from rooftop.kernels.operands.strided_rows import unit
@@ -86,7 +66,7 @@ def parts_of(columns: int, tensors: Sequence[Tensor], worthwhile: bool = True) -
     The others, and all where elements have four bytes, four divides N, or rows do not follow each other, go without.
     """
     rows = tensors[0].shape[0]
-    odd = worthwhile and columns >= SHIFTED_FROM and columns % 4 != 0 and rows >= 8
+    odd = worthwhile and columns >= tables.SHIFTED_FROM and columns % 4 != 0 and rows >= 8
     if not odd or any(t.element_size() != 2 or t.stride(0) != columns or t.data_ptr() % 16 for t in tensors):
         return [(0, rows, False)]
     main = rows // 8 * 8
@@ -141,9 +121,9 @@ def forward(
     mean = None if rms else torch.empty(rows, dtype=torch.float32, device=x.device)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     shifts = columns % 4 != 0 and (
-        (columns % 2 != 0 and config_for(FORWARD_SHIFTED, columns) is not None)
+        (columns % 2 != 0 and config_for(tables.FORWARD_SHIFTED, columns) is not None)
         or clusters.forward_config(columns) is not None
-        or (config_for(FORWARD, columns) is None and FORWARD_LONG_ODD.shifted)
+        or (config_for(tables.FORWARD, columns) is None and tables.FORWARD_LONG_ODD.shifted)
     )
     parts = parts_of(columns, [x] if residual is None else [x, residual], shifts)
     if len(parts) == 1:
@@ -175,8 +155,8 @@ def _forward(
     group = unit(columns, x.stride(0), residual_stride)
     config, plan = None, None
     if outputs[1] is None:
-        if group == 4 and x.element_size() == 2 and columns >= FOURS_FROM:
-            config = config_for(FORWARD_FOURS_RMS if rms else FORWARD_FOURS, columns)
+        if group == 4 and x.element_size() == 2 and columns >= tables.FOURS_FROM:
+            config = config_for(tables.FORWARD_FOURS_RMS if rms else tables.FORWARD_FOURS, columns)
         if config is None and outputs[0].dtype == x.dtype:  # type: ignore[union-attr]
             plan = clusters.forward_plan(x, (weight, bias), rms)
     if plan is not None:
@@ -186,10 +166,14 @@ def _forward(
     tensors = (x, residual, *parameters, *outputs)
     sizes = (rows, columns // group, x.stride(0) // group, residual_stride // group, eps)
     narrow = group * x.element_size() < 16 and columns > 256
-    config = config or (config_for(FORWARD_NARROW, columns) if narrow else None) or config_for(FORWARD, columns)
+    config = (
+        config
+        or (config_for(tables.FORWARD_NARROW, columns) if narrow else None)
+        or config_for(tables.FORWARD, columns)
+    )
     if config is None and group == 8 and x.element_size() == 2 and outputs[1] is None:
-        config = config_for((FORWARD_HELD,), columns)
-    if shifted and (of_shifted := config_for(FORWARD_SHIFTED, columns)) is not None:
+        config = config_for((tables.FORWARD_HELD,), columns)
+    if shifted and (of_shifted := config_for(tables.FORWARD_SHIFTED, columns)) is not None:
         programs = persistent(of_shifted, x, rows // of_shifted.rows, 8 // of_shifted.rows)
         constants = shifted_tile(of_shifted, columns, [x] if residual is None else [x, residual])
         kernel = norms.norm_forward_shifted
@@ -198,7 +182,7 @@ def _forward(
         grid, constants = (-(-rows // config.rows),), tile(config, columns)
         launch(norms.norm_forward, grid, x.device, *tensors, *sizes, RMS=rms, UNIT=group, **constants)
     else:
-        long = FORWARD_LONG if group > 1 else FORWARD_LONG_ODD
+        long = tables.FORWARD_LONG if group > 1 else tables.FORWARD_LONG_ODD
         constants = long_tile(long, [x] if residual is None else [x, residual])
         constants |= {"SHIFT": shifted and long.shifted, "UNIT": group}
         grid = (persistent(long, x, rows),)
@@ -243,7 +227,7 @@ def backward(
         _backward(part, partial[slots:] if slots else partial, constants)
         slots += part.slots
     if any(sums.values()):
-        grid = (-(-columns // ADD_PARTIAL_SUMS["COLUMNS"]),)
+        grid = (-(-columns // tables.ADD_PARTIAL_SUMS["COLUMNS"]),)
         gradients = (dweight, dbias)
         launch(
             _kernels()[0].add_partial_sums,
@@ -254,14 +238,14 @@ def backward(
             slots,
             columns,
             **sums,
-            **ADD_PARTIAL_SUMS,
+            **tables.ADD_PARTIAL_SUMS,
         )
     return dx
 
 
 def _pairs(x: Tensor) -> BackwardConfig | None:
-    of_pairs = x.element_size() == 2 and x.shape[1] % 4 == 2 and x.shape[1] > SHIFTED_FROM
-    return config_for(BACKWARD_PAIRS, x.shape[1]) if of_pairs else None
+    of_pairs = x.element_size() == 2 and x.shape[1] % 4 == 2 and x.shape[1] > tables.SHIFTED_FROM
+    return config_for(tables.BACKWARD_PAIRS, x.shape[1]) if of_pairs else None
 
 
 class _Part:
@@ -274,13 +258,13 @@ class _Part:
         self.tensors, self.shifted = tensors, shifted
         dy, dtotal, x, weight, mean, *_ = tensors
         rows, columns = x.shape
-        self.config = config = _pairs(x) or config_for(BACKWARD_SHIFTED if shifted else BACKWARD, columns)
+        self.config = config = _pairs(x) or config_for(tables.BACKWARD_SHIFTED if shifted else tables.BACKWARD, columns)
         self.plan = clusters.backward_plan(dy, x, weight, mean is None) if sums and dtotal is None else None
         if self.plan is not None:
             self.slots = self.plan.clusters
         elif config is None:
-            blocks = -(-(columns + 7 * shifted) // BACKWARD_LONG.block)
-            most = max(1, BACKWARD_LONG.programs_per_sm * processors(x) // blocks)
+            blocks = -(-(columns + 7 * shifted) // tables.BACKWARD_LONG.block)
+            most = max(1, tables.BACKWARD_LONG.programs_per_sm * processors(x) // blocks)
             chunks = max(8, min(rows, most) // 8 * 8) if shifted else max(1, min(rows, most))
             self.grid: tuple[int, ...] = (blocks, chunks)
             self.slots = chunks
@@ -306,10 +290,10 @@ def _backward(part: _Part, partial: Tensor, constants: Constants) -> None:
     if config is None:
         row_sums = torch.empty((3, rows), dtype=torch.float32, device=x.device)
         common = {"SHIFT": part.shifted, "UNIT": group}
-        of_sums = {key: constants[key] for key in ("RMS", "enable_fp_fusion")} | common | ROW_SUMS
+        of_sums = {key: constants[key] for key in ("RMS", "enable_fp_fusion")} | common | tables.ROW_SUMS
         arguments = (dy, x, weight, mean, rstd, row_sums, *sizes[:3], sizes[4])
         launch(long_norms.norm_row_sums, (rows,), x.device, *arguments, **of_sums)
-        constants = constants | common | long_tile(BACKWARD_LONG, fetched)
+        constants = constants | common | long_tile(tables.BACKWARD_LONG, fetched)
         all_tensors = (*tensors[:-1], row_sums, dx, partial)
         launch(long_norms.norm_backward_long, part.grid, x.device, *all_tensors, *sizes, **constants)
     elif part.shifted:

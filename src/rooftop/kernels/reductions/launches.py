@@ -17,26 +17,8 @@ from torch import Tensor
 
 from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.kernels.operands.strided_rows import merged, unit
-from rooftop.kernels.reductions.tables import (
-    ALL,
-    COLUMNS,
-    COMBINED,
-    FAR_ROWS,
-    GRADIENT_BLOCK_BYTES,
-    GRADIENT_WARPS,
-    LANE_ELEMENTS,
-    PLACES,
-    ROWS,
-    SHARE_BLOCK_BYTES,
-    SHARE_ELEMENTS,
-    SHARE_WARPS,
-    SHARE_WIDTH_BYTES,
-    SPLIT,
-    AllConfig,
-    ColumnConfig,
-    RowConfig,
-    SplitConfig,
-)
+from rooftop.kernels.reductions import tables
+from rooftop.kernels.reductions.tables import AllConfig, ColumnConfig, RowConfig, SplitConfig
 from rooftop.launch.counters import counters
 from rooftop.launch.triton_launch import launch, launches_early, processors
 
@@ -126,22 +108,22 @@ def _tile(view: View, kind: str, element_bytes: int) -> tuple[int, int, SplitCon
     kept, reduced = (power_of_two(sizes[1]) for sizes in (view.kept, view.reduced))
     total = math.prod(view.reduced) * element_bytes
     config: RowConfig | ColumnConfig | AllConfig
-    split = SPLIT
+    split = tables.SPLIT
     if view.along == 1:
-        config, split = COLUMNS, COLUMNS.split
+        config, split = tables.COLUMNS, tables.COLUMNS.split
         elements = config.tile_bytes // element_bytes
         height = min(reduced, elements // min(kept, config.width_bytes // element_bytes))
         width = min(kept, elements // height)
     elif view.is_one:
-        config = next(config for config in ALL if total <= config.total_bytes)
+        config = next(config for config in tables.ALL if total <= config.total_bytes)
         width, height, split = 1, min(reduced, config.block_bytes // element_bytes), config.split
     else:
-        table: tuple[RowConfig, ...] = PLACES if kind in ("argmax", "argmin") else ROWS
+        table: tuple[RowConfig, ...] = tables.PLACES if kind in ("argmax", "argmin") else tables.ROWS
         if view.along == 0 and view.reduced[0] > 1:
-            table = FAR_ROWS
+            table = tables.FAR_ROWS
         config = next(config for config in table if view.reduced[1] * element_bytes <= config.run_bytes)
         width, height = min(kept, config.rows), min(reduced, config.block_bytes // element_bytes)
-    height = min(height, max(1, LANE_ELEMENTS * 32 * config.warps // width))
+    height = min(height, max(1, tables.LANE_ELEMENTS * 32 * config.warps // width))
     early = isinstance(config, AllConfig) and config.early
     return width, height, split, {"STAGES": config.stages, "num_warps": config.warps, "EARLY": early}
 
@@ -217,7 +199,7 @@ def _plan(
     constants |= {"IDENTITY": _identity(kind, dtype), "WHOLE_BLOCKS": False}
     if view.is_one and view.along == 0:
         constants["WHOLE_BLOCKS"] = constants["UNIT"] * dtype.itemsize < 16
-    constants["SPLITS"] = min(power_of_two(splits), max(1, COMBINED // kept))
+    constants["SPLITS"] = min(power_of_two(splits), max(1, tables.COMBINED // kept))
     if 0 < 8 * (splits % constants["SPLITS"]) <= splits:  # few are left for one more step of who combines
         splits -= splits % constants["SPLITS"]
     count = float(math.prod(view.reduced))
@@ -254,7 +236,7 @@ def reduce_into(
     if finish == 1:
         kept = min(power_of_two(results), 128)
         constants = {name: plan.constants[name] for name in ("KIND", "ACCUMULATOR", "IDENTITY")}
-        constants |= {"KEPT": kept, "SPLITS": min(power_of_two(splits), COMBINED // kept), "num_warps": 4}
+        constants |= {"KEPT": kept, "SPLITS": min(power_of_two(splits), tables.COMBINED // kept), "num_warps": 4}
         arguments = (partials, places, out, splits, results, plan.count)
         launch(kernels.combine_partials, (-(-results // kept),), x.device, *arguments, **constants)
 
@@ -272,20 +254,20 @@ def spread(dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, kind: str, view: View) 
         ties = torch.empty(y.shape, dtype=torch.float32, device=x.device)
         reduce_into(ties, x, "absolute_ties" if kind == "norm_inf" else "ties", view, torch.float32, reference=y)
     kept, reduced, _, _ = _tile(view, kind, x.element_size())
-    elements = GRADIENT_BLOCK_BYTES // x.element_size()
+    elements = tables.GRADIENT_BLOCK_BYTES // x.element_size()
     reduced = min(reduced, max(1, elements // kept) if view.along == 1 else elements)
     kept = min(kept, max(1, elements // reduced))
     tiles, blocks, sizes, constants = _arguments(view, kept, reduced)
-    constants |= {"KIND": KINDS.index(kind), "num_warps": GRADIENT_WARPS}
+    constants |= {"KIND": KINDS.index(kind), "num_warps": tables.GRADIENT_WARPS}
     launch(kernels.spread_gradient, (tiles * blocks,), x.device, x, y, dy, ties, dx, *sizes, **constants)
 
 
 def _shared_tile(view: View, element_bytes: int) -> tuple[int, int] | None:
     """(kept, reduced) of a tile with all that its extremes are of; None where that is too much."""
     reduced = power_of_two(view.reduced[1])
-    least = SHARE_WIDTH_BYTES if view.along == 1 else element_bytes
-    kept = min(power_of_two(view.kept[1]), max(least, SHARE_BLOCK_BYTES // reduced) // element_bytes)
-    return None if view.reduced[0] > 1 or kept * reduced > SHARE_ELEMENTS else (kept, reduced)
+    least = tables.SHARE_WIDTH_BYTES if view.along == 1 else element_bytes
+    kept = min(power_of_two(view.kept[1]), max(least, tables.SHARE_BLOCK_BYTES // reduced) // element_bytes)
+    return None if view.reduced[0] > 1 or kept * reduced > tables.SHARE_ELEMENTS else (kept, reduced)
 
 
 def _share(dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, kind: str, view: View, kept: int, reduced: int) -> None:
@@ -293,6 +275,6 @@ def _share(dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, kind: str, view: View, 
     from rooftop.kernels.reductions import triton_kernels as kernels
 
     tiles, _, sizes, constants = _arguments(view, kept, reduced)
-    warps = max(SHARE_WARPS, kept * reduced // (LANE_ELEMENTS * 32))
+    warps = max(tables.SHARE_WARPS, kept * reduced // (tables.LANE_ELEMENTS * 32))
     constants |= {"KIND": KINDS.index(kind), "num_warps": warps}
     launch(kernels.share_gradient, (tiles,), x.device, x, y, dy, dx, *sizes, **constants)

@@ -35,7 +35,7 @@ class ColumnConfig:
     tile_bytes: int
     warps: int
     stages: int = 1
-    split: SplitConfig = SplitConfig(programs_per_sm=4, last_combines=True)
+    split: SplitConfig = SplitConfig(4, last_combines=True)
 
 
 @dataclass(frozen=True)
@@ -81,46 +81,14 @@ PLACES = (
     RowConfig(run_bytes=4096, rows=2, block_bytes=4096, warps=4),
     RowConfig(run_bytes=ANY_BYTES, rows=1, block_bytes=8192, warps=8),
 )
-COLUMNS = ColumnConfig(
-    width_bytes=128, tile_bytes=4096, warps=2, stages=4, split=SplitConfig(programs_per_sm=8, last_combines=True)
-)
-SPLIT = SplitConfig(programs_per_sm=4, last_combines=True)
+COLUMNS = ColumnConfig(width_bytes=128, tile_bytes=4096, warps=2, stages=4, split=SplitConfig(8, last_combines=True))
+SPLIT = SplitConfig(4, last_combines=True)
 ALL = (
-    AllConfig(
-        total_bytes=1 << 15,
-        block_bytes=32768,
-        warps=16,
-        split=SplitConfig(programs_per_sm=1, last_combines=True),
-        early=True,
-    ),
-    AllConfig(
-        total_bytes=1 << 23,
-        block_bytes=8192,
-        warps=8,
-        split=SplitConfig(programs_per_sm=4, last_combines=True),
-        early=True,
-    ),
-    AllConfig(
-        total_bytes=1 << 25,
-        block_bytes=8192,
-        warps=8,
-        split=SplitConfig(programs_per_sm=8, last_combines=True),
-        early=True,
-    ),
-    AllConfig(
-        total_bytes=1 << 27,
-        block_bytes=16384,
-        warps=8,
-        split=SplitConfig(programs_per_sm=8, last_combines=True),
-        early=True,
-    ),
-    AllConfig(
-        total_bytes=ANY_BYTES,
-        block_bytes=16384,
-        warps=8,
-        split=SplitConfig(programs_per_sm=4, last_combines=True),
-        stages=3,
-    ),
+    AllConfig(total_bytes=1 << 15, block_bytes=32768, warps=16, split=SplitConfig(1, last_combines=True), early=True),
+    AllConfig(total_bytes=1 << 23, block_bytes=8192, warps=8, split=SplitConfig(4, last_combines=True), early=True),
+    AllConfig(total_bytes=1 << 25, block_bytes=8192, warps=8, split=SplitConfig(8, last_combines=True), early=True),
+    AllConfig(total_bytes=1 << 27, block_bytes=16384, warps=8, split=SplitConfig(8, last_combines=True), early=True),
+    AllConfig(total_bytes=ANY_BYTES, block_bytes=16384, warps=8, split=SplitConfig(4, last_combines=True), stages=3),
 )
 GRADIENT_BLOCK_BYTES, GRADIENT_WARPS = 8192, 4  # of a tile of x
 SHARE_ELEMENTS = 1 << 15  # of a tile, at most, whose ties are counted by the kernel that writes their gradient
