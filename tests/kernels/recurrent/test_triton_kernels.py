@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from rooftop.kernels.recurrent.conv_lstms import tile_of
+from rooftop.kernels.operands.launch_data import tile_of
 from rooftop.kernels.recurrent.tables import BACKWARD, FORWARD
 from rooftop.launch import INTERPRETED
 
@@ -21,7 +21,8 @@ def test_kernels_compile_for_sm_90_without_spills(direction: str) -> None:
     from rooftop.kernels.recurrent import triton_kernels as kernels
 
     kernel = kernels.conv_lstm_forward if direction == "forward" else kernels.conv_lstm_backward
-    constants = tile_of(FORWARD if direction == "forward" else BACKWARD, 64)
+    config = FORWARD if direction == "forward" else BACKWARD
+    constants = tile_of(config.elements, 64, config.warps)
     warps = constants.pop("num_warps")
     constants |= {"UNIT": 8, "ACTIVATION": 0, "RECURRENT": 1, "ADD": True, "PRECISE": True}
     constants |= {"KEEP": True, "BIAS": True, "positions": 1} if direction == "forward" else {"MORE": True}

@@ -21,6 +21,7 @@ from rooftop.kernels import cross_entropy, log_softmax, softmax
 from rooftop.kernels.losses import losses
 from rooftop.kernels.operands.cuda_texts import cuda_text
 from rooftop.kernels.softmaxes import clusters as module
+from rooftop.kernels.softmaxes import launches as softmax_launches
 from rooftop.kernels.softmaxes import softmaxes, tables
 from rooftop.kernels.softmaxes.tables import ClusterConfig
 from rooftop.launch import count_launches, cuda
@@ -220,7 +221,7 @@ def test_scales_that_are_no_normal_float32_go_to_triton(
 ) -> None:
     clusters("one")
     monkeypatch.setattr(module, "softmax_forward", lambda *_: pytest.fail("by clusters"))
-    monkeypatch.setattr(softmaxes, "launch", lambda *_, **__: None)
+    monkeypatch.setattr(softmax_launches, "launch", lambda *_, **__: None)
     softmaxes._forward(rows(2, 40), None, scale, False, torch.float32)
 
 

@@ -6,16 +6,13 @@ reads three and writes two. The sigmoid is computed again in backward, which is 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.kernels.gated.tables import BACKWARD, FORWARD, GatedConfig
+from rooftop.kernels.gated import launches
 from rooftop.kernels.operands.checks import check_dtype, check_same_dtype, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
-from rooftop.kernels.operands.launch_data import Constants, power_of_two
 from rooftop.kernels.operands.references import by_reference
 from rooftop.launch.operators import (
     by_formula,
@@ -25,7 +22,6 @@ from rooftop.launch.operators import (
     operator,
 )
 from rooftop.launch.symbolic import recorded_whole
-from rooftop.launch.triton_launch import launch, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -44,16 +40,6 @@ def swiglu_backward_reference(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Ten
     return dgate.to(gate.dtype), (gradient * gates * sigmoid).to(up.dtype)
 
 
-# ---- launches --------------------------------------------------------------------------------------------------
-
-
-def tile_of(config: GatedConfig, columns: int, element_bytes: int) -> Constants:
-    """Launch parameters for rows of so many columns; short rows share a tile."""
-    elements = config.tile_bytes // element_bytes
-    width = min(elements, power_of_two(columns))
-    return {"ROWS": elements // width, "COLUMNS": width, "num_warps": config.warps}
-
-
 # ---- implementations -------------------------------------------------------------------------------------------
 
 
@@ -69,52 +55,16 @@ def _forward(gate: Tensor, up: Tensor) -> Tensor:
     """gate, up (..., N)."""
     if by_reference(gate):
         return swiglu_reference(gate, up).contiguous()
-    require_triton()
-    from rooftop.kernels.gated.triton_kernels import swiglu_forward
-
-    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    if y.numel() == 0:
-        return y
-    gates, ups = _tables(gate, up)
-    rows, columns = gates.shape
-    unit = math.gcd(8, columns, gates.stride(0), ups.stride(0))
-    tile = tile_of(FORWARD, columns, gate.element_size())
-    sizes = (rows, columns // unit, gates.stride(0) // unit, ups.stride(0) // unit)
-    launch(swiglu_forward, _grid(rows, columns, tile), gate.device, gates, ups, y, *sizes, UNIT=unit, **tile)
-    return y
+    return launches.forward(gate, up)
 
 
 def _backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
     """Fills dgate and dup, (..., N) with one stride of rows."""
-    if by_reference(gate):
-        for target, value in zip((dgate, dup), swiglu_backward_reference(dy, gate, up), strict=True):
-            target.copy_(value)
+    if not by_reference(gate):
+        launches.backward(dy, gate, up, dgate, dup)
         return
-    require_triton()
-    from rooftop.kernels.gated.triton_kernels import swiglu_backward
-
-    if gate.numel() == 0:
-        return
-    gradients, gates, ups, to_gate, to_up = _tables(dy, gate, up, dgate, dup)
-    rows, columns = gates.shape
-    strides = [t.stride(0) for t in (gradients, gates, ups, to_gate)]
-    unit = math.gcd(8, columns, *strides)
-    tile = tile_of(BACKWARD, columns, gate.element_size())
-    tensors, sizes = (gradients, gates, ups, to_gate, to_up), (rows, columns // unit, *(s // unit for s in strides))
-    launch(swiglu_backward, _grid(rows, columns, tile), gate.device, *tensors, *sizes, UNIT=unit, **tile)
-
-
-def _tables(*tensors: Tensor) -> list[Tensor]:
-    """Tensors (..., N) as (M, N) with unit column stride, or all as one row where all are contiguous."""
-    if all(t.is_contiguous() for t in tensors):
-        return [t.reshape(1, -1) for t in tensors]
-    columns = tensors[0].shape[-1]
-    tables = [t.reshape(-1, columns) for t in tensors]
-    return [t if t.stride(1) == 1 else t.contiguous() for t in tables]
-
-
-def _grid(rows: int, columns: int, tile: Constants) -> tuple[int]:
-    return (-(-rows // tile["ROWS"]) * -(-columns // tile["COLUMNS"]),)
+    for target, value in zip((dgate, dup), swiglu_backward_reference(dy, gate, up), strict=True):
+        target.copy_(value)
 
 
 def _gradients(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,17 @@ def power_of_two(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
+def tile_of(elements: int, columns: int, warps: int) -> Constants:
+    """A tile of so many elements of rows of so many columns; short rows share one."""
+    width = min(elements, power_of_two(columns))
+    return {"ROWS": elements // width, "COLUMNS": width, "num_warps": warps}
+
+
+def grid_of(rows: int, columns: int, tile: Constants) -> tuple[int]:
+    """A program for each tile."""
+    return (-(-rows // tile["ROWS"]) * -(-columns // tile["COLUMNS"]),)
+
+
 def is_wide(*tensors: Tensor) -> bool:
     """Whether an offset within one needs 64 bits, also where it lies beyond the end of a tile."""
     return any(t.numel() + (1 << 20) >= 1 << 31 for t in tensors)

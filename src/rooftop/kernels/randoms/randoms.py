@@ -23,10 +23,10 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.operands.checks import check_dtype, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
-from rooftop.kernels.operands.launch_data import Constants, power_of_two
+from rooftop.kernels.operands.launch_data import grid_of, tile_of
 from rooftop.kernels.operands.references import without_kernels
 from rooftop.kernels.randoms.boxes import Box
-from rooftop.kernels.randoms.tables import DROPOUT, FILL, RandomConfig
+from rooftop.kernels.randoms.tables import DROPOUT, FILL
 from rooftop.kernels.randoms.words import (
     WORD,
     normal_quantiles_reference,
@@ -114,12 +114,6 @@ def _below(value: float, dtype: torch.dtype) -> float:
 REFERENCE_CHUNK = 1 << 18  # elements that the reference makes at once: it has several integers of 8 bytes for each
 
 
-def tile_of(config: RandomConfig, columns: int, grouped: bool) -> Constants:
-    """Launch parameters for rows of so many columns; short rows share a tile."""
-    width = min(config.elements, power_of_two(columns))
-    return {"ROWS": config.elements // width, "COLUMNS": width, "GROUPED": grouped, "num_warps": config.warps}
-
-
 def _grouped(sizes: Sequence[int], strides: Sequence[int], offset: int) -> bool:
     """Whether elements come in whole groups of four, which share a block of the generator."""
     return strides[-1] == 1 and sizes[-1] % 4 == 0 and offset % 4 == 0 and all(s % 4 == 0 for s in strides[:-1])
@@ -167,11 +161,12 @@ def _fill(
     require_triton()
     from rooftop.kernels.randoms.triton_kernels import random_fill
 
-    tile = tile_of(FILL, sizes[-1], grouped)
+    tile = tile_of(FILL.elements, sizes[-1], FILL.warps) | {"GROUPED": grouped}
     numbers = (values.scale, values.shift, values.low, values.high)
     words = (_signed(values.lower_word), _signed(values.last_word))
+    grid = grid_of(math.prod(sizes[:-1]), sizes[-1], tile)
     launch(
-        random_fill, _grid(sizes, tile), out.device, out, quantile_table(out.device), *_halves(key), *_halves(step),
+        random_fill, grid, out.device, out, quantile_table(out.device), *_halves(key), *_halves(step),
         *_layout(sizes, strides, offset, grouped), *numbers, *words, NORMAL=values.normal, **tile,
     )  # fmt: skip
     return out
@@ -197,19 +192,16 @@ def _drop(
     require_triton()
     from rooftop.kernels.randoms.triton_kernels import dropout_tile
 
-    tile = tile_of(DROPOUT, sizes[-1], grouped)
+    tile = tile_of(DROPOUT.elements, sizes[-1], DROPOUT.warps) | {"GROUPED": grouped}
     numbers = (_signed(_dropped_words(p)), _kept_scale(p, torch.float32))
     there = isinstance(step, Tensor)
+    grid = grid_of(math.prod(sizes[:-1]), sizes[-1], tile)
     launch(
-        dropout_tile, _grid(sizes, tile), x.device, x, y, step if there else y, *_halves(key),
+        dropout_tile, grid, x.device, x, y, step if there else y, *_halves(key),
         *_halves(0 if isinstance(step, Tensor) else step), *_layout(sizes, strides, offset, grouped), *numbers,
         STEP_THERE=there, **tile,
     )  # fmt: skip
     return y
-
-
-def _grid(sizes: list[int], tile: Constants) -> tuple[int]:
-    return (-(-math.prod(sizes[:-1]) // tile["ROWS"]) * -(-sizes[-1] // tile["COLUMNS"]),)
 
 
 def _halves(value: int) -> tuple[int, int]:

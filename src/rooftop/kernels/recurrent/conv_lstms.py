@@ -20,9 +20,9 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.operands.checks import check_choice, check_dtype, check_same_dtype, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
-from rooftop.kernels.operands.launch_data import Constants, power_of_two
+from rooftop.kernels.operands.launch_data import Constants, grid_of, tile_of
 from rooftop.kernels.operands.references import by_reference
-from rooftop.kernels.recurrent.tables import BACKWARD, FORWARD, GatesConfig
+from rooftop.kernels.recurrent.tables import BACKWARD, FORWARD
 from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import launch, require_triton
@@ -103,15 +103,6 @@ def _wide_scores(gates: Tensor, added: Tensor | None) -> Tensor:
     return gates.to(wide) if added is None else gates.to(wide) + added.to(wide)
 
 
-# ---- launches --------------------------------------------------------------------------------------------------
-
-
-def tile_of(config: GatesConfig, columns: int) -> Constants:
-    """Launch parameters for rows of so many columns; short rows share a tile."""
-    width = min(config.elements, power_of_two(columns))
-    return {"ROWS": config.elements // width, "COLUMNS": width, "num_warps": config.warps}
-
-
 # ---- implementations -------------------------------------------------------------------------------------------
 
 
@@ -139,10 +130,6 @@ def _constants(gates: Tensor, added: Tensor | None, activation: str, recurrent_a
         "RECURRENT": ACTIVATIONS.index(recurrent_activation),
     }
     return kinds | {"ADD": added is not None, "PRECISE": gates.dtype == torch.float32}
-
-
-def _grid(rows: int, columns: int, tile: Constants) -> tuple[int]:
-    return (-(-rows // tile["ROWS"]) * -(-columns // tile["COLUMNS"]),)
 
 
 def _forward(
@@ -187,13 +174,13 @@ def step_into(
     if cell.numel() == 0:
         return
     rows, columns = _table(cell, _format_of(gates))
-    unit, tile = math.gcd(8, columns), tile_of(FORWARD, columns)
+    unit, tile = math.gcd(8, columns), tile_of(FORWARD.elements, columns, FORWARD.warps)
     constants = _constants(gates, added, activation, recurrent_activation) | tile | {"UNIT": unit}
     constants |= {"BIAS": bias is not None, "KEEP": scores is not None}
     read = (gates, gates if added is None else added, gates if bias is None else bias, cell)
     written = (hidden, next_cell, gates if scores is None else scores)
     sizes = (rows, columns // unit, columns // cell.shape[1])
-    launch(conv_lstm_forward, _grid(rows, columns, tile), gates.device, *read, *written, *sizes, **constants)
+    launch(conv_lstm_forward, grid_of(rows, columns, tile), gates.device, *read, *written, *sizes, **constants)
 
 
 def _backward(
@@ -246,12 +233,12 @@ def step_backward_into(
     if cell.numel() == 0:
         return
     rows, columns = _table(cell, _format_of(gates))
-    unit, tile = math.gcd(8, columns), tile_of(BACKWARD, columns)
+    unit, tile = math.gcd(8, columns), tile_of(BACKWARD.elements, columns, BACKWARD.warps)
     constants = _constants(gates, added, activation, recurrent_activation) | tile | {"UNIT": unit}
     constants["MORE"] = more_dhidden is not None
     more, other = dhidden if more_dhidden is None else more_dhidden, gates if added is None else added
     tensors = (dhidden, more, dnext_cell, gates, other, cell, dgates, dcell)
-    launch(conv_lstm_backward, _grid(rows, columns, tile), gates.device, *tensors, rows, columns // unit, **constants)
+    launch(conv_lstm_backward, grid_of(rows, columns, tile), gates.device, *tensors, rows, columns // unit, **constants)
 
 
 def _gradients(gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
