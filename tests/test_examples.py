@@ -515,6 +515,25 @@ def test_the_architecture_names_every_file() -> None:
         assert name in there, f"docs/architecture.md names {name}, which is not there"
 
 
+def test_the_architecture_names_every_folder() -> None:
+    """As a path or at the end of one; of a family of kernels a row names each file, but for those of the same roles."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    source = ROOT / "src" / "rooftop"
+    folders = {path.parent for ending in ("py", "cu", "html") for path in source.rglob(f"*.{ending}")} - {source}
+    unnamed = [str(folder.relative_to(source)) for folder in folders if f"{folder.name}/" not in page]
+    assert not unnamed, "docs/architecture.md should say in a few words what these are for"
+    kernels = page.partition("\n**kernels**")[2].partition("\n**")[0]
+    rows = dict(re.findall(r"^\| `(\w+)/` \| (.*)", kernels, re.MULTILINE))
+    families = {path.parent for path in (source / "kernels").glob("*/__init__.py")}
+    assert rows.keys() == {family.name for family in families}
+    for family in families:
+        files = {path.name for path in family.iterdir() if path.suffix in (".py", ".cu")}
+        named = set(re.findall(r"`(\w+\.(?:py|cu))`", rows[family.name]))
+        own = files - {"__init__.py", "tables.py", "launches.py", "triton_kernels.py"}
+        assert own <= named, f"docs/architecture.md, the row of {family.name}/"
+        assert named - files <= {path.name for path in family.glob("triton_kernels/*")}, family.name
+
+
 def test_what_moves_is_marked(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("av")
     from rooftop.media import VideoReader

@@ -230,7 +230,7 @@ def test_wrong_arguments(residual: object, more: dict[str, Tensor], error: type[
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_each_configuration_compiles_without_spills_and_fits_a_block(arch: str) -> None:
     pytest.importorskip("cuda.core")
-    for config in module.CONFIGS:
+    for config in module.CUDA:
         for columns in (config.columns, config.columns - 1):  # 16 bytes at a time, and single elements
             x = torch.empty(4, columns, dtype=torch.bfloat16)
             name, grid, block = module.kernel_for(x, x, [x[0], x[0], x[0]])

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from rooftop.kernels.norms.sum_norms import (
     flat_arguments,
     save_layer_norm,
 )
+from rooftop.kernels.norms.tables import CUDA, CUDA_LONG_WARPS
 from rooftop.kernels.operands.autocasting import result_dtype
 from rooftop.kernels.operands.cuda_texts import cuda_text
 from rooftop.kernels.operands.dtypes import CPP_TYPES
@@ -40,31 +40,6 @@ from rooftop.launch.symbolic import recorded_whole
 CUDA_FILES = ("norms/pieces.cu", "norms/cuda_norms.cu")
 
 # ---- launches --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Config:
-    """How rows of up to `columns` elements are worked on.
-
-    Attributes:
-        elements: of a row that one thread holds.
-        warps: of a row. Rows of one warp need no shared memory.
-        rows: of a block; more than one only where a row has one warp.
-    """
-
-    columns: int
-    elements: int
-    warps: int
-    rows: int
-
-
-# A thread has 16 bytes of half precision or a few times that in flight; up to 1024 columns a row stays within a warp.
-# Not yet tuned by measurement.
-CONFIGS = (
-    *(Config(256, 8, 1, 4), Config(512, 16, 1, 4), Config(1024, 32, 1, 4), Config(2048, 16, 4, 1)),
-    *(Config(4096, 16, 8, 1), Config(8192, 32, 8, 1), Config(16384, 32, 16, 1)),
-)
-LONG_WARPS = 32  # of a row that does not fit in registers
 
 
 # ---- implementations -------------------------------------------------------------------------------------------
@@ -109,9 +84,9 @@ def kernel_for(
     parameter_type = CPP_TYPES[next((t.dtype for t in parameters if t is not None), x.dtype)]
     types = f"{CPP_TYPES[x.dtype]}, {parameter_type}, {width}"
     other = "" if dtype in (None, x.dtype) else f", {CPP_TYPES[dtype]}"
-    config = next((config for config in CONFIGS if columns <= config.columns), None)
+    config = next((config for config in CUDA if columns <= config.columns), None)
     if config is None:
-        return f"add_layer_norm_long<{types}, {LONG_WARPS}{other}>", rows, (32 * LONG_WARPS, 1)
+        return f"add_layer_norm_long<{types}, {CUDA_LONG_WARPS}{other}>", rows, (32 * CUDA_LONG_WARPS, 1)
     name = f"add_layer_norm<{types}, {config.elements // width}, {config.warps}{other}>"
     return name, -(-rows // config.rows), (32 * config.warps, config.rows)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # ---- Triton --------------------------------------------------------------------------------------------------------
 
@@ -163,3 +163,36 @@ CLUSTER_BACKWARD: tuple[ClusterConfig, ...] = (
     ClusterConfig(least=16_385, most=32_768, blocks=2, warps=16, blocks_per_sm=1, stages=3, odd=False),
     ClusterConfig(least=32_769, most=65_536, blocks=8, warps=8, blocks_per_sm=2, stages=3, odd=False),
 )
+
+# ---- CUDA C++, a block or a warp for each row ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CudaConfig:
+    """How rows of up to `columns` elements are worked on.
+
+    Attributes:
+        elements: of a row that one thread holds.
+        warps: of a row. Rows of one warp need no shared memory.
+        rows: of a block; more than one only where a row has one warp.
+    """
+
+    columns: int
+    elements: int
+    warps: int
+    rows: int
+    measured: bool = field(default=True, compare=False)  # or predicted
+
+
+# A thread has 16 bytes of half precision or a few times that in flight; up to 1024 columns a row stays within a warp.
+# Not measured yet.
+CUDA = (
+    CudaConfig(columns=256, elements=8, warps=1, rows=4, measured=False),
+    CudaConfig(columns=512, elements=16, warps=1, rows=4, measured=False),
+    CudaConfig(columns=1024, elements=32, warps=1, rows=4, measured=False),
+    CudaConfig(columns=2048, elements=16, warps=4, rows=1, measured=False),
+    CudaConfig(columns=4096, elements=16, warps=8, rows=1, measured=False),
+    CudaConfig(columns=8192, elements=32, warps=8, rows=1, measured=False),
+    CudaConfig(columns=16384, elements=32, warps=16, rows=1, measured=False),
+)
+CUDA_LONG_WARPS = 32  # of a row that does not fit in registers
