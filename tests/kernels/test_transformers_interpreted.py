@@ -22,5 +22,5 @@ WITHOUT_KERNELS = "operator_checks or compiled or finite_differences or refused 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
 def test_all_through_the_interpreter(interpreted: Callable[..., int]) -> None:
-    files = [str(Path(__file__).with_name(f"{name}.py")) for name in FILES]
+    files = [str(Path(__file__).parent / f"{name}.py") for name in FILES]
     assert interpreted(*files, __file__, "-k", f"not ({WITHOUT_KERNELS})") > 140
