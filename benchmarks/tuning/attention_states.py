@@ -12,7 +12,7 @@ from candidates import QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 
 from rooftop.kernels.attentions import states as attention_states
-from rooftop.kernels.attentions.tables import MergeConfig
+from rooftop.kernels.operands.launch_data import ElementsConfig
 
 Shape = tuple[int, int, int]  # B, H, S
 
@@ -61,7 +61,7 @@ def check_backward(width: int) -> None:
 
 def configs(table: str, *found: tuple[int, int]) -> dict[str, Settings]:
     """By elements of a tile and warps."""
-    return {f"{n} {w}w": {(attention_states, table): MergeConfig(n, w)} for n, w in found}
+    return {f"{n} {w}w": {(attention_states, table): ElementsConfig(n, w)} for n, w in found}
 
 
 def tasks(width: int) -> tuple[Task, Task]:

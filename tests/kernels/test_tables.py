@@ -44,7 +44,7 @@ def test_what_is_predicted_says_so_as_data(file: Path) -> None:
 
 def test_launch_data_stands_nowhere_else() -> None:
     for file in FILES[0].parents[1].glob("*/*.py"):
-        if file.name in ("tables.py", "row_tiles.py"):
+        if file.name in ("tables.py", "row_tiles.py", "launch_data.py"):
             continue
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             assert not (isinstance(node, ast.ClassDef) and node.name.endswith("Config")), f"{file}: {node.name}"

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.kernels.attentions.tables import MERGE_BACKWARD, MERGE_FORWARD, MergeConfig
+from rooftop.kernels.attentions.tables import MERGE_BACKWARD, MERGE_FORWARD
 from rooftop.kernels.operands.checks import check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
-from rooftop.kernels.operands.launch_data import Constants, power_of_two
+from rooftop.kernels.operands.launch_data import Constants, ElementsConfig, power_of_two
 from rooftop.kernels.operands.references import by_reference
 from rooftop.kernels.operands.strided_rows import merged
 from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
@@ -67,7 +67,7 @@ def _weighted(weight: Tensor, values: Tensor) -> Tensor:
 MOST_FEATURES = 8192
 
 
-def rows_tile(config: MergeConfig, width: int) -> Constants:
+def rows_tile(config: ElementsConfig, width: int) -> Constants:
     """Launch parameters for rows of so many elements."""
     block = power_of_two(width)
     return {"WIDTH": width, "BLOCK": block, "ROWS": max(1, config.elements // block), "num_warps": config.warps}

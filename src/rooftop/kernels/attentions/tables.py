@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rooftop.kernels.operands.launch_data import power_of_two
+from rooftop.kernels.operands.launch_data import ElementsConfig, power_of_two
 
 # ---- merging partial results ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class MergeConfig:
-    """Elements of a tile of whole rows, and warps."""
-
-    elements: int
-    warps: int
-
-
 # The fastest of those measured on an H200, of 128 features in half precision: a thread holds 16 elements of each tensor
 # forward, 8 backward, as they were loaded and as float32.
-MERGE_FORWARD = MergeConfig(elements=1024, warps=1)
-MERGE_BACKWARD = MergeConfig(elements=1024, warps=4)
+MERGE_FORWARD = ElementsConfig(elements=1024, warps=1)
+MERGE_BACKWARD = ElementsConfig(elements=1024, warps=4)
 
 # ---- attention in windows ------------------------------------------------------------------------------------------
 

@@ -154,7 +154,8 @@ def _(gradient: Tensor, features: Tensor, points: Tensor, mask: list[bool]) -> t
     return features.new_empty(shapes[0]), points.new_empty(shapes[1])
 
 
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+def save_inputs(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    """All that backward needs."""
     ctx.save_for_backward(*inputs)
 
 
@@ -164,7 +165,7 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | 
     return dfeatures if mask[0] else None, dpoints if mask[1] else None
 
 
-differentiable("trilinear_interpolate_cuda", _differentiate, _save)
+differentiable("trilinear_interpolate_cuda", _differentiate, save_inputs)
 differentiable(
     "trilinear_interpolate_cuda_backward", no_second_derivative("trilinear_interpolate_cuda", "trilinear_reference")
 )

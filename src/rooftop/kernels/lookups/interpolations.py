@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rooftop.kernels.lookups.cuda_interpolations import (
     check_arguments,
+    save_inputs,
     trilinear_backward_reference,
     trilinear_reference,
 )
@@ -93,17 +94,13 @@ def _(gradient: Tensor, features: Tensor, points: Tensor, mask: list[bool]) -> t
     return features.new_empty(features.shape if mask[0] else 0), points.new_empty(points.shape if mask[1] else 0)
 
 
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
     mask = list(ctx.needs_input_grad)
     dfeatures, dpoints = _trilinear_backward(gradient, *ctx.saved_tensors, mask)
     return dfeatures if mask[0] else None, dpoints if mask[1] else None
 
 
-differentiable("trilinear_interpolate", _differentiate, _save)
+differentiable("trilinear_interpolate", _differentiate, save_inputs)
 differentiable("trilinear_interpolate_backward", no_second_derivative("trilinear_interpolate", "trilinear_reference"))
 
 # The cost is that of the same operator in CUDA C++, and is registered there.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -15,6 +16,15 @@ WordConstants = dict[str, int | bool | str]
 
 ANY_BYTES = 1 << 62
 """Rows of any length: the limit of a table's last entry."""
+
+
+@dataclass(frozen=True)
+class ElementsConfig:
+    """Elements that a program works on, and warps. `measured`: or predicted."""
+
+    elements: int
+    warps: int
+    measured: bool = field(default=True, compare=False)
 
 
 def power_of_two(size: int) -> int:
