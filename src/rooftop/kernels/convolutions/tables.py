@@ -297,7 +297,7 @@ def _reason(entry: Entry) -> str:
     return f"{entry.ms:.4g} ms at {shape}, {entry.library_ms:.4g} ms with cuDNN and another pass"
 
 
-LEAST_CHANNELS = 8  # fewer are packed into groups (`conv_act_launches.packed`)
+LEAST_CHANNELS = 8  # fewer are packed into groups (`launches.packed`)
 
 # ---- max pools -----------------------------------------------------------------------------------------------------
 
