@@ -204,7 +204,7 @@ class Problem:
 
     Attributes:
         half, channels_last: of x.
-        copied: whether tensor descriptors can say where x and the result are (`conv_act_launches.copied`).
+        copied: whether tensor descriptors can say where x and the result are (`launches.copied`).
         cudnn: whether cuDNN has one call for it: relu alone or after a sum, on a GPU.
     """
 
