@@ -54,7 +54,7 @@ def _looked_up(table: Tensor, places: Tensor) -> Tensor:
     return table[batch, places.clamp(0, positions - 1)].masked_fill(~known[..., None], torch.nan)[:, None]
 
 
-# ---- launch parameters -----------------------------------------------------------------------------------------
+# ---- limits -----------------------------------------------------------------------------------------------------
 
 
 MOST_PAIRS = ROTARY[-1].pairs

@@ -61,7 +61,7 @@ def _weighted(weight: Tensor, values: Tensor) -> Tensor:
     return torch.where(weight == 0, 0.0, weight * values)
 
 
-# ---- launch parameters -----------------------------------------------------------------------------------------
+# ---- limits -----------------------------------------------------------------------------------------------------
 
 
 MOST_FEATURES = 8192

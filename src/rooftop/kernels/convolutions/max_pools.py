@@ -36,7 +36,7 @@ def max_pool2d_reference(
     return y.contiguous(memory_format=_format_of(x))
 
 
-# ---- launch parameters -----------------------------------------------------------------------------------------
+# ---- limits -----------------------------------------------------------------------------------------------------
 
 
 MOST_TAPS = 25  # of a window: the kernel has a load for each

@@ -22,7 +22,7 @@ from rooftop.launch.triton_launch import processors, shared_memory_bytes
 
 CUDA_FILES = ("norms/pieces.cu", "operands/cluster_pieces.cu", "norms/clusters.cu")
 
-# ---- launch parameters -----------------------------------------------------------------------------------------
+# ---- limits -----------------------------------------------------------------------------------------------------
 
 
 GROUP = 8  # elements of 16 bytes

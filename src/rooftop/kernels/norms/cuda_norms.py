@@ -39,9 +39,6 @@ from rooftop.launch.symbolic import recorded_whole
 
 CUDA_FILES = ("norms/pieces.cu", "norms/cuda_norms.cu")
 
-# ---- launches --------------------------------------------------------------------------------------------------
-
-
 # ---- implementations -------------------------------------------------------------------------------------------
 
 

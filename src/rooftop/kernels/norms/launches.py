@@ -20,7 +20,7 @@ from rooftop.kernels.operands.launch_data import Constants, power_of_two
 from rooftop.kernels.operands.strided_rows import unit
 from rooftop.launch.triton_launch import launch, processors, require_triton, shared_memory_bytes
 
-# ---- launch parameters -----------------------------------------------------------------------------------------
+# ---- which entry of a table -------------------------------------------------------------------------------------
 
 
 Config = TypeVar("Config", ForwardConfig, BackwardConfig)

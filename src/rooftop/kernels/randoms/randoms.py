@@ -108,7 +108,7 @@ def _below(value: float, dtype: torch.dtype) -> float:
     return float((bits - 1 if float(rounded) > 0 else bits + 1).view(dtype))
 
 
-# ---- launch parameters -----------------------------------------------------------------------------------------
+# ---- limits -----------------------------------------------------------------------------------------------------
 
 
 REFERENCE_CHUNK = 1 << 18  # elements that the reference makes at once: it has several integers of 8 bytes for each

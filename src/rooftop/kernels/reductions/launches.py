@@ -25,9 +25,6 @@ from rooftop.launch.triton_launch import launch, launches_early, processors
 KINDS = ("ties", "absolute_ties", "sum", "mean", "norm1", "norm2", "amax", "amin", "norm_inf", "argmax", "argmin")
 """What is computed, in the order in which `triton_kernels.py` numbers it; ties are what backward counts."""
 
-# ---- launch parameters -----------------------------------------------------------------------------------------
-
-
 Constants = dict[str, Any]
 
 

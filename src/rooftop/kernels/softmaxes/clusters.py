@@ -31,7 +31,7 @@ CUDA_FILES = ("operands/cluster_pieces.cu", "softmaxes/clusters.cu")
 
 GROUP_BYTES = 16
 
-# ---- launch parameters -----------------------------------------------------------------------------------------
+# ---- limits -----------------------------------------------------------------------------------------------------
 
 
 RESIDENT_THREADS = 512  # on an SM, of 128 registers each: RESIDENT in clusters.cu
