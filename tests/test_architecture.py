@@ -107,6 +107,21 @@ def test_each_map_fits_one_screen() -> None:
     assert max(len(each.splitlines()) for each in maps) <= MOST_LINES
 
 
+def test_each_family_of_kernels_has_a_row() -> None:
+    """Which names its files, but for those of the same roles in all families."""
+    page = PAGE.read_text(encoding="utf-8")
+    kernels = page.partition("\n**kernels**")[2].partition("\n**")[0]
+    rows = dict(re.findall(r"^\| `(\w+)/` \| (.*)", kernels, re.MULTILINE))
+    families = {path.parent for path in (SOURCE / "kernels").glob("*/__init__.py")}
+    assert rows.keys() == {family.name for family in families}
+    for family in families:
+        files = {path.name for path in family.iterdir() if path.suffix in (".py", ".cu")}
+        named = set(re.findall(r"`(\w+\.(?:py|cu))`", rows[family.name]))
+        own = files - {"__init__.py", "tables.py", "launches.py", "triton_kernels.py"}
+        assert own <= named, f"docs/architecture.md, the row of {family.name}/"
+        assert named - files <= {path.name for path in family.glob("triton_kernels/*")}, family.name
+
+
 @pytest.mark.parametrize("package", ["rooftop.doctor", "rooftop.debugging", "rooftop.models.gpt"])
 def test_packages_have_what_they_say(package: str) -> None:
     module = pytest.importorskip(package)

@@ -6,8 +6,8 @@ bfloat16, about 16384 positions in all and 2048 features over the heads, sizes l
 runs (`--seed` repeats them). "sdpa" is `torch.nn.functional.scaled_dot_product_attention` as it is. Variants
 interleaved, medians; calls of up to 2048 positions are replayed from a CUDA graph. The flops are those of the pairs
 that a query may see. The roof is that of the operator's own cost at the ceilings measured in the same run. The rows
-decide `RULES` in `rooftop.kernels.attentions`. A back end that cannot do a size is left out. The file is written after
-each row; after `--seconds` no further size is begun.
+decide `RULES` in `rooftop.kernels.attentions.attentions`. A back end that cannot do a size is left out. The file is
+written after each row; after `--seconds` no further size is begun.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What launch parameters do to the speed of the layer norm: how the tables in `norm_launches.py` were chosen.
+"""What launch parameters do to the speed of the layer norm: how the tables in `norms/tables.py` were chosen.
 
     python benchmarks/kernels/norm_variants.py [--out benchmarks/results/h200/norm_variants.json] [--sizes 512 1024]
 
@@ -25,8 +25,8 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from rooftop.hardware import measure
-from rooftop.kernels import norm_launches as launches
-from rooftop.kernels.norm_launches import BackwardConfig, ForwardConfig
+from rooftop.kernels.norms import launches, tables
+from rooftop.kernels.norms.tables import BackwardConfig, ForwardConfig
 
 SIZES = (128, 256, 512, 768, 1024, 2048, 2601, 4096, 5120, 8192, 11008, 16384, 32768, 50257)
 ELEMENTS = 1 << 27
@@ -41,7 +41,7 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
-    launches.SHIFTED_FROM = 1 << 30
+    tables.SHIFTED_FROM = 1 << 30
     if options.compile_only:
         index, count = map(int, options.compile_only.split("/"))
         for columns in options.sizes:
@@ -100,11 +100,11 @@ def run(problem: Problem, variant: Variant) -> Callable[[], object] | None:
     p = problem
 
     def forward() -> object:
-        launches.FORWARD = () if variant is None else (variant,)  # type: ignore[assignment]
+        tables.FORWARD = () if variant is None else (variant,)  # type: ignore[assignment]
         return launches.forward(p.x, None, None, p.weight, p.bias, 1e-5, rms=False)
 
     def backward() -> object:
-        launches.BACKWARD = () if variant is None else (variant,)  # type: ignore[assignment]
+        tables.BACKWARD = () if variant is None else (variant,)  # type: ignore[assignment]
         gradients = torch.empty_like(p.weight), torch.empty_like(p.bias)
         return launches.backward(p.dy, None, p.x, p.weight, p.mean, p.rstd, *gradients)
 

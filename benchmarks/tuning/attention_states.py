@@ -1,4 +1,4 @@
-"""Tables of merged attention states: FORWARD and BACKWARD of `attention_states.py`.
+"""Tables of merged attention states: MERGE_FORWARD and MERGE_BACKWARD of `attentions/tables.py`.
 
 python benchmarks/tuning/attention_states.py [--out attention_states.json] [--seconds 10] [--quick]
 """
@@ -11,8 +11,8 @@ import torch
 from candidates import QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 
-from rooftop.kernels import attention_states
-from rooftop.kernels.attention_states import RowsConfig
+from rooftop.kernels.attentions import states as attention_states
+from rooftop.kernels.operands.launch_data import ElementsConfig
 
 Shape = tuple[int, int, int]  # B, H, S
 
@@ -61,7 +61,7 @@ def check_backward(width: int) -> None:
 
 def configs(table: str, *found: tuple[int, int]) -> dict[str, Settings]:
     """By elements of a tile and warps."""
-    return {f"{n} {w}w": {(attention_states, table): RowsConfig(n, w)} for n, w in found}
+    return {f"{n} {w}w": {(attention_states, table): ElementsConfig(n, w)} for n, w in found}
 
 
 def tasks(width: int) -> tuple[Task, Task]:
@@ -69,9 +69,9 @@ def tasks(width: int) -> tuple[Task, Task]:
     batch, heads, positions = measured(width)
     elements = batch * heads * positions * width
     forwards = configs(
-        "FORWARD", (1024, 2), (2048, 4), (512, 1), (512, 2), (1024, 1), (256, 1), (2048, 2), (4096, 8), (8192, 8)
+        "MERGE_FORWARD", (1024, 2), (2048, 4), (512, 1), (512, 2), (1024, 1), (256, 1), (2048, 2), (4096, 8), (8192, 8)
     )
-    backwards = configs("BACKWARD", (1024, 4), (512, 2), (2048, 8), (1024, 2))
+    backwards = configs("MERGE_BACKWARD", (1024, 4), (512, 2), (2048, 8), (1024, 2))
     back = partial(backward, width), partial(check_backward, width)
     return (
         Task(

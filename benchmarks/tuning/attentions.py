@@ -1,4 +1,4 @@
-"""Which back end of attention is fastest: what decides RULES of `attention_plans.py`.
+"""Which back end of attention is fastest: what decides RULES of `attentions/plans.py`.
 
     python benchmarks/tuning/attentions.py [--out attentions.json] [--seconds 60] [--quick]
 
@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost.formulas.attentions import visible_pairs
-from rooftop.kernels import attention_plans, attentions
-from rooftop.kernels.attention_plans import Direction, Rule
+from rooftop.kernels.attentions import attentions
+from rooftop.kernels.attentions import plans as attention_plans
+from rooftop.kernels.attentions.plans import Direction, Rule
 
 BACKENDS = ("cudnn", "flash", "efficient")
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")

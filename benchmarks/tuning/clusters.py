@@ -1,4 +1,4 @@
-"""Tables of softmax and cross entropy by clusters of blocks: CLUSTER_* of `cuda_softmaxes.py`, beside Triton's kernels.
+"""Tables of softmax and cross entropy by clusters: CLUSTER_* of `softmaxes/tables.py`, beside Triton's kernels.
 
     python benchmarks/tuning/clusters.py [--out clusters.json] [--seconds 45] [--quick]
 
@@ -17,9 +17,10 @@ import losses as loss_tuning
 import softmaxes as softmax_tuning
 from candidates import QUICK, Call, Settings, Task, main
 
-from rooftop.kernels import cuda_softmaxes
-from rooftop.kernels.cuda_softmaxes import ClusterConfig
-from rooftop.kernels.softmaxes import ANY_BYTES
+from rooftop.kernels.operands.launch_data import ANY_BYTES
+from rooftop.kernels.softmaxes import clusters as cuda_softmaxes
+from rooftop.kernels.softmaxes import tables
+from rooftop.kernels.softmaxes.tables import ClusterConfig
 from rooftop.launch import count_launches
 
 Shape = tuple[int, int, int, int]  # blocks, threads, held, stages
@@ -29,16 +30,16 @@ def by_cluster(table: str, check: Callable[[int], None], columns: int) -> None:
     """The check, and (where the table has an entry) that clusters ran in it."""
     with count_launches() as launches:
         check(columns)
-    assert QUICK or bool(getattr(cuda_softmaxes, table)) == any("_cluster<" in name for name in launches), launches
+    assert QUICK or bool(getattr(tables, table)) == any("_cluster<" in name for name in launches), launches
 
 
 def candidates(table: str, columns: int, shapes: tuple[Shape, ...]) -> dict[str, Settings]:
     odd = columns % 8 != 0
-    found: dict[str, Settings] = {"Triton": {(cuda_softmaxes, table): ()}}
+    found: dict[str, Settings] = {"Triton": {(tables, table): ()}}
     for shape in shapes:
         blocks, threads, held, stages = shape
         config = ClusterConfig(0, ANY_BYTES, blocks, threads, held, stages, odd)
-        found[f"{blocks}b {threads}t {held}h {stages}s"] = {(cuda_softmaxes, table): (config,)}
+        found[f"{blocks}b {threads}t {held}h {stages}s"] = {(tables, table): (config,)}
     return found
 
 

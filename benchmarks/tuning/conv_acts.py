@@ -1,4 +1,4 @@
-"""Kernels of conv_act beside cuDNN for every convolution of ResNet-50; lines for `kernels/conv_act_tables.py`.
+"""Kernels of conv_act beside cuDNN for every convolution of ResNet-50; lines for `kernels/convolutions/tables.py`.
 
     python benchmarks/tuning/conv_acts.py --out conv_acts.json [--batch 256 32 1] [--only 3x3] [--seconds 240]
     python benchmarks/tuning/conv_acts.py --quick
@@ -34,10 +34,10 @@ from torch.nn import functional
 
 from rooftop.hardware import compare
 from rooftop.hardware.graphs import captured
-from rooftop.kernels import conv_act_tables
-from rooftop.kernels.conv_act_launches import copied, forward, plan_of
-from rooftop.kernels.conv_act_tables import ConvPlan, ConvTile, Geometry, Problem
-from rooftop.kernels.conv_acts import activated
+from rooftop.kernels.convolutions import tables as conv_act_tables
+from rooftop.kernels.convolutions.launches import copied, forward, plan_of
+from rooftop.kernels.convolutions.tables import ConvPlan, ConvTile, Geometry, Problem
+from rooftop.kernels.operands.activations import activated
 
 PEERS = ("torch", "library", "cudnn", "cudnn, benchmarked", "product")
 L2_BYTES = 120_000_000  # operands of so many bytes do not stay in any GPU's L2

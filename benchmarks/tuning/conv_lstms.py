@@ -1,4 +1,4 @@
-"""Tables of the gates of a ConvLSTM: FORWARD and BACKWARD of `conv_lstms.py`.
+"""Tables of the gates of a ConvLSTM: FORWARD and BACKWARD of `recurrent/tables.py`.
 
     python benchmarks/tuning/conv_lstms.py [--out conv_lstms.json] [--seconds 100] [--quick]
 
@@ -17,8 +17,8 @@ import torch
 from candidates import QUICK, Call, Settings, Task, copies_past_cache, main, randn
 from torch import Tensor
 
-from rooftop.kernels import conv_lstm_sequences, conv_lstms
-from rooftop.kernels.conv_lstms import GatesConfig
+from rooftop.kernels.operands.launch_data import ElementsConfig
+from rooftop.kernels.recurrent import conv_lstm_sequences, conv_lstms
 
 BATCH, FILTERS, SIDE = (1, 8, 3) if QUICK else (8, 64, 64)
 STEPS = 2 if QUICK else 3
@@ -90,7 +90,7 @@ def check_gates(made: object, dtype: torch.dtype) -> None:
 
 def configs(table: str, *found: tuple[int, int]) -> dict[str, Settings]:
     """By elements of a program and warps."""
-    return {f"{e} elements {w}w": {(conv_lstms, table): GatesConfig(e, w)} for e, w in found}
+    return {f"{e} elements {w}w": {(conv_lstms, table): ElementsConfig(e, w)} for e, w in found}
 
 
 def gate_tasks(dtype: torch.dtype) -> tuple[Task, Task]:

@@ -1,4 +1,4 @@
-"""Tables of fused elementwise expressions: FLAT, TILES, SQUARE and those of sums, of `elementwise_launches.py`.
+"""Tables of fused elementwise expressions: FLAT, TILES, SQUARE and those of sums, of `elementwise/tables.py`.
 
 python benchmarks/tuning/elementwise.py [--out elementwise.json] [--seconds 30] [--quick]
 """
@@ -15,8 +15,9 @@ from candidates import QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 from torch.nn import functional
 
-from rooftop.kernels import elementwise_launches, fused
-from rooftop.kernels.elementwise_launches import FlatConfig, TileConfig
+from rooftop.kernels import fused
+from rooftop.kernels.elementwise import tables
+from rooftop.kernels.elementwise.tables import FlatConfig, TileConfig
 
 SINGLE, HALF = torch.float32, torch.bfloat16
 ELEMENTS, SMALL = (1 << 12, 1 << 11) if QUICK else (1 << 27, 1 << 20)  # timed, and of a check
@@ -143,20 +144,20 @@ def backward(table: str, function: Function, shapes: Shapes, full: int, candidat
 
 def flat(*found: tuple[int, int]) -> dict[str, Settings]:
     """By elements and warps."""
-    return {f"{n} {w}w": {(elementwise_launches, "FLAT"): (FlatConfig(1 << 30, n, w),)} for n, w in found}
+    return {f"{n} {w}w": {(tables, "FLAT"): (FlatConfig(1 << 30, n, w),)} for n, w in found}
 
 
 def tiles(table: str, *found: tuple[int, int, int]) -> dict[str, Settings]:
     """By elements, columns and warps."""
-    return {f"{n} of {c} {w}w": {(elementwise_launches, table): TileConfig(n, c, w)} for n, c, w in found}
+    return {f"{n} of {c} {w}w": {(tables, table): TileConfig(n, c, w)} for n, c, w in found}
 
 
 def sums(*found: tuple[int, int, int, int]) -> dict[str, Settings]:
     """By elements, columns, warps and programs an SM."""
     return {
         f"{n} of {c} {w}w {p}p": {
-            (elementwise_launches, "LONG_SUMS"): TileConfig(n, c, w),
-            (elementwise_launches, "PROGRAMS_PER_SM"): p,
+            (tables, "LONG_SUMS"): TileConfig(n, c, w),
+            (tables, "PROGRAMS_PER_SM"): p,
         }
         for n, c, w, p in found
     }

@@ -1,4 +1,4 @@
-"""The table of the gradient of embeddings: RUNS of `embeddings.py`.
+"""The table of the gradient of embeddings: RUNS of `lookups/tables.py`.
 
     python benchmarks/tuning/embeddings.py [--out embeddings.json] [--seconds 15] [--quick]
 
@@ -14,8 +14,8 @@ import torch
 from candidates import DEVICE, QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 
-from rooftop.kernels import embeddings
-from rooftop.kernels.embeddings import RunsConfig
+from rooftop.kernels.lookups import embeddings
+from rooftop.kernels.lookups.tables import RunsConfig
 
 ROWS, WIDTH, COUNT = (7, 5, 40) if QUICK else (128256, 4096, 65536)  # vocabulary, features, tokens
 SMALL_ROWS, SMALL_COUNT = (7, 40) if QUICK else (1024, 4096)  # of a check

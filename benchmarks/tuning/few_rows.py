@@ -1,4 +1,4 @@
-"""Tiles of linear_act for few rows, those of Swin-T and DETR at batch 1: entries for the tables of `matmul_tables.py`.
+"""Tiles of linear_act for few rows, those of Swin-T and DETR at batch 1: entries for the tables of `matmuls/tables.py`.
 
     python benchmarks/tuning/few_rows.py [--out few_rows.json] [--seconds 45] [--quick]
 
@@ -17,9 +17,9 @@ from candidates import QUICK, Call, Settings, Task, copies_past_cache, main, ran
 from torch import Tensor
 from torch.nn import functional
 
-from rooftop.kernels.matmul_launches import forward
-from rooftop.kernels.matmul_tables import LinearPlan, Tile
-from rooftop.kernels.matmuls import linear_act_reference
+from rooftop.kernels.matmuls.launches import forward
+from rooftop.kernels.matmuls.matmuls import linear_act_reference
+from rooftop.kernels.matmuls.tables import LinearPlan, Tile
 
 Shape = tuple[int, int, int]  # M, N, K
 SHAPES: dict[str, tuple[Shape, ...]] = {

@@ -1,4 +1,4 @@
-"""Tables of SwiGLU: FORWARD and BACKWARD of `gated.py`.
+"""Tables of SwiGLU: FORWARD and BACKWARD of `gated/tables.py`.
 
 python benchmarks/tuning/gated.py [--out gated.json] [--seconds 10] [--quick]
 """
@@ -12,8 +12,8 @@ from candidates import QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 from torch.nn import functional
 
-from rooftop.kernels import gated
-from rooftop.kernels.gated import GatedConfig
+from rooftop.kernels.gated import gated, tables
+from rooftop.kernels.gated.tables import GatedConfig
 
 COLUMNS = 33 if QUICK else 14336
 ROWS, SMALL = (3, 3) if QUICK else ((1 << 28) // COLUMNS, 68)  # timed, and of a check: as divisible
@@ -58,7 +58,7 @@ def check_backward(packed: bool) -> None:
 
 def configs(table: str, *found: tuple[int, int]) -> dict[str, Settings]:
     """By bytes of a tile and warps."""
-    return {f"{b}B {w}w": {(gated, table): GatedConfig(b, w)} for b, w in found}
+    return {f"{b}B {w}w": {(tables, table): GatedConfig(b, w)} for b, w in found}
 
 
 def tasks(packed: bool) -> tuple[Task, Task]:

@@ -1,4 +1,4 @@
-"""Tables of trilinear interpolation: FORWARD and BACKWARD of `interpolations.py`, beside its twin in CUDA C++.
+"""CORNERS_* of `lookups/tables.py`, for trilinear interpolation, beside its twin in CUDA C++.
 
 python benchmarks/tuning/interpolations.py [--out interpolations.json] [--seconds 15] [--quick]
 """
@@ -12,8 +12,9 @@ import torch
 from candidates import DEVICE, QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 
-from rooftop.kernels import cuda_interpolations, interpolations
-from rooftop.kernels.interpolations import ANY_BYTES, BlockConfig
+from rooftop.kernels.lookups import cuda_interpolations, interpolations
+from rooftop.kernels.lookups.tables import CornersConfig
+from rooftop.kernels.operands.launch_data import ANY_BYTES
 
 HALF = torch.float16
 
@@ -57,7 +58,7 @@ def check_backward(channels: int) -> None:
 
 def blocks(direction: str, *found: tuple[int, int, int]) -> dict[str, Settings]:
     """By bytes of a corner for all points, of a corner of one point, and warps."""
-    return {f"{b}B {c}B {w}w": {(interpolations, direction): (BlockConfig(ANY_BYTES, b, c, w),)} for b, c, w in found}
+    return {f"{b}B {c}B {w}w": {(interpolations, direction): (CornersConfig(ANY_BYTES, b, c, w),)} for b, c, w in found}
 
 
 def tasks(channels: int) -> tuple[Task, Task]:
@@ -65,18 +66,18 @@ def tasks(channels: int) -> tuple[Task, Task]:
     found = ((1024, 512, 4), (1024, 512, 2), (512, 512, 2), (2048, 512, 8), (512, 512, 4))
     return (
         Task(
-            f"FORWARD C={channels}",
+            f"CORNERS_FORWARD C={channels}",
             size + size // 8,
-            blocks("FORWARD", *found),
+            blocks("CORNERS_FORWARD", *found),
             partial(forward, channels),
             partial(check_forward, channels),
             {"cuda c++": partial(forward, channels, cuda_interpolations)},
             "CUDA C++",
         ),
         Task(
-            f"BACKWARD C={channels}",
+            f"CORNERS_BACKWARD C={channels}",
             2 * size + size // 8,
-            blocks("BACKWARD", *found),
+            blocks("CORNERS_BACKWARD", *found),
             partial(backward, channels),
             partial(check_backward, channels),
             {"cuda c++": partial(backward, channels, cuda_interpolations)},

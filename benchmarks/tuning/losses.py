@@ -1,4 +1,4 @@
-"""Tables of cross entropy: LOSS(_LONG), FUSED(_LONG) and GRADIENT_* of `loss_launches.py`.
+"""Tables of cross entropy: LOSS(_LONG), FUSED(_LONG) and GRADIENT_* of `losses/tables.py`.
 
     python benchmarks/tuning/losses.py [--out losses.json] [--seconds 45] [--quick]
 
@@ -15,9 +15,10 @@ from candidates import DEVICE, QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 from torch.nn import functional
 
-from rooftop.kernels import loss_launches, losses
-from rooftop.kernels.loss_launches import Terms
-from rooftop.kernels.softmaxes import ANY_BYTES, LongConfig, TileConfig
+from rooftop.kernels.losses import losses, tables
+from rooftop.kernels.losses.launches import Terms
+from rooftop.kernels.operands.launch_data import ANY_BYTES
+from rooftop.kernels.operands.row_tiles import LongConfig, TileConfig
 
 TERMS = Terms(None, -100, 0.0, 0.0)
 ROWS, SMALL = (4, 3) if QUICK else (8192, 512)  # timed, and of a check
@@ -103,8 +104,8 @@ def long(table: str, *found: tuple[int, int, int, int] | tuple[int, int, int, in
     configs = [LongConfig(ANY_BYTES, *each) for each in found]
     return {
         f"long {c.block_bytes // 1024}K {c.warps}w {c.programs_per_sm}p {c.stages}s{'' if c.again else ' plain'}": {
-            (loss_launches, table): (),
-            (loss_launches, f"{table}_LONG"): (c,),
+            (tables, table): (),
+            (tables, f"{table}_LONG"): (c,),
         }
         for c in configs
     }
@@ -113,13 +114,11 @@ def long(table: str, *found: tuple[int, int, int, int] | tuple[int, int, int, in
 def tiles(table: str, *found: tuple[int, int, int]) -> dict[str, Settings]:
     """By rows, block bytes and warps."""
     configs = [TileConfig(ANY_BYTES, *each) for each in found]
-    return {f"tile {c.rows}r {c.block_bytes}B {c.warps}w": {(loss_launches, table): (c,)} for c in configs}
+    return {f"tile {c.rows}r {c.block_bytes}B {c.warps}w": {(tables, table): (c,)} for c in configs}
 
 
 def blocks(*found: tuple[int, int]) -> dict[str, Settings]:
-    return {
-        f"{b}B {w}w": {(loss_launches, "GRADIENT_BYTES"): b, (loss_launches, "GRADIENT_WARPS"): w} for b, w in found
-    }
+    return {f"{b}B {w}w": {(tables, "GRADIENT_BYTES"): b, (tables, "GRADIENT_WARPS"): w} for b, w in found}
 
 
 def fused_task(columns: int, candidates: dict[str, Settings], goal: str) -> Task:

@@ -1,4 +1,4 @@
-"""Tiles of linear_act beside cuBLAS and torch.compile; what is found goes into `kernels/matmul_tables.py`.
+"""Tiles of linear_act beside cuBLAS and torch.compile; what is found goes into `kernels/matmuls/tables.py`.
 
     python benchmarks/tuning/matmuls.py --out matmuls.json [--seconds 60] [--processes 15]
     python benchmarks/tuning/matmuls.py --quick
@@ -30,9 +30,9 @@ from torch.nn import functional
 
 from rooftop.hardware import compare
 from rooftop.hardware.graphs import captured
-from rooftop.kernels import matmul_launches
-from rooftop.kernels.matmul_launches import forward
-from rooftop.kernels.matmul_tables import LinearPlan, Tile
+from rooftop.kernels.matmuls import launches as matmul_launches
+from rooftop.kernels.matmuls.launches import forward
+from rooftop.kernels.matmuls.tables import LinearPlan, Tile
 
 LIB = LinearPlan("library", None, "")
 TORCH: dict[str, Callable[[Tensor], Tensor]] = {

@@ -1,4 +1,4 @@
-"""FORWARD of `max_pools.py`, after the stems of a DETR and of a ResNet: windows of 3 x 3, stride 2, 64 channels.
+"""MAX_POOL of `convolutions/tables.py`, after the stems of a DETR and of a ResNet: 3 x 3, stride 2, 64 channels.
 
 python benchmarks/tuning/max_pools.py [--out max_pools.json] [--seconds 15] [--quick]
 """
@@ -12,8 +12,8 @@ from candidates import QUICK, Call, Settings, Task, copies_past_cache, main, ran
 from torch import Tensor
 from torch.nn import functional
 
-from rooftop.kernels import max_pools
-from rooftop.kernels.max_pools import PoolConfig
+from rooftop.kernels.convolutions import max_pools
+from rooftop.kernels.convolutions.tables import PoolConfig
 
 WINDOW = (3, 2, 1)  # its size, stride and padding
 SIZES = ((1, 8, 9),) if QUICK else ((1, 400, 608), (8, 400, 608), (1, 112, 112), (256, 112, 112))  # B, H, W
@@ -23,7 +23,7 @@ CONFIGS = (
     *(PoolConfig(1, 8, 64, 2), PoolConfig(4, 4, 64, 2)),
 )
 CANDIDATES: dict[str, Settings] = {
-    f"{c.lines} x {c.pixels}, {c.warps} warps": {(max_pools, "FORWARD"): c} for c in CONFIGS
+    f"{c.lines} x {c.pixels}, {c.warps} warps": {(max_pools, "MAX_POOL"): c} for c in CONFIGS
 }
 
 

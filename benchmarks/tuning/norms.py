@@ -2,8 +2,8 @@
 
     python benchmarks/tuning/norms.py [--out norms.json] [--seconds 60] [--quick]
 
-Decides FORWARD and BACKWARD of `norm_clusters.py` ("staged": blocks of a cluster, warps, blocks on an SM, stages), and
-FORWARD, FORWARD_SHIFTED, BACKWARD_SHIFTED, FORWARD_LONG, FORWARD_LONG_ODD and BACKWARD_LONG of `norm_launches.py`.
+Decides CLUSTER_* of `norms/tables.py` ("staged": blocks of a cluster, warps, blocks on an SM, stages), and
+FORWARD, FORWARD_SHIFTED, BACKWARD_SHIFTED, FORWARD_LONG, FORWARD_LONG_ODD and BACKWARD_LONG of `norms/tables.py`.
 "plain": rows at odd addresses are loaded one element at a time. "table": as the tables are.
 """
 
@@ -17,10 +17,8 @@ from candidates import QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 from torch.nn import functional
 
-from rooftop.kernels import norm_clusters as clusters
-from rooftop.kernels import norm_launches as launches
-from rooftop.kernels.norm_clusters import ClusterConfig
-from rooftop.kernels.norm_launches import BackwardConfig, ForwardConfig, LongConfig
+from rooftop.kernels.norms import clusters, launches, tables
+from rooftop.kernels.norms.tables import BackwardConfig, ClusterConfig, ForwardConfig, LongConfig
 from rooftop.launch import count_launches
 
 ELEMENTS = 1 << 27
@@ -80,7 +78,9 @@ def check(direction: str, columns: int) -> None:
     ours, plain = both(direction, rows, columns)
     with count_launches() as counted:
         found = ours()
-    staged = clusters.config_for(clusters.BACKWARD if "backward" in direction else clusters.FORWARD, columns)
+    staged = clusters.config_for(
+        clusters.CLUSTER_BACKWARD if "backward" in direction else clusters.CLUSTER_FORWARD, columns
+    )
     if staged is not None and not QUICK and not any("staged" in name for name in counted):
         raise ValueError(f"{staged} does not take {columns} columns")  # what is timed would be Triton's kernel
     for mine, theirs in zip(found, plain(), strict=True):
@@ -107,12 +107,12 @@ def task(direction: str, columns: int, candidates: dict[str, Settings]) -> Task:
 
 
 TABLE: dict[str, Settings] = {"table": {}}
-PLAIN: dict[str, Settings] = {"plain": {(launches, "SHIFTED_FROM"): 1 << 30}}
+PLAIN: dict[str, Settings] = {"plain": {(tables, "SHIFTED_FROM"): 1 << 30}}
 
 
 def tables(name: str, config: Callable[..., object], *values: tuple[int, ...], one: bool = True) -> dict[str, Settings]:
     """Tables of one entry (or not a table) by its fields."""
-    return {f"{v}": {(launches, name): (config(*v),) if one else config(*v)} for v in values}
+    return {f"{v}": {(tables, name): (config(*v),) if one else config(*v)} for v in values}
 
 
 def shifted(direction: str, *values: tuple[int, ...]) -> dict[str, Settings]:
@@ -139,13 +139,13 @@ def forward(*values: tuple[int, ...]) -> dict[str, Settings]:
 
 def of_fours(columns: int) -> dict[str, Settings]:
     """Triton's kernels, and those of clusters, of rows that begin at multiples of 8 bytes (30005: of 2)."""
-    none: Settings = {(launches, name): () for name in ("FORWARD_FOURS", "FORWARD_FOURS_RMS")}
+    none: Settings = {(tables, name): () for name in ("FORWARD_FOURS", "FORWARD_FOURS_RMS")}
     tiles = ((4096, 8), (8192, 8), (8192, 16), (4096, 16), (2048, 8), (16384, 16), (8192, 32))
     by_triton: dict[str, Settings] = {}
     for block, warps in tiles:
         table = (ForwardConfig(1 << 30, 1, block, warps),)
-        names = (*none, (launches, "FORWARD"))
-        by_triton[f"(1, {block}, {warps})"] = {(clusters, "FORWARD"): (), **dict.fromkeys(names, table)}
+        names = (*none, (tables, "FORWARD"))
+        by_triton[f"(1, {block}, {warps})"] = {(clusters, "CLUSTER_FORWARD"): (), **dict.fromkeys(names, table)}
     by_clusters = {name: none | of for name, of in staged("FORWARD", *STAGED_OF_FOURS[columns]).items()}
     return TABLE | by_triton | by_clusters
 
@@ -161,7 +161,7 @@ STAGED_OF_FOURS = {  # rows that begin at multiples of 8 bytes
     40004: ((4, 10, 2, 2), (4, 10, 1, 3), (8, 5, 2, 3)),
     50252: ((4, 13, 2, 2), (4, 13, 1, 2), (8, 7, 2, 3)),
 }
-NOT_HELD: dict[str, Settings] = {"not held": {(launches, "FORWARD_HELD"): ForwardConfig(1, 1, 16, 4)}}
+NOT_HELD: dict[str, Settings] = {"not held": {(tables, "FORWARD_HELD"): ForwardConfig(1, 1, 16, 4)}}
 TASKS = (
     task(
         "backward",
@@ -173,7 +173,7 @@ TASKS = (
         "backward",
         334,
         TABLE
-        | {"shifted": {(launches, "BACKWARD_PAIRS"): ()}}
+        | {"shifted": {(tables, "BACKWARD_PAIRS"): ()}}
         | tables("BACKWARD_PAIRS", BackwardConfig, (512, 2, 256, 2, 6, 3, True), (512, 1, 256, 1, 16, 3, True)),
     ),
     task("backward", 894, TABLE | PLAIN | staged("BACKWARD", (1, 1, 16, 3), (1, 2, 8, 3))),

@@ -1,4 +1,4 @@
-"""Tables of random numbers: FILL and DROPOUT of `randoms.py`.
+"""Tables of random numbers: FILL and DROPOUT of `randoms/tables.py`.
 
 python benchmarks/tuning/randoms.py [--out randoms.json] [--seconds 15] [--quick]
 """
@@ -10,8 +10,9 @@ from functools import partial
 import torch
 from candidates import DEVICE, QUICK, Call, Settings, Task, main, randn
 
-from rooftop.kernels import Box, counter_dropout, random_normal, randoms
-from rooftop.kernels.randoms import RandomConfig
+from rooftop.kernels import Box, counter_dropout, random_normal
+from rooftop.kernels.operands.launch_data import ElementsConfig
+from rooftop.kernels.randoms import randoms
 
 SHAPES = {"aligned": (3, 64) if QUICK else (32768, 4096), "odd": (3, 33) if QUICK else (32768, 4095)}
 KEY = 1234567
@@ -69,7 +70,7 @@ def check_normal(name: str) -> None:
 
 def configs(table: str) -> dict[str, Settings]:
     found = ((1024, 4), (2048, 8), (1024, 8), (512, 4), (2048, 4), (256, 2))
-    return {f"{n} {w}w": {(randoms, table): RandomConfig(n, w)} for n, w in found}
+    return {f"{n} {w}w": {(randoms, table): ElementsConfig(n, w)} for n, w in found}
 
 
 def tasks(name: str) -> tuple[Task, Task]:

@@ -1,4 +1,4 @@
-"""Tables of reductions: ALL, ROWS, FAR_ROWS, PLACES, COLUMNS, SPLIT and SHARE_* of `reduction_launches.py`.
+"""Tables of reductions: ALL, ROWS, FAR_ROWS, PLACES, COLUMNS, SPLIT and SHARE_* of `reductions/tables.py`.
 
     python benchmarks/tuning/reductions.py [--out reductions.json] [--seconds 40] [--quick]
 
@@ -15,8 +15,10 @@ import torch
 from candidates import QUICK, Call, Settings, Task, copies_past_cache, main, randn
 from torch import Tensor
 
-from rooftop.kernels import reduction_launches, reductions
-from rooftop.kernels.reduction_launches import ANY_BYTES, AllConfig, ColumnConfig, RowConfig, SplitConfig
+from rooftop.kernels.operands.launch_data import ANY_BYTES
+from rooftop.kernels.reductions import launches as reduction_launches
+from rooftop.kernels.reductions import reductions, tables
+from rooftop.kernels.reductions.tables import AllConfig, ColumnConfig, RowConfig, SplitConfig
 
 SINGLE, HALF = torch.float32, torch.bfloat16
 Shape = tuple[int, ...]
@@ -27,7 +29,7 @@ def everything(*found: tuple[int, int, int, bool, int], early: bool = False) -> 
     """By block bytes, warps, programs an SM, whether the last one combines, and stages."""
     return {
         f"{b}B {w}w {p}p{' last' if last else ''} {s}s{' early' if early else ''}": {
-            (reduction_launches, "ALL"): (AllConfig(ANY_BYTES, b, w, SplitConfig(p, last), s, early),)
+            (tables, "ALL"): (AllConfig(ANY_BYTES, b, w, SplitConfig(p, last), s, early),)
         }
         for b, w, p, last, s in found
     }
@@ -37,9 +39,7 @@ def rows(table: str, *found: tuple[int, int, int] | tuple[int, int, int, int]) -
     """By rows, block bytes of each, warps and stages."""
     configs = [RowConfig(ANY_BYTES, *each) for each in found]
     return {
-        f"{c.rows}r {c.block_bytes}B {c.warps}w{f' {c.stages}s' if c.stages > 1 else ''}": {
-            (reduction_launches, table): (c,)
-        }
+        f"{c.rows}r {c.block_bytes}B {c.warps}w{f' {c.stages}s' if c.stages > 1 else ''}": {(tables, table): (c,)}
         for c in configs
     }
 
@@ -48,7 +48,7 @@ def columns(*found: tuple[int, int, int, int, int]) -> dict[str, Settings]:
     """By bytes of a row and of the tile, warps, programs an SM and stages."""
     return {
         f"{width}B of {tile}B {w}w {p}p {s}s": {
-            (reduction_launches, "COLUMNS"): ColumnConfig(width, tile, w, s, SplitConfig(p, True))
+            (tables, "COLUMNS"): ColumnConfig(width, tile, w, s, SplitConfig(p, True))
         }
         for width, tile, w, p, s in found
     }
@@ -58,8 +58,8 @@ def far_rows(*found: tuple[int, int, int, int, int]) -> dict[str, Settings]:
     """By rows, block bytes of each, warps, programs an SM and stages."""
     return {
         f"{r}r {b}B {w}w {p}p {s}s": {
-            (reduction_launches, "FAR_ROWS"): (RowConfig(ANY_BYTES, r, b, w, s),),
-            (reduction_launches, "SPLIT"): SplitConfig(p, True),
+            (tables, "FAR_ROWS"): (RowConfig(ANY_BYTES, r, b, w, s),),
+            (tables, "SPLIT"): SplitConfig(p, True),
         }
         for r, b, w, p, s in found
     }
@@ -68,10 +68,9 @@ def far_rows(*found: tuple[int, int, int, int, int]) -> dict[str, Settings]:
 def gradients(*found: tuple[int, int]) -> dict[str, Settings]:
     """By bytes of the tile and warps; and counting ties in a kernel of its own."""
     candidates: dict[str, Settings] = {
-        f"{b}B {w}w": {(reduction_launches, "SHARE_BLOCK_BYTES"): b, (reduction_launches, "SHARE_WARPS"): w}
-        for b, w in found
+        f"{b}B {w}w": {(tables, "SHARE_BLOCK_BYTES"): b, (tables, "SHARE_WARPS"): w} for b, w in found
     }
-    return candidates | {"two kernels": {(reduction_launches, "SHARE_ELEMENTS"): 0}}
+    return candidates | {"two kernels": {(tables, "SHARE_ELEMENTS"): 0}}
 
 
 def reduced(kind: str, x: Tensor, dim: Dims) -> Tensor:

@@ -1,4 +1,4 @@
-"""The table of rotary position embeddings: CONFIGS of `rotary.py`.
+"""The table of rotary position embeddings: ROTARY of `attentions/tables.py`.
 
 python benchmarks/tuning/rotary.py [--out rotary.json] [--seconds 20] [--quick]
 """
@@ -11,8 +11,8 @@ import torch
 from candidates import DEVICE, QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 
-from rooftop.kernels import rotary
-from rooftop.kernels.rotary import RotaryConfig
+from rooftop.kernels.attentions import rotary
+from rooftop.kernels.attentions.tables import RotaryConfig
 
 Shape = tuple[int, int, int, int]  # B, H, S, D
 
@@ -68,7 +68,7 @@ def by_torch(shape: Shape, layout: str) -> Call:
 def configs(*found: tuple[int, int, int]) -> dict[str, Settings]:
     """By positions, heads and warps."""
     return {
-        f"{p} positions {h} heads {w}w": {(rotary, "CONFIGS"): (RotaryConfig(rotary.MOST_PAIRS, p, h, w),)}
+        f"{p} positions {h} heads {w}w": {(rotary, "ROTARY"): (RotaryConfig(rotary.MOST_PAIRS, p, h, w),)}
         for p, h, w in found
     }
 

@@ -1,4 +1,4 @@
-"""Tables of softmax: FORWARD, FORWARD_LONG, BACKWARD and BACKWARD_LONG of `softmaxes.py`.
+"""Tables of softmax: FORWARD, FORWARD_LONG, BACKWARD and BACKWARD_LONG of `softmaxes/tables.py`.
 
 python benchmarks/tuning/softmaxes.py [--out softmaxes.json] [--seconds 45] [--quick]
 """
@@ -12,8 +12,9 @@ import torch
 from candidates import QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 
-from rooftop.kernels import softmaxes
-from rooftop.kernels.softmaxes import ANY_BYTES, LongConfig, TileConfig
+from rooftop.kernels.operands.launch_data import ANY_BYTES
+from rooftop.kernels.operands.row_tiles import LongConfig, TileConfig
+from rooftop.kernels.softmaxes import softmaxes, tables
 
 HALF = torch.bfloat16
 
@@ -106,8 +107,8 @@ def long(direction: str, *found: tuple[int, int, int, int] | tuple[int, int, int
     configs = [LongConfig(ANY_BYTES, *each) for each in found]
     return {
         f"long {c.block_bytes // 1024}K {c.warps}w {c.programs_per_sm}p {c.stages}s{'' if c.again else ' plain'}": {
-            (softmaxes, direction): (),
-            (softmaxes, f"{direction}_LONG"): (c,),
+            (tables, direction): (),
+            (tables, f"{direction}_LONG"): (c,),
         }
         for c in configs
     }
@@ -117,7 +118,7 @@ def tiles(direction: str, *found: tuple[int, int, int] | tuple[int, int, int, bo
     """By rows, block bytes, warps and whether exponentials are held."""
     configs = [TileConfig(ANY_BYTES, *each) for each in found]
     return {
-        f"tile {c.rows}r {c.block_bytes}B {c.warps}w{' hold' if c.hold else ''}": {(softmaxes, direction): (c,)}
+        f"tile {c.rows}r {c.block_bytes}B {c.warps}w{' hold' if c.hold else ''}": {(tables, direction): (c,)}
         for c in configs
     }
 

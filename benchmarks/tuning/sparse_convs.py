@@ -1,4 +1,4 @@
-"""The tables of sparse convolution: those of `sparse_conv_launches.py`, and from how many rows on what pays.
+"""The tables of sparse convolution: those of `sites/tables.py`, and from how many rows on what pays.
 
     python benchmarks/tuning/sparse_convs.py [--out sparse_convs.json] [--seconds 100] [--quick]
 
@@ -22,11 +22,8 @@ import torch
 from candidates import DEVICE, QUICK, Call, Settings, Task, copies_past_cache, main, randn
 from torch import Tensor
 
-from rooftop.kernels import sparse_conv_launches, sparse_convs
-from rooftop.kernels.sparse_conv_launches import (
-    ANY,
-    RowsConfig,
-    WeightConfig,
+from rooftop.kernels.sites import sparse_convs, tables
+from rooftop.kernels.sites.launches import (
     convolved,
     neighbour_masks,
     pairs_of,
@@ -35,6 +32,7 @@ from rooftop.kernels.sparse_conv_launches import (
     sorted_table,
     weight_gradient,
 )
+from rooftop.kernels.sites.tables import ANY, RowsConfig, WeightConfig
 
 SIZES = [(400_000, 64), (400_000, 128), (100_000, 64), (1_000_000, 64), (400_000, 32), (400_000, 256), (1_000_000, 128)]
 SIZES = [(60, 8)] if QUICK else SIZES  # sites and channels
@@ -218,7 +216,7 @@ def rows(channels: int) -> dict[str, Settings]:
         found += [(128, 256, 64, 8, 3), (128, 256, 64, 8, 5), (128, 256, 32, 8, 5)]
     return {
         f"{rows}x{columns}x{depth} {warps}w {stages}s": {
-            (sparse_conv_launches, "HALF"): (RowsConfig(ANY, rows, columns, depth, warps, stages),)
+            (tables, "HALF"): (RowsConfig(ANY, rows, columns, depth, warps, stages),)
         }
         for rows, columns, depth, warps, stages in found
     }
@@ -237,18 +235,18 @@ def weights(channels: int) -> dict[str, Settings]:
         found += [(256, 128, 32, 8, 5, 1), (256, 128, 32, 8, 5, 2)]
     return {
         f"{outs}x{ins}x{depth} {warps}w {stages}s x{programs}": {
-            (sparse_conv_launches, "WEIGHT_HALF"): (WeightConfig(ANY, outs, ins, depth, warps, stages, programs),)
+            (tables, "WEIGHT_HALF"): (WeightConfig(ANY, outs, ins, depth, warps, stages, programs),)
         }
         for outs, ins, depth, warps, stages, programs in found
     }
 
 
 def table_rows(name: str) -> dict[str, Settings]:
-    return {f"{rows} rows": {(sparse_conv_launches, name): rows} for rows in (64, 128, 256)}
+    return {f"{rows} rows": {(tables, name): rows} for rows in (64, 128, 256)}
 
 
 def thresholds(name: str, never: str, always: str) -> dict[str, Settings]:
-    module = sparse_conv_launches
+    module = tables
     return {never: {(module, name): ANY}, always: {(module, name): 0}}
 
 

@@ -1,4 +1,4 @@
-"""Tables of pooling over sites: FORWARD and BACKWARD of `sparse_pools.py`, GLOBAL of `sparse_global_pools.py`.
+"""Tables of pooling over sites: POOL_FORWARD, POOL_BACKWARD and GLOBAL of `sites/tables.py`.
 
     python benchmarks/tuning/sparse_pools.py [--out sparse_pools.json] [--seconds 60] [--quick]
 
@@ -17,9 +17,8 @@ import torch
 from candidates import DEVICE, QUICK, Call, Settings, Task, copies_past_cache, main, randn
 from torch import Tensor
 
-from rooftop.kernels import sparse_global_pools, sparse_pools
-from rooftop.kernels.sparse_global_pools import GlobalConfig
-from rooftop.kernels.sparse_pools import PoolConfig
+from rooftop.kernels.sites import sparse_global_pools, sparse_pools
+from rooftop.kernels.sites.tables import GlobalConfig, PoolConfig
 from rooftop.sparse import Rulebook, geometry
 from rooftop.sparse.rulebook import rulebook_reference
 
@@ -140,11 +139,11 @@ def wholes() -> dict[str, Settings]:
 
 
 FORWARDS = pools(
-    "FORWARD", (2048, 128, 8, 4), (2048, 128, 4, 4), (1024, 128, 8, 2), (4096, 128, 8, 8), (4096, 128, 4, 4),
+    "POOL_FORWARD", (2048, 128, 8, 4), (2048, 128, 4, 4), (1024, 128, 8, 2), (4096, 128, 8, 8), (4096, 128, 4, 4),
     (2048, 64, 8, 4), (1024, 64, 8, 4), (512, 128, 8, 1),
 )  # fmt: skip
 BACKWARDS = pools(
-    "BACKWARD", (2048, 128, 4, 4), (2048, 128, 8, 4), (2048, 128, 2, 4), (1024, 128, 4, 2), (4096, 128, 4, 8),
+    "POOL_BACKWARD", (2048, 128, 4, 4), (2048, 128, 8, 4), (2048, 128, 2, 4), (1024, 128, 4, 2), (4096, 128, 4, 8),
     (2048, 64, 4, 4), (1024, 64, 4, 4),
 )  # fmt: skip
 

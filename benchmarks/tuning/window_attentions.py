@@ -1,4 +1,4 @@
-"""Tables of attention in windows: FORWARD, BACKWARD and PROGRAMS_PER_SM of `window_attentions.py`.
+"""Tables of attention in windows: WINDOW_* of `attentions/tables.py`.
 
     python benchmarks/tuning/window_attentions.py [--out window_attentions.json] [--seconds 110] [--quick]
 
@@ -14,8 +14,9 @@ import torch
 from candidates import QUICK, Call, Settings, Task, copies_past_cache, main, randn
 from torch import Tensor
 
-from rooftop.kernels import window_attentions
-from rooftop.kernels.window_attentions import Config, Sizes
+from rooftop.kernels.attentions import window_attentions
+from rooftop.kernels.attentions.tables import WindowConfig
+from rooftop.kernels.attentions.window_attentions import Sizes
 
 WINDOW, FEATURES = ((2, 2), 16) if QUICK else ((7, 7), 32)
 SHIFT = (WINDOW[0] // 2, WINDOW[1] // 2)
@@ -90,7 +91,8 @@ def forwards() -> dict[str, Settings]:
     """By queries of a program and warps: with fewer queries a window's keys and values are read by several programs."""
     found = ((64, 4), (64, 2), (64, 8), (32, 4), (32, 2), (16, 2), (16, 1), (32, 1))
     return {
-        f"{q} queries {w}w": {(window_attentions, "FORWARD"): (Config(POSITIONS, FEATURES, q, w),)} for q, w in found
+        f"{q} queries {w}w": {(window_attentions, "WINDOW_FORWARD"): (WindowConfig(POSITIONS, FEATURES, q, w),)}
+        for q, w in found
     }
 
 
@@ -99,8 +101,8 @@ def backwards() -> dict[str, Settings]:
     found = ((8, 1, 4), (4, 1, 4), (4, 1, 8), (4, 2, 4), (4, 2, 8), (8, 2, 2), (8, 1, 2), (4, 1, 16), (8, 2, 4))
     return {
         f"{w}w {s} stages {p} programs": {
-            (window_attentions, "BACKWARD"): (Config(POSITIONS, FEATURES, 64, w, s),),
-            (window_attentions, "PROGRAMS_PER_SM"): p,
+            (window_attentions, "WINDOW_BACKWARD"): (WindowConfig(POSITIONS, FEATURES, 64, w, s),),
+            (window_attentions, "WINDOW_PROGRAMS_PER_SM"): p,
         }
         for w, s, p in found
     }

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from rooftop import kernels, nn
-from rooftop.kernels.autocasting import result_dtype
-from rooftop.kernels.norms import _layer_norm, _rms_norm
-from rooftop.kernels.sum_norms import _add_layer_norm
+from rooftop.kernels.norms.norms import _layer_norm, _rms_norm
+from rooftop.kernels.norms.sum_norms import _add_layer_norm
+from rooftop.kernels.operands.autocasting import result_dtype
 from rooftop.testing import assert_as_accurate
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]

@@ -18,8 +18,8 @@ from rooftop import kernels
 from rooftop.cost import CountingMode
 from rooftop.cost.registry import formula_for
 from rooftop.hardware import ceilings_of
-from rooftop.kernels import matmuls
-from rooftop.kernels.attention_states import merge_into
+from rooftop.kernels.attentions.states import merge_into
+from rooftop.kernels.matmuls import matmuls
 
 ELSEWHERE = {
     "sparse_rulebook",

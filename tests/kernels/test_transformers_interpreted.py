@@ -13,11 +13,14 @@ import pytest
 
 from rooftop.launch import INTERPRETED
 
-FILES = ("rotary", "gated", "embeddings", "attention_states", "max_pools", "randoms", "random_kernels")
+FILES = (
+    *("attentions/test_rotary", "attentions/test_states", "convolutions/test_max_pools", "gated/test_gated"),
+    *("lookups/test_embeddings", "randoms/test_randoms", "randoms/test_triton_kernels"),
+)
 WITHOUT_KERNELS = "operator_checks or compiled or finite_differences or refused or wrong_arguments or cost"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
 def test_all_through_the_interpreter(interpreted: Callable[..., int]) -> None:
-    files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in FILES]
+    files = [str(Path(__file__).parent / f"{name}.py") for name in FILES]
     assert interpreted(*files, __file__, "-k", f"not ({WITHOUT_KERNELS})") > 140

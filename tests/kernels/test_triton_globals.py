@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton")
 
 
 def jitted() -> Iterator[triton.JITFunction]:
-    for module in pkgutil.iter_modules(rooftop.kernels.__path__, "rooftop.kernels."):
+    for module in pkgutil.walk_packages(rooftop.kernels.__path__, "rooftop.kernels."):
         for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, triton.JITFunction) and value.__module__ == module.name:
                 yield value

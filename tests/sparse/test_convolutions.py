@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rooftop.sparse as spconv
-from rooftop.kernels import sparse_conv_launches
+from rooftop.kernels.sites import tables
 from rooftop.launch import count_launches
 from rooftop.sparse import SparseConvTensor, functional, table_orders
 from rooftop.sparse.functional import by_group
@@ -383,7 +383,7 @@ def test_orders_and_pairs_are_made_once_and_where_needed(monkeypatch: pytest.Mon
     for module in (table_orders, functional):
         monkeypatch.setattr(module, "by_kernels", lambda table: True)
     for least in ("SORTED_FROM", "LISTED_FROM"):
-        monkeypatch.setattr(sparse_conv_launches, least, 1)
+        monkeypatch.setattr(tables, least, 1)
     for name in ("row_order", "row_pairs", "row_blocks"):
         monkeypatch.setattr(table_orders, name, counting(name, getattr(table_orders, name)))
     network, x = UNet(), a_tensor(3, dtype=torch.float32)
@@ -397,12 +397,12 @@ def test_orders_and_pairs_are_made_once_and_where_needed(monkeypatch: pytest.Mon
     network.requires_grad_(False)(x)
     assert made == ["row_order"] * 4
     made.clear()
-    monkeypatch.setattr(sparse_conv_launches, "TABLES_SORTED", False)
+    monkeypatch.setattr(tables, "TABLES_SORTED", False)
     network.requires_grad_()(x).features.sum().backward()
     assert sorted(made) == ["row_order"] * 4 + ["row_pairs"] * 4
     made.clear()
     for least in ("SORTED_FROM", "LISTED_FROM"):
-        monkeypatch.setattr(sparse_conv_launches, least, 1000)
+        monkeypatch.setattr(tables, least, 1000)
     network.requires_grad_()(x)
     assert made == []  # of so few rows
 
@@ -412,9 +412,9 @@ def test_what_inference_mode_made_serves_training(monkeypatch: pytest.MonkeyPatc
     for module in (table_orders, functional):
         monkeypatch.setattr(module, "by_kernels", lambda table: True)
     for least in ("SORTED_FROM", "LISTED_FROM"):
-        monkeypatch.setattr(sparse_conv_launches, least, 1)
+        monkeypatch.setattr(tables, least, 1)
     for with_tables in (True, False):
-        monkeypatch.setattr(sparse_conv_launches, "TABLES_SORTED", with_tables)
+        monkeypatch.setattr(tables, "TABLES_SORTED", with_tables)
         first = spconv.SparseConv3d(3, 4, 3, 2, 1, indice_key="down")
         back = spconv.SparseInverseConv3d(4, 3, 3, "down")
         y = first(a_tensor(3, dtype=torch.float32).replace_feature(torch.randn(60, 3)))

@@ -25,7 +25,7 @@ from torch.nn import functional
 from rooftop.inference.folding import CONVOLUTIONS, NORMS, Opening, Sealing, Structure
 from rooftop.inference.structures import mapped
 from rooftop.kernels import conv_act
-from rooftop.kernels.conv_acts import FLOATS
+from rooftop.kernels.operands.dtypes import FLOATS
 
 Function = Callable[..., Any]
 ACTIVATIONS: dict[Function, str] = {

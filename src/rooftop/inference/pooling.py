@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rooftop.inference.fusing import value_of
 from rooftop.kernels import max_pool2d
-from rooftop.kernels.max_pools import FLOATS
+from rooftop.kernels.operands.dtypes import FLOATS
 
 
 def replace_pools(model: nn.Module) -> dict[str, str]:

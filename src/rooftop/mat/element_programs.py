@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftop.kernels import expressions
-from rooftop.kernels.expression_texts import text_of
-from rooftop.kernels.expressions import NAMES, Expression, apply, argument, constant
+from rooftop.kernels.elementwise import expressions
+from rooftop.kernels.elementwise.expression_texts import text_of
+from rooftop.kernels.elementwise.expressions import NAMES, Expression, apply, argument, constant
 from rooftop.mat.conversions import Scaling
 from rooftop.mat.exactness import Bounds, BoundsOf, depth_bounds, limits_in, rounded_bounds, trusted
 from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, same_number, topological

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rooftop.kernels.elementwise_stores import Stored, row_of, store_fused
-from rooftop.kernels.tiles import LINE_BYTES
+from rooftop.kernels.elementwise.stores import Stored, row_of, store_fused
+from rooftop.kernels.operands.strided_rows import LINE_BYTES
 from rooftop.mat.conversions import Scaling
 from rooftop.mat.copies import apart, end_of
 from rooftop.mat.element_programs import ConversionProgram, ElementProgram, conversion_program, signed

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rooftop.kernels.expression_types import NUMBER, TENSOR, Kind, Types, types_of, wrapped
-from rooftop.kernels.expressions import DTYPES, OPERATIONS, Expression, topological
+from rooftop.kernels.elementwise.expression_types import NUMBER, TENSOR, Kind, Types, types_of, wrapped
+from rooftop.kernels.elementwise.expressions import DTYPES, OPERATIONS, Expression, topological
 from rooftop.launch.numba_loops import compiled_loop, in_threads, memory_of, numba_works, run_part
 from rooftop.mat.conversions import Scaling
 from rooftop.mat.element_programs import ConversionProgram, ElementProgram, conversion_program, signed

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftop.kernels.repeating_numbers import COLUMNS as TABLE
-from rooftop.kernels.repeating_numbers import table_of
-from rooftop.kernels.tiles import LINE_BYTES, from_line
+from rooftop.kernels.operands.repeating_numbers import COLUMNS as TABLE
+from rooftop.kernels.operands.repeating_numbers import table_of
+from rooftop.kernels.operands.strided_rows import LINE_BYTES, from_line
 from rooftop.launch.triton_launch import Repeated, require_triton
 from rooftop.mat.remembered import remember
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rooftop.kernels.elementwise_kernels import round_half_even
+from rooftop.kernels.operands.triton_kernels.scalars import round_half_even
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rooftop.errors import did_you_mean
 from rooftop.kernels import linear_act
-from rooftop.kernels.matmul_launches import ACTIVATIONS
+from rooftop.kernels.operands.activations import ACTIVATIONS
 
 
 class LinearAct(torch.nn.Linear):

@@ -1,7 +1,7 @@
 """Attention of blocks: what some queries see of some keys, merged by log-sum-exp.
 
 Partial results are merged in float32, so that the error does not grow with the number of blocks. Backward begins from
-the merged result and its log-sum-exp, so that nothing of a block is kept (`rooftop.kernels.attention_parts`).
+the merged result and its log-sum-exp, so that nothing of a block is kept (`rooftop.kernels.attentions.parts`).
 
 Large blocks run one by one in the fastest back end for their shape. Small ones, such as short documents, run together
 in one launch of flash attention's kernels for packed sequences.
@@ -19,8 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rooftop.kernels.attention_parts import attention_part, attention_part_backward
-from rooftop.kernels.attention_states import merge_attention_states, merge_into
+from rooftop.kernels.attentions.parts import attention_part, attention_part_backward
+from rooftop.kernels.attentions.states import merge_attention_states, merge_into
 from rooftop.parallel.documents import Span
 from rooftop.parallel.packings import Block
 from rooftop.parallel.uploads import uploaded

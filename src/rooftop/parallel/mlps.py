@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftop.kernels import swiglu
-from rooftop.kernels.matmuls import activation_of
+from rooftop.kernels.matmuls.matmuls import activation_of
 from rooftop.parallel.exchanges import Group
 from rooftop.parallel.recomputing import made_again
 from rooftop.parallel.tensor_linears import ColumnParallelLinear, RowParallelLinear

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rooftop.kernels import Box, linear_act
-from rooftop.kernels.matmuls import linear_act_and_before
+from rooftop.kernels.matmuls.matmuls import linear_act_and_before
 from rooftop.nn import LinearAct
 from rooftop.parallel.deferred import Deferral, Deferring
 from rooftop.parallel.exchanges import (

@@ -21,17 +21,17 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from rooftop.kernels import cross_entropy, linear_cross_entropy
-from rooftop.kernels.linear_losses import chunk_rows
-from rooftop.kernels.loss_formulas import (
+from rooftop.kernels.losses.formulas import (
     inverse_of_count,
-    statistics_dtype,
 )
-from rooftop.kernels.losses import (
+from rooftop.kernels.losses.linear_losses import chunk_rows
+from rooftop.kernels.losses.losses import (
     LogitsShape,
     check_arguments,
     check_index,
     check_targets,
 )
+from rooftop.kernels.operands.dtypes import accumulator_dtype
 from rooftop.parallel.exchanges import Group, place_in, start_sum
 from rooftop.parallel.tensor_linears import under_autocast
 
@@ -71,7 +71,7 @@ class Classes:
 def own_statistics(x: Tensor, target: Tensor, classes: Classes) -> tuple[Tensor, Tensor]:
     """Of logits (N, columns): their maximum (N,), and relative to it (3, N): the sum of exponentials, the target's
     logit if it is here, and the sum of all logits."""
-    values = x[:, : classes.here].to(statistics_dtype(x.dtype))
+    values = x[:, : classes.here].to(accumulator_dtype(x.dtype))
     if classes.here == 0:
         return values.new_full(values.shape[:1], -math.inf), values.new_zeros(3, len(values))
     column, here = classes.places(target)
@@ -105,7 +105,7 @@ def own_gradient(
 ) -> None:
     """Fill dx (N, columns), which may be x: the derivative of each row's loss times `factor`, (N,) or ()."""
     kept, spread = 1 - classes.label_smoothing, classes.label_smoothing / classes.vocabulary
-    values = x[:, : classes.here].to(statistics_dtype(x.dtype))
+    values = x[:, : classes.here].to(accumulator_dtype(x.dtype))
     power = ((values - maximum[:, None]) - logarithm[:, None]).exp_()
     # Each term cancels by itself, as exactly as it can where a probability is near 1.
     made = power * kept
@@ -158,7 +158,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, classes: Classes, mean: bool, chunk: int
     ) -> Tensor:
-        wide = statistics_dtype(hidden.dtype)
+        wide = accumulator_dtype(hidden.dtype)
         for_hidden, for_weight = ctx.needs_input_grad[:2]
         dhidden = torch.empty_like(hidden) if for_hidden else None
         dweight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if for_weight else None

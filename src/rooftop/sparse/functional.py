@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rooftop.kernels import sparse_conv
-from rooftop.kernels.sparse_conv_launches import has_table
+from rooftop.kernels.sites.launches import has_table
 from rooftop.sparse.geometries import PerDimension, geometry
 from rooftop.sparse.rulebook import Rulebook, build_rulebook, get_indice_pairs
 from rooftop.sparse.table_orders import by_kernels

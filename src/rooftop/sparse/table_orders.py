@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes
-from rooftop.kernels import sparse_conv_launches
+from rooftop.kernels.sites import launches as sparse_conv_launches
+from rooftop.kernels.sites import tables
 from rooftop.launch.operators import operator
 from rooftop.launch.triton_launch import INTERPRETED
 
@@ -51,7 +52,7 @@ def _(neighbours: Tensor) -> Tensor:
 
     rows, taps = neighbours.shape
     if free_unbacked_symbols(rows):  # which only a run knows: with so many more there would be no table
-        torch._check(rows <= sparse_conv_launches.MOST_SORTED)
+        torch._check(rows <= tables.MOST_SORTED)
     return neighbours.new_empty(sparse_conv_launches.row_order_shape(rows, taps))
 
 
@@ -76,7 +77,7 @@ def row_blocks(order: Tensor, taps: int) -> tuple[Tensor, Tensor]:
 
 @torch.library.register_fake("rooftop::sparse_row_blocks")
 def _(order: Tensor, taps: int) -> tuple[Tensor, Tensor]:
-    return order.new_empty(taps, -(-order.shape[1] // sparse_conv_launches.BLOCK_ROWS)), order.new_empty(taps)
+    return order.new_empty(taps, -(-order.shape[1] // tables.BLOCK_ROWS)), order.new_empty(taps)
 
 
 @cost_of("rooftop::sparse_row_order")
@@ -130,7 +131,7 @@ class NeighbourTable:
         """What `sparse_conv` takes as its order. None where it does as well without."""
         if self.ordered is not None or self.by_row is None:
             return self.ordered
-        if not by_kernels(self.by_row) or not are_many(self.by_row.shape[0], sparse_conv_launches.SORTED_FROM):
+        if not by_kernels(self.by_row) or not are_many(self.by_row.shape[0], tables.SORTED_FROM):
             return None
         with to_keep():
             self.ordered = row_order(self.by_row)
@@ -148,7 +149,7 @@ class NeighbourTable:
                     self.lists = row_blocks(order, self.taps)
                 return self.lists
             assert self.by_row is not None  # without its order, or with an order alone
-            if by_kernels(self.by_row) and are_many(self.by_row.shape[0], sparse_conv_launches.LISTED_FROM):
+            if by_kernels(self.by_row) and are_many(self.by_row.shape[0], tables.LISTED_FROM):
                 with to_keep():
                     self.lists = row_pairs(self.by_row, self.sites)
         return self.lists

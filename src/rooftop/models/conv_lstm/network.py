@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from rooftop.errors import did_you_mean
 from rooftop.kernels import conv_lstm_gates, conv_lstm_sequence
-from rooftop.kernels.conv_lstm_sequences import recurrent_convolution
-from rooftop.kernels.conv_lstms import ACTIVATIONS
+from rooftop.kernels.recurrent.conv_lstm_sequences import recurrent_convolution
+from rooftop.kernels.recurrent.conv_lstms import ACTIVATIONS
 from rooftop.launch.symbolic import module_recorded_whole, refuse_proxies
 
 Pair = tuple[int, int]
@@ -54,7 +54,8 @@ class ConvLSTM2D(nn.Module):
             recurrent one is always "same".
         data_format: "channels_last" or "channels_first", of frames and results.
         dilation_rate: of the input convolution.
-        activation, recurrent_activation: one of `rooftop.kernels.conv_lstms.ACTIVATIONS`. "hard_sigmoid" is Keras 3's;
+        activation, recurrent_activation: one of `rooftop.kernels.recurrent.conv_lstms.ACTIVATIONS`. "hard_sigmoid" is
+        Keras 3's;
             networks of Keras 2 want "hard_sigmoid_keras2".
         use_bias: whether there is `bias`.
         unit_forget_bias: whether the forget gate's bias starts at 1.

@@ -1,0 +1,1 @@
+"""Attention by the fastest back end, over pages of keys and values, and in windows; rotary embeddings."""

@@ -1,0 +1,571 @@
+"""Scaled dot-product attention by the fastest of the back ends that PyTorch ships, with the log-sum-exp of its rows.
+
+softmax(Q K^T scale + mask) V, and L = log(sum(exp(...))) of each row. The back ends are flash (Dao 2023,
+"FlashAttention-2"), cuDNN's fused kernels and the memory-efficient ones (Rabe and Staats 2021). Bound by flops from a
+few hundred positions on. `attention_plan` says which of them does a call, and why.
+
+A gradient of L: with P the probabilities, dS = P (dO V^T - delta + dL), delta = rowsum(dO O). The back ends compute
+delta from dO and O, which they use for nothing else, so they are given an O' with rowsum(dO O') = delta - dL:
+
+    O' = O - dL dO / |dO|^2
+
+Where dO is nothing beside dL (or 0), one of its elements becomes dL / 2^40 and that of O' -2^40: their product is all
+that matters. Both need the range of bfloat16 or float32; in float16 such a gradient is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.cost.formulas.attentions import visible_pairs
+from rooftop.kernels.attentions.plans import AttentionPlan, Direction, plan_of, shape_of
+from rooftop.kernels.attentions.states import MOST_FEATURES, like_rows, row_places, rows_tile, unit_features
+from rooftop.kernels.attentions.tables import MERGE_BACKWARD
+from rooftop.kernels.operands.checks import check_dtype, check_finite, check_tensors
+from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
+from rooftop.launch.operators import (
+    differentiable,
+    in_pytorch,
+    no_second_derivative,
+    no_tangents,
+    operator,
+    without_autocast,
+)
+from rooftop.launch.symbolic import recorded_whole
+from rooftop.launch.triton_launch import launch, require_triton
+
+# ---- reference -------------------------------------------------------------------------------------------------
+
+
+@without_autocast
+def attention_reference(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out (B, H, S_q, D_v), L (B, H, S_q)) in plain PyTorch, float32 or float64 inside. Without keys 0 and -inf."""
+    scores, _, values = scores_of(query, key, value, mask, is_causal, scale)
+    lse = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -math.inf)
+    return (_probabilities(scores, lse) @ values).to(query.dtype), lse
+
+
+@without_autocast
+def attention_backward_reference(
+    dout: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dquery, dkey, dvalue, dscores), the last of (B, H, S_q, S_k)."""
+    scores, keys, values = scores_of(query, key, value, mask, is_causal, scale)
+    weights, gradient = _probabilities(scores, lse), dout.to(scores.dtype)
+    dweights = gradient @ values.mT
+    delta = (weights * dweights).sum(-1, keepdim=True)
+    dscores = weights * (dweights - (delta if dlse is None else delta - dlse[..., None]))
+    dkey = dscores.mT @ query.to(scores.dtype) * scale
+    dvalue = weights.mT @ gradient
+    dquery = (dscores @ keys * scale).to(query.dtype)
+    return dquery, kv_of_groups(dkey, key).to(key.dtype), kv_of_groups(dvalue, value).to(value.dtype), dscores
+
+
+def scores_of(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(scores (B, H, S_q, S_k), keys and values for each head of the queries)."""
+    inside = accumulator_dtype(query.dtype)
+    keys, values = (_for_heads(t.to(inside), query.shape[1]) for t in (key, value))
+    scores = query.to(inside) @ keys.mT * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    return scores, keys, values
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """0 where nothing may be seen; exp(scores - lse) would be less exact by the rounding of lse."""
+    return scores.softmax(-1).masked_fill((lse == -math.inf)[..., None], 0.0)
+
+
+def _for_heads(x: Tensor, heads: int) -> Tensor:
+    """Keys or values (B, H_k, S, D), each head repeated for its group of queries."""
+    return x if x.shape[1] in (0, heads) else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def kv_of_groups(gradient: Tensor, like: Tensor) -> Tensor:
+    """The sum over each group of heads: the reverse of `_for_heads`."""
+    heads = like.shape[1]
+    return gradient if heads in (0, gradient.shape[1]) else gradient.unflatten(1, (heads, -1)).sum(2)
+
+
+# ---- implementations -------------------------------------------------------------------------------------------
+
+aten = torch.ops.aten
+ALIGNMENT = 16  # bytes of a load of the back ends, which take it for granted where a row is a multiple of them
+
+
+def _aligned_rows(x: Tensor) -> Tensor:
+    """The features of a row side by side; rows of a multiple of 16 bytes that far apart, too."""
+    x, size = unit_features(x), x.element_size()
+    strides = [stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
+    apart = x.shape[-1] * size % ALIGNMENT == 0 and any(stride * size % ALIGNMENT for stride in strides)
+    return x.contiguous() if apart else x
+
+
+def _at_aligned_address(x: Tensor) -> Tensor:
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
+
+
+def _forward(
+    backend: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out, L) by a back end; works on fake tensors, too."""
+    if backend == "reference":
+        return attention_reference(query, key, value, mask, is_causal, scale)
+    query, key, value = (_aligned_rows(t) for t in (query, key, value))
+    if backend == "flash":
+        found = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False, scale=scale)
+        return found[0], found[1]
+    if backend == "cudnn":
+        found = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, is_causal, False, scale=scale
+        )
+        return found[0], found[1].reshape(query.shape[:3])
+    bias = _bias(mask, query, key)
+    keys, values = (_for_heads(t, query.shape[1]) for t in (key, value))
+    found = aten._scaled_dot_product_efficient_attention(query, keys, values, bias, True, 0.0, is_causal, scale=scale)
+    lse = found[1].narrow(-1, 0, query.shape[2])  # it pads rows to a multiple of 32
+    if mask is not None:  # of a row that sees nothing it says +inf or 0, by the version of PyTorch
+        sees = (mask if mask.dtype == torch.bool else mask != -math.inf).any(-1)
+        lse = lse.masked_fill(~sees, -math.inf)
+    return found[0], lse.contiguous()
+
+
+def _backward(
+    backend: str,
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    mask_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dquery, dkey, dvalue, dscores or none) by a back end that is not the reference."""
+    dout = dout if 0 not in dout.stride() else dout.contiguous()
+    tensors = (_at_aligned_address(t) for t in (dout, query, key, value, out))
+    dout, query, key, value, out = (_aligned_rows(t) for t in tensors)
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of the dropout that there is not
+    lengths = (None, None, query.shape[2], key.shape[2])
+    if backend == "flash":
+        return *aten._scaled_dot_product_flash_attention_backward(
+            dout, query, key, value, out, lse, *lengths, 0.0, is_causal, seed, seed, scale=scale
+        ), None
+    if backend == "cudnn":
+        # PyTorch keeps its plans by the strides of the inputs alone: both must lie as its forward would have left them.
+        dout, out = (_in_order_of(t, query) for t in (dout, out))
+        return *aten._scaled_dot_product_cudnn_attention_backward(
+            dout, query, key, value, out, lse.unsqueeze(-1), seed, seed, None, *lengths, 0.0, is_causal, scale=scale
+        ), None
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # its kernel does not look at these strides
+    bias = _bias(mask, query, key)
+    keys, values = (_for_heads(t, query.shape[1]) for t in (key, value))
+    rows = -(-query.shape[2] // 32) * 32 - query.shape[2]
+    padded = torch.nn.functional.pad(lse.masked_fill(lse == -math.inf, math.inf), (0, rows), value=math.inf)
+    wanted = [True, True, True, mask_gradient]
+    dquery, dkey, dvalue, dbias = aten._scaled_dot_product_efficient_attention_backward(
+        dout, query, keys, values, bias, out, padded, seed, seed, 0.0, wanted, is_causal, scale=scale
+    )
+    dscores = dbias.narrow(-1, 0, key.shape[2]) if mask_gradient else None
+    return dquery, kv_of_groups(dkey, key), kv_of_groups(dvalue, value), dscores
+
+
+def _in_order_of(x: Tensor, query: Tensor) -> Tensor:
+    """x with its elements in memory in the order of those of the query, which has the same shape."""
+    target = torch.empty_like(query)
+    same = all(a == b for a, b, n in zip(x.stride(), target.stride(), x.shape, strict=True) if n > 1)
+    return x if same else target.copy_(x)
+
+
+def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """A mask as what is added to the scores, (B, H, S_q, S_k); its rows begin at multiples of 16 elements."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, -math.inf)
+    keys = key.shape[2]
+    mask = mask.to(query.dtype).expand(*mask.shape[:-1], keys)
+    padded = torch.nn.functional.pad(mask, (0, -keys % 16)).narrow(-1, 0, keys)
+    return padded.expand(*query.shape[:3], keys)
+
+
+def _with_lse_gradient(dout: Tensor, dlse: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """(dout', out') with rowsum(dout' out') = rowsum(dout out) - dlse: see the top of this file."""
+    new_dout, new_out = like_rows(dout), like_rows(out)
+    require_triton()
+    from rooftop.kernels.attentions.triton_kernels.states import fold_lse_gradient
+
+    dout, out = unit_features(dout), unit_features(out)
+    tile = rows_tile(MERGE_BACKWARD, out.shape[3])
+    tensors = (dout, dlse.contiguous(), out, new_dout, new_out)
+    heads, positions, strides = row_places(dout, out, new_dout, new_out)
+    sizes = (dlse.numel(), heads, positions, LIMIT, *strides)
+    launch(fold_lse_gradient, (-(-dlse.numel() // tile["ROWS"]),), out.device, *tensors, *sizes, **tile)
+    return new_dout, new_out
+
+
+LIMIT = 2.0**40
+
+
+# ---- registration ----------------------------------------------------------------------------------------------
+
+
+@operator("attention")
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    plan = plan_of(shape_of(query, key, value, mask, is_causal), query.device, "forward")
+    query, key, value = (_at_aligned_address(t) for t in (query, key, value))
+    return _forward(plan.backend, query, key, value, mask, is_causal, scale)
+
+
+@torch.library.register_fake("rooftop::attention")
+def _(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    plan = plan_of(shape_of(query, key, value, mask, is_causal), query.device, "forward")
+    if plan.backend != "reference":
+        return _forward(plan.backend, query, key, value, mask, is_causal, scale)
+    wide = accumulator_dtype(query.dtype)
+    shape = query.shape[:3]
+    return query.new_empty((*shape, value.shape[3])), query.new_empty(shape, dtype=wide)
+
+
+in_pytorch("attention", attention_reference)
+
+
+@operator("attention_backward")
+def _attention_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    mask_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    plan = plan_of(shape_of(query, key, value, mask, is_causal), query.device, "backward")
+    found: tuple[Tensor, Tensor, Tensor, Tensor | None]
+    if plan.backend == "reference":
+        found = attention_backward_reference(dout, dlse, query, key, value, mask, lse, is_causal, scale)
+    else:
+        if dlse is not None:
+            dout, out = _with_lse_gradient(dout, dlse, out)
+        arguments = (dout, query, key, value, mask, out, lse, is_causal, scale, mask_gradient)
+        found = _backward(plan.backend, *arguments)
+    dquery, dkey, dvalue = (_laid_out(t, like) for t, like in zip(found[:3], (query, key, value), strict=True))
+    return dquery, dkey, dvalue, _mask_gradient(found[3], mask if mask_gradient else None, query)
+
+
+@torch.library.register_fake("rooftop::attention_backward")
+def _(
+    dout: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    mask_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dmask = query.new_empty(mask.shape if mask is not None and mask_gradient else (0,), dtype=_mask_dtype(mask, query))
+    return like_rows(query), like_rows(key), like_rows(value), dmask
+
+
+def _laid_out(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """A gradient in the order of memory that the fake implementation promises: that of its input."""
+    assert gradient is not None
+    target = like_rows(like)
+    return gradient if gradient.stride() == target.stride() else target.copy_(gradient)
+
+
+def _mask_dtype(mask: Tensor | None, query: Tensor) -> torch.dtype:
+    return mask.dtype if mask is not None and mask.is_floating_point() else query.dtype
+
+
+def _mask_gradient(dscores: Tensor | None, mask: Tensor | None, query: Tensor) -> Tensor:
+    """Summed over what the mask was repeated along; nothing where none is wanted."""
+    if mask is None or dscores is None:
+        return query.new_empty(0, dtype=_mask_dtype(mask, query))
+    wide = dscores.dtype if dscores.dtype == torch.float64 else torch.float32
+    return dscores.to(wide).sum_to_size(mask.shape).to(mask.dtype, copy=True).contiguous()
+
+
+def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
+    query, key, value, mask, is_causal, scale = inputs
+    ctx.save_for_backward(query, key, value, mask, *output)
+    ctx.rest = (is_causal, scale)  # type: ignore[attr-defined]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    ctx: torch.autograd.function.FunctionCtx, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    if dout is None and dlse is None:
+        return (None,) * 6
+    query, key, value, mask, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
+    is_causal, scale = ctx.rest  # type: ignore[attr-defined]
+    if dlse is not None and query.dtype == torch.float16 and query.device.type == "cuda":
+        raise NotImplementedError(
+            "attention: the gradient of the log-sum-exp needs the range of bfloat16 or float32; float16 has not got it"
+        )
+    if dout is None:
+        dout = torch.zeros_like(out)
+    wanted = ctx.needs_input_grad[3]  # type: ignore[attr-defined]
+    arguments = (query, key, value, mask, out, lse, is_causal, scale, wanted)
+    dquery, dkey, dvalue, dmask = _attention_backward(dout, dlse, *arguments)
+    return dquery, dkey, dvalue, dmask if wanted else None, None, None
+
+
+differentiable("attention", _differentiate, _save)
+differentiable(
+    "attention_backward",
+    no_second_derivative("attention", "torch.nn.functional.scaled_dot_product_attention with its math back end"),
+)
+
+
+@cost_of("rooftop::attention")
+def _forward_cost(call: Call) -> Cost:
+    """Scores and weighted values; of a pair's softmax 5 operations, and the mask."""
+    query, value = call["query"], call["value"]
+    flops = _flops(call, query.shape[3] + value.shape[3], 5)
+    read = distinct_bytes([query, call["key"], value, call["mask"]])
+    return Cost(read, distinct_bytes(call.out), flops)
+
+
+@cost_of("rooftop::attention_backward")
+def _backward_cost(call: Call) -> Cost:
+    """The scores again, gradients of queries and keys, of values and weights; of a pair's softmax 6 operations."""
+    query, value, mask = call["query"], call["value"], call["mask"]
+    flops = _flops(call, 3 * query.shape[3] + 2 * value.shape[3], 6)
+    read = [call[name] for name in ("dout", "dlse", "query", "key", "value", "mask", "out", "lse")]
+    written = [*call.out[:3], call.out[3] if mask is not None and call["mask_gradient"] else None]
+    return Cost(distinct_bytes(read), distinct_bytes(written), flops)
+
+
+def _flops(call: Call, products: int, others: int) -> dict[str, int]:
+    """Of so many multiplications with addition and so many other operations a pair."""
+    query, key = call["query"], call["key"]
+    batches, heads, queries, _ = query.shape
+    pairs = batches * heads * visible_pairs(queries, key.shape[2], call["is_causal"])
+    flops = {matrix_precision(query): 2 * pairs * products}
+    pointwise = precision_of(query.dtype)
+    flops[pointwise] = flops.get(pointwise, 0) + pairs * (others + (call["mask"] is not None))
+    return flops
+
+
+# ---- public ----------------------------------------------------------------------------------------------------
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+@recorded_whole
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention; arguments as of `torch.nn.functional.scaled_dot_product_attention`, without dropout.
+
+    Args:
+        query: (B, H, S_q, D), bfloat16, float16, float32 or float64, any strides.
+        key, value: (B, H, S_k, D) and (B, H, S_k, D_v), or with `enable_gqa` fewer heads that divide H.
+        attn_mask: broadcastable to (B, H, S_q, S_k): numbers are added, of booleans False excludes. Not together with
+            `is_causal`.
+        is_causal: a query sees the keys up to its own position, counted from the first.
+        scale: of the scores; 1 / sqrt(D) if not given.
+        enable_gqa: each head of the keys serves a group of heads of the queries.
+        return_lse: also give the logarithm of the sum of exponentials of each row's scores, which
+            `merge_attention_states` takes. Gradients pass through it, too (on a GPU not in float16).
+
+    Returns:
+        (B, H, S_q, D_v), or that and (B, H, S_q) in float32 (float64 for float64). Rows that may see nothing are 0 and
+        -inf. Under autocast in its dtype, as PyTorch's. The bits of gradients may differ from run to run, unless
+        `torch.use_deterministic_algorithms(True)`: the back ends add up gradients of queries or keys atomically.
+
+    Raises:
+        TypeError: no dense tensors, or dtypes that do not fit.
+        ValueError: shapes or devices that do not fit, a scale that is not finite, or both masks.
+        NotImplementedError: forward-mode differentiation, a second derivative, or in backward the gradient of the
+            log-sum-exp in float16 on a GPU.
+    """
+    _check(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    no_tangents("attention", query, key, value, attn_mask, instead="the math back end of PyTorch's")
+    query, key, value, attn_mask = _under_autocast(query, key, value, attn_mask)
+    features, out_features = query.shape[3], value.shape[3]
+    factor = float(scale) if scale is not None else 1 / math.sqrt(max(1, features))
+    if query.device.type == "cuda" and query.dtype != torch.float64:  # loads of 16 bytes
+        query, key, value = (_padded(t) for t in (query, key, value))
+    mask = attn_mask if attn_mask is None or attn_mask.dim() == 4 else _four_dimensions(attn_mask)
+    out, lse = _attention(query, key, value, mask, is_causal, factor)
+    if out.shape[3] != out_features:
+        out = out[..., :out_features]
+    return (out, lse) if return_lse else out
+
+
+def attention_plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    direction: Direction = "forward",
+) -> AttentionPlan:
+    """Which back end `attention` of the same arguments takes, and why; `direction` is "forward" or "backward".
+
+    Raises:
+        TypeError, ValueError: as `attention`; another direction.
+    """
+    if direction not in ("forward", "backward"):
+        raise ValueError(f"attention_plan: direction must be 'forward' or 'backward', got {direction!r}")
+    _check(query, key, value, attn_mask, is_causal, None, enable_gqa)
+    return plan_of(shape_of(query, key, value, attn_mask, is_causal), query.device, direction)
+
+
+def _under_autocast(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    device = query.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device) or query.dtype == torch.float64:
+        return query, key, value, mask
+    dtype = torch.get_autocast_dtype(device)
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(dtype)
+    return query.to(dtype), key.to(dtype), value.to(dtype), mask
+
+
+def _padded(x: Tensor) -> Tensor:
+    """With zeros after the features, up to a multiple of eight."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x
+
+
+def _four_dimensions(mask: Tensor) -> Tensor:
+    return mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> None:
+    check_tensors("attention", None, ("attn_mask",), query=query, key=key, value=value, attn_mask=mask)
+    for argument, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(f"attention: expected {argument} of shape (B, H, S, D), got {tuple(tensor.shape)}")
+    check_dtype("attention", "query", query.dtype, FLOATS)
+    if not query.dtype == key.dtype == value.dtype:
+        raise TypeError(f"attention: query, key and value must have one dtype, got {query.dtype}, {key.dtype}, "
+                        f"{value.dtype}")  # fmt: skip
+    _check_shapes(query, key, value, enable_gqa)
+    if scale is not None:
+        check_finite("attention", "scale", scale, "a number or None")
+    if mask is not None:
+        _check_mask(query, key, mask, is_causal)
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    batches, heads, _, features = query.shape
+    if key.shape[:3] != value.shape[:3] or key.shape[0] != batches or key.shape[3] != features:
+        raise ValueError(
+            f"attention: query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit: "
+            "expected (B, H, S_q, D), (B, H, S_k, D) and (B, H, S_k, D_v)"
+        )
+    if max(features, value.shape[3]) > MOST_FEATURES:
+        raise ValueError(f"attention: heads may have up to {MOST_FEATURES} features, got {features}")
+    if key.shape[1] == heads:
+        return
+    if not enable_gqa:
+        raise ValueError(f"attention: query has {heads} heads, key {key.shape[1]}: for groups, give enable_gqa=True")
+    if key.shape[1] == 0 or heads % key.shape[1]:
+        raise ValueError(f"attention: the {key.shape[1]} heads of the key do not divide the {heads} of the query")
+
+
+def _check_mask(query: Tensor, key: Tensor, mask: Tensor, is_causal: bool) -> None:
+    if is_causal:
+        raise ValueError("attention: give attn_mask or is_causal, not both")
+    if mask.dtype not in (*FLOATS, torch.bool):
+        raise TypeError(f"attention: attn_mask must be boolean or floating point, got {mask.dtype}")
+    scores = (*query.shape[:3], key.shape[2])
+    if mask.dim() > 4 or any(m not in (1, n) for m, n in zip(mask.shape[::-1], scores[::-1], strict=False)):
+        raise ValueError(f"attention: attn_mask of shape {tuple(mask.shape)} does not broadcast to {scores}")

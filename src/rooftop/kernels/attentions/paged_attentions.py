@@ -1,0 +1,321 @@
+"""Attention of one new position of each sequence to keys and values that lie in pages.
+
+softmax(q K^T scale) V over the positions that a table of pages gives each sequence: Kwon et al. 2023, "Efficient Memory
+Management for Large Language Model Serving with PagedAttention". Bound by memory: each page is read once, by all query
+heads that share its head of keys (Ainslie et al. 2023, "GQA"). One sequence has too few heads to fill a GPU, so its
+positions are split among programs, and their results are merged by their log-sum-exps in float32 (Dao et al. 2023,
+"Flash-Decoding for long-context inference").
+
+For inference: it has no gradient. How many positions there are stands in a tensor, and the launch does not depend on
+it: a CUDA graph can be replayed while sequences grow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.attentions.tables import MOST_SPLITS, PROGRAMS_PER_PROCESSOR, paged_config
+from rooftop.kernels.operands.checks import check_same_dtype, check_tensors
+from rooftop.kernels.operands.dtypes import FLOATS, INDICES, accumulator_dtype
+from rooftop.kernels.operands.launch_data import Constants, power_of_two
+from rooftop.kernels.operands.references import without_kernels
+from rooftop.launch.operators import no_tangents, operator
+from rooftop.launch.symbolic import recorded_whole
+from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
+
+# ---- reference -------------------------------------------------------------------------------------------------
+
+
+def paged_attention_reference(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """(B, H, D), as `paged_attention`; softmax in float32, or in float64 for float64."""
+    inside = accumulator_dtype(query.dtype)
+    key, value = (_gathered(stored, pages).to(inside) for stored in (keys, values))  # (B, H_k, T, D)
+    room = key.shape[2]
+    there = ((pages >= 0) & (pages < keys.shape[0])).repeat_interleave(keys.shape[2], 1)[:, None, None]  # (B, 1, 1, T)
+    position = torch.arange(room, device=query.device)
+    seen = position < lengths[:, None]
+    if window is not None:
+        seen &= position >= lengths[:, None] - window
+    seen = seen[:, None, None]
+    grouped = query.to(inside).unflatten(1, (key.shape[1], -1))  # (B, H_k, G, D)
+    scores = torch.where(there, grouped @ key.mT * scale, torch.nan).masked_fill(~seen, -torch.inf)  # (B, H_k, G, T)
+    weights = torch.where(seen, scores.softmax(-1), 0.0)  # zeros where nothing is seen
+    found = (weights @ torch.where(seen.mT, value, 0.0)).flatten(1, 2)
+    wrong = (lengths < 0) | (lengths > room)
+    return found.masked_fill(wrong[:, None, None], torch.nan).to(query.dtype)
+
+
+def _gathered(stored: Tensor, pages: Tensor) -> Tensor:
+    """The positions (B, H_k, W * P, D) of pages (B, W), in their order; any for a page that is not there."""
+    found = stored[pages.long().clamp(0, stored.shape[0] - 1)]  # (B, W, H_k, P, D)
+    return found.transpose(1, 2).flatten(2, 3)
+
+
+# ---- on the CPU ------------------------------------------------------------------------------------------------
+
+
+def _attend_one_by_one(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    scale: float,
+    window: int | None,
+    out: Tensor,
+) -> None:
+    """As the reference, of pages and lengths that were checked, also as numbers: each sequence reads its own positions
+    alone."""
+    _, kv_heads, page, width = keys.shape
+    for row, length in enumerate(lengths):
+        if length == 0:
+            out[row] = 0
+            continue
+        begin = 0 if window is None else max(0, length - window)
+        first = begin // page
+        own, seen = tables[row][first : -(-length // page)], slice(begin - first * page, length - first * page)
+        key, value = _side_by_side(keys, own)[None, :, seen], _side_by_side(values, own)[None, :, seen]
+        grouped = query[row].reshape(1, kv_heads, -1, width)  # queries of one position
+        found = torch.nn.functional.scaled_dot_product_attention(grouped, key, value, scale=scale)
+        out[row] = found.reshape(-1, width)
+
+
+def _side_by_side(stored: Tensor, own: Sequence[int]) -> Tensor:
+    """The positions (H_k, T, D) in the pages `own` of (N, H_k, P, D); those of a new cache follow each other."""
+    if len(own) == 1:
+        return stored[own[0]]
+    in_a_row = own == list(range(own[0], own[0] + len(own)))
+    found = stored[own[0] : own[0] + len(own)] if in_a_row else stored.index_select(0, torch.tensor(own))
+    return found.transpose(0, 1).flatten(1, 2)
+
+
+# ---- limits -----------------------------------------------------------------------------------------------------
+
+
+MOST_FEATURES = 256
+
+
+def splits_of(programs: int, room: int, tile: int, multiprocessors: int) -> int:
+    """Into how many parts the positions of a sequence are split.
+
+    Args:
+        programs: that there are without splitting.
+        room: the most positions that a sequence can have.
+        tile: positions that a program reads at once.
+        multiprocessors: of the GPU.
+    """
+    wanted = -(-PROGRAMS_PER_PROCESSOR * multiprocessors // max(1, programs))
+    return max(1, min(wanted, -(-room // tile), MOST_SPLITS))
+
+
+# ---- implementations -------------------------------------------------------------------------------------------
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None,
+    out: Tensor,
+) -> None:
+    numbers = _checked_values(keys, pages, lengths) if without_kernels(query.device) else None
+    if out.numel() == 0:
+        return
+    batch, heads, width = query.shape
+    count, kv_heads, page = keys.shape[:3]
+    if 0 in (count, page, pages.shape[1]):  # there is no position at all
+        out.copy_(torch.where(lengths == 0, 0.0, torch.nan)[:, None, None].expand_as(out))
+        return
+    if numbers is not None and query.dtype != torch.float64:
+        _attend_one_by_one(query, keys, values, *numbers, scale, window, out)
+        return
+    if query.dtype == torch.float64:
+        out.copy_(paged_attention_reference(query, keys, values, pages, lengths, scale, window))
+        return
+    require_triton()
+    from rooftop.kernels.attentions.triton_kernels.paged_attentions import attend_pages, merge_splits
+
+    query, keys, values, pages = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, keys, values, pages))
+    group = heads // kv_heads
+    config = paged_config(group, width, query.element_size())
+    programs = batch * kv_heads * -(-group // config.rows)
+    room = pages.shape[1] * page
+    splits = splits_of(programs, min(room, window or room), config.keys, processors(query))
+    constants: Constants = {"WIDTH": width, "BLOCK": max(16, power_of_two(width)), "SPLITS": splits}
+    tile: Constants = {"WINDOW": window or 0, "PAGE": page, "GROUP": group, "ROWS": config.rows}
+    tile |= {"WIDEN": INTERPRETED and query.dtype == torch.bfloat16}
+    tile |= {"KEYS": config.keys, "num_warps": config.warps, "num_stages": config.stages}
+    partial, partial_lse = out, out
+    if splits > 1:
+        partial = out.new_empty((batch, heads, splits, width), dtype=torch.float32)
+        partial_lse = out.new_empty((batch, heads, splits), dtype=torch.float32)
+    sizes = (kv_heads, pages.shape[1], count, scale)
+    strides = (*query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], pages.stride(0))
+    memory = (query, keys, values, pages, lengths.contiguous(), out, partial, partial_lse)
+    launch(attend_pages, (programs * splits,), out.device, *memory, *sizes, *strides, **tile, **constants)
+    if splits > 1:
+        parts = power_of_two(splits)
+        launch(merge_splits, (batch * heads,), out.device, partial, partial_lse, out, PARTS=parts, **constants)
+
+
+# ---- registration ----------------------------------------------------------------------------------------------
+
+
+@operator("paged_attention")
+def _paged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    scale: float,
+    positions: int | None,
+    window: int | None = None,
+) -> Tensor:
+    out = query.new_empty(query.shape)
+    _attend(query, keys, values, pages, lengths, scale, window, out)
+    return out
+
+
+@torch.library.register_fake("rooftop::paged_attention")
+def _(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    scale: float,
+    positions: int | None,
+    window: int | None = None,
+) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+@cost_of("rooftop::paged_attention")
+def _cost(call: Call) -> Cost:
+    """Two products; scale, maximum, subtraction, exponential and sum of each pair. Of pages, what is attended to."""
+    query, keys = call["query"], call["keys"]
+    (batch, heads, width), kv_heads = query.shape, keys.shape[1]
+    seen = batch if call["positions"] is None else call["positions"]
+    read = distinct_bytes([query, call["lengths"]]) + 2 * seen * kv_heads * width * keys.element_size()
+    read += -(-seen // max(1, keys.shape[2])) * call["pages"].element_size()
+    pairs = seen * heads
+    return Cost(read, distinct_bytes([call.out]), {precision_of(query.dtype): pairs * (4 * width + 5)})
+
+
+# ---- public ----------------------------------------------------------------------------------------------------
+
+
+@recorded_whole
+def paged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float | None = None,
+    positions: int | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """softmax(q K^T scale) V of one query position of each sequence, for inference.
+
+    Args:
+        query: (B, H, D), bfloat16, float16, float32 or float64; D up to 256.
+        keys, values: (N, H_k, P, D) each, N pages of P positions, dtype of the queries; H is a multiple of H_k, and
+            query heads h * H / H_k and those that follow share head h. What is not attended to may hold anything.
+        pages: (B, W) int32 or int64, the pages of each sequence in their order.
+        lengths: (B,) int32 or int64, how many positions each attends to, up to W * P; 0: none, and the result is 0.
+        scale: of the scores; None: 1 / sqrt(D).
+        positions: the sum of `lengths`, or with a window of what each has of it, if it is known: the cost is then
+            counted by it, and else as if each sequence had one position, which is the least. The result does not depend
+            on it.
+        window: of its positions a sequence attends to the last ones, at most so many; None: to all.
+
+    Returns:
+        (B, H, D), dtype of the queries; scores, softmax and merging are float32 (float64 for float64).
+
+    Raises:
+        TypeError: no dense tensors, or dtypes that do not fit.
+        ValueError: shapes or devices that do not fit; on the CPU also pages that are not there and lengths that the
+            table has no pages for. On a GPU the result of such a sequence is NaN.
+        NotImplementedError: a tensor that needs a gradient, or forward-mode differentiation.
+    """
+    tensors = {"query": query, "keys": keys, "values": values, "pages": pages, "lengths": lengths}
+    _check(tensors)
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+        raise TypeError(f"paged_attention: scale must be a number or None, got {scale!r}")
+    if positions is not None and (isinstance(positions, bool) or not isinstance(positions, (int, torch.SymInt))):
+        raise TypeError(f"paged_attention: positions must be an int or None, got {positions!r}")
+    if isinstance(positions, int) and positions < 0:
+        raise ValueError(f"paged_attention: positions must be 0 or more, got {positions}")
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
+        raise TypeError(f"paged_attention: window must be an int or None, got {window!r}")
+    if window is not None and window < 1:
+        raise ValueError(f"paged_attention: window must be at least 1 position, got {window}")
+    no_tangents("paged_attention", query, keys, values, instead="attention")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, keys, values)):
+        raise NotImplementedError(
+            "paged_attention has no gradient: query, keys and values must not need one; train with attention, or call "
+            "it under torch.no_grad()"
+        )
+    factor = 1 / math.sqrt(max(1, query.shape[2])) if scale is None else float(scale)
+    out: Tensor = _paged_attention(query, keys, values, pages, lengths, factor, positions, window)
+    return out
+
+
+def _check(tensors: dict[str, Tensor]) -> None:
+    name = "paged_attention"
+    query = tensors["query"]
+    keys, pages = tensors["keys"], tensors["pages"]
+    check_tensors(name, FLOATS, query=query, keys=keys, values=tensors["values"])
+    check_tensors(name, INDICES, (), ("query", query), pages=pages, lengths=tensors["lengths"])
+    check_same_dtype(name, "query", query, "give both one dtype", keys=keys, values=tensors["values"])
+    if query.dim() != 3 or query.shape[2] > MOST_FEATURES:
+        raise ValueError(f"{name}: expected query (B, H, D), D up to {MOST_FEATURES}, got {tuple(query.shape)}")
+    if keys.dim() != 4 or keys.shape != tensors["values"].shape or keys.shape[3] != query.shape[2]:
+        raise ValueError(
+            f"{name}: expected keys and values of one shape (N, H_k, P, {query.shape[2]}), "
+            f"got {tuple(keys.shape)} and {tuple(tensors['values'].shape)}"
+        )
+    heads, kv_heads = query.shape[1], keys.shape[1]
+    if (heads % kv_heads if kv_heads else heads) != 0:
+        raise ValueError(f"{name}: the {kv_heads} heads of keys must divide the {heads} of query")
+    if pages.dim() != 2 or pages.shape[0] != query.shape[0] or tensors["lengths"].shape != query.shape[:1]:
+        raise ValueError(
+            f"{name}: expected pages ({query.shape[0]}, W) and lengths ({query.shape[0]},) beside query, "
+            f"got {tuple(pages.shape)} and {tuple(tensors['lengths'].shape)}"
+        )
+
+
+def _checked_values(keys: Tensor, pages: Tensor, lengths: Tensor) -> tuple[list[list[int]], list[int]]:
+    """Pages and lengths as numbers, after the lengths and the pages that they reach were checked."""
+    count, page, room = keys.shape[0], keys.shape[2], pages.shape[1] * keys.shape[2]
+    numbers: list[int] = lengths.tolist()
+    if numbers and (min(numbers) < 0 or max(numbers) > room):
+        raise ValueError(
+            f"paged_attention: lengths must be from 0 to {room}, what {pages.shape[1]} pages of {page} positions hold, "
+            f"got {min(numbers)} to {max(numbers)}"
+        )
+    tables: list[list[int]] = pages.tolist()
+    for table, length in zip(tables, numbers, strict=True):
+        wrong = [each for each in table[: -(-length // max(1, page))] if not 0 <= each < count]
+        if wrong:
+            raise ValueError(f"paged_attention: pages must be from 0 to {count - 1}, got {wrong[0]}")
+    return tables, numbers

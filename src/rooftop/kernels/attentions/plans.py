@@ -1,0 +1,153 @@
+"""Which of PyTorch's back ends does an attention: of those that can do it the fastest, by a table from an H200."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rooftop.kernels.attentions.states import MOST_FEATURES
+from rooftop.kernels.operands.dtypes import HALVES
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the choice depends on."""
+
+    query: tuple[int, int, int, int]  # B, H, S_q, D
+    key_heads: int
+    keys: int
+    value_features: int
+    dtype: torch.dtype
+    is_causal: bool
+    masked: bool
+
+
+def shape_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Shape:
+    """Of a call with query (B, H, S_q, D), key (B, H_k, S_k, D) and value (B, H_k, S_k, D_v)."""
+    batches, heads, queries, features = query.shape
+    shape = (batches, heads, queries, features)
+    return Shape(shape, key.shape[1], key.shape[2], value.shape[3], query.dtype, is_causal, mask is not None)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The first back end, in its order, that can do the call is taken; a rule is for calls within all its limits."""
+
+    direction: Direction
+    order: tuple[str, ...]
+    capability: tuple[int, int] = (0, 0)  # at least
+    most_features: int = MOST_FEATURES
+    least_positions: int = 0  # of queries
+    causal: bool | None = None
+    dtype: torch.dtype | None = None
+
+
+# Measured on an H200 at 64 to 16384 positions of 32 to 128 features (benchmarks/results/h200/tune_attentions.json):
+# cuDNN's kernels, which use its matrix instructions, are the fastest, causal or not, forward and backward; then
+# flash-2, which does not use them, then the memory-efficient ones. Of few positions with few features these are first.
+_CUDNN_FIRST, _EFFICIENT_FIRST = ("cudnn", "flash", "efficient"), ("efficient", "cudnn", "flash")
+RULES = (
+    Rule("forward", _CUDNN_FIRST, capability=(9, 0), least_positions=128),
+    Rule("forward", _EFFICIENT_FIRST, capability=(9, 0), most_features=64),
+    Rule("forward", _CUDNN_FIRST, capability=(9, 0), most_features=128),
+    Rule("backward", _CUDNN_FIRST, capability=(9, 0), least_positions=129),
+    Rule("backward", _CUDNN_FIRST, capability=(9, 0), least_positions=128, causal=False),
+    Rule("backward", _EFFICIENT_FIRST, capability=(9, 0), most_features=64),
+    Rule("backward", _CUDNN_FIRST, capability=(9, 0), most_features=128),
+    Rule("forward", ("flash", "cudnn", "efficient")),
+    Rule("backward", ("flash", "cudnn", "efficient")),
+)
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Which back end does a call.
+
+    Attributes:
+        backend: "flash", "cudnn", "efficient", or "reference" (plain PyTorch).
+        reason: why this one.
+        refused: why not, of each that was not taken because it cannot.
+    """
+
+    backend: str
+    reason: str
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def plan_of(shape: Shape, device: torch.device, direction: Direction) -> AttentionPlan:
+    """The plan for a call on that device; a back end that `torch.nn.attention.sdpa_kernel` disables is not taken."""
+    if device.type != "cuda":
+        return AttentionPlan("reference", f"on {device.type}")
+    capability = _capability(device)
+    rule = next(rule for rule in RULES if rule.direction == direction and _applies(rule, shape, capability))
+    refused: dict[str, str] = {}
+    for place, name in enumerate(rule.order):
+        why = _refusal(name, shape, capability)
+        if why is None:
+            reason = "fastest by the table" if place == 0 else "fastest by the table that can do this call"
+            return AttentionPlan(name, reason, refused)
+        refused[name] = why
+    return AttentionPlan("reference", "no back end can do this call", refused)
+
+
+def _applies(rule: Rule, shape: Shape, capability: tuple[int, int]) -> bool:
+    features = max(shape.query[3], shape.value_features)
+    return (
+        capability >= rule.capability
+        and features <= rule.most_features
+        and shape.query[2] >= rule.least_positions
+        and rule.causal in (None, shape.is_causal)
+        and rule.dtype in (None, shape.dtype)
+    )
+
+
+def _refusal(name: str, shape: Shape, capability: tuple[int, int]) -> str | None:
+    """Why a back end cannot do a call, None if it can."""
+    for asks, why in _LIMITS[name]:
+        if not asks(shape, capability):
+            return why
+    return None
+
+
+Limit = tuple[Callable[[Shape, tuple[int, int]], bool], str]
+
+_NOT_EMPTY: Limit = (lambda s, c: 0 not in (*s.query, s.key_heads, s.keys, s.value_features), "there is nothing to do")
+_SQUARE: Limit = (lambda s, c: not s.is_causal or s.query[2] == s.keys, "a causal mask must be square")
+_HALF: Limit = (lambda s, c: s.dtype in HALVES, "it needs bfloat16 or float16")
+_UNMASKED: Limit = (lambda s, c: not s.masked, "it takes no mask here")
+_SAME_FEATURES: Limit = (lambda s, c: s.query[3] == s.value_features, "values must have as many features as keys")
+
+_LIMITS: dict[str, tuple[Limit, ...]] = {
+    "flash": (
+        (lambda s, c: torch.backends.cuda.flash_sdp_enabled(), "it is disabled"),
+        (lambda s, c: torch.backends.cuda.is_flash_attention_available(), "PyTorch was built without it"),
+        (lambda s, c: c >= (8, 0), "it needs compute capability 8.0"),
+        *(_NOT_EMPTY, _HALF, _UNMASKED, _SQUARE, _SAME_FEATURES),
+        (lambda s, c: s.query[3] <= 256, "it takes up to 256 features"),
+    ),
+    "cudnn": (
+        (lambda s, c: torch.backends.cuda.cudnn_sdp_enabled(), "it is disabled"),
+        (lambda s, c: torch.backends.cudnn.is_available(), "there is no cuDNN"),
+        (lambda s, c: c >= (8, 0), "it needs compute capability 8.0"),
+        (lambda s, c: not torch.are_deterministic_algorithms_enabled(), "it is not deterministic"),
+        *(_NOT_EMPTY, _HALF, _UNMASKED, _SQUARE, _SAME_FEATURES),
+        (lambda s, c: s.query[3] <= 128, "it takes up to 128 features"),
+        (lambda s, c: min(s.query[2], s.keys) >= 64, "it is for 64 positions and more"),
+    ),
+    "efficient": (
+        (lambda s, c: torch.backends.cuda.mem_efficient_sdp_enabled(), "it is disabled"),
+        *(_NOT_EMPTY, (lambda s, c: s.dtype != torch.float64, "it needs single or half precision")),
+    ),
+}
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

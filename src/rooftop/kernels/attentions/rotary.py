@@ -1,0 +1,374 @@
+"""Rotary position embeddings: each pair (a, b) of a head's features, turned by an angle that grows with the position.
+
+(a, b) -> (a cos - b sin, b cos + a sin). Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position
+Embedding". Pairs are (i, i + R / 2), as in GPT-NeoX and Llama, or neighbours (2 i, 2 i + 1), as in the paper. Bound by
+memory: queries and keys are read and written once, in one kernel, and the tables once for each group of heads. The
+gradient is the rotation by the negative angle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.attentions.tables import ROTARY, RotaryConfig
+from rooftop.kernels.operands.checks import check_tensors
+from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
+from rooftop.kernels.operands.launch_data import Constants, power_of_two
+from rooftop.kernels.operands.references import by_reference
+from rooftop.launch.operators import differentiable, in_pytorch, no_tangents, operator
+from rooftop.launch.symbolic import recorded_whole
+from rooftop.launch.triton_launch import launch, require_triton
+
+# ---- reference -------------------------------------------------------------------------------------------------
+
+
+def rope_reference(
+    x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None, offset: int, interleaved: bool, conjugate: bool
+) -> Tensor:
+    """x (B, H, S, D), tables (B or 1, T, R / 2), starts (B,); float32 inside, or float64 for float64."""
+    inside = accumulator_dtype(x.dtype)
+    places = torch.arange(x.shape[2], device=x.device) + offset  # (S,)
+    places = places.expand(x.shape[0], -1) if starts is None else places + starts[:, None]  # (B, S)
+    cosine, sine = (_looked_up(table, places).to(inside) for table in (cos, sin))  # (B, 1, S, R / 2)
+    if conjugate:
+        sine = -sine
+    pairs = cos.shape[-1]
+    values = x[..., : 2 * pairs].to(inside)
+    a, b = (values[..., ::2], values[..., 1::2]) if interleaved else values.split(pairs, -1)
+    turned = (a * cosine - b * sine, b * cosine + a * sine)
+    rotated = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat((rotated.to(x.dtype), x[..., 2 * pairs :]), -1)
+
+
+def _looked_up(table: Tensor, places: Tensor) -> Tensor:
+    """The rows of a table (B or 1, T, P) at (B, S) places, NaN where it has none."""
+    positions = table.shape[1]
+    if positions == 0:
+        return table.new_full((places.shape[0], 1, places.shape[1], table.shape[2]), torch.nan)
+    batch = torch.arange(places.shape[0], device=table.device)[:, None] if table.shape[0] > 1 else 0
+    known = (places >= 0) & (places < positions)
+    return table[batch, places.clamp(0, positions - 1)].masked_fill(~known[..., None], torch.nan)[:, None]
+
+
+# ---- limits -----------------------------------------------------------------------------------------------------
+
+
+MOST_PAIRS = ROTARY[-1].pairs
+
+
+def rotary_config(pairs: int) -> RotaryConfig:
+    """The parameters for heads of so many pairs, at most `MOST_PAIRS`."""
+    return next(config for config in ROTARY if pairs <= config.pairs)
+
+
+# ---- implementations -------------------------------------------------------------------------------------------
+
+
+def _rotate(
+    tensors: Sequence[tuple[Tensor, Tensor]],
+    cos: Tensor,
+    sin: Tensor,
+    starts: Tensor | None,
+    offset: int,
+    interleaved: bool,
+    conjugate: bool,
+) -> None:
+    """Fills y of each of one or two (x, y), (B, H, S, D); x and y may be the same."""
+    x, y = tensors[0]
+    if by_reference(x):
+        for source, target in tensors:
+            target.copy_(rope_reference(source, cos, sin, starts, offset, interleaved, conjugate))
+        return
+    require_triton()
+    from rooftop.kernels.attentions.triton_kernels.rotary import rotate
+
+    batches, heads, positions, width = x.shape
+    other, other_y = tensors[1] if len(tensors) > 1 else (x[:, :0], y[:, :0])
+    pairs = cos.shape[-1]
+    config = rotary_config(pairs)
+    groups, other_groups = (-(-count // config.heads) for count in (heads, other.shape[1]))
+    rows = min(config.positions, power_of_two(positions))
+    cos, sin = (table if table.stride(-1) == 1 else table.contiguous() for table in (cos, sin))
+    constants: Constants = {"HAS_STARTS": starts is not None, "INTERLEAVED": interleaved, "CONJUGATE": conjugate}
+    rest = width - 2 * pairs
+    constants |= {"WIDTH": width, "PAIRS": pairs, "BLOCK": power_of_two(pairs), "POSITIONS": rows}
+    constants |= {"REST": power_of_two(rest) if rest else 0, "HEADS": config.heads, "num_warps": config.warps}
+    sources = [t if t.stride(-1) == 1 else t.contiguous() for t in (x, other)]
+    sizes = (groups, heads, other.shape[1], positions, offset, cos.shape[1])
+    strides = [s for t in (sources[0], y, sources[1], other_y) for s in t.stride()[:3]]
+    strides += [s for table in (cos, sin) for s in (table.stride(0) if table.shape[0] > 1 else 0, table.stride(1))]
+    memory = (sources[0], y, sources[1], other_y, cos, sin, starts.contiguous() if starts is not None else None)
+    grid = (batches * -(-positions // max(1, rows)) * (groups + other_groups),)
+    if width:
+        launch(rotate, grid, x.device, *memory, *sizes, *strides, **constants)
+
+
+def _like(x: Tensor) -> Tensor:
+    """Memory for a result: in the order of x where its heads are whole, else contiguous."""
+    return torch.empty_like(x) if x.stride(-1) == 1 else x.new_empty(x.shape)
+
+
+# ---- registration ----------------------------------------------------------------------------------------------
+
+
+@operator("rope")
+def _rope(
+    x: Tensor,
+    other: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    starts: Tensor | None,
+    offset: int,
+    interleaved: bool,
+    conjugate: bool,
+) -> tuple[Tensor, Tensor]:
+    y, other_y = _like(x), _like(other) if other is not None else x.new_empty(0)
+    tensors = [(x, y)] if other is None else [(x, y), (other, other_y)]
+    _rotate(tensors, cos, sin, starts, offset, interleaved, conjugate)
+    return y, other_y
+
+
+@torch.library.register_fake("rooftop::rope")
+def _(
+    x: Tensor,
+    other: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    starts: Tensor | None,
+    offset: int,
+    interleaved: bool,
+    conjugate: bool,
+) -> tuple[Tensor, Tensor]:
+    return _like(x), _like(other) if other is not None else x.new_empty(0)
+
+
+def _by_reference(
+    x: Tensor,
+    other: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    starts: Tensor | None,
+    offset: int,
+    interleaved: bool,
+    conjugate: bool,
+) -> tuple[Tensor, Tensor]:
+    tables = (cos, sin, starts, offset, interleaved, conjugate)
+    return rope_reference(x, *tables), x.new_empty(0) if other is None else rope_reference(other, *tables)
+
+
+in_pytorch("rope", _by_reference)
+
+
+@operator("rope_", mutates=("x", "other"))
+def _rope_in_place(
+    x: Tensor, other: Tensor | None, cos: Tensor, sin: Tensor, starts: Tensor | None, offset: int, interleaved: bool
+) -> None:
+    tensors = [(t, t) for t in (x, other) if t is not None]
+    _rotate(tensors, cos, sin, starts, offset, interleaved, False)
+
+
+@torch.library.register_fake("rooftop::rope_")
+def _(
+    x: Tensor, other: Tensor | None, cos: Tensor, sin: Tensor, starts: Tensor | None, offset: int, interleaved: bool
+) -> None:
+    return None
+
+
+def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
+    _, other, cos, sin, starts, offset, interleaved, conjugate = inputs
+    ctx.save_for_backward(cos, sin, starts)  # type: ignore[arg-type]
+    ctx.rest = (other is not None, offset, interleaved, conjugate)  # type: ignore[attr-defined]
+
+
+def _differentiate(ctx: torch.autograd.function.FunctionCtx, dy: Tensor, dother: Tensor) -> tuple[Tensor | None, ...]:
+    """A rotation is linear, and its transpose is the rotation back: the second derivative is right, too."""
+    cos, sin, starts = ctx.saved_tensors  # type: ignore[attr-defined]
+    both, offset, interleaved, conjugate = ctx.rest  # type: ignore[attr-defined]
+    dx, dother_x = _rope(dy, dother if both else None, cos, sin, starts, offset, interleaved, not conjugate)
+    return dx, dother_x if both else None, None, None, None, None, None, None
+
+
+differentiable("rope", _differentiate, _save)
+
+
+@cost_of("rooftop::rope")
+def _cost(call: Call) -> Cost:
+    """Four products and two sums a pair; of the tables, the rows of S positions."""
+    return _moved(call, list(call.out) if call["other"] is not None else [call.out[0]])
+
+
+@cost_of("rooftop::rope_")
+def _cost_in_place(call: Call) -> Cost:
+    return _moved(call, [t for t in (call["x"], call["other"]) if t is not None])
+
+
+def _moved(call: Call, written: list[Tensor]) -> Cost:
+    x, other, cos = call["x"], call["other"], call["cos"]
+    (batches, heads, positions, _), pairs = x.shape, cos.shape[-1]
+    rows = positions * (batches if cos.shape[0] > 1 or call["starts"] is not None else 1)
+    table_bytes = min(rows, cos.shape[0] * cos.shape[1]) * pairs * (cos.element_size() + call["sin"].element_size())
+    rotated = batches * positions * pairs * (heads + (other.shape[1] if other is not None else 0))
+    read = distinct_bytes([x, other, call["starts"]]) + table_bytes
+    return Cost(read, distinct_bytes(written), {precision_of(x.dtype): 6 * rotated})
+
+
+# ---- public ----------------------------------------------------------------------------------------------------
+
+
+@recorded_whole
+def rope(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    offset: int | Tensor = 0,
+    inplace: bool = False,
+) -> Tensor:
+    """Rotary position embedding of queries or keys.
+
+    Args:
+        x: (B, H, S, D), bfloat16, float16, float32 or float64; any strides (the transposed view of (B, S, H, D) is
+            read and written as it lies). (H, S, D) and (S, D) are taken as well.
+        cos, sin: (T, R / 2), or (B, T, R / 2) for tables of each sequence, T positions and R <= D features that are
+            rotated; what follows them is copied. Half or single precision (float64 x: any). They get no gradient.
+        interleaved: whether pairs are neighbours (2 i, 2 i + 1) and not (i, i + R / 2).
+        offset: of the first position of x in the tables, one for all sequences or (B,) integers.
+        inplace: write the result to x; without autograd only.
+
+    Returns:
+        Like x (in place: x). The arithmetic is float32 (float64 for float64). Positions that the tables do not have
+        raise where that is known (an int, or tensors on the CPU), and are NaN where it is not.
+
+    Raises:
+        TypeError: no dense tensors, or dtypes that do not fit.
+        ValueError: shapes, devices or positions that do not fit; in place: memory that overlaps, or x that autograd
+            watches.
+        NotImplementedError: tables that require a gradient, or forward-mode differentiation.
+    """
+    return _apply("rope", (x,), cos, sin, interleaved, offset, inplace)[0]
+
+
+@recorded_whole
+def rope_pair(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    offset: int | Tensor = 0,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`rope` of queries (B, H, S, D) and keys (B, H_k, S, D) in one kernel; H_k may be another number of heads."""
+    query, key = _apply("rope_pair", (query, key), cos, sin, interleaved, offset, inplace)
+    return query, key
+
+
+def _apply(
+    name: str,
+    tensors: tuple[Tensor, ...],
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    offset: int | Tensor,
+    inplace: bool,
+) -> list[Tensor]:
+    _check(name, tensors, cos, sin, offset, inplace)
+    no_tangents(name, *tensors, instead="the formula in plain PyTorch")
+    whole = [t.reshape((1,) * (4 - t.dim()) + t.shape) if not inplace else _unsqueezed(t) for t in tensors]
+    tables = [t if t.dim() == 3 else t[None] for t in (cos, sin)]
+    starts, first = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
+    other = whole[1] if len(whole) > 1 else None
+    if inplace:
+        _rope_in_place(whole[0], other, *tables, starts, first, interleaved)
+        return list(tensors)
+    rotated = _rope(whole[0], other, *tables, starts, first, interleaved, False)
+    return [y.reshape(x.shape) for x, y in zip(tensors, rotated, strict=False)]
+
+
+def _unsqueezed(x: Tensor) -> Tensor:
+    while x.dim() < 4:
+        x = x.unsqueeze(0)
+    return x
+
+
+def _check(
+    name: str, tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor, offset: int | Tensor, inplace: bool
+) -> None:
+    names = ("x",) if len(tensors) == 1 else ("query", "key")
+    x = tensors[0]
+    check_tensors(name, FLOATS, **dict(zip(names, tensors, strict=True)), cos=cos, sin=sin)
+    for argument, tensor in zip(names, tensors, strict=True):
+        if not 2 <= tensor.dim() <= 4:
+            raise ValueError(f"{name}: expected {argument} of shape (B, H, S, D), got {tuple(tensor.shape)}")
+    if len(tensors) > 1:
+        _check_pair(name, *tensors)
+    _check_tables(name, names[0], x, cos, sin)
+    _check_offset(name, x, cos.shape[-2], offset)
+    if inplace:
+        _check_in_place(name, names, tensors)
+
+
+def _check_pair(name: str, query: Tensor, key: Tensor) -> None:
+    if query.dtype != key.dtype:
+        raise TypeError(f"{name}: query is {query.dtype}, key {key.dtype}: give both one dtype")
+    same = query.dim() == key.dim() and query.shape[-2:] == key.shape[-2:] and query.shape[:-3] == key.shape[:-3]
+    if not same:
+        raise ValueError(
+            f"{name}: query {tuple(query.shape)} and key {tuple(key.shape)} must agree in all but the number of heads"
+        )
+
+
+def _check_tables(name: str, argument: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    batch = x.shape[0] if x.dim() == 4 else 1
+    if cos.shape != sin.shape or cos.dim() not in (2, 3) or (cos.dim() == 3 and cos.shape[0] not in (1, batch)):
+        raise ValueError(
+            f"{name}: expected cos and sin of one shape (T, R / 2) or ({batch}, T, R / 2), "
+            f"got {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    pairs, width = cos.shape[-1], x.shape[-1]
+    if 2 * pairs > width:
+        repeated = f"; if they hold each angle twice, give cos[..., :{width // 2}]" if pairs == width else ""
+        raise ValueError(f"{name}: tables of {pairs} pairs turn {2 * pairs} features, {argument} has {width}{repeated}")
+    if not 0 < pairs <= MOST_PAIRS:
+        raise ValueError(f"{name}: tables must have 1 to {MOST_PAIRS} pairs, got {pairs}")
+    if cos.requires_grad or sin.requires_grad:
+        raise NotImplementedError(f"{name}: cos and sin get no gradient: detach them")
+
+
+def _check_offset(name: str, x: Tensor, table_positions: int, offset: int | Tensor) -> None:
+    positions = x.shape[-2]
+    if isinstance(offset, Tensor):
+        batch = x.shape[0] if x.dim() == 4 else 1
+        if offset.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name}: offset must be integers, got {offset.dtype}")
+        if tuple(offset.shape) != (batch,) or offset.device != x.device:
+            raise ValueError(
+                f"{name}: expected offset ({batch},) on {x.device}, got {tuple(offset.shape)} on {offset.device}"
+            )
+        if offset.device.type != "cpu" or torch.compiler.is_compiling() or not offset.numel() or not positions:
+            return
+        first, last = int(offset.min()), int(offset.max()) + positions
+    else:
+        if isinstance(offset, bool) or not isinstance(offset, int):
+            raise TypeError(f"{name}: offset must be an int or a tensor, got {offset!r}")
+        first, last = offset, offset + positions
+    if first < 0 or last > table_positions:
+        raise ValueError(f"{name}: positions {first} to {last - 1} are not in tables of {table_positions} positions")
+
+
+def _check_in_place(name: str, names: tuple[str, ...], tensors: tuple[Tensor, ...]) -> None:
+    for argument, tensor in zip(names, tensors, strict=True):
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise ValueError(f"{name}: autograd watches {argument}, which cannot be changed in place: inplace=False")
+        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ValueError(f"{name}: {argument} repeats memory, which cannot be changed in place: inplace=False")
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ValueError(
+                f"{name}: the features of {argument} must lie side by side in place, got {tensor.stride()}"
+            )

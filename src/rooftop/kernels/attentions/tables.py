@@ -1,0 +1,107 @@
+"""Launch parameters of the kernels of attention: merging partial results, windows, pages, rotary embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rooftop.kernels.operands.launch_data import ElementsConfig, power_of_two
+
+# ---- merging partial results ---------------------------------------------------------------------------------------
+
+
+# The fastest of those measured on an H200, of 128 features in half precision: a thread holds 16 elements of each tensor
+# forward, 8 backward, as they were loaded and as float32.
+MERGE_FORWARD = ElementsConfig(elements=1024, warps=1)
+MERGE_BACKWARD = ElementsConfig(elements=1024, warps=4)
+
+# ---- attention in windows ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WindowConfig:
+    """Windows of up to `positions` and heads of up to `features`: positions that a program has as queries, warps, and
+    windows whose loads are in flight at once (of backward, whose programs take one after another)."""
+
+    positions: int
+    features: int
+    queries: int
+    warps: int
+    stages: int = 1
+    measured: bool = field(default=True, compare=False)  # or predicted
+
+
+# Not measured yet, but chosen by the compiler's report for sm_90. Forward: no spills of half precision; of windows of
+# more than 64 positions, a program has 16 of the queries. Backward: no spills of half precision with plain scores.
+# Cosine attention and float32 spill some hundred bytes a thread in backward, with 4, 8 and 16 warps alike.
+WINDOW_FORWARD = (
+    WindowConfig(positions=64, features=64, queries=64, warps=4, measured=False),
+    WindowConfig(positions=64, features=128, queries=64, warps=8, measured=False),
+    WindowConfig(positions=256, features=64, queries=16, warps=4, measured=False),
+)
+WINDOW_BACKWARD = (WindowConfig(positions=64, features=64, queries=64, warps=8, measured=False),)
+WINDOW_PROGRAMS_PER_SM = 4  # of backward, whose sums over windows each program writes once
+
+# ---- rotary embeddings ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RotaryConfig:
+    """Of heads of up to `pairs` rotated pairs: positions and heads that a program works on, and warps."""
+
+    pairs: int
+    positions: int
+    heads: int
+    warps: int
+    measured: bool = field(default=True, compare=False)  # or predicted
+
+
+# Not measured yet: each thread has 16 bytes of both halves of a head in half precision, of as many heads as a program
+# works on. What a longer head needs in registers is taken from the positions.
+ROTARY = (
+    RotaryConfig(pairs=16, positions=64, heads=2, warps=4, measured=False),
+    RotaryConfig(pairs=32, positions=32, heads=4, warps=4, measured=False),
+    RotaryConfig(pairs=64, positions=16, heads=4, warps=4, measured=False),
+    RotaryConfig(pairs=128, positions=8, heads=4, warps=4, measured=False),
+    RotaryConfig(pairs=512, positions=2, heads=4, warps=4, measured=False),
+    RotaryConfig(pairs=4096, positions=1, heads=1, warps=8, measured=False),
+)
+
+# ---- attention over pages ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PagedConfig:
+    """Of one program: query heads, positions of a tile, warps, and tiles on their way at once."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    measured: bool = field(default=True, compare=False)  # or predicted
+
+
+TILE_BYTES = 16384  # of the keys of a tile, and of its values: 64 positions of 128 features in half precision
+MOST_KEYS = 64
+MOST_SUMS = 8192  # query heads times features of a program, as far as registers go
+
+
+def paged_config(group: int, width: int, element_bytes: int) -> PagedConfig:
+    """For one query head of each head of keys by sums in registers, for several by matrix products, of 16 rows or more.
+
+    Not measured yet: they compile for sm_90 without spills. Products in float32 are sums in registers too, which take
+    the smallest tiles.
+    """
+    block = max(16, power_of_two(width))
+    keys = max(16, min(MOST_KEYS, TILE_BYTES // (block * element_bytes)))
+    if group == 1:
+        return PagedConfig(rows=1, keys=keys, warps=4, stages=2, measured=False)
+    if element_bytes > 2:
+        return PagedConfig(rows=16, keys=16, warps=4, stages=2, measured=False)
+    return PagedConfig(
+        rows=max(16, min(power_of_two(group), MOST_SUMS // block)), keys=keys, warps=4, stages=3, measured=False
+    )
+
+
+PROGRAMS_PER_PROCESSOR = 4
+"""Into how many the positions are split, where there are that many tiles: what keeps its memory busy."""
+MOST_SPLITS = 128

@@ -1,0 +1,1 @@
+"""Convolutions with what follows them, and max pools: windows over images."""

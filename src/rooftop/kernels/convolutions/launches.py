@@ -1,0 +1,406 @@
+"""How the kernels of `triton_kernels/conv_acts.py` are launched, and the libraries with what they lack.
+
+`forward` does as a plan says. The plans are those of `tables.py`; `conv_acts.py` has the operator.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rooftop.kernels.convolutions.tables import (
+    FINISH_COLUMNS,
+    FINISH_ELEMENTS,
+    FINISH_WARPS,
+    LEAST_CHANNELS,
+    PACK_ELEMENTS,
+    PACK_WARPS,
+    ConvPlan,
+    ConvTile,
+    Geometry,
+    Problem,
+    choose,
+)
+from rooftop.kernels.matmuls import launches as matmul_launches
+from rooftop.kernels.matmuls import tables as matmul_tables
+from rooftop.kernels.operands.activations import ACTIVATIONS
+from rooftop.kernels.operands.dtypes import HALVES
+from rooftop.kernels.operands.launch_data import capability, power_of_two
+from rooftop.kernels.operands.strided_rows import unit
+from rooftop.launch.counters import counters
+from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
+
+if TYPE_CHECKING:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+GROUP_BYTES = 16  # what a tensor descriptor's strides and addresses are multiples of
+
+
+def plan_of(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, geometry: Geometry, activation: str,
+    keep: bool,
+) -> ConvPlan:  # fmt: skip
+    """`keep`: what is activated is written, too."""
+    if x.dtype == torch.float64:
+        return ConvPlan("reference", None, "float64")
+    if x.device.type != "cuda" and not INTERPRETED:
+        return ConvPlan("reference", None, f"no kernels for {x.device.type}")
+    if geometry.rows == 0:
+        return ConvPlan("library", None, "there are no images")
+    if keep:
+        return ConvPlan("library", None, "the gradient needs what is activated")
+    return choose(
+        Problem(
+            geometry, activation, residual is not None, x.dtype in HALVES,
+            x.is_contiguous(memory_format=torch.channels_last), copied(x, weight, residual, geometry),
+            has_cudnn(x) and activation == "relu", processors(x), capability(x.device),
+        )
+    )  # fmt: skip
+
+
+def has_cudnn(x: Tensor) -> bool:
+    """Whether cuDNN can be called with this tensor."""
+    return x.is_cuda and torch.backends.cudnn.is_available() and torch.backends.cudnn.enabled
+
+
+def copied(x: Tensor, weight: Tensor, residual: Tensor | None, geometry: Geometry) -> bool:
+    """Whether tensor descriptors can say where all operands are: channels in groups of 16 bytes, whole strides."""
+    group = GROUP_BYTES // x.element_size()
+    aligned = all(t.data_ptr() % GROUP_BYTES == 0 for t in (x, weight, residual) if t is not None)
+    if geometry.groups > 1 or geometry.out_channels % group or not aligned:
+        return False
+    if geometry.channels < LEAST_CHANNELS:
+        return True  # they are packed
+    if geometry.channels % (2 * group):
+        return False
+    strided = geometry.taps > 1 or geometry.padding != (0, 0)
+    return not strided or (geometry.height % geometry.stride[0] == 0 and geometry.width % geometry.stride[1] == 0)
+
+
+def forward(
+    plan: ConvPlan, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, geometry: Geometry,
+    activation: str, keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(y (N, O, OH, OW), what was activated or nothing) as `plan` says; y lies as its back end leaves it."""
+    nothing = x.new_empty(0)
+    bias = bias.contiguous() if bias is not None else None
+    if plan.backend == "library":
+        return _by_library(x, weight, bias, residual, geometry, activation, keep)
+    assert not keep
+    weight = weight.contiguous(memory_format=torch.channels_last)
+    if residual is not None:
+        residual = residual.contiguous(memory_format=torch.channels_last)
+    if plan.backend == "cudnn":
+        return _by_cudnn(x, weight, bias, residual, geometry), nothing
+    require_triton()
+    if plan.backend == "product":
+        return _as_product(x, weight, bias, geometry, activation), nothing
+    assert plan.tile is not None
+    y = torch.empty(
+        (geometry.batch, geometry.out_channels, *geometry.out), dtype=x.dtype, device=x.device,
+        memory_format=torch.channels_last,
+    )  # fmt: skip
+    run = _gathered if plan.tile.kernel == "gathered" else _copied
+    run(plan.tile, x, weight, bias, residual, y, geometry, activation)
+    return y, nothing
+
+
+# ---- libraries ---------------------------------------------------------------------------------------------------
+
+
+def _as_product(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, activation: str) -> Tensor:
+    """1 x 1 without a residual: as linear_act makes it."""
+    rows = x.permute(0, 2, 3, 1).reshape(geometry.rows, geometry.channels)
+    matrix = weight.reshape(geometry.out_channels, geometry.channels)
+    plan = matmul_tables.plan_of(rows, matrix, bias, activation, None, False)
+    y, _ = matmul_launches.forward(plan, rows, matrix, bias, activation, None, False)
+    return y.reshape(geometry.batch, *geometry.out, geometry.out_channels).permute(0, 3, 1, 2)
+
+
+def _by_cudnn(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, g: Geometry) -> Tensor:
+    """relu, alone or after a sum."""
+    if residual is None:
+        return torch.cudnn_convolution_relu(x, weight, bias, g.stride, g.padding, g.dilation, g.groups)
+    return torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, g.stride, g.padding, g.dilation, g.groups)
+
+
+def _by_library(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, g: Geometry, activation: str, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """PyTorch adds a bias in a pass of its own: here one pass does all that follows."""
+    before = functional.conv2d(x, weight, None, g.stride, g.padding, g.dilation, g.groups)
+    if bias is None and residual is None and activation == "none":
+        return before, before.clone() if keep else x.new_empty(0)
+    require_triton()
+    before = dense(before)
+    y = torch.empty_like(before) if keep else before  # in place: each element is read, then written, by one thread
+    finish(before, bias, residual, activation, y, before if keep else None)
+    return y, before if keep else x.new_empty(0)
+
+
+def dense(t: Tensor) -> Tensor:
+    """Contiguous or channels last; as it is, if it is either."""
+    return t if t.is_contiguous(memory_format=torch.channels_last) else t.contiguous()
+
+
+def finish(
+    sums: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, y: Tensor, before: Tensor | None
+) -> None:
+    """y = activation(sums + bias + residual) of (N, O, OH, OW), contiguous or channels last, all alike."""
+    from rooftop.kernels.convolutions.triton_kernels.conv_acts import conv_act_finish
+
+    if y.numel() == 0:
+        return
+    batch, channels, *size = y.shape
+    last = y.is_contiguous(memory_format=torch.channels_last)
+    memory_format = torch.channels_last if last else torch.contiguous_format
+    residual = residual.contiguous(memory_format=memory_format) if residual is not None else None
+    pixels = math.prod(size)
+    rows, columns = (batch * pixels, channels) if last else (batch * channels, pixels)
+    group = unit(columns)
+    block = min(FINISH_COLUMNS, power_of_two(columns))
+    height = FINISH_ELEMENTS // block
+    launch(
+        conv_act_finish, (-(-rows // height), -(-columns // block)), y.device,
+        sums, bias, residual, y, before, rows, columns // group, channels,
+        ACTIVATION=ACTIVATIONS.index(activation), HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        KEEP=before is not None, BY_ROW=not last, UNIT=group, ROWS=height, COLUMNS=block, HALF=y.dtype in HALVES,
+        num_warps=FINISH_WARPS,
+    )  # fmt: skip
+
+
+# ---- copies of boxes -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """An image as the kernels that copy boxes see it: five dimensions, (N, H / SH, SH, W / SW, SW C), any strides.
+
+    Attributes:
+        base: the memory.
+        shape, strides: of the five dimensions.
+        geometry: of the convolution of this image; `out` is of the whole result, as the kernels see it.
+    """
+
+    base: Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    geometry: Geometry
+    batch: int
+    out: tuple[int, int]
+
+
+def boxes_of(x: Tensor, geometry: Geometry) -> Boxes:
+    """x, channels last; its channels are in whole groups of 16 bytes, and its strides divide its size."""
+    batch, channels, height, width = x.shape
+    (down, right), line = geometry.stride, width * channels
+    if geometry.pointwise:  # one line of all pixels
+        shape, strides = (1, 1, 1, geometry.rows, channels), (*(geometry.rows * channels,) * 3, channels, 1)
+        return Boxes(x, shape, strides, geometry, 1, (1, geometry.rows))
+    if geometry.taps == 1 and geometry.padding == (0, 0):  # only the pixels that are needed
+        plain = replace(geometry, stride=(1, 1))
+        shape = (batch, geometry.out[0], 1, geometry.out[1], channels)
+        strides = (height * line, down * line, down * line, right * channels, 1)
+        return Boxes(x, shape, strides, plain, batch, geometry.out)
+    shape = (batch, height // down, down, width // right, right * channels)
+    strides = (height * line, down * line, line, right * channels, 1)
+    return Boxes(x, shape, strides, geometry, batch, geometry.out)
+
+
+def packed(x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Boxes, Tensor]:
+    """An image of few channels, and its weights, packed so that one line of a window is one run of memory.
+
+    Pixels get so many channels that the windows of neighbours begin whole groups of 16 bytes apart, and lines the
+    padding to their left and right: then KW pixels of CHANNELS are as one pixel of KW * CHANNELS, a power of 2, and the
+    window is KH x 1. Overlapping windows are overlapping strides.
+    """
+    group = GROUP_BYTES // x.element_size()
+    step = geometry.stride[1]
+    if geometry.dilation[1] > 1 and geometry.kernel[1] > 1:
+        # Taps of a line are not neighbours: pixels of a whole group, one tap at a time.
+        return _widened(x, weight, geometry, 2 * group)
+    pixel = group // math.gcd(group, step)
+    while pixel < geometry.channels:
+        pixel *= 2
+    run = max(2 * group, power_of_two(geometry.kernel[1] * pixel))
+    down = geometry.stride[0]
+    lines = -(-geometry.height // down) * down
+    pixels = -(-((geometry.out[1] - 1) * step + run // pixel) // group) * group
+    image = _pack(x, lines, pixels, pixel, geometry.padding[1])
+    weights = _pack(weight, geometry.kernel[0], run // pixel, pixel, 0)
+    line = pixels * pixel
+    shape = (geometry.batch, lines // down, down, geometry.out[1], run)
+    strides = (lines * line, down * line, line, step * pixel, 1)
+    seen = replace(
+        geometry, channels=run, kernel=(geometry.kernel[0], 1), stride=(down, 1), padding=(geometry.padding[0], 0)
+    )
+    return Boxes(image, shape, strides, seen, geometry.batch, geometry.out), weights
+
+
+def _widened(x: Tensor, weight: Tensor, geometry: Geometry, channels: int) -> tuple[Boxes, Tensor]:
+    """With more channels, which are zero; also lines and pixels to whole strides."""
+    down, right = geometry.stride
+    height, width = -(-geometry.height // down) * down, -(-geometry.width // right) * right
+    image = _pack(x, height, width, channels, 0).permute(0, 3, 1, 2)
+    weights = _pack(weight, *geometry.kernel, channels, 0)
+    boxes = boxes_of(image, replace(geometry, channels=channels, height=height, width=width))
+    return replace(boxes, out=geometry.out), weights
+
+
+def _pack(source: Tensor, height: int, width: int, pixel: int, left: int) -> Tensor:
+    """(N, C, H, W) of any strides as (N, height, width, pixel), `left` pixels to the right; zeros beyond."""
+    from rooftop.kernels.convolutions.triton_kernels.conv_acts import conv_act_pack
+
+    batch, channels, source_height, source_width = source.shape
+    target = source.new_empty((batch, height, width, pixel))
+    block = power_of_two(width * pixel)
+    rows = max(1, PACK_ELEMENTS // block)
+    launch(
+        conv_act_pack, (-(-batch * height // rows),), source.device,
+        source, target, batch * height, source_height, source_width, channels, height, left,
+        source.stride(0), source.stride(1), source.stride(2), source.stride(3),
+        PIXEL=pixel, LINE=width * pixel, ROWS=rows, BLOCK=block, num_warps=PACK_WARPS,
+    )  # fmt: skip
+    return target
+
+
+@cache
+def box_of(pixels: int, batch: int, lines: int, line: int) -> tuple[int, int, int]:
+    """(images, lines, pixels of a line), powers of 2 with that product, that cover a result with the fewest boxes; of
+    those the one with the longest lines in the fewest images, whose copies are of neighbours."""
+    powers = [1 << exponent for exponent in range(pixels.bit_length())]
+    boxes = [(pixels // (h * w), h, w) for h in powers for w in powers if h * w <= pixels]
+    boxes = [box for box in boxes if max(box) <= 256]  # what TMA copies at a time
+    return min(boxes, key=lambda b: (-(-batch // b[0]) * -(-lines // b[1]) * -(-line // b[2]), b[0], -b[2]))
+
+
+def _copied(
+    tile: ConvTile, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, g: Geometry,
+    activation: str,
+) -> None:  # fmt: skip
+    from rooftop.kernels.convolutions.triton_kernels.conv_acts import conv_act_persistent, conv_act_single
+
+    boxes, weights = packed(x, weight, g) if g.channels < LEAST_CHANNELS else (boxes_of(x, g), weight)
+    g, (lines, pixels) = boxes.geometry, boxes.out
+    depth = min(tile.depth, g.channels)
+    assert g.channels % depth == 0, f"{tile} leaves channels out of {g.channels}"
+    box = box_of(tile.rows, boxes.batch, lines, pixels)
+    part = _part_of(box, tile.parts)
+    tiles = -(-boxes.batch // box[0]) * -(-lines // box[1]) * -(-pixels // box[2]) * -(-g.out_channels // tile.columns)
+    result = (boxes.batch, lines, pixels, g.out_channels)
+    arguments = (
+        _described(boxes.base, boxes.shape, boxes.strides, (box[0], box[1], 1, box[2], depth)),
+        _described(weights, (g.out_channels, g.taps * g.channels), (g.taps * g.channels, 1), (tile.columns, depth)),
+        _described_result(y, result, (*part, tile.columns)),
+        _described_result(residual, result, (*part, tile.columns)) if residual is not None else None,
+        bias,
+    )
+    constants = _constants(tile, g, bias, residual, activation) | {
+        "BLOCKS": g.channels // depth, "DEPTH": depth, "BATCH": box[0], "HEIGHT": box[1], "WIDTH": box[2],
+        "PARTS": tile.parts,
+    }  # fmt: skip
+    if tile.kernel == "persistent":
+        grid = (min(tiles, tile.programs_per_sm * processors(x)),)
+        launch(conv_act_persistent, grid, x.device, *arguments, *result, **constants)
+        return
+    split, sums, arrived = _shared_sums(tile, g.taps * g.channels // depth, tiles, x.device)
+    launch(
+        conv_act_single, (tiles * split,), x.device, *arguments, sums, arrived, *result,
+        **constants, **_early(tile), SPLIT=split,
+    )  # fmt: skip
+
+
+def _part_of(box: tuple[int, int, int], parts: int) -> tuple[int, int, int]:
+    """A box cut in equal parts that follow one another in the order of its pixels."""
+    images, lines, pixels = box
+    while parts > 1:
+        if images > 1:
+            images //= 2
+        elif lines > 1:
+            lines //= 2
+        else:
+            pixels //= 2
+        parts //= 2
+    return images, lines, pixels
+
+
+def _described(
+    base: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
+) -> TensorDescriptor:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(base, list(shape), list(strides), list(block))
+
+
+def _described_result(t: Tensor, shape: tuple[int, int, int, int], block: tuple[int, ...]) -> TensorDescriptor:
+    _, lines, pixels, channels = shape
+    return _described(t, shape, (lines * pixels * channels, pixels * channels, channels, 1), block)
+
+
+# ---- pointers ------------------------------------------------------------------------------------------------------
+
+
+def _gathered(
+    tile: ConvTile, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, g: Geometry,
+    activation: str,
+) -> None:  # fmt: skip
+    from rooftop.kernels.convolutions.triton_kernels.conv_acts import conv_act_gathered
+
+    tiles = -(-g.rows // tile.rows) * -(-g.out_channels // tile.columns)
+    split, sums, arrived = _shared_sums(tile, -(-g.taps * g.channels // tile.depth), tiles, x.device)
+    line = g.width * g.channels
+    reach = (g.batch * g.height + sum(g.padding) + g.kernel[0] * g.dilation[0]) * line
+    launch(
+        conv_act_gathered, (tiles * split,), x.device, x, weight, y, residual, bias, sums, arrived,
+        g.rows, g.out_channels, g.height, g.width, *g.out, g.height * line, line, g.channels,
+        CHANNELS=g.channels, DEPTH=tile.depth, ROWS=tile.rows, SPLIT=split, WIDE=reach >= 1 << 31,
+        **_constants(tile, g, bias, residual, activation), **_early(tile),
+    )  # fmt: skip
+
+
+# ---- both ----------------------------------------------------------------------------------------------------------
+
+
+def _constants(
+    tile: ConvTile, g: Geometry, bias: Tensor | None, residual: Tensor | None, activation: str
+) -> dict[str, int | bool]:
+    return {
+        "ACTIVATION": ACTIVATIONS.index(activation),
+        "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "WIDEN": INTERPRETED,
+        "TAPS": g.taps,
+        "KERNEL_WIDTH": g.kernel[1],
+        "STRIDE_H": g.stride[0],
+        "STRIDE_W": g.stride[1],
+        "PADDING_H": g.padding[0],
+        "PADDING_W": g.padding[1],
+        "DILATION_H": g.dilation[0],
+        "DILATION_W": g.dilation[1],
+        "COLUMNS": tile.columns,
+        "GROUP": tile.group,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+
+
+def _early(tile: ConvTile) -> dict[str, bool]:
+    return {"EARLY": True, "launch_pdl": True} if tile.early and not INTERPRETED else {"EARLY": False}
+
+
+def _shared_sums(
+    tile: ConvTile, steps: int, tiles: int, device: torch.device
+) -> tuple[int, Tensor | None, Tensor | None]:
+    """(parts of K, none of them empty; memory for their sums; zeros with which their programs count each other)."""
+    split = -(-steps // -(-steps // tile.split))
+    if split == 1:
+        return 1, None, None
+    sums = torch.empty(split * tiles * tile.rows * tile.columns, dtype=torch.float32, device=device)
+    arrived = counters(device, tiles)
+    return split, sums, arrived if arrived is not None else torch.zeros(tiles, dtype=torch.int32, device=device)

@@ -1,0 +1,323 @@
+"""Triton kernels of y = activation(conv2d(x, weight) + bias + residual), channels last.
+
+`launches.py` launches them.
+
+A convolution is a product of matrices of which one is never stored: its rows are pixels of the result, its columns
+channels of the result, and K runs over the taps of the window and, within a tap, over the channels, which lie side by
+side in memory. The weights, (O, KH, KW, C) in memory, are the other matrix as they are. Sums are float32; what follows
+them is done before they are stored, once.
+
+- `conv_act_persistent` and `conv_act_single` copy boxes of BATCH images, HEIGHT lines and WIDTH pixels with the tensor
+  memory accelerator (TMA) of Hopper and later GPUs: a tap is the same box moved, and what lies outside the image is
+  copied as zeros, so that there is neither index arithmetic nor a mask for any element. The image has five dimensions
+  for it, (N, H / SH, SH, W / SW, SW C): then the pixels that one tap reads lie side by side in every dimension,
+  whatever the stride. Sums are kept as (channels, pixels), since Triton takes an operand whose shape is not that of its
+  copy straight from shared memory only if it is the second one. The first kernel has persistent programs that each make
+  many boxes, and finishes one in PARTS while the copies for the next are on their way; the second makes one box a
+  program.
+- `conv_act_gathered` loads by pointers: any channels, stride and GPU.
+
+With SPLIT > 1 the steps through K are shared by as many programs. Each writes float32 sums, and the last of them to
+arrive adds them in their order: no atomics touch a sum, the same bits each time.
+
+`conv_act_finish` does what a library's convolution lacks; `conv_act_pack` lays images of few channels out so that a
+line of a window is one run of memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from rooftop.kernels.operands.triton_kernels.activations import activated
+from rooftop.kernels.operands.triton_kernels.products import in_parts, plus_product, tile_place
+
+
+@triton.jit
+def conv_act_persistent(
+    image, weight, y, residual,  # descriptors: (N, H / SH, SH, W / SW, SW C), (O, taps C), (N, OH, OW, O) twice
+    bias,  # (O,)
+    images, lines, pixels, columns,  # N, OH, OW, O
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WIDEN: tl.constexpr,
+    TAPS: tl.constexpr, KERNEL_WIDTH: tl.constexpr, BLOCKS: tl.constexpr,  # BLOCKS: of DEPTH channels, in all C
+    STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PADDING_H: tl.constexpr, PADDING_W: tl.constexpr,
+    DILATION_H: tl.constexpr, DILATION_W: tl.constexpr,
+    BATCH: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Every (number of programs)-th tile."""
+    high, wide = tl.cdiv(lines, HEIGHT), tl.cdiv(pixels, WIDTH)
+    row_tiles, column_tiles = tl.cdiv(images, BATCH) * high * wide, tl.cdiv(columns, COLUMNS)
+    start, programs = tl.program_id(0), tl.num_programs(0)
+    # Where a tile is finished is computed anew: the loop over tiles and the one over K become one, in which the copies
+    # for the next tile begin before this one is finished.
+    finished = start - programs
+    for tile in tl.range(start, row_tiles * column_tiles, programs, flatten=True):
+        row_tile, column_tile = tile_place(tile, row_tiles, column_tiles, GROUP)
+        first, line, pixel = _corner(row_tile, high, wide, BATCH, HEIGHT, WIDTH)
+        total = tl.zeros((COLUMNS, BATCH * HEIGHT * WIDTH), tl.float32)
+        for step in range(TAPS * BLOCKS):
+            total = _add_step(
+                total, image, weight, step, first, line, pixel, column_tile * COLUMNS, WIDEN, KERNEL_WIDTH, BLOCKS,
+                STRIDE_H, STRIDE_W, PADDING_H, PADDING_W, DILATION_H, DILATION_W, BATCH, HEIGHT, WIDTH, DEPTH,
+            )  # fmt: skip
+        finished += programs
+        row_tile, column_tile = tile_place(finished, row_tiles, column_tiles, GROUP)
+        first, line, pixel = _corner(row_tile, high, wide, BATCH, HEIGHT, WIDTH)
+        _finish_box(
+            total, y, residual, bias, columns, first, line, pixel, column_tile * COLUMNS, ACTIVATION, HAS_BIAS,
+            HAS_RESIDUAL, BATCH, HEIGHT, WIDTH, COLUMNS, PARTS,
+        )  # fmt: skip
+
+
+@triton.jit
+def conv_act_single(
+    image, weight, y, residual,  # descriptors, as above
+    bias, sums, arrived,  # (O,), (SPLIT, tiles, COLUMNS, pixels of a tile), (tiles,) zeros, left as zeros
+    images, lines, pixels, columns,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WIDEN: tl.constexpr,
+    TAPS: tl.constexpr, KERNEL_WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
+    STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PADDING_H: tl.constexpr, PADDING_W: tl.constexpr,
+    DILATION_H: tl.constexpr, DILATION_W: tl.constexpr,
+    BATCH: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One tile of one part of K. EARLY: launched while the kernel before may still run, whose results are waited for
+    (programmatic dependent launch)."""
+    if EARLY:
+        gdc_wait()
+    high, wide = tl.cdiv(lines, HEIGHT), tl.cdiv(pixels, WIDTH)
+    row_tiles, column_tiles = tl.cdiv(images, BATCH) * high * wide, tl.cdiv(columns, COLUMNS)
+    tiles = row_tiles * column_tiles
+    tile, part = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    row_tile, column_tile = tile_place(tile, row_tiles, column_tiles, GROUP)
+    first, line, pixel = _corner(row_tile, high, wide, BATCH, HEIGHT, WIDTH)
+    STEPS: tl.constexpr = (TAPS * BLOCKS + SPLIT - 1) // SPLIT
+    total = tl.zeros((COLUMNS, BATCH * HEIGHT * WIDTH), tl.float32)
+    for step in range(part * STEPS, min(part * STEPS + STEPS, TAPS * BLOCKS)):
+        total = _add_step(
+            total, image, weight, step, first, line, pixel, column_tile * COLUMNS, WIDEN, KERNEL_WIDTH, BLOCKS,
+            STRIDE_H, STRIDE_W, PADDING_H, PADDING_W, DILATION_H, DILATION_W, BATCH, HEIGHT, WIDTH, DEPTH,
+        )  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+    if SPLIT == 1:
+        _finish_box(
+            total, y, residual, bias, columns, first, line, pixel, column_tile * COLUMNS, ACTIVATION, HAS_BIAS,
+            HAS_RESIDUAL, BATCH, HEIGHT, WIDTH, COLUMNS, PARTS,
+        )  # fmt: skip
+    elif _is_last(total, sums, arrived, tile, tiles, part, SPLIT):
+        _finish_box(
+            _sum_of_parts(sums, tile, tiles, COLUMNS, BATCH * HEIGHT * WIDTH, SPLIT),
+            y, residual, bias, columns, first, line, pixel, column_tile * COLUMNS, ACTIVATION, HAS_BIAS,
+            HAS_RESIDUAL, BATCH, HEIGHT, WIDTH, COLUMNS, PARTS,
+        )  # fmt: skip
+        tl.store(arrived + tile, 0)
+
+
+@triton.jit
+def conv_act_gathered(
+    x, weight, y, residual,  # (N, H, W, C) strided with C fastest, (O, taps C), (pixels, O), (pixels, O)
+    bias, sums, arrived,  # (O,), (SPLIT, tiles, ROWS, COLUMNS), (tiles,) zeros, left as zeros
+    rows, columns, height, width, lines, pixels, x_image, x_line, x_pixel,  # lines, pixels: OH, OW
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WIDEN: tl.constexpr,
+    TAPS: tl.constexpr, KERNEL_WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+    STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PADDING_H: tl.constexpr, PADDING_W: tl.constexpr,
+    DILATION_H: tl.constexpr, DILATION_W: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """One tile of one part of K; WIDE: offsets within x need 64 bits."""
+    if EARLY:
+        gdc_wait()
+    row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
+    tiles = row_tiles * column_tiles
+    tile, part = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    row_tile, column_tile = tile_place(tile, row_tiles, column_tiles, GROUP)
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    # Of each row the pixel under the window's first tap; rows past the end read the last one.
+    place = tl.minimum(row, rows - 1)
+    line = place // pixels % lines * STRIDE_H - PADDING_H
+    pixel = place % pixels * STRIDE_W - PADDING_W
+    at_image = place // (pixels * lines)
+    if WIDE:
+        at_image = at_image.to(tl.int64)
+    source = at_image * x_image + line * x_line + pixel * x_pixel
+    DEPTHS: tl.constexpr = TAPS * CHANNELS
+    STEPS: tl.constexpr = ((DEPTHS + DEPTH - 1) // DEPTH + SPLIT - 1) // SPLIT
+    weights = weight + tl.minimum(column, columns - 1)[None, :].to(tl.int64) * DEPTHS  # (1, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in range(part * STEPS, min(part * STEPS + STEPS, (DEPTHS + DEPTH - 1) // DEPTH)):
+        lane = step * DEPTH + tl.arange(0, DEPTH)
+        if CHANNELS % DEPTH == 0:  # one tap a step
+            tap = step * DEPTH // CHANNELS
+            down, right = tap // KERNEL_WIDTH * DILATION_H, tap % KERNEL_WIDTH * DILATION_W
+            inside = (line + down >= 0) & (line + down < height) & (pixel + right >= 0) & (pixel + right < width)
+            moved = tl.multiple_of(source + (down * x_line + right * x_pixel + step * DEPTH % CHANNELS), DEPTH)
+            left = tl.load(x + (moved[:, None] + tl.arange(0, DEPTH)[None, :]), mask=inside[:, None], other=0.0)
+            right_block = tl.load(weights + lane[:, None])
+        else:
+            tap = lane // CHANNELS
+            down, right = (tap // KERNEL_WIDTH * DILATION_H)[None, :], (tap % KERNEL_WIDTH * DILATION_W)[None, :]
+            at_line, at_pixel = line[:, None] + down, pixel[:, None] + right
+            inside = (at_line >= 0) & (at_line < height) & (at_pixel >= 0) & (at_pixel < width)
+            inside &= (lane < DEPTHS)[None, :]
+            moved = source[:, None] + (down * x_line + right * x_pixel + (lane % CHANNELS)[None, :])
+            left = tl.load(x + moved, mask=inside, other=0.0)
+            right_block = tl.load(weights + lane[:, None], mask=(lane < DEPTHS)[:, None], other=0.0)
+        total = plus_product(left, right_block, total, "ieee", WIDEN)
+    if EARLY:
+        gdc_launch_dependents()
+    if SPLIT == 1:
+        _finish_rows(total, y, residual, bias, row, column, rows, columns, ACTIVATION, HAS_BIAS, HAS_RESIDUAL)
+    elif _is_last(total, sums, arrived, tile, tiles, part, SPLIT):
+        total = _sum_of_parts(sums, tile, tiles, ROWS, COLUMNS, SPLIT)
+        _finish_rows(total, y, residual, bias, row, column, rows, columns, ACTIVATION, HAS_BIAS, HAS_RESIDUAL)
+        tl.store(arrived + tile, 0)
+
+
+@triton.jit
+def conv_act_finish(
+    sums, bias, residual, y, z,  # (M, N), a number for each column or row, (M, N), (M, N), (M, N)
+    rows, units, channels,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
+    BY_ROW: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """y = activation(sums + bias + residual), contiguous; z is what is activated. `units`: groups of UNIT columns.
+
+    BY_ROW: channels come first, and a row is one of them of one image; else a column is a channel.
+    """
+    columns = units * UNIT
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    place = row[:, None] * columns + column[None, :]
+    values = tl.load(sums + place, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        if BY_ROW:
+            values += tl.load(bias + row % channels, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+        else:
+            values += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    if HAS_RESIDUAL:
+        values += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    if KEEP:
+        tl.store(z + place, values.to(z.dtype.element_ty), mask=inside)
+    tl.store(y + place, activated(values, ACTIVATION, HALF).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def conv_act_pack(
+    source, target,  # (N, C, H, W) strided, (N, TH, TW, PIXEL)
+    rows, height, width, channels, target_height, left, source_image, source_channel, source_line, source_pixel,
+    PIXEL: tl.constexpr, LINE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,  # LINE: TW * PIXEL
+):  # fmt: skip
+    """Images with their channels side by side, PIXEL for each pixel, and `left` empty pixels before each line: zeros
+    wherever the source has nothing. `rows`: N * TH."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, BLOCK)
+    line, pixel, channel = row % target_height, lane // PIXEL - left, lane % PIXEL
+    exists = ((row < rows) & (line < height))[:, None]
+    exists &= ((pixel >= 0) & (pixel < width) & (channel < channels))[None, :]
+    of_row = (row // target_height).to(tl.int64) * source_image + line.to(tl.int64) * source_line
+    of_lane = pixel * source_pixel + channel * source_channel
+    values = tl.load(source + of_row[:, None] + of_lane[None, :], mask=exists, other=0.0)
+    place = row.to(tl.int64)[:, None] * LINE + lane[None, :]
+    tl.store(target + place, values, mask=(row < rows)[:, None] & (lane < LINE)[None, :])
+
+
+# ---- pieces ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _corner(row_tile, high, wide, BATCH: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """(image, line, pixel) where a box of the result begins."""
+    return row_tile // (high * wide) * BATCH, row_tile // wide % high * HEIGHT, row_tile % wide * WIDTH
+
+
+@triton.jit
+def _add_step(
+    total, image, weight, step, first, line, pixel, column, WIDEN: tl.constexpr, KERNEL_WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PADDING_H: tl.constexpr,
+    PADDING_W: tl.constexpr, DILATION_H: tl.constexpr, DILATION_W: tl.constexpr, BATCH: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """total + the product over DEPTH channels of one tap."""
+    # A tap reads line o * STRIDE + offset of the image for line o of the result. The offset is padded by whole strides
+    # so that it is never negative, which division would round the wrong way.
+    AHEAD_H: tl.constexpr = (PADDING_H + STRIDE_H - 1) // STRIDE_H
+    AHEAD_W: tl.constexpr = (PADDING_W + STRIDE_W - 1) // STRIDE_W
+    tap, block = step // BLOCKS, step % BLOCKS
+    down = tap // KERNEL_WIDTH * DILATION_H + (AHEAD_H * STRIDE_H - PADDING_H)
+    right = tap % KERNEL_WIDTH * DILATION_W + (AHEAD_W * STRIDE_W - PADDING_W)
+    at_line, at_pixel = line + down // STRIDE_H - AHEAD_H, pixel + right // STRIDE_W - AHEAD_W
+    channel = (right % STRIDE_W * BLOCKS + block) * DEPTH
+    box = image.load([first, at_line, down % STRIDE_H, at_pixel, channel])  # (BATCH, HEIGHT, 1, WIDTH, DEPTH)
+    weights = weight.load([column, step * DEPTH])  # (COLUMNS, DEPTH)
+    return plus_product(weights, box.reshape(BATCH * HEIGHT * WIDTH, DEPTH).T, total, "ieee", WIDEN)
+
+
+@triton.jit
+def _finish_box(
+    total, y, residual, bias, columns, first, line, pixel, column, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, BATCH: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Stores activation(total + bias + residual), PARTS of the box one after the other; total is (channels, pixels)."""
+    PIXELS: tl.constexpr = BATCH * HEIGHT * WIDTH // PARTS
+    if HAS_BIAS:
+        lane = column + tl.arange(0, COLUMNS)
+        offset = tl.load(bias + lane, mask=lane < columns, other=0.0).to(tl.float32)[:, None]
+    parts = in_parts(total, PARTS)
+    for part in tl.static_range(PARTS):
+        at = [
+            first + part * PIXELS // (HEIGHT * WIDTH),
+            line + part * PIXELS // WIDTH % HEIGHT,
+            pixel + part * PIXELS % WIDTH,
+            column,
+        ]
+        values = parts[part]
+        if HAS_BIAS:
+            values += offset
+        if HAS_RESIDUAL:
+            values += residual.load(at).reshape(PIXELS, COLUMNS).T.to(tl.float32)
+        values = activated(values, ACTIVATION, True).to(y.dtype)
+        y.store(at, values.T.reshape(y.block_shape))
+
+
+@triton.jit
+def _finish_rows(
+    total, y, residual, bias, row, column, rows, columns,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    place = row.to(tl.int64)[:, None] * columns + column[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    if HAS_RESIDUAL:
+        total += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + place, activated(total, ACTIVATION, True).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _is_last(total, sums, arrived, tile, tiles, part, SPLIT: tl.constexpr):
+    """Stores the sums of one part of K; whether those of all others of the tile are stored already."""
+    tl.store(_places(sums, tile, tiles, part, total.shape[0], total.shape[1]), total)
+    tl.debug_barrier()  # the stores of all threads come before the count
+    return tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+
+
+@triton.jit
+def _sum_of_parts(sums, tile, tiles, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr):
+    total = tl.zeros((HEIGHT, WIDTH), tl.float32)
+    for part in range(SPLIT):
+        total += tl.load(_places(sums, tile, tiles, part, HEIGHT, WIDTH), cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def _places(sums, tile, tiles, part, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Where the sums of a part of a tile are."""
+    begin = (part * tiles + tile).to(tl.int64) * (HEIGHT * WIDTH)
+    return sums + begin + tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]

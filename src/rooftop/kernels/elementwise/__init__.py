@@ -1,0 +1,1 @@
+"""Elementwise expressions: a program becomes one kernel."""

@@ -1,0 +1,222 @@
+"""Elementwise expressions as text: `t0 = sigmoid(a1); a0 * t0 + 3`, written from a tree and read back as the same one.
+
+Grammar: statements `t0 = expression` separated by `;` and at last one expression or several with commas between them.
+In expressions arguments a0, a1, ..., names defined before, numbers, inf, nan, True, False, operators and calls by
+`OPERATIONS`, parentheses; operators bind as in Python, comparisons are not chained. Reading evaluates nothing, and uses
+two stacks instead of recursion (Dijkstra 1961, the shunting-yard algorithm): expressions may be nested as deep as
+memory holds, whatever the caller's stack.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple, NoReturn
+
+from rooftop.kernels.elementwise.expressions import (
+    BY_SYMBOL,
+    OPERATIONS,
+    Expression,
+    apply,
+    argument,
+    constant,
+    topological,
+)
+
+MOST_DEPTH = 16  # of the parentheses of a text that is written
+
+
+# ---- written -----------------------------------------------------------------------------------------------------
+
+
+def text_of(outputs: Sequence[Expression]) -> str:
+    """The canonical text: what is used more than once gets a name, then the results, separated by commas."""
+    nodes = topological(outputs)
+    uses: dict[int, int] = {}
+    for node in nodes:
+        for operand in node.operands:
+            uses[id(operand)] = uses.get(id(operand), 0) + 1
+    written: dict[int, str] = {}
+    depth: dict[int, int] = {}
+    statements: list[str] = []
+    for node in nodes:
+        text = _text_of_node(node, [written[id(each)] for each in node.operands])
+        deep = 1 + max((depth[id(each)] for each in node.operands), default=0)
+        if node.operands and (uses.get(id(node), 0) > 1 or deep > MOST_DEPTH):
+            statements.append(f"t{len(statements)} = {_bare(text)}")
+            text, deep = f"t{len(statements) - 1}", 0
+        written[id(node)], depth[id(node)] = text, deep
+    return "; ".join([*statements, ", ".join(_bare(written[id(each)]) for each in outputs)])
+
+
+def _text_of_node(node: Expression, operands: list[str]) -> str:
+    """With parentheses around operators and negative numbers."""
+    if node.operation == "argument":
+        return f"a{node.value}"
+    if node.operation == "constant":
+        return repr(node.value) if repr(node.value)[0] != "-" else f"({node.value!r})"
+    symbol = OPERATIONS[node.operation].symbol
+    if not symbol:
+        return f"{node.operation}({', '.join(map(_bare, operands))})"
+    return f"({symbol}{operands[0]})" if len(operands) == 1 else f"({operands[0]} {symbol} {operands[1]})"
+
+
+def _bare(text: str) -> str:
+    """Without the outermost parentheses."""
+    return text[1:-1] if text[0] == "(" else text
+
+
+# ---- read --------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def parse(text: str) -> tuple[Expression, ...]:
+    """The trees of a text's results.
+
+    Raises:
+        ValueError: it is not in the grammar, which the module's docstring says.
+    """
+    *statements, last = text.split(";")
+    names: dict[str, Expression] = {}
+    for statement in statements:
+        match = re.fullmatch(r"\s*(t\d+)\s*=(?!=)(.*)", statement, re.DOTALL)
+        if match is None:
+            raise ValueError(f"fused: expected 't0 = ...' before the results, got {_shown(statement)}")
+        found = _Reader(match[2], names).expressions()
+        if len(found) != 1:
+            raise ValueError(f"fused: expected one expression for a name, got {_shown(statement)}")
+        names[match[1]] = found[0]
+    return tuple(_Reader(last, names).expressions())
+
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?![\w.])|(?P<call>[A-Za-z_]\w*)\s*\("
+    r"|(?P<name>[A-Za-z_]\w*)|(?P<symbol>\*\*|[<>=!]=|[-+*/&|^~<>(),]))\s*"
+)
+_LEVELS = ("< <= > >= == !=", "|", "^", "&", "+ -", "* /", "prefix", "**")
+_BINDING = {symbol: level for level, symbols in enumerate(_LEVELS, 1) for symbol in symbols.split()}
+"""How strongly operators bind, as in Python; "prefix" are those of one operand."""
+_WORDS = {"inf": math.inf, "nan": math.nan, "True": True, "False": False}
+
+
+class _Waiting(NamedTuple):
+    """An operator, a call or a parenthesis that waits for operands.
+
+    `operation`: "" of a parenthesis that is no call. `binding`: 0 of calls and parentheses. `before`: how many values
+    there were.
+    """
+
+    operation: str
+    arity: int
+    binding: int
+    before: int
+
+
+class _Reader:
+    """Reads expressions with commas between them from left to right."""
+
+    def __init__(self, text: str, names: dict[str, Expression]) -> None:
+        self.text, self.names = text, names
+        self.values: list[Expression] = []
+        self.waiting: list[_Waiting] = []
+
+    def expressions(self) -> list[Expression]:
+        """All of the text."""
+        needs_operand = True
+        for kind, token in self._tokens():
+            needs_operand = self._start(kind, token) if needs_operand else self._continue(token)
+        self._apply_waiting(1)
+        if needs_operand or self.waiting:
+            self._refuse("an operand" if needs_operand else "')'", "the end")
+        return self.values
+
+    def _tokens(self) -> Iterator[tuple[str, str]]:
+        """(kind, text) of each; the parenthesis of a call belongs to its name."""
+        position = 0
+        while position < len(self.text):
+            match = _TOKEN.match(self.text, position)
+            if match is None or match.lastgroup is None:
+                self._refuse("an expression", repr(self.text[position : position + 20]))
+            position = match.end()
+            yield match.lastgroup, match[match.lastgroup]
+
+    def _start(self, kind: str, token: str) -> bool:
+        """Where an operand is needed; whether one still is."""
+        if kind == "call":
+            if token not in OPERATIONS:
+                self._refuse("an operation", repr(token))
+            self._wait(token, OPERATIONS[token].arity, 0)
+        elif token == "(":
+            self._wait("", 1, 0)
+        elif token in ("-", "~"):
+            self._wait(BY_SYMBOL[token, 1], 1, _BINDING["prefix"])
+        else:
+            self.values.append(self._value(kind, token))
+            return False
+        return True
+
+    def _continue(self, token: str) -> bool:
+        """Where an operand is complete; whether another one is needed."""
+        if token in _BINDING:
+            binding = _BINDING[token]
+            self._apply_waiting(binding + (token == "**" or binding == 1))  # powers group from the right
+            if binding == 1 and self.waiting and self.waiting[-1].binding == 1:
+                self._refuse("comparisons of two", repr(token))
+            self._wait(BY_SYMBOL[token, 2], 2, binding)
+            return True
+        self._apply_waiting(1)
+        if token == "," and (not self.waiting or self.waiting[-1].operation):
+            return True
+        if token != ")" or not self.waiting:
+            self._refuse("an operator", repr(token))
+        opened = self.waiting.pop()
+        if opened.operation:
+            given = len(self.values) - opened.before
+            if given != opened.arity:
+                raise ValueError(f"fused: {opened.operation} takes {opened.arity} operands, got {given}")
+            self._apply(opened)
+        return False
+
+    def _wait(self, operation: str, arity: int, binding: int) -> None:
+        self.waiting.append(_Waiting(operation, arity, binding, len(self.values)))
+
+    def _apply_waiting(self, binding: int) -> None:
+        """Operators that bind as strongly, the last one first."""
+        while self.waiting and self.waiting[-1].binding >= binding:
+            self._apply(self.waiting.pop())
+
+    def _apply(self, waiting: _Waiting) -> None:
+        operands = self.values[-waiting.arity :]
+        del self.values[-waiting.arity :]
+        value = operands[0].value if operands[0].operation == "constant" else None
+        if waiting.operation == "neg" and value is not None and repr(value)[0] != "-":
+            self.values.append(constant(-value))
+        else:
+            self.values.append(apply(waiting.operation, *operands))
+
+    def _value(self, kind: str, token: str) -> Expression:
+        if kind == "number":
+            if not token.isdigit():
+                return constant(float(token))
+            if len(token) > 20:
+                raise ValueError(
+                    f"fused: a number of {len(token)} digits is none that a tensor can hold: write a float"
+                )
+            return constant(int(token))
+        if token in self.names:
+            return self.names[token]
+        if token in _WORDS:
+            return constant(_WORDS[token])
+        if re.fullmatch(r"a\d{1,3}", token):
+            return argument(int(token[1:]))
+        return self._refuse("an argument, a name defined before or a number", repr(token))
+
+    def _refuse(self, expected: str, got: str) -> NoReturn:
+        raise ValueError(f"fused: expected {expected}, got {got} in {_shown(self.text)}")
+
+
+def _shown(text: str) -> str:
+    """The text as errors show it: the beginning of a long one."""
+    return repr(text if len(text) <= 80 else f"{text[:77]}...")

@@ -1,0 +1,548 @@
+"""Elementwise expressions as trees: traced from a Python function, differentiated.
+
+A function of tensors that is called with `Expression`s in their place gives the tree of what it computes: operators,
+methods and torch's own functions (through `__torch_function__`) each add a node. Equal nodes are one object, so what a
+function computes twice is in the tree once. No walk over a tree is recursive: it may be as deep as memory holds.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Operands = tuple["Expression", ...]
+Gradients = tuple["Expression | None", ...]
+
+
+# ---- operations --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a node does.
+
+    Attributes:
+        typing: how its dtype follows from its operands' ("promoted", "float", "compared", "bitwise", "where",
+            "scaled": that of the first; "nearest": int32; "bits": float64; or the name of the dtype that is cast
+            to).
+        arity: number of operands.
+        apply: the same in PyTorch, of tensors of one dtype.
+        gradients: (gradient of the result, result, *operands) to those of the operands; None: no gradient at all.
+        flops: of one element.
+        symbol: how it is written where that is not as a function's name.
+        autocast: computed in float32 under autocast on a GPU, as PyTorch's.
+    """
+
+    typing: str
+    arity: int
+    apply: Callable[..., Tensor]
+    gradients: Callable[..., Gradients] | None = None
+    flops: int = 1
+    symbol: str = ""
+    autocast: bool = False
+
+
+def _operations() -> dict[str, Operation]:
+    """The table; a function, since gradients are made of expressions."""
+    return {
+        "add": Operation("promoted", 2, torch.add, lambda g, y, a, b: (g, g), symbol="+"),
+        "sub": Operation("promoted", 2, torch.sub, lambda g, y, a, b: (g, -g), symbol="-"),
+        "mul": Operation("promoted", 2, torch.mul, lambda g, y, a, b: (g * b, g * a), symbol="*"),
+        "div": Operation("float", 2, torch.div, lambda g, y, a, b: (g / b, -g * (y / b)), symbol="/"),
+        "pow": Operation("promoted", 2, torch.pow, _gradients_of_power, symbol="**", autocast=True),
+        "maximum": Operation(
+            "promoted",
+            2,
+            torch.maximum,
+            lambda g, y, a, b: (
+                where(equal(a, b), g * 0.5, where(a < b, 0, g)),
+                where(equal(a, b), g * 0.5, where(a > b, 0, g)),
+            ),
+        ),
+        "minimum": Operation(
+            "promoted",
+            2,
+            torch.minimum,
+            lambda g, y, a, b: (
+                where(equal(a, b), g * 0.5, where(a > b, 0, g)),
+                where(equal(a, b), g * 0.5, where(a < b, 0, g)),
+            ),
+        ),
+        "clamp_min": Operation(
+            "promoted", 2, torch.maximum, lambda g, y, a, b: (where(a >= b, g, 0), where(a < b, g, 0))
+        ),
+        "clamp_max": Operation(
+            "promoted", 2, torch.minimum, lambda g, y, a, b: (where(a <= b, g, 0), where(a > b, g, 0))
+        ),
+        "where": Operation(
+            "where", 3, torch.where, lambda g, y, c, a, b: (None, where(c, g, 0), where(c, 0, g)), flops=0
+        ),
+        "common": Operation("promoted", 2, _first, lambda g, y, a, b: (g, None), flops=0),
+        "base": Operation("promoted", 2, _first, lambda g, y, a, b: (g, None), flops=0, autocast=True),
+        "scale": Operation("scaled", 2, torch.mul, lambda g, y, a, n: (g * n, g * a)),
+        "lt": Operation("compared", 2, torch.lt, symbol="<"),
+        "le": Operation("compared", 2, torch.le, symbol="<="),
+        "gt": Operation("compared", 2, torch.gt, symbol=">"),
+        "ge": Operation("compared", 2, torch.ge, symbol=">="),
+        "eq": Operation("compared", 2, torch.eq, symbol="=="),
+        "ne": Operation("compared", 2, torch.ne, symbol="!="),
+        "bitwise_and": Operation("bitwise", 2, torch.bitwise_and, symbol="&"),
+        "bitwise_or": Operation("bitwise", 2, torch.bitwise_or, symbol="|"),
+        "bitwise_xor": Operation("bitwise", 2, torch.bitwise_xor, symbol="^"),
+        "bitwise_not": Operation("bitwise", 1, torch.bitwise_not, symbol="~"),
+        "neg": Operation("promoted", 1, torch.neg, lambda g, y, a: (-g,), symbol="-"),
+        "abs": Operation("promoted", 1, torch.abs, lambda g, y, a: (g * apply("sign", a),)),
+        "sign": Operation("promoted", 1, torch.sign),
+        "floor": Operation("promoted", 1, torch.floor),
+        "ceil": Operation("promoted", 1, torch.ceil),
+        "trunc": Operation("promoted", 1, torch.trunc),
+        "round": Operation("promoted", 1, torch.round),
+        "nearest": Operation("nearest", 1, _nearest),
+        "float64_of_bits": Operation("bits", 1, lambda a: a.view(torch.float64), flops=0),
+        "relu": Operation("promoted", 1, torch.relu, lambda g, y, a: (where(y <= 0, 0, g),)),
+        "exp": Operation("float", 1, torch.exp, lambda g, y, a: (g * y,), autocast=True),
+        "expm1": Operation("float", 1, torch.expm1, lambda g, y, a: (g * (y + 1),), autocast=True),
+        "log": Operation("float", 1, torch.log, lambda g, y, a: (g / a,), autocast=True),
+        "log1p": Operation("float", 1, torch.log1p, lambda g, y, a: (g / (a + 1),), autocast=True),
+        "log2": Operation("float", 1, torch.log2, lambda g, y, a: (g / (a * math.log(2)),), autocast=True),
+        "sqrt": Operation("float", 1, torch.sqrt, lambda g, y, a: (g / (y * 2),)),
+        "rsqrt": Operation("float", 1, torch.rsqrt, lambda g, y, a: (g * (y * y * y) * -0.5,), autocast=True),
+        "reciprocal": Operation("float", 1, torch.reciprocal, lambda g, y, a: (-g * (y * y),), autocast=True),
+        "sin": Operation("float", 1, torch.sin, lambda g, y, a: (g * apply("cos", a),)),
+        "cos": Operation("float", 1, torch.cos, lambda g, y, a: (-g * apply("sin", a),)),
+        "tanh": Operation("float", 1, torch.tanh, lambda g, y, a: (g * (1 - y * y),)),
+        "sigmoid": Operation("float", 1, torch.sigmoid, lambda g, y, a: (g * (y * (1 - y)),)),
+        "ndtr": Operation(
+            "float", 1, torch.special.ndtr, lambda g, y, a: (g * (apply("exp", a * a * -0.5) / math.sqrt(2 * math.pi)),)
+        ),
+        "erf": Operation(
+            "float", 1, torch.erf, lambda g, y, a: (g * (apply("exp", -(a * a)) * (2 / math.sqrt(math.pi))),)
+        ),
+        **{name: Operation(name, 1, lambda a: a, _gradient_of_cast(name), flops=0) for name in DTYPES},
+    }
+
+
+DTYPES = {
+    "bool": torch.bool,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+"""Dtypes of tensors and casts, by the names that they have in texts."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def _first(a: Tensor, b: Tensor) -> Tensor:
+    """a, once it has the dtype of both."""
+    return a
+
+
+def _gradients_of_power(g: Expression, y: Expression, a: Expression, b: Expression) -> Gradients:
+    """b a^(b - 1) and a^b log(a), times g; without NaN where a or b is 0."""
+    base = where(equal(b, 0), 0, g * (b * a ** (b - 1)))
+    return base, where(equal(a, 0) & (b >= 0), 0, g * (y * apply("log", a)))
+
+
+def _nearest(a: Tensor) -> Tensor:
+    """The lower 32 bits of the nearest integer, of two the even one, for |a| up to 2^22 in float32, 2^51 in float64: of
+    larger ones kernels give others."""
+    return a.round().to(torch.int64).to(torch.int32)
+
+
+def _gradient_of_cast(name: str) -> Callable[..., Gradients] | None:
+    return (lambda g, y, a: (g,)) if DTYPES[name].is_floating_point else None
+
+
+# ---- nodes -------------------------------------------------------------------------------------------------------
+
+
+class Expression:
+    """A node: an argument, a constant, or an operation of other nodes. Used as a tensor is, element by element.
+
+    Attributes:
+        operation: "argument", "constant" or a key of `OPERATIONS`.
+        operands: the nodes that it is computed from.
+        value: of a constant; of an argument its number.
+    """
+
+    __slots__ = ("__weakref__", "operands", "operation", "value")
+    operation: str
+    operands: Operands
+    value: int | float | bool | None
+
+    def __init__(self) -> None:
+        raise TypeError("expressions come from tracing a function (rooftop.kernels.fused) or from its text")
+
+    def __repr__(self) -> str:
+        from rooftop.kernels.elementwise.expression_texts import text_of
+
+        return f"Expression({text_of((self,))})"
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "an elementwise expression has no truth value while it is traced: use torch.where instead of `if`, and "
+            "&, |, ~ instead of and, or, not"
+        )
+
+    def __iter__(self) -> Any:
+        raise TypeError("an elementwise expression has no elements of its own: it cannot be indexed or iterated over")
+
+    __hash__ = object.__hash__
+
+    if TYPE_CHECKING:  # from `_METHODS`, below
+
+        def __add__(self, other: Any) -> Expression: ...
+        def __radd__(self, other: Any) -> Expression: ...
+        def __sub__(self, other: Any) -> Expression: ...
+        def __rsub__(self, other: Any) -> Expression: ...
+        def __mul__(self, other: Any) -> Expression: ...
+        def __rmul__(self, other: Any) -> Expression: ...
+        def __truediv__(self, other: Any) -> Expression: ...
+        def __pow__(self, other: Any) -> Expression: ...
+        def __and__(self, other: Any) -> Expression: ...
+        def __lt__(self, other: Any) -> Expression: ...
+        def __le__(self, other: Any) -> Expression: ...
+        def __gt__(self, other: Any) -> Expression: ...
+        def __ge__(self, other: Any) -> Expression: ...
+        def __neg__(self) -> Expression: ...
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"elementwise expressions have no {name!r}: a fused function may use operators, casts and these functions: "
+            + ", ".join(sorted({function.__name__ for function in FUNCTIONS}))
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        build = FUNCTIONS.get(function) or _METHODS.get(getattr(function, "__name__", ""))
+        if build is None:
+            name = getattr(function, "__name__", str(function))
+            raise TypeError(f"fused: {name} is not elementwise, or not supported in a fused function")
+        return build(*args, **(kwargs or {}))
+
+    def to(self, dtype: torch.dtype) -> Expression:
+        """Cast; half precision rounds."""
+        if dtype not in NAMES:
+            raise TypeError(f"fused: a cast needs one of the dtypes {', '.join(DTYPES)}, got {dtype!r}")
+        return apply(NAMES[dtype], self)
+
+
+def _node(operation: str, operands: Operands, value: Any = None) -> Expression:
+    """The one node of this kind."""
+    key = (operation, tuple(map(id, operands)), type(value), repr(value))
+    found = _NODES.get(key)
+    if found is None:
+        with _lock:  # two nodes of one kind would have half of a gradient each
+            found = _NODES.get(key)
+            if found is None:
+                found = object.__new__(Expression)
+                found.operation, found.operands, found.value = operation, operands, value
+                _NODES[key] = found
+    return found
+
+
+_NODES: WeakValueDictionary[Any, Expression] = WeakValueDictionary()
+_lock = Lock()
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+
+
+def argument(number: int) -> Expression:
+    """The argument of that number: a tensor, or a Python number."""
+    return _node("argument", (), number)
+
+
+def constant(value: int | float | bool) -> Expression:
+    """A number that belongs to the expression.
+
+    Raises:
+        ValueError: an integer of more than 64 bits.
+    """
+    if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+        raise ValueError(f"fused: a number of {value.bit_length()} bits is none that a tensor can hold: write a float")
+    return _node("constant", (), value)
+
+
+def apply(operation: str, *operands: Any) -> Expression:
+    """A node of one of `OPERATIONS`.
+
+    Raises:
+        TypeError: an operand that is neither an expression nor a number.
+    """
+    return _node(operation, tuple(_as_expression(operation, each) for each in operands))
+
+
+def _as_expression(operation: str, value: Any) -> Expression:
+    """An operand as a node: numbers become constants."""
+    if isinstance(value, Expression):
+        return value
+    if isinstance(value, bool) or type(value) in (int, float):
+        return constant(value)
+    if isinstance(value, numbers.Real):  # NumPy's
+        return constant(int(value) if isinstance(value, numbers.Integral) else float(value))
+    if isinstance(value, Tensor):
+        raise TypeError(f"fused: {operation} of a tensor that is no argument of the function: make it one")
+    raise TypeError(f"fused: {operation} needs tensors and numbers, got {type(value).__name__}")
+
+
+def where(condition: Any, a: Any, b: Any) -> Expression:
+    """As torch.where, element by element."""
+    return apply("where", condition, a, b)
+
+
+def equal(a: Any, b: Any) -> Expression:
+    """As torch.eq, element by element."""
+    return apply("eq", a, b)
+
+
+def topological(outputs: Iterable[Expression]) -> list[Expression]:
+    """All nodes under these, operands before what uses them, each once."""
+    order: list[Expression] = []
+    seen: set[int] = set()
+    stack: list[tuple[Expression, bool]] = [(each, False) for each in reversed(list(outputs))]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif id(node) not in seen:
+            seen.add(id(node))
+            stack.append((node, True))
+            stack.extend((each, False) for each in reversed(node.operands))
+    return order
+
+
+def arguments_of(outputs: Iterable[Expression]) -> list[int]:
+    """Numbers of the arguments that are used, ascending."""
+    return sorted(int(n.value) for n in topological(outputs) if n.operation == "argument")  # type: ignore[arg-type]
+
+
+# ---- what traced functions may use ---------------------------------------------------------------------------------
+
+
+def _power(a: Any, b: Any) -> Expression:
+    """Small constant powers as products, as PyTorch has them."""
+    if type(b) in (int, float) and b in (1, 2, 3, 4):
+        a = apply("base", a, type(b)(1))  # powers of booleans are integers, those with a float exponent floating point
+        square = apply("mul", a, a)
+        return {1: lambda: a, 2: lambda: square, 3: lambda: square * a, 4: lambda: square * square}[int(b)]()
+    if type(b) is float and b == -2.0:
+        return apply("reciprocal", _power(a, 2.0))
+    if type(b) is float and b in (0.5, -0.5, -1.0):
+        return apply({0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal"}[b], a)
+    return apply("pow", a, b)
+
+
+def _with_alpha(operation: str) -> Callable[..., Expression]:
+    """input + alpha * other, where alpha changes no dtype."""
+
+    def build(input: Any, other: Any, *, alpha: Any = 1) -> Expression:
+        return apply(operation, input, _times(apply("common", other, input), alpha) if _not_1(alpha) else other)
+
+    return build
+
+
+def _with_value(operation: str) -> Callable[..., Expression]:
+    """input + value * (a * b) or value * (a / b), where value changes no dtype."""
+
+    def build(input: Any, a: Any, b: Any, *, value: Any = 1) -> Expression:
+        return apply("add", input, _times(apply(operation, apply("common", a, input), b), value))
+
+    return build
+
+
+def _times(a: Expression, number: Any) -> Expression:
+    """a * number in the dtype of a."""
+    return apply("scale", a, number) if _not_1(number) else a
+
+
+def _not_1(number: Any) -> bool:
+    """Whether a factor is worth a product."""
+    return type(number) not in (int, float) or number != 1
+
+
+def _divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Expression:
+    if rounding_mode is not None:
+        raise TypeError("fused: div with a rounding mode is not supported: use torch.floor or torch.trunc of a / b")
+    return apply("div", input, other)
+
+
+def _clamp(input: Any, min: Any = None, max: Any = None) -> Expression:
+    """min(max(input, min), max), with the bounds that there are."""
+    if min is None and max is None:
+        raise ValueError("fused: clamp needs min, max or both")
+    bounded = input if min is None else apply("clamp_min", input, min)
+    return bounded if max is None else apply("clamp_max", bounded, max)
+
+
+def _gelu(input: Any, approximate: str = "none") -> Expression:
+    """Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"."""
+    if approximate == "tanh":
+        return input * 0.5 * (apply("tanh", (input + input * input * input * 0.044715) * math.sqrt(2 / math.pi)) + 1.0)
+    if approximate != "none":
+        raise ValueError(f"fused: gelu has approximate='none' and 'tanh', got {approximate!r}")
+    return input * apply("ndtr", input)
+
+
+def _softplus(input: Any, beta: float = 1.0, threshold: float = 20.0) -> Expression:
+    """log(1 + exp(beta x)) / beta, and x itself above the threshold."""
+    scaled = input if beta == 1.0 else input * beta
+    soft = apply("log1p", apply("exp", apply("clamp_max", scaled, threshold)))  # bounded: its gradient is no inf * 0
+    return where(scaled > threshold, input, soft if beta == 1.0 else soft / beta)
+
+
+def _elu(input: Any, alpha: float = 1.0) -> Expression:
+    """x above 0, else alpha (exp(x) - 1)."""
+    return where(apply("gt", input, 0), input, apply("expm1", apply("clamp_max", input, 0)) * alpha)
+
+
+def _hardtanh(input: Any, min_val: float = -1.0, max_val: float = 1.0) -> Expression:
+    """A clamp whose gradient is zero at its bounds, as PyTorch's."""
+    above = where(apply("ge", input, max_val), max_val, input)
+    return where(apply("le", input, min_val), min_val, above)
+
+
+def _logical(operation: str) -> Callable[..., Expression]:
+    return lambda *operands: apply(operation, *(apply("bool", each) for each in operands))
+
+
+def _unary(operation: str) -> Callable[[Any], Expression]:
+    return lambda input: apply(operation, input)
+
+
+def _binary(operation: str) -> Callable[[Any, Any], Expression]:
+    return lambda input, other: apply(operation, input, other)
+
+
+def _activation(build: Callable[..., Expression]) -> Callable[..., Expression]:
+    """Of `torch.nn.functional`, which may be asked to work in place; that changes nothing here."""
+
+    def apply_(input: Any, *args: Any, inplace: bool = False, **kwargs: Any) -> Expression:
+        return build(input, *args, **kwargs)
+
+    return apply_
+
+
+OPERATIONS = _operations()
+BY_SYMBOL = {(each.symbol, each.arity): name for name, each in OPERATIONS.items() if each.symbol}
+
+_METHODS: dict[str, Callable[..., Expression]] = {
+    **{
+        name: _unary(name)
+        for name, each in OPERATIONS.items()
+        if each.arity == 1 and name not in DTYPES and each.typing not in ("nearest", "bits")
+    },
+    **{name: _binary(name) for name in ("maximum", "minimum", "mul", "clamp_min", "clamp_max")},
+    **{name: _binary(name) for name, each in OPERATIONS.items() if each.typing in ("compared", "bitwise")},
+    **{name: _logical(f"bitwise_{name[8:]}") for name in ("logical_and", "logical_or", "logical_xor", "logical_not")},
+    **{name: (lambda input, name=name: apply(NAMES[getattr(torch, name)], input)) for name in ("half", "bfloat16")},
+    **{name: (lambda input, name=name: apply(NAMES[getattr(torch, name)], input)) for name in ("float", "double")},
+    **{name: (lambda input, name=name: apply(NAMES[getattr(torch, name)], input)) for name in ("int", "long", "bool")},
+    "add": _with_alpha("add"),
+    "sub": _with_alpha("sub"),
+    "div": _divide,
+    "true_divide": _divide,
+    "pow": _power,
+    "subtract": _with_alpha("sub"),
+    "multiply": _binary("mul"),
+    "divide": _divide,
+    "negative": _unary("neg"),
+    "clamp": _clamp,
+    "clip": _clamp,
+    "absolute": _unary("abs"),
+    "square": lambda input: _power(input, 2),
+    "where": lambda input, condition, other: where(condition, input, other),
+    "lerp": lambda input, end, weight: input + (end - input) * weight,
+    "addcmul": _with_value("mul"),
+    "addcdiv": _with_value("div"),
+    "isnan": lambda input: apply("ne", input, input),
+}
+"""Methods of tensors, and the functions of torch that have the same names and arguments."""
+
+FUNCTIONS: dict[Callable[..., Any], Callable[..., Expression]] = {
+    **{getattr(torch, name): build for name, build in _METHODS.items() if callable(getattr(torch, name, None))},
+    **{getattr(F, name): _activation(_unary(name)) for name in ("relu", "sigmoid", "tanh")},
+    torch.where: where,
+    torch.special.expit: _unary("sigmoid"),
+    F.gelu: _gelu,
+    F.silu: _activation(lambda input: input * apply("sigmoid", input)),
+    F.softplus: _softplus,
+    F.leaky_relu: _activation(
+        lambda input, negative_slope=0.01: where(apply("gt", input, 0), input, input * negative_slope)
+    ),
+    F.elu: _activation(_elu),
+    F.hardtanh: _activation(_hardtanh),
+}
+"""Functions of torch and torch.nn.functional."""
+
+
+def _define_methods() -> None:
+    """Expression's methods and operators, from the tables."""
+    for name, build in _METHODS.items():
+        setattr(Expression, name, build)
+    both = {"add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "pow": "pow"}
+    both |= {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"}
+    for name, operation in both.items():
+        build = _power if name == "pow" else _binary(operation)
+        setattr(Expression, f"__{name}__", build)
+        setattr(Expression, f"__r{name}__", lambda self, other, build=build: build(other, self))
+    for name in ("lt", "le", "gt", "ge", "eq", "ne"):
+        setattr(Expression, f"__{name}__", _binary(name))
+    for name, operation in {"neg": "neg", "invert": "bitwise_not", "abs": "abs"}.items():
+        setattr(Expression, f"__{name}__", _unary(operation))
+
+
+_define_methods()
+
+
+# ---- derivatives ---------------------------------------------------------------------------------------------------
+
+
+def derivatives(
+    outputs: Sequence[Expression], gradients: Sequence[Expression], wanted: Sequence[int]
+) -> list[Expression | None]:
+    """The gradients of the sum of outputs * gradients by the arguments `wanted`; None where there is none.
+
+    They have the shape of the outputs: that of an argument that was broadcast is yet to be summed. Backward
+    accumulation over the tree, along the nodes that depend on what is wanted.
+    """
+    nodes = topological(outputs)
+    depends: set[int] = set()
+    for node in nodes:
+        if node.operation == "argument":
+            needed = node.value in wanted
+        else:
+            needed = any(id(each) in depends for each in node.operands)
+        if needed:
+            depends.add(id(node))
+    found: dict[int, Expression] = {}
+
+    def add(node: Expression, gradient: Expression) -> None:
+        found[id(node)] = found[id(node)] + gradient if id(node) in found else gradient
+
+    for output, gradient in zip(outputs, gradients, strict=True):
+        add(output, gradient)
+    for node in reversed(nodes):
+        rule = OPERATIONS[node.operation].gradients if node.operands else None
+        if rule is None or id(node) not in found or id(node) not in depends:
+            continue
+        for operand, part in zip(node.operands, rule(found[id(node)], node, *node.operands), strict=True):
+            if part is not None and id(operand) in depends:
+                add(operand, part)
+    return [found.get(id(argument(number))) for number in wanted]

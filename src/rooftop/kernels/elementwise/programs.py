@@ -1,0 +1,209 @@
+"""Programs of fused elementwise expressions: trees with what their arguments are, and what follows from these.
+
+The operator takes a program as text, "tnt: a0 * a1 + a2": which arguments are tensors and which are numbers, and the
+trees (`expression_texts.py`). "tt 1=01: a0, a0 * a1" sums result 1 over the first of two dimensions, which becomes 1.
+A plan adds dtypes. Both are kept, by text and dtypes; shapes and the results' layouts are found at each call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftop.kernels.elementwise.expression_texts import parse, text_of
+from rooftop.kernels.elementwise.expression_types import (
+    NUMBER,
+    SINGLE,
+    TENSOR,
+    Kind,
+    Types,
+    check_limit,
+    limits_of,
+    number_kind,
+    types_of,
+)
+from rooftop.kernels.elementwise.expressions import DTYPES, NAMES, Expression, arguments_of, topological
+from rooftop.kernels.operands.checks import not_dense
+
+Number = bool | int | float
+Argument = Tensor | Number
+
+
+@dataclass(frozen=True)
+class Program:
+    """A parsed operator argument: which arguments there are, and the trees.
+
+    `kinds` has a letter for each argument: t a tensor, n a number, - none (not used). `kept` has a digit for each
+    dimension of an output that is summed: 1 if it stays, 0 if it becomes 1; nothing for other outputs.
+    """
+
+    kinds: str
+    autocast: bool
+    kept: tuple[str, ...]
+    outputs: tuple[Expression, ...]
+
+    def arguments(self, tensors: Sequence[Tensor], numbers: Sequence[Number]) -> tuple[Argument | None, ...]:
+        """All arguments by number."""
+        rest: dict[str, Any] = {"t": iter(tensors), "n": iter(numbers), "-": iter([None] * len(self.kinds))}
+        return tuple(next(rest[kind]) for kind in self.kinds)
+
+
+@functools.lru_cache(maxsize=1024)
+def program_of(text: str) -> Program:
+    """From "tnt: a0 * a1 + a2", "tnt autocast: ...", or "tnt 0=10: ..."."""
+    head, _, trees = text.partition(":")
+    kinds, *options = head.split(" ")
+    autocast = options[:1] == ["autocast"]
+    outputs = parse(trees)
+    kept = [""] * len(outputs)
+    for option in options[autocast:]:
+        number, _, marks = option.partition("=")
+        if not number.isdecimal() or int(number) >= len(kept) or not marks or set(marks) - set("01"):
+            raise ValueError(f"fused: {option!r} is not which dimensions of which result are kept, as in '0=01'")
+        kept[int(number)] = marks
+    used = arguments_of(outputs)
+    if set(kinds) - set("tn-"):
+        raise ValueError(f"fused: expected letters t, n, - for tensors, numbers and nothing, got {head!r}")
+    if any(number >= len(kinds) or kinds[number] == "-" for number in used):
+        raise ValueError(f"fused: {trees.strip()!r} uses arguments that {head!r} does not have")
+    for output in outputs:
+        if not any(kinds[number] == "t" for number in arguments_of([output])):
+            raise ValueError(f"fused: the result {text_of([output])} depends on no tensor")
+    return Program(kinds, autocast, tuple(kept), outputs)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What follows from a program and its arguments' dtypes."""
+
+    outputs: tuple[Expression, ...]  # here, since types are by their identity
+    kept: tuple[str, ...]
+    kinds: tuple[Kind | None, ...]
+    types: Types
+    results: tuple[torch.dtype, ...]
+    double: bool
+    used: tuple[tuple[int, ...], ...]  # arguments of each output
+    limits: tuple[tuple[int, torch.dtype], ...]  # numbers that integers of a dtype must be able to hold
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_of(text: str, kinds: tuple[Kind | None, ...], default: torch.dtype) -> Plan:
+    """The plan for arguments of these kinds, where floating point results of integers have the dtype `default`."""
+    program = program_of(text)
+    types = types_of(program.outputs, kinds, program.autocast)
+    nodes = [node for node in topological(program.outputs) if node.operands]
+    double = any(types[id(node)].common == torch.float64 for node in nodes) or any(
+        kind is not None and kind.rank != NUMBER and kind.dtype == torch.float64 for kind in kinds
+    )
+    results = tuple(types[id(node)].kind.dtype for node in program.outputs)
+    used = tuple(tuple(arguments_of([each])) for each in program.outputs)
+    if any(kept and not dtype.is_floating_point for kept, dtype in zip(program.kept, results, strict=True)):
+        raise TypeError("fused: only floating point results are summed")
+    limits = []
+    for node, dtype in limits_of(program.outputs, types):
+        assert node.value is not None
+        if node.operation == "argument":
+            limits.append((int(node.value), dtype))
+        else:
+            check_limit(node.value, dtype)
+    return Plan(program.outputs, program.kept, kinds, types, results, double, used, tuple(limits))
+
+
+def _kind(value: Argument | None) -> Kind | None:
+    """Dtype and rank of an argument; None of what is not used."""
+    if isinstance(value, Tensor):
+        return Kind(value.dtype, TENSOR if value.dim() else SINGLE)
+    return None if value is None else number_kind(value)
+
+
+def planned(tensors: Sequence[Tensor], numbers: Sequence[Number], text: str) -> tuple[Plan, list[Any]]:
+    """The plan of a program and its arguments by number, on one device.
+
+    Raises:
+        TypeError: tensors that are not dense, or of a dtype that is not supported.
+        ValueError: tensors on several devices, or shapes that do not broadcast.
+    """
+    program = program_of(text)
+    if len(tensors) != program.kinds.count("t") or len(numbers) != program.kinds.count("n"):
+        raise ValueError(f"fused: {text!r} takes other arguments than {len(tensors)} tensors, {len(numbers)} numbers")
+    device = _device(tensors)
+    arguments = list(program.arguments(tensors, numbers))
+    for i, each in enumerate(arguments):
+        if not isinstance(each, Tensor):
+            continue
+        if each.layout != torch.strided:
+            raise not_dense("fused", f"argument {i}", each)
+        if each.dtype not in NAMES:
+            raise TypeError(f"fused: argument {i} must have one of the dtypes {', '.join(DTYPES)}, got {each.dtype}")
+        if each.device != device:
+            arguments[i] = each.to(device)  # one number, from the CPU
+    kinds = tuple(map(_kind, arguments))
+    plan = plan_of(text, kinds, torch.get_default_dtype())
+    for number, dtype in plan.limits:
+        check_limit(arguments[number], dtype)  # type: ignore[arg-type]
+    return plan, arguments
+
+
+def _device(tensors: Sequence[Tensor]) -> torch.device:
+    """Where the tensors are; those without dimensions may be on the CPU, as in PyTorch."""
+    device = next((each.device for each in tensors if each.dim() or each.device.type != "cpu"), tensors[0].device)
+    for each in tensors:
+        if each.device != device and (each.dim() or each.device.type != "cpu"):
+            raise ValueError(f"fused: tensors are on {device} and {each.device}: move them to one device")
+    return device
+
+
+def shape_of(arguments: Sequence[Argument | None], used: Sequence[int]) -> torch.Size:
+    """What the tensors among the arguments `used` broadcast to; ValueError where they do not."""
+    shapes = [arguments[i].shape for i in used if isinstance(arguments[i], Tensor)]  # type: ignore[union-attr]
+    if all(shape == shapes[0] for shape in shapes):
+        return shapes[0]
+    try:
+        return torch.broadcast_shapes(*shapes)
+    except RuntimeError as error:
+        listed = ", ".join(str(tuple(shape)) for shape in shapes)
+        raise ValueError(f"fused: tensors of shapes {listed} do not broadcast to one shape") from error
+
+
+def summed_shape(shape: torch.Size, kept: str) -> torch.Size:
+    """The shape of a result whose elements have this one before they are summed."""
+    if not kept:
+        return shape
+    if len(kept) != len(shape):
+        raise ValueError(f"fused: {kept!r} marks {len(kept)} dimensions of the {len(shape)} of a result")
+    return torch.Size(size if keep == "1" else 1 for size, keep in zip(shape, kept, strict=True))
+
+
+def strides_of(shape: torch.Size, arguments: Sequence[Argument | None], used: Sequence[int]) -> tuple[int, ...] | None:
+    """Strides of the results, as PyTorch chooses them: those of the first tensor of the full shape, where it is dense;
+    None: contiguous."""
+    for i in used:
+        tensor = arguments[i]
+        if isinstance(tensor, Tensor) and tensor.shape == shape:
+            if tensor.is_contiguous():
+                return None
+            return tensor.stride() if _is_dense(tensor) else None
+    return None
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements are a piece of memory, in some order of the dimensions, without gaps or repetition."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def empty(shape: torch.Size, strides: tuple[int, ...] | None, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Memory for a result, of the strides of `strides_of`."""
+    if strides is None:
+        return like.new_empty(shape, dtype=dtype)
+    return like.new_empty_strided(shape, strides, dtype=dtype)

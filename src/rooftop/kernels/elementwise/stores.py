@@ -1,0 +1,381 @@
+"""Elementwise expressions stored into memory that is there: y[...] = f(a, b, ...), in one kernel.
+
+Beside `fused` (`elementwise.py`), which makes its results: here the result is the caller's strided tensor, float64 is
+computed in the kernel too, no product is fused with a sum (each operation is rounded as PyTorch's is), and there are
+numbers that repeat along the last dimension (`rows`, from `operands/repeating_numbers.py`): one for each channel of
+images.
+
+Bound by memory: every operand is read once, the result written once. Tensors that are walked through alike are one flat
+dimension, whatever their shape; regions are read where they are, a block of a row at a time, or tiles of several short
+rows. 16 bytes a thread: with bytes that takes 16 elements. Triton knows of a pointer only whether it is a multiple of
+16 bytes, and a region may begin anywhere: so pointers are rounded down to that, and where a tensor begins is given,
+with all strides, in the largest unit that these share (`UNIT`): loads and stores are as wide as it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftop.kernels.elementwise.expression_sources import (
+    Access,
+    Body,
+    Layout,
+    block_function,
+    calls_of_block,
+    compiled,
+    flat_kernel,
+    helpers_of,
+    kernel_name,
+)
+from rooftop.kernels.elementwise.expression_texts import text_of
+from rooftop.kernels.elementwise.expression_types import NUMBER, Kind
+from rooftop.kernels.elementwise.expressions import arguments_of, topological
+from rooftop.kernels.elementwise.launches import Dims, merged_dims
+from rooftop.kernels.elementwise.programs import Number, Plan, plan_of, planned
+from rooftop.kernels.elementwise.tables import STORES, TURNED
+from rooftop.kernels.operands.launch_data import power_of_two
+from rooftop.kernels.operands.repeating_numbers import COLUMNS as TABLE
+from rooftop.kernels.operands.repeating_numbers import table_of
+from rooftop.kernels.operands.strided_rows import LINE_BYTES, from_line
+from rooftop.launch.triton_launch import Repeated, require_triton
+
+MOST_DIMS = 5
+FAST = frozenset(
+    {"exp", "expm1", "log", "log1p", "log2", "tanh", "sigmoid", "ndtr", "erf", "sin", "cos", "sqrt", "rsqrt"}
+    | {"reciprocal", "pow"}
+)
+"""Operations whose kernels are float32's."""
+
+
+class Row(NamedTuple):
+    """Numbers of a dtype, as the bytes that they have in memory: -0.0 is not 0.0, and NaN is what it is."""
+
+    bits: bytes
+    dtype: torch.dtype
+
+
+def row_of(numbers: Sequence[Number], dtype: torch.dtype) -> Row:
+    """The numbers, rounded to the dtype."""
+    return Row(torch.tensor(numbers, dtype=dtype, device="cpu").numpy().tobytes(), dtype)
+
+
+def store_fused(
+    program: str,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[Number],
+    out: Tensor,
+    rows: Sequence[Row] = (),
+) -> Stored | None:
+    """Computes a program's one result into `out`.
+
+    Args:
+        program: "ttn: a0 * a1 + a2", as `expression_texts.py` reads it, with t for tensors and n for numbers.
+        tensors: of the shape of `out`, with any strides, on its device.
+        numbers: Python's. Floats are float32; one of float64 is an integer of the same bits, `float64_of_bits(a0)`.
+        out: overlaps no tensor, or has the very same elements.
+        rows: numbers that repeat along the last dimension of `out`, whose size is a multiple of how many they are. In
+            the program they are the tensors after the others.
+
+    Returns:
+        the launch, to be made again of other memory; None where it was none, or several, or one of what does not last.
+
+    Raises:
+        TypeError: the result has another dtype than `out`, or float64 is needed in an operation that has none here.
+        ValueError: other arguments than the program's.
+        RuntimeError: rows that no call had before, while a CUDA graph is captured.
+    """
+    tables = [table_of(each.bits, each.dtype, out.device) for each in rows]
+    plan, arguments = planned([*tensors, *(each.numbers for each in tables)], numbers, program)
+    if plan.results != (out.dtype,):
+        raise TypeError(f"store_fused: the result has dtype {plan.results}, and out {out.dtype}")
+    if rows and out.dim() and any(0 < abs(step) < abs(out.stride(-1)) for step in out.stride()[:-1]):
+        raise ValueError(f"store_fused: rows run along the innermost dimension, and out has strides {out.stride()}")
+    if not out.numel():
+        return None
+    require_triton()
+    given = [i for i, each in enumerate(arguments) if isinstance(each, Tensor)]
+    periods = {i: len(each.numbers) for i, each in zip(given[len(tensors) :], tables, strict=True)}
+    stored = _store(program, plan, arguments, out, periods)
+    lasting = all(each.is_kept for each in tables)
+    return stored if lasting and all(arguments[i] is each for i, each in zip(given, tensors, strict=False)) else None
+
+
+def _check_double(plan: Plan) -> None:
+    for node in topological(plan.outputs):
+        if node.operation in FAST and plan.types[id(node)].common == torch.float64:
+            raise TypeError(f"store_fused: {node.operation} is not computed in float64: cast its operand to float32")
+
+
+class Stored(NamedTuple):
+    """A launch that was made. It can be made again with other tensors that lie as those did, and begin as far from a
+    multiple of 16 bytes.
+
+    Attributes:
+        launch: the kernel with its arguments.
+        tensors: for each of its pointers the number of the tensor that was given; -1 of the result.
+        leads: by how many bytes each pointer is before its tensor.
+    """
+
+    launch: Repeated
+    tensors: tuple[int, ...]
+    leads: tuple[int, ...]
+
+    def again(self, addresses: Sequence[int]) -> bool:
+        """The same of tensors at these addresses, the result's last; rows are those that they were. Whether it could be
+        launched so: `Repeated.at`."""
+        return self.launch.at([addresses[n] - lead for n, lead in zip(self.tensors, self.leads, strict=True)])
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What follows from a program and from how its tensors lie: the kernel, and what it takes beside them."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    values: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+_launches: dict[Any, Launch | None] = {}
+_MOST_LAUNCHES = 4096
+
+
+def _store(text: str, plan: Plan, arguments: list[Any], out: Tensor, periods: dict[int, int]) -> Stored | None:
+    used = plan.used[0]
+    moving = {i: x for i in used if isinstance(x := arguments[i], Tensor) and i not in periods}
+    begins = {i: from_line(x) for i, x in moving.items()}
+    into, lead = from_line(out)
+    leads = (*(each for _, each in begins.values()), lead)
+    lie = tuple((x.shape, x.stride()) for x in (*moving.values(), out))
+    key = (text, plan.kinds, torch.get_default_dtype(), lie, leads, tuple(periods.items()))
+    try:
+        found = _launches[key]
+    except KeyError:
+        if len(_launches) >= _MOST_LAUNCHES:
+            _launches.clear()
+        _launches[key] = found = _launch_of(text, plan, moving, out, leads, periods)
+    if found is None:  # one dimension less, as many launches as it has indices
+        for n in range(out.shape[0]):
+            parts = [each[n] if i in moving else each for i, each in enumerate(arguments)]
+            _store(text, plan, parts, out[n], periods)
+        return None
+    pointers = [*(begin for begin, _ in begins.values()), into]
+    places = [place for place, i in enumerate(used) if i in moving] + [len(used)]
+    others = [0 if i in moving else int(a) if isinstance(a := arguments[i], bool) else a for i in used]
+    launch = Repeated(found.kernel, found.grid, out.device, (*others, 0, *found.values), places, **found.constants)
+    launch(*pointers)
+    numbers = {i: n for n, i in enumerate(i for i, each in enumerate(arguments) if isinstance(each, Tensor))}
+    sizes = [each.element_size() for each in (*moving.values(), out)]
+    return Stored(
+        launch,
+        (*(numbers[i] for i in moving), -1),
+        tuple(lead * size for lead, size in zip(leads, sizes, strict=True)),
+    )
+
+
+def _launch_of(
+    text: str, plan: Plan, moving: dict[int, Tensor], out: Tensor, leads: tuple[int, ...], periods: dict[int, int]
+) -> Launch | None:
+    """None where there are more dimensions than a kernel has."""
+    dims = merged_dims(out, [*moving.values(), out])
+    if len(dims) > MOST_DIMS:
+        return None
+    if len(dims) == 1 and (dims[0][1][-1] != 1 or any(leads)):
+        dims = [(1, (0,) * len(dims[0][1])), *dims]
+    every = [_access(dims, n) for n in range(len(leads))]
+    accesses: list[Access | None] = [None] * len(plan.kinds)
+    for n, i in enumerate(moving):
+        accesses[i] = every[n]
+    for i, period in periods.items():
+        accesses[i] = Access((False,) * (len(dims) - 1), 3, period)
+    spans = [sum((size - 1) * abs(strides[n]) for size, strides in dims) for n in range(len(leads))]
+    narrow = min(each.element_size() for each in (out, *moving.values()))
+    config = next(each for each in STORES if narrow <= each.bytes)
+    *outer, (columns, steps) = dims
+    if outer and any(steps[n] != 1 and outer[-1][1][n] == 1 for n in range(len(every))):
+        config = TURNED
+    rows = math.prod(size for size, _ in outer)
+    width = min(config.columns, power_of_two(columns))
+    height = min(config.elements // width, power_of_two(rows))
+    wide = max(*spans, out.numel()) >= 2**31
+    layout = Layout(tuple(accesses), wide=wide, stored=every[-1], lines=bool(outer) and height == 1)
+    kernel = _kernel(text, plan.kinds, torch.get_default_dtype(), layout)
+    constants = {"num_warps": config.warps, "enable_fp_fusion": False}
+    if not outer:
+        strides = [steps[n] for n, access in enumerate(every) if access.column == 2]
+        grid = (-(-out.numel() // config.elements),)
+        return Launch(kernel, grid, (out.numel(), *strides), {"BLOCK": config.elements, **constants})
+    unit = _unit(dims, every, leads)
+    values: list[int] = []
+    for n, access in enumerate(every):
+        divisor = unit if access.column == 1 else 1
+        values += [leads[n] // divisor]
+        values += [strides[n] // divisor for moves, (_, strides) in zip(access.outer, outer, strict=True) if moves]
+        values += [steps[n]] if access.column == 2 else []
+    sizes = [size for size, _ in outer[1:]]
+    grid = (-(-rows // height) * -(-columns // width),)
+    constants |= {"UNIT": unit} | ({"BLOCK": width} if layout.lines else {"ROWS": height, "COLUMNS": width})
+    return Launch(kernel, grid, (rows, columns // unit, *sizes, *values), constants)
+
+
+def _unit(dims: Dims, every: Sequence[Access], leads: Sequence[int]) -> int:
+    """The largest group of up to 16 elements in which the tensors whose neighbours lie side by side are walked through:
+    their leads, their strides and the columns are multiples of it, so that loads and stores are as wide."""
+    *outer, (columns, _) = dims
+    unit = math.gcd(LINE_BYTES, columns)
+    for n, access in enumerate(every):
+        if access.column == 1:
+            unit = math.gcd(unit, leads[n], *(strides[n] for _, strides in outer))
+    return unit
+
+
+def _access(dims: Dims, n: int) -> Access:
+    return Access(tuple(strides[n] != 0 for _, strides in dims[:-1]), min(dims[-1][1][n], 2))
+
+
+def _steps(access: Access | None) -> bool:
+    return access is not None and access.column == 2
+
+
+# ---- source ------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def _kernel(text: str, kinds: tuple[Kind | None, ...], default: torch.dtype, layout: Layout) -> Any:
+    return compiled(*store_source(text, kinds, default, layout))
+
+
+def store_source(text: str, kinds: tuple[Kind | None, ...], default: torch.dtype, layout: Layout) -> tuple[str, str]:
+    """(source, name) of the kernel for arguments of these kinds that lie so."""
+    plan = plan_of(text, kinds, default)
+    _check_double(plan)
+    body = Body(plan.types, layout, precise=True)
+    used = arguments_of(plan.outputs)
+    numbers = [f"a{i}" for i in used if (kind := kinds[i]) is not None and kind.rank == NUMBER]
+    name = kernel_name(plan.outputs).replace("fused_", "store_", 1)
+    write = _flat if layout.outer_dims == 0 else _lines if layout.lines else _tiles
+    lines = write(body, plan, used, name, numbers)
+    helpers = helpers_of(lines)
+    imported = [f"from rooftop.kernels.operands.triton_kernels.scalars import {', '.join(helpers)}"] if helpers else []
+    return "\n".join(["import triton", "import triton.language as tl", *imported, "", "", *lines]) + "\n", name
+
+
+def _flat(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:
+    """All tensors walked through alike; the function of one block, and the kernel."""
+    names, lines = _block(body, plan, used)
+    return flat_kernel(name, ", ".join(names), numbers, text_of(plan.outputs), lines)
+
+
+def _block(body: Body, plan: Plan, used: list[int]) -> tuple[list[str], list[str]]:
+    """Names of what a block takes, and what its lanes do, from `start` on."""
+    accesses = {i: access for i in used if (access := body.layout.accesses[i])}
+    stored = body.layout.stored
+    assert stored is not None
+    every = {**{f"a{i}": access for i, access in accesses.items()}, "y0": stored}
+    names = [*(f"a{i}" for i in used), "y0", "elements", *(f"{each}_step" for each, a in every.items() if _steps(a))]
+    for i, access in accesses.items():
+        place = {
+            0: f"a{i} + lane * 0",
+            1: f"a{i} + start + lane",
+            2: f"a{i} + (start + lane) * a{i}_step",
+            3: f"a{i} + (start % {access.period}).to(tl.int32) * {TABLE} + lane",
+        }[access.column]
+        body.load(i, place, "inside")
+    place = {0: "lane * 0", 1: "start + lane", 2: "(start + lane) * y0_step"}[stored.column]
+    stores = body.stores(plan.outputs, plan.results, place, "inside")
+    return names, [*body.lines, *stores]
+
+
+def _lines(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:
+    """A block of one row: what tells rows apart is computed once for all of its elements."""
+    layout = body.layout
+    given, lines = _block(body, plan, used)
+    names, every = _names(layout, used)
+    moved = [f"{tensor} += {_row_of(tensor, access)}" for tensor, access in every.items() if access.column != 3]
+    wide = ".to(tl.int64)" if layout.wide else ""
+    units = "tl.cast(units, tl.int64)" if layout.wide else "units"
+    return [
+        *block_function(", ".join(given), lines),
+        f"@triton.jit(do_not_specialize={[*numbers, *_leads(every)]})",
+        f"def {name}({', '.join(names)}, UNIT: tl.constexpr, BLOCK: tl.constexpr):",
+        f'    """{text_of(plan.outputs)}"""',
+        f"    elements = {units} * UNIT",
+        "    blocks = tl.cdiv(elements, BLOCK)",
+        "    start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK",
+        f"    row = (tl.program_id(0) // blocks){wide}",
+        *(f"    {line}" for line in [*_indices(layout), *moved, *calls_of_block(", ".join(given))]),
+    ]
+
+
+def _names(layout: Layout, used: list[int]) -> tuple[list[str], dict[str, Access]]:
+    """What the kernels of rows take, before constants; and the accesses of all tensors, by name."""
+    assert layout.stored is not None
+    every = {**{f"a{i}": access for i in used if (access := layout.accesses[i])}, "y0": layout.stored}
+    names = [*(f"a{i}" for i in used), "y0", "rows", "units", *(f"size{d}" for d in range(1, layout.outer_dims))]
+    for tensor, access in every.items():
+        if access.column == 3:
+            continue
+        names += [f"{tensor}_lead", *(f"{tensor}_stride{d}" for d, moves in enumerate(access.outer) if moves)]
+        names += [f"{tensor}_step"] if _steps(access) else []
+    return names, every
+
+
+def _row_of(tensor: str, access: Access) -> str:
+    """How far a tensor's first element of a row, or of several, is from its pointer."""
+    terms = [f"{tensor}_lead", *(f"index{d} * {tensor}_stride{d}" for d, moves in enumerate(access.outer) if moves)]
+    return f"({' + '.join(terms)})" + (" * UNIT" if access.column == 1 else "")
+
+
+def _leads(every: Mapping[str, Access]) -> list[str]:
+    return [f"{tensor}_lead" for tensor, access in every.items() if access.column != 3]
+
+
+def _indices(layout: Layout) -> list[str]:
+    """Lines that say where in each outer dimension a row is."""
+    lines = []
+    for d in range(layout.outer_dims):
+        divided = "".join(f" // size{later}" for later in range(layout.outer_dims - 1, d, -1))
+        lines.append(f"index{d} = row{divided}" + (f" % size{d}" if d else ""))
+    return lines
+
+
+def _tiles(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:
+    """Tiles of rows and columns."""
+    layout = body.layout
+    names, every = _names(layout, used)
+
+    def place(tensor: str, access: Access) -> str:
+        column = {
+            0: "column * 0", 1: "column", 2: f"column * {tensor}_step",
+            3: f"(block * COLUMNS) % {access.period} * {TABLE} + tl.arange(0, COLUMNS)"
+        }[access.column]  # fmt: skip
+        if access.column == 3:
+            return f"{tensor} + ({column})[None, :]"
+        row = f"({_row_of(tensor, access)})" + ("[:, None]" if any(access.outer) else "")
+        return f"{tensor} + {row} + ({column})[None, :]"
+
+    for i in used:
+        if f"a{i}" in every:
+            moves = any(every[f"a{i}"].outer)
+            body.load(i, place(f"a{i}", every[f"a{i}"]), "inside" if moves else "(column < columns)[None, :]")
+    stores = body.stores(plan.outputs, plan.results, place("y0", every["y0"]).removeprefix("y0 + "), "inside")
+    wide = ".to(tl.int64)" if layout.wide else ""
+    return [
+        f"@triton.jit(do_not_specialize={[*numbers, *_leads(every)]})",
+        f"def {name}({', '.join(names)}, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):",
+        f'    """{text_of(plan.outputs)}"""',
+        "    columns = units * UNIT",
+        "    blocks = tl.cdiv(columns, COLUMNS)",
+        "    part, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks",
+        f"    column = block{wide} * COLUMNS + tl.arange(0, COLUMNS)",
+        f"    row = part{wide} * ROWS + tl.arange(0, ROWS)",
+        "    inside = (row < rows)[:, None] & (column < columns)[None, :]",
+        *(f"    {line}" for line in [*_indices(layout), *body.lines, *stores]),
+    ]

@@ -1,0 +1,1 @@
+"""SwiGLU, the smallest family: read it first."""

@@ -1,0 +1,54 @@
+"""How the kernels of `triton_kernels.py` are launched; `gated.py` has the operator."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rooftop.kernels.gated import tables
+from rooftop.kernels.operands.launch_data import grid_of, tile_of
+from rooftop.kernels.operands.strided_rows import unit_columns
+from rooftop.launch.triton_launch import launch, require_triton
+
+
+def forward(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up of gate, up (..., N), any strides."""
+    require_triton()
+    from rooftop.kernels.gated.triton_kernels import swiglu_forward
+
+    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if y.numel() == 0:
+        return y
+    gates, ups = _as_rows(gate, up)
+    rows, columns = gates.shape
+    unit = math.gcd(8, columns, gates.stride(0), ups.stride(0))
+    tile = tile_of(tables.FORWARD.tile_bytes // gate.element_size(), columns, tables.FORWARD.warps)
+    sizes = (rows, columns // unit, gates.stride(0) // unit, ups.stride(0) // unit)
+    launch(swiglu_forward, grid_of(rows, columns, tile), gate.device, gates, ups, y, *sizes, UNIT=unit, **tile)
+    return y
+
+
+def backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
+    """Fills dgate and dup, (..., N) with one stride of rows."""
+    require_triton()
+    from rooftop.kernels.gated.triton_kernels import swiglu_backward
+
+    if gate.numel() == 0:
+        return
+    gradients, gates, ups, to_gate, to_up = _as_rows(dy, gate, up, dgate, dup)
+    rows, columns = gates.shape
+    strides = [t.stride(0) for t in (gradients, gates, ups, to_gate)]
+    unit = math.gcd(8, columns, *strides)
+    tile = tile_of(tables.BACKWARD.tile_bytes // gate.element_size(), columns, tables.BACKWARD.warps)
+    tensors, sizes = (gradients, gates, ups, to_gate, to_up), (rows, columns // unit, *(s // unit for s in strides))
+    launch(swiglu_backward, grid_of(rows, columns, tile), gate.device, *tensors, *sizes, UNIT=unit, **tile)
+
+
+def _as_rows(*tensors: Tensor) -> list[Tensor]:
+    """Tensors (..., N) as (M, N) with unit column stride, or all as one row where all are contiguous."""
+    if all(t.is_contiguous() for t in tensors):
+        return [t.reshape(1, -1) for t in tensors]
+    columns = tensors[0].shape[-1]
+    return [unit_columns(t.reshape(-1, columns)) for t in tensors]

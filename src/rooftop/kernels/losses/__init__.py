@@ -1,0 +1,1 @@
+"""Cross entropy of logits, and of a linear layer without its logits."""

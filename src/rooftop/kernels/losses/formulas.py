@@ -1,0 +1,108 @@
+"""Cross entropy by PyTorch's own operators: the reference of the kernels, the derivatives after the first, and what an
+exported program runs. `losses` has the formula and its terms.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rooftop.kernels.losses.launches import Terms
+from rooftop.kernels.operands.dtypes import accumulator_dtype
+from rooftop.launch.operators import without_autocast
+
+
+def cross_entropy_reference(x: Tensor, target: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    """(losses (N,), statistics (2, N)) of logits x (N, V) in plain PyTorch; float64, of half precision float32."""
+    values = x.to(reference_dtype(x.dtype))
+    counted = target != terms.ignore_index
+    label = target.where(counted, 0)
+    maximum, total = _statistics(values)
+    apart, logarithm = values - maximum[:, None], total.log()
+    weights = _class_weights(values, terms)
+    row_weight = weights[label]
+    losses = row_weight * (1 - terms.label_smoothing) * (logarithm - apart.gather(1, label[:, None])[:, 0])
+    if terms.label_smoothing:
+        every = weights * (logarithm[:, None] - apart)
+        losses = losses + terms.label_smoothing / x.shape[1] * every.sum(1)
+    if terms.z_loss:
+        losses = losses + row_weight * terms.z_loss * (maximum + logarithm).square()
+    return losses.where(counted, 0.0), torch.stack([maximum, total])
+
+
+def cross_entropy_gradient_reference(factor: Tensor, x: Tensor, target: Tensor, terms: Terms) -> Tensor:
+    """dx (N, V); `factor`: (N,) or (), what the derivative of each row's loss is multiplied with.
+
+    The statistics are computed again. The saved ones are float32, and would round each probability.
+    """
+    values = x.to(reference_dtype(x.dtype))
+    counted = target != terms.ignore_index
+    label = target.where(counted, 0)
+    maximum, total = _statistics(values)
+    weights = _class_weights(values, terms)
+    kept, spread = weights[label] * (1 - terms.label_smoothing), terms.label_smoothing / x.shape[1]
+    power = (values - maximum[:, None]).exp() / total[:, None]
+    # Each term cancels by itself, as exactly as it can where a probability is near 1.
+    dx = power.scatter_add(1, label[:, None], power.new_full((len(label), 1), -1.0)) * kept[:, None]
+    if spread:
+        dx = dx + spread * (power * weights.sum() - weights)
+    if terms.z_loss:
+        dx = dx + power * (2 * terms.z_loss * weights[label] * (maximum + total.log()))[:, None]
+    dx = dx * factor.to(values.dtype).reshape(-1, 1)
+    return dx.where(counted[:, None], 0.0).to(x.dtype)
+
+
+def _statistics(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The maximum of each row, and the sum of exponentials relative to it."""
+    maximum = values.amax(1)
+    return maximum, (values - maximum[:, None]).exp().sum(1)
+
+
+def reference_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what PyTorch computes losses of logits of that dtype: wide enough that only the result is rounded."""
+    return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _class_weights(values: Tensor, terms: Terms) -> Tensor:
+    """(V,) in the dtype of the values: the weights of the terms, or ones."""
+    if terms.weight is None:
+        return values.new_ones(values.shape[1])
+    return terms.weight.to(values.dtype)
+
+
+def loss_formula(x: Tensor, target: Tensor, terms: Terms, reduction: str) -> Tensor:
+    """The loss by PyTorch's functions, reduced as `reduction` says."""
+    values = x.to(accumulator_dtype(x.dtype))
+    weight = None if terms.weight is None else terms.weight.to(values.dtype)
+    losses = functional.cross_entropy(
+        values, target, weight, ignore_index=terms.ignore_index, label_smoothing=terms.label_smoothing, reduction="none"
+    )
+    counted = target != terms.ignore_index
+    row_weight = _class_weights(values, terms)[target.where(counted, 0)].where(counted, 0.0)
+    losses = losses + row_weight * terms.z_loss * values.logsumexp(1).square()
+    if reduction == "none":
+        return losses
+    return losses.sum() * inverse_of_count(row_weight.sum(), losses.dtype) if reduction == "mean" else losses.sum()
+
+
+@without_autocast
+def reduced_gradient_formula(dloss: Tensor, x: Tensor, target: Tensor, terms: Terms, mean: bool) -> Tensor:
+    """The gradient of the logits x (N, V) of a reduced loss, by PyTorch's operators: it can be differentiated again."""
+    if mean:
+        dloss = dloss * inverse_by_formula(target, x, terms)
+    return cross_entropy_gradient_reference(dloss, x, target, terms)
+
+
+def inverse_by_formula(target: Tensor, x: Tensor, terms: Terms) -> Tensor:
+    """1 / sum of the weights of the targets that count, or 0, by PyTorch's operators and without waiting."""
+    counted = target != terms.ignore_index
+    weights = _class_weights(x.detach().to(reference_dtype(x.dtype)), terms)
+    total = weights[target.where(counted, 0)].where(counted, 0.0).sum()
+    return inverse_of_count(total, total.dtype)
+
+
+def inverse_of_count(count: Tensor, dtype: torch.dtype) -> Tensor:
+    """What makes a mean of a sum: 1 / count, or 0 where that is 0, so that the mean and its gradient are 0."""
+    wide = count.to(dtype)
+    return torch.where(wide == 0, 0.0, wide.masked_fill(wide == 0, 1.0).reciprocal())

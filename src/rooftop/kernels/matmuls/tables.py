@@ -1,0 +1,259 @@
+"""Which kernel makes a product with what follows it, with which parameters, or the library: tables by the shape.
+
+The tables say what a GPU measured (`benchmarks/tuning/matmuls.py`); `plan_of` looks a call up. Nothing is timed when a
+program starts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rooftop.kernels.operands.dtypes import HALVES
+from rooftop.kernels.operands.launch_data import capability
+from rooftop.launch.triton_launch import INTERPRETED, processors
+
+# ---- what can be chosen ----------------------------------------------------------------------------------------
+
+Kernel = Literal["descriptors", "single", "pointers"]
+Backend = Literal["descriptors", "single", "pointers", "library", "reference"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel makes a product.
+
+    Attributes:
+        kernel: that with tensor descriptors, that with descriptors and one tile a program, or that with pointers.
+        rows, columns, depth: of a tile of the result, and of its steps through K.
+        warps, stages: of a program, and how many steps are on their way to shared memory.
+        group: rows of tiles in a band that shares operands in L2.
+        parts: of a tile's columns, finished one after the other (descriptors).
+        split: parts of K that are summed apart.
+        programs_per_sm: how many persistent programs an SM holds (descriptors): with two, one computes while the other
+            finishes.
+        lag: clock cycles for each element of K that the later half of the programs waits at first (descriptors): two
+            that begin together would also finish together. About half of what a tile takes.
+        early: whether it is launched while the kernel before may still run (single), and waits for it by itself.
+        more: columns beside `columns` (single), 0 or `columns // parts`: 128 + 64 make a tile of 192.
+    """
+
+    kernel: Kernel
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    group: int = 8
+    parts: int = 1
+    split: int = 1
+    programs_per_sm: int = 1
+    lag: int = 0
+    more: int = 0
+    early: bool = False
+
+    def __str__(self) -> str:
+        split = f", K in {self.split} parts" if self.split > 1 else ""
+        return (
+            f"{self.rows} x {self.columns + self.more} x {self.depth}, {self.warps} warps, {self.stages} stages{split}"
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is taken for results of up to `tiles` tiles of 128 x 128 for each SM.
+
+    `tile`: None for the library. `tile_ms`, `library_ms`: of the best tile and the library at `shape` (M, N, K), as
+    measured beside each other; None where nothing was measured yet.
+    """
+
+    tiles: float
+    tile: Tile | None
+    shape: tuple[int, int, int] | None = None
+    tile_ms: float | None = None
+    library_ms: float | None = None
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------
+
+# Two programs of 128 x 128 an SM hide what one finishes behind the other's product better than one of 128 x 256.
+TWO_AN_SM = Tile("descriptors", 128, 128, 64, 4, 3, group=16, parts=2, programs_per_sm=2)
+# One tile an SM: it is launched while what comes before still runs.
+AHEAD = Tile("single", 128, 128, 64, 8, 6, parts=2, early=True)
+# Measured on an H200 (benchmarks/results/h200/tune_matmuls.json), the best of the candidates. relu is taken to be as
+# sigmoid. Where there is less than half a tile for each SM, K has to be split: one way was 2% faster than cuBLAS at 64
+# rows and 12% slower at 16, another 9% faster at 16 and 85% slower at 64.
+_LIKE_SIGMOID = (
+    Entry(0.5, None),
+    Entry(1.0, AHEAD, (512, 4096, 4096), 0.02901, 0.03168),
+    Entry(3.0, None, (1024, 4096, 4096), 0.05739, 0.05531),
+    Entry(math.inf, TWO_AN_SM, (4096, 4096, 4096), 0.2125, 0.2188),
+)
+FUSED_ON_HOPPER = {
+    "none": (Entry(math.inf, None, (4096, 4096, 4096), 0.2062, 0.2054),),
+    "relu": _LIKE_SIGMOID,
+    "gelu": (
+        _LIKE_SIGMOID[0],
+        Entry(1.0, AHEAD, (512, 4096, 4096), 0.02935, 0.03195),
+        _LIKE_SIGMOID[2],
+        Entry(math.inf, TWO_AN_SM, (4096, 4096, 4096), 0.2125, 0.2187),
+    ),
+    "gelu_tanh": (Entry(math.inf, None, (4096, 3072, 768), 0.04214, 0.03879),),
+    "silu": (*_LIKE_SIGMOID[:3], Entry(math.inf, TWO_AN_SM, (2048, 4096, 4096), 0.1056, 0.1087)),
+    "sigmoid": _LIKE_SIGMOID,
+}
+# Loads of two bytes cannot be fetched ahead, and cost more than copies of the operands to where rows are aligned. Less
+# than a tile for each SM was not measured.
+UNALIGNED_ON_HOPPER = (
+    Entry(0.1, None),
+    Entry(1.0, Tile("pointers", 128, 128, 64, 8, 3)),
+    Entry(math.inf, TWO_AN_SM, (4096, 4096, 4095), 0.2653, 1.050),
+)
+FUSED_ELSEWHERE = (Entry(0.1, None), Entry(math.inf, Tile("pointers", 128, 128, 32, 8, 3)))
+
+
+@dataclass(frozen=True)
+class FewRows(Entry):
+    """What is taken where results are at most `tiles` tiles of 128 x 128 for each SM, and K at most `depth`."""
+
+    depth: int = 0
+
+
+# The layers of Swin-T and DETR at batch 1 (benchmarks/results/h200/tune_few_rows.json): small tiles, so that each SM
+# has one. cuBLAS with an epilogue of its own was slower up to K = 256 (`EPILOGUE_DEPTH`), and as fast at 1536.
+FEW_ROWS_ON_HOPPER = (
+    FewRows(0.6, Tile("single", 64, 128, 64, 4, 4, early=True), (3136, 384, 96), 0.005285, 0.006956, depth=128),
+    FewRows(0.6, Tile("single", 64, 64, 64, 4, 6, early=True), (784, 768, 192), 0.003825, 0.006140, depth=256),
+    FewRows(0.6, Tile("single", 64, 64, 128, 4, 4, early=True), (196, 1536, 384), 0.003608, 0.005272, depth=512),
+    FewRows(0.6, Tile("single", 64, 32, 128, 4, 4, early=True), (49, 3072, 768), 0.004618, 0.006958, depth=1024),
+)
+EPILOGUE_DEPTH = 256
+
+# ---- choice ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """How a call of `linear_act` is computed.
+
+    Attributes:
+        backend: "descriptors" or "pointers" (one Triton kernel), "library" (cuBLAS, and one more pass where that has no
+            epilogue for it), "reference" (plain PyTorch).
+        tile: the kernel's parameters.
+        reason: why.
+    """
+
+    backend: Backend
+    tile: Tile | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.backend}{f' ({self.tile})' if self.tile else ''}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the choice depends on. `aligned`: tensor descriptors can say where the operands are; `finish`: there is more
+    to do than a bias; `library_finish`: cuBLAS has an epilogue for it."""
+
+    rows: int
+    columns: int
+    depth: int
+    dtype: torch.dtype
+    activation: str
+    aligned: bool
+    finish: bool
+    library_finish: bool
+    sms: int
+    capability: int
+
+
+@cache
+def choose(problem: Problem) -> LinearPlan:
+    """The plan for a product on a GPU."""
+    if problem.depth == 0:
+        return LinearPlan("library", None, "K is 0: there is no product")
+    if problem.dtype not in HALVES:
+        return LinearPlan("library", None, "float32")
+    tiles = -(-problem.rows // 128) * -(-problem.columns // 128) / problem.sms
+    few = _few_rows(problem, tiles)
+    if few is not None and few.tile is not None:
+        return LinearPlan(few.tile.kernel, few.tile, _reason(few))
+    if not problem.finish:
+        return LinearPlan("library", None, "nothing but a bias follows, which cuBLAS adds")
+    if problem.library_finish:
+        return LinearPlan("library", None, "cuBLAS has an epilogue for this")
+    table: tuple[Entry, ...]
+    if problem.capability != 9:
+        table = FUSED_ELSEWHERE
+    elif problem.aligned:
+        table = FUSED_ON_HOPPER[problem.activation]
+    else:
+        table = UNALIGNED_ON_HOPPER
+    entry = next(entry for entry in table if tiles <= entry.tiles)
+    return LinearPlan(entry.tile.kernel if entry.tile else "library", entry.tile, _reason(entry))
+
+
+def _few_rows(problem: Problem, tiles: float) -> FewRows | None:
+    if problem.capability != 9 or not problem.aligned or problem.activation == "gelu_tanh":
+        return None
+    by_library = not problem.finish or problem.library_finish
+    if by_library and problem.depth > EPILOGUE_DEPTH:
+        return None
+    return next((entry for entry in FEW_ROWS_ON_HOPPER if tiles <= entry.tiles and problem.depth <= entry.depth), None)
+
+
+def _reason(entry: Entry) -> str:
+    if entry.tile_ms is None or entry.library_ms is None or entry.shape is None:
+        return "not measured for this class of shapes"
+    shape = " x ".join(map(str, entry.shape))
+    return f"{entry.tile_ms:.4g} ms at {shape} with tiles, {entry.library_ms:.4g} ms with the library"
+
+
+def plan_of(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
+) -> LinearPlan:
+    """x (M, K), weight (N, K), residual (M, N) or none; `keep`: what is activated is written, too."""
+    if x.dtype == torch.float64:
+        return LinearPlan("reference", None, "float64")
+    if x.device.type != "cuda" and not INTERPRETED:
+        return LinearPlan("reference", None, f"no kernels for {x.device.type}")
+    finish = activation != "none" or residual is not None
+    library_finish = finished_by_library(x, bias, activation, residual, keep)
+    operands = [t for t in (x, weight, residual) if t is not None]
+    aligned = weight.shape[0] * x.element_size() % 16 == 0 and all(map(describable, operands))
+    aligned = aligned and (residual is None or residual.stride(1) == 1)
+    return choose(
+        Problem(
+            x.shape[0], weight.shape[0], x.shape[1], x.dtype, activation, aligned, finish,
+            library_finish, processors(x), capability(x.device),
+        )
+    )  # fmt: skip
+
+
+def finished_by_library(x: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool) -> bool:
+    """Whether cuBLAS has an epilogue for all that follows the product, as exact as PyTorch's operators are.
+
+    That of gelu_tanh is not in float32; where K is 0 it would be left out.
+    """
+    has_one = activation == "relu" or (activation == "gelu_tanh" and x.element_size() == 2)
+    return has_one and bias is not None and residual is None and not keep and x.is_cuda and x.shape[1] > 0
+
+
+def describable(t: Tensor) -> bool:
+    """Whether a tensor descriptor can say where it is: one stride of 1, the other of whole groups of 16 bytes."""
+    slow, fast = t.stride() if t.stride(1) == 1 else t.stride()[::-1]
+    width = t.shape[1] if t.stride(1) == 1 else t.shape[0]
+    aligned = t.data_ptr() % 16 == 0 and slow * t.element_size() % 16 == 0
+    return fast == 1 and slow >= width and aligned
+
+
+# ---- what follows a library, and gradients -------------------------------------------------------------------------
+FINISH_ELEMENTS, FINISH_COLUMNS, FINISH_WARPS = 2048, 512, 4
+BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS, BACKWARD_PROGRAMS_PER_SM = 16, 128, 4, 8
+SUM_OF_CHUNKS = {"ROWS": 64, "COLUMNS": 16, "num_warps": 4}

@@ -1,0 +1,1 @@
+"""Layer norm and RMS norm of rows, and of sums of rows."""

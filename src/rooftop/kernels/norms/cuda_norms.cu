@@ -1,0 +1,169 @@
+// Layer norm of x + input_bias + residual, rows at a time (rooftop.kernels.norms.cuda_norms).
+//
+// A thread holds CHUNKS packs of WIDTH neighbouring elements of its row, in float32. Half precision goes in and out in
+// pairs (__half2, __nv_bfloat162): one conversion instruction for two elements. Sums over a row go from registers
+// through the shuffles of a warp to shared memory, always in the same order. pieces.cu stands in front of it.
+
+// The mean of a row as two floats: rounded to one, its error would be that of all elements of a row far from zero.
+// Half precision, whose results are rounded far more coarsely, leaves `low` at 0.
+struct Mean {
+    float high, low;
+
+    __device__ float apart(float value) const { return (value - high) - low; }
+};
+
+// ---- kernels -------------------------------------------------------------------------------------------------------
+
+// Output of one pack: normal values times weight plus bias.
+template <typename P, int WIDTH, typename Y>
+__device__ void finish(float (&values)[WIDTH], Mean average, float scale, const P* weight, const P* bias, Y* y) {
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) values[i] = average.apart(values[i]) * scale;
+    if (weight != nullptr) {
+        float factors[WIDTH];
+        widen(load<P, WIDTH>(weight), factors);
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) values[i] *= factors[i];
+    }
+    if (bias != nullptr) add(load<P, WIDTH>(bias), values);
+    store(values, y);
+}
+
+// Rows that fit in registers. A block is (32 * WARPS, rows of a block); rows of several warps have a block each.
+// residual, input_bias, weight, bias and total may be null: nothing is added, multiplied, written.
+template <typename T, typename P, int WIDTH, int CHUNKS, int WARPS, typename Y = T>
+__global__ void __launch_bounds__(WARPS < 4 ? 128 : 32 * WARPS, 1) add_layer_norm(
+    const T* __restrict__ x, const T* __restrict__ residual,                             // (M, N), (M, N)
+    const P* __restrict__ input_bias, const P* __restrict__ weight, const P* __restrict__ bias,  // (N,) each
+    Y* __restrict__ y, T* __restrict__ total, float* __restrict__ mean, float* __restrict__ rstd,  // (M, N) x 2, (M,) x 2
+    long long rows, int columns, long long x_stride, long long residual_stride, float eps) {
+    __shared__ float scratch[3][WARPS];
+    const long long row = blockIdx.x * static_cast<long long>(blockDim.y) + threadIdx.y;
+    if (row >= rows) return;  // whole warps, and whole blocks where a row has several warps
+
+    Pack<T, WIDTH> loaded[CHUNKS], added[CHUNKS];  // all on their way before the first is used
+    const T* source = x + row * x_stride;
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        const int column = (chunk * 32 * WARPS + threadIdx.x) * WIDTH;
+        if (column < columns) loaded[chunk] = load<T, WIDTH>(source + column);
+    }
+    if (residual != nullptr) {
+        source = residual + row * residual_stride;
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            const int column = (chunk * 32 * WARPS + threadIdx.x) * WIDTH;
+            if (column < columns) added[chunk] = load<T, WIDTH>(source + column);
+        }
+    }
+
+    float values[CHUNKS][WIDTH];
+    float sum = 0.0f;
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        const int column = (chunk * 32 * WARPS + threadIdx.x) * WIDTH;
+        if (column < columns) {
+            widen(loaded[chunk], values[chunk]);
+            if (input_bias != nullptr) add(load<P, WIDTH>(input_bias + column), values[chunk]);
+            if (residual != nullptr) add(added[chunk], values[chunk]);
+            if (total != nullptr) store_rounded(values[chunk], total + row * columns + column);
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) sum += values[chunk][i];
+        }
+    }
+    Mean average = {row_sum<WARPS>(sum, scratch[0]) / columns, 0.0f};
+
+    if constexpr (sizeof(T) == 4) {
+        float rest = 0.0f;
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            if ((chunk * 32 * WARPS + threadIdx.x) * WIDTH < columns) {
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i) rest += average.apart(values[chunk][i]);
+            }
+        }
+        average.low = row_sum<WARPS>(rest, scratch[2]) / columns;
+    }
+
+    float squares = 0.0f;
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        if ((chunk * 32 * WARPS + threadIdx.x) * WIDTH < columns) {
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) {
+                const float centred = average.apart(values[chunk][i]);
+                squares += centred * centred;
+            }
+        }
+    }
+    const float scale = 1.0f / sqrtf(row_sum<WARPS>(squares, scratch[1]) / columns + eps);
+
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        const int column = (chunk * 32 * WARPS + threadIdx.x) * WIDTH;
+        if (column < columns) {
+            finish<P, WIDTH>(values[chunk], average, scale, weight == nullptr ? nullptr : weight + column,
+                                bias == nullptr ? nullptr : bias + column, y + row * columns + column);
+        }
+    }
+    if (threadIdx.x == 0) {
+        mean[row] = average.high;
+        rstd[row] = scale;
+    }
+}
+
+// The sum of one pack of a long row.
+template <typename T, typename P, int WIDTH>
+__device__ void add_up(const T* x, const T* residual, const P* input_bias, int column, float (&values)[WIDTH]) {
+    widen(load<T, WIDTH>(x + column), values);
+    if (input_bias != nullptr) add(load<P, WIDTH>(input_bias + column), values);
+    if (residual != nullptr) add(load<T, WIDTH>(residual + column), values);
+}
+
+// Longer rows, one a block, read twice; what was just read is mostly in L2. Each thread keeps its own mean and squared
+// deviations (Welford 1962), merged at the end (Chan, Golub and LeVeque 1979).
+template <typename T, typename P, int WIDTH, int WARPS, typename Y = T>
+__global__ void __launch_bounds__(32 * WARPS) add_layer_norm_long(
+    const T* __restrict__ x, const T* __restrict__ residual,  // all as above
+    const P* __restrict__ input_bias, const P* __restrict__ weight, const P* __restrict__ bias,
+    Y* __restrict__ y, T* __restrict__ total, float* __restrict__ mean, float* __restrict__ rstd,
+    long long rows, int columns, long long x_stride, long long residual_stride, float eps) {
+    __shared__ float scratch[3][WARPS];
+    const long long row = blockIdx.x;
+    x += row * x_stride;
+    if (residual != nullptr) residual += row * residual_stride;
+
+    const int first = threadIdx.x * WIDTH, step = 32 * WARPS * WIDTH;
+    float values[WIDTH];
+    float own_mean = 0.0f, own_squares = 0.0f, count = 0.0f;
+    for (int column = first; column < columns; column += step) {
+        add_up<T, P, WIDTH>(x, residual, input_bias, column, values);
+        if (total != nullptr) store_rounded(values, total + row * columns + column);
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) {
+            count += 1.0f;
+            const float apart = values[i] - own_mean;
+            own_mean += apart / count;
+            own_squares += apart * (values[i] - own_mean);
+        }
+    }
+    Mean average = {row_sum<WARPS>(count * own_mean, scratch[0]) / columns, 0.0f};
+    if constexpr (sizeof(T) == 4) average.low = row_sum<WARPS>(count * average.apart(own_mean), scratch[2]) / columns;
+    const float apart = average.apart(own_mean);
+    const float squares = row_sum<WARPS>(own_squares + count * apart * apart, scratch[1]);
+    const float scale = 1.0f / sqrtf(squares / columns + eps);
+
+    for (int column = first; column < columns; column += step) {
+        if (total != nullptr) {
+            widen(load<T, WIDTH>(total + row * columns + column), values);  // this thread stored it
+        } else {
+            add_up<T, P, WIDTH>(x, residual, input_bias, column, values);
+        }
+        finish<P, WIDTH>(values, average, scale, weight == nullptr ? nullptr : weight + column,
+                            bias == nullptr ? nullptr : bias + column, y + row * columns + column);
+    }
+    if (threadIdx.x == 0) {
+        mean[row] = average.high;
+        rstd[row] = scale;
+    }
+}

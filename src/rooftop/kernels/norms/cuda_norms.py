@@ -1,0 +1,149 @@
+"""Layer norm of a sum in CUDA C++: y = layer_norm(x + input_bias + residual), the sum in one pass with the norm.
+
+What the end of a transformer's sublayer does: the bias of its last linear layer, the residual connection and the norm
+(Ba, Kiros and Hinton 2016), fused as inference libraries do in half precision. Bound by memory: x and residual are read
+once, y and the sum (the residual of the next sublayer) written once. The sum is rounded once and stays in registers
+until it is normalized; half precision is read and written 16 bytes at a time and converted in pairs; sums go over a row
+by shuffles within warps and shared memory between them (cuda_norms.cu).
+
+It is the twin of `add_layer_norm`, whose forward is Triton's: the same statistics and results. The backward is the
+twin's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rooftop.kernels.norms.norms import check_norm, contiguous
+from rooftop.kernels.norms.sum_norms import (
+    add_layer_norm_formula,
+    add_layer_norm_reference,
+    adds,
+    differentiate_layer_norm,
+    fake_add_layer_norm,
+    flat_arguments,
+    save_layer_norm,
+)
+from rooftop.kernels.norms.tables import CUDA, CUDA_LONG_WARPS
+from rooftop.kernels.operands.autocasting import result_dtype
+from rooftop.kernels.operands.cuda_texts import cuda_text
+from rooftop.kernels.operands.dtypes import CPP_TYPES
+from rooftop.kernels.operands.strided_rows import unit_columns
+from rooftop.launch import cuda
+from rooftop.launch.operators import by_formula, differentiable, in_pytorch, operator
+from rooftop.launch.symbolic import recorded_whole
+
+CUDA_FILES = ("norms/pieces.cu", "norms/cuda_norms.cu")
+
+# ---- implementations -------------------------------------------------------------------------------------------
+
+
+def _forward(
+    x: Tensor, residual: Tensor | None, parameters: Sequence[Tensor | None], eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, residual (M, N) with unit column stride; parameters: input_bias, weight, bias, contiguous."""
+    with_sum = adds(residual, parameters[0])
+    if x.dtype == torch.float64 or x.shape[1] == 0 or not cuda.runs_on(x):
+        input_bias, weight, bias = parameters
+        y, total, mean, rstd = add_layer_norm_reference(x, residual, input_bias, weight, bias, eps, dtype)
+        return y, total if with_sum else x.new_empty(0), mean, rstd
+    rows, columns = x.shape
+    y = torch.empty((rows, columns), dtype=dtype, device=x.device)
+    written = torch.empty((rows, columns), dtype=x.dtype, device=x.device) if with_sum else None
+    mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    parameters = _alike(parameters, x.dtype)
+    name, grid, block = kernel_for(x, residual, parameters, dtype)
+    kernel = cuda.compile(cuda_text(*CUDA_FILES), name, device=x.device)
+    tensors = (x, residual, *parameters, y, written, mean, rstd)
+    strides = (x.stride(0), residual.stride(0) if residual is not None else 0)
+    kernel.launch(grid, block, *tensors, rows, columns, *strides, eps)
+    return y, written if written is not None else x.new_empty(0), mean, rstd
+
+
+def _alike(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
+    """Parameters in one dtype: that of the rows if all are, else float32."""
+    if any(t is not None and t.dtype != dtype for t in parameters):
+        return [t.float() if t is not None else None for t in parameters]
+    return list(parameters)
+
+
+def kernel_for(
+    x: Tensor, residual: Tensor | None, parameters: Sequence[Tensor | None], dtype: torch.dtype | None = None
+) -> tuple[str, int, tuple[int, int]]:
+    """The kernel's name, its grid and its block; `dtype`: of y, where it is not that of x."""
+    rows, columns = x.shape
+    given = [t for t in (x, residual, *parameters) if t is not None]
+    width = _width(columns, given)
+    parameter_type = CPP_TYPES[next((t.dtype for t in parameters if t is not None), x.dtype)]
+    types = f"{CPP_TYPES[x.dtype]}, {parameter_type}, {width}"
+    other = "" if dtype in (None, x.dtype) else f", {CPP_TYPES[dtype]}"
+    config = next((config for config in CUDA if columns <= config.columns), None)
+    if config is None:
+        return f"add_layer_norm_long<{types}, {CUDA_LONG_WARPS}{other}>", rows, (32 * CUDA_LONG_WARPS, 1)
+    name = f"add_layer_norm<{types}, {config.elements // width}, {config.warps}{other}>"
+    return name, -(-rows // config.rows), (32 * config.warps, config.rows)
+
+
+def _width(columns: int, tensors: Sequence[Tensor]) -> int:
+    """The most neighbouring elements, up to 16 bytes of them, that rows of all tensors can be read by."""
+    width = 16 // tensors[0].element_size()
+    for tensor in tensors:
+        rows_apart = tensor.stride(0) if tensor.dim() == 2 and tensor.shape[0] > 1 else 0
+        width = math.gcd(width, columns, rows_apart)
+        while tensor.data_ptr() % min(16, width * tensor.element_size()):
+            width //= 2
+    return width
+
+
+# ---- registration ----------------------------------------------------------------------------------------------
+
+
+@operator("add_layer_norm_cuda")
+def _add_layer_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    input_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    parameters = [contiguous(t) for t in (input_bias, weight, bias)]
+    residual = unit_columns(residual) if residual is not None else None
+    return _forward(unit_columns(x), residual, parameters, eps, dtype)
+
+
+torch.library.register_fake("rooftop::add_layer_norm_cuda", fake_add_layer_norm)
+by_formula("add_layer_norm_cuda", add_layer_norm_formula)
+in_pytorch("add_layer_norm_cuda", add_layer_norm_reference)
+differentiable("add_layer_norm_cuda", differentiate_layer_norm, save_layer_norm)  # its cost is the twin's, too
+
+
+# ---- public ----------------------------------------------------------------------------------------------------
+
+
+@recorded_whole
+def add_layer_norm_cuda(
+    input: Tensor,
+    residual: Tensor | None,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    input_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`add_layer_norm` by the kernel in CUDA C++: the same arguments, results and errors.
+
+    Raises:
+        MissingExtraError: on a GPU, without NVRTC or `cuda.core`.
+    """
+    name, parameters = "add_layer_norm_cuda", {"weight": weight, "bias": bias, "input_bias": input_bias}
+    shape = check_norm(name, normalized_shape, input, residual, **parameters)
+    flat, *terms = flat_arguments(shape, input, residual, input_bias, weight, bias)
+    y, total, _, _ = _add_layer_norm(flat, *terms, eps, result_dtype("layer_norm", input))
+    return y.reshape(input.shape), total.reshape(input.shape) if adds(residual, input_bias) else input

@@ -1,0 +1,198 @@
+"""Launch parameters of the kernels of layer norm and RMS norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+# ---- Triton --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """How rows of up to `columns` elements are worked on: rows a program, elements of a block, and warps."""
+
+    columns: int
+    rows: int
+    block: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Also: how many programs stay on an SM, and how many tiles of rows are on their way at a time."""
+
+    columns: int
+    rows: int
+    block: int
+    warps: int
+    programs_per_sm: int
+    stages: int
+    hold: bool = False  # the weight in registers
+    again: bool = False  # load the rows twice
+
+
+@dataclass(frozen=True)
+class LongConfig:
+    """Rows in blocks of so many elements, `stages` of them on their way; at most so many programs for each SM."""
+
+    block: int
+    warps: int
+    programs_per_sm: int
+    stages: int
+    shifted: bool = True  # whether rows at odd addresses are loaded 16 bytes at a time
+
+
+# Chosen by benchmarks/kernels/norm_variants.py on an H200 (bfloat16, 2^27 elements). What matters: that loads are wide
+# (a block gives each thread 16 bytes or more), that little of the last block is masked, and in backward that rows are
+# fetched ahead; where the weight stays in registers there is more shared memory for that.
+FORWARD = (
+    ForwardConfig(columns=128, rows=8, block=128, warps=2),
+    ForwardConfig(columns=256, rows=8, block=256, warps=4),
+    ForwardConfig(columns=512, rows=4, block=512, warps=2),
+    ForwardConfig(columns=1024, rows=1, block=256, warps=2),
+    ForwardConfig(columns=2048, rows=1, block=512, warps=4),
+    ForwardConfig(columns=3072, rows=1, block=1024, warps=4),
+    ForwardConfig(columns=4096, rows=1, block=4096, warps=4),
+    ForwardConfig(columns=6144, rows=1, block=1024, warps=8),
+    ForwardConfig(columns=8192, rows=1, block=2048, warps=8),
+    ForwardConfig(columns=16384, rows=1, block=4096, warps=8),
+    ForwardConfig(columns=32768, rows=1, block=8192, warps=16),
+)
+
+# Rows of pairs or fours of elements, which begin at multiples of 4 or 8 bytes: one warp a row, more of them on an SM.
+FORWARD_NARROW = (
+    ForwardConfig(columns=512, rows=4, block=128, warps=2),
+    ForwardConfig(columns=1024, rows=1, block=256, warps=1),
+)
+
+# Longer rows of fours of half precision, which begin at multiples of 8 bytes, faster than those on their way to shared
+# memory (`clusters`) up to these many elements.
+FORWARD_FOURS, FORWARD_FOURS_RMS = (
+    (ForwardConfig(columns=16_384, rows=1, block=2048, warps=8),),
+    (ForwardConfig(columns=24_568, rows=1, block=2048, warps=8),),
+)
+FOURS_FROM = 4097  # columns
+BACKWARD = (
+    BackwardConfig(columns=128, rows=8, block=128, warps=2, programs_per_sm=6, stages=3),
+    BackwardConfig(columns=256, rows=4, block=256, warps=2, programs_per_sm=6, stages=3),
+    BackwardConfig(columns=512, rows=4, block=512, warps=4, programs_per_sm=3, stages=3),
+    BackwardConfig(columns=768, rows=2, block=256, warps=4, programs_per_sm=3, stages=4, hold=True),
+    BackwardConfig(columns=1023, rows=1, block=256, warps=2, programs_per_sm=6, stages=3, hold=True),
+    BackwardConfig(columns=1024, rows=2, block=1024, warps=4, programs_per_sm=3, stages=3),
+    BackwardConfig(columns=1536, rows=1, block=512, warps=4, programs_per_sm=3, stages=4, hold=True),
+    BackwardConfig(columns=2048, rows=2, block=2048, warps=8, programs_per_sm=2, stages=3),
+    BackwardConfig(columns=2560, rows=1, block=1024, warps=4, programs_per_sm=4, stages=4, hold=True),
+    BackwardConfig(columns=3072, rows=1, block=1024, warps=8, programs_per_sm=2, stages=4, hold=True),
+    BackwardConfig(columns=4096, rows=1, block=4096, warps=8, programs_per_sm=2, stages=3),
+    BackwardConfig(columns=6144, rows=1, block=2048, warps=8, programs_per_sm=2, stages=4, hold=True),
+    BackwardConfig(columns=8192, rows=1, block=4096, warps=16, programs_per_sm=1, stages=4),
+    BackwardConfig(columns=12288, rows=1, block=4096, warps=16, programs_per_sm=1, stages=3),
+    BackwardConfig(columns=16384, rows=1, block=4096, warps=16, programs_per_sm=1, stages=1, again=True),
+)
+
+# Half precision rows of up to 65536 elements that are whole groups of 16 bytes: read once, faster than twice.
+FORWARD_HELD = ForwardConfig(columns=65536, rows=1, block=16384, warps=32)
+
+# Rows at odd addresses that are loaded 16 bytes at a time. Forward of 381 to 1002 elements is faster by loads of two
+# bytes, one warp a row, and of 2601 and 12287, too: there the masks of the first and the last group cost more
+# instructions than the wide loads save.
+FORWARD_SHIFTED = (BackwardConfig(columns=256, rows=4, block=256, warps=4, programs_per_sm=8, stages=1),)
+BACKWARD_SHIFTED = (
+    BackwardConfig(columns=512, rows=4, block=256, warps=4, programs_per_sm=4, stages=3),
+    BackwardConfig(columns=1024, rows=1, block=512, warps=2, programs_per_sm=6, stages=3),
+    BackwardConfig(columns=2048, rows=1, block=1024, warps=4, programs_per_sm=3, stages=3),
+    BackwardConfig(columns=3072, rows=1, block=1024, warps=4, programs_per_sm=2, stages=4),
+    BackwardConfig(columns=4096, rows=1, block=2048, warps=8, programs_per_sm=1, stages=3),
+    BackwardConfig(columns=6144, rows=1, block=2048, warps=16, programs_per_sm=1, stages=3),
+)
+
+# Short rows of pairs of elements: one warp a row and twelve on an SM are faster than loads with a shift.
+BACKWARD_PAIRS = (BackwardConfig(columns=512, rows=1, block=256, warps=1, programs_per_sm=12, stages=3, hold=True),)
+SHIFTED_FROM = 128  # columns: shorter rows are a few loads either way
+
+# Longer rows, forward: a program for each row. Few persistent programs, so that L2 keeps their rows for the second
+# pass, were slower: 132 of them have too little on its way.
+MANY = 64
+FORWARD_LONG = LongConfig(block=8192, warps=16, programs_per_sm=MANY, stages=3)
+FORWARD_LONG_ODD = LongConfig(block=1024, warps=8, programs_per_sm=MANY, stages=1, shifted=False)
+ROW_SUMS = {"COLUMNS": 2048, "num_warps": 8}
+BACKWARD_LONG = LongConfig(block=2048, warps=8, programs_per_sm=2, stages=4)
+ADD_PARTIAL_SUMS = {"ROWS": 128, "COLUMNS": 16, "num_warps": 4}
+
+# ---- clusters of blocks --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """How rows of `least` to `most` elements are worked on.
+
+    Attributes:
+        blocks: of a cluster, which share a row: 1, 2, 4 or 8.
+        warps: of a block.
+        blocks_per_sm: share the shared memory of an SM.
+        stages: rows of a block that are on their way or worked on; fewer where shared memory does not have the room.
+        odd: whether it is for rows that do not begin at multiples of 16 bytes; None: for both kinds.
+    """
+
+    least: int
+    most: int
+    blocks: int
+    warps: int
+    blocks_per_sm: int = 1
+    stages: int = 3
+    odd: bool | None = None
+
+
+# From an H200 (results/h200/tune_norms.json): what is not here is faster by Triton's kernels.
+CLUSTER_FORWARD: tuple[ClusterConfig, ...] = (
+    ClusterConfig(least=4097, most=8184, blocks=1, warps=8, blocks_per_sm=3, stages=2, odd=True),
+    ClusterConfig(least=8185, most=13_304, blocks=1, warps=13, blocks_per_sm=2, stages=2, odd=True),
+    ClusterConfig(least=13_305, most=24_568, blocks=1, warps=24, blocks_per_sm=1, stages=3, odd=True),
+    ClusterConfig(least=24_569, most=32_760, blocks=4, warps=8, blocks_per_sm=2, stages=2, odd=True),
+    ClusterConfig(least=32_761, most=40_952, blocks=4, warps=10, blocks_per_sm=2, stages=2, odd=True),
+    ClusterConfig(least=40_953, most=51_192, blocks=2, warps=25, blocks_per_sm=1, stages=2, odd=True),
+    ClusterConfig(least=32_769, most=65_536, blocks=4, warps=16, blocks_per_sm=1, stages=2, odd=False),
+    ClusterConfig(least=65_537, most=131_072, blocks=8, warps=16, blocks_per_sm=1, stages=2, odd=False),
+)
+CLUSTER_BACKWARD: tuple[ClusterConfig, ...] = (
+    ClusterConfig(least=4097, most=8184, blocks=1, warps=8, blocks_per_sm=2, stages=3, odd=True),
+    ClusterConfig(least=8185, most=14_328, blocks=2, warps=7, blocks_per_sm=2, stages=4, odd=True),
+    ClusterConfig(least=14_329, most=22_520, blocks=2, warps=11, blocks_per_sm=1, stages=5, odd=True),
+    ClusterConfig(least=22_521, most=57_336, blocks=8, warps=7, blocks_per_sm=2, stages=3, odd=True),
+    ClusterConfig(least=8193, most=16_384, blocks=1, warps=16, blocks_per_sm=1, stages=3, odd=False),
+    ClusterConfig(least=16_385, most=32_768, blocks=2, warps=16, blocks_per_sm=1, stages=3, odd=False),
+    ClusterConfig(least=32_769, most=65_536, blocks=8, warps=8, blocks_per_sm=2, stages=3, odd=False),
+)
+
+# ---- CUDA C++, a block or a warp for each row ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CudaConfig:
+    """How rows of up to `columns` elements are worked on.
+
+    Attributes:
+        elements: of a row that one thread holds.
+        warps: of a row. Rows of one warp need no shared memory.
+        rows: of a block; more than one only where a row has one warp.
+    """
+
+    columns: int
+    elements: int
+    warps: int
+    rows: int
+    measured: bool = field(default=True, compare=False)  # or predicted
+
+
+# A thread has 16 bytes of half precision or a few times that in flight; up to 1024 columns a row stays within a warp.
+# Not measured yet.
+CUDA = (
+    CudaConfig(columns=256, elements=8, warps=1, rows=4, measured=False),
+    CudaConfig(columns=512, elements=16, warps=1, rows=4, measured=False),
+    CudaConfig(columns=1024, elements=32, warps=1, rows=4, measured=False),
+    CudaConfig(columns=2048, elements=16, warps=4, rows=1, measured=False),
+    CudaConfig(columns=4096, elements=16, warps=8, rows=1, measured=False),
+    CudaConfig(columns=8192, elements=32, warps=8, rows=1, measured=False),
+    CudaConfig(columns=16384, elements=32, warps=16, rows=1, measured=False),
+)
+CUDA_LONG_WARPS = 32  # of a row that does not fit in registers

@@ -1,0 +1,519 @@
+"""Triton kernels of layer norm and RMS norm, of x or of x + input_bias + residual; `launches.py` launches them.
+
+Rows that fit a program's registers are read from memory once. A tile of them is ROWS rows by BLOCKS blocks of COLUMNS
+elements; whatever is computed in float32 is computed block by block, so that between two passes over a row only its
+elements as they were loaded stay in registers, and of a row that is no power of two at most a part of the last block is
+masked. Backward is persistent: while a program works on a tile, its next ones are on their way to shared memory
+(STAGES); the sums for the gradients of weight and bias stay in registers until the end. `triton_kernels/long_norms.py`
+has the kernels for longer rows.
+
+Statistics are float32, of squared deviations from the mean and not of squares: rows with a large common offset keep
+theirs. The mean itself is rounded to float32, and so wrong by more than a rounding of what is left of such a row: of
+float32 rows (CORRECTED) the mean of the deviations, which it lacks, is subtracted too. A sum is multiplied by 1 / N,
+not divided by N: the fast division is not exact even for N = 1. A sum with a residual is rounded before it is
+normalized, so that backward, which reads what is stored, sees the same numbers: rows that are nearly constant would
+multiply the difference by their large 1 / std.
+
+`units` and the strides count groups of UNIT elements, so that the compiler knows by what N is divisible and loads
+several elements at a time; EVEN says that N fills the tile. All offsets of rows are 64-bit. Tensors that may be None
+are compiled out.
+
+Shifted kernels are for two-byte elements and an N that eight does not divide, whose rows begin at odd addresses. They
+load the groups of eight elements that enclose a row, 16 bytes at a time; lane i then holds column i - shift. A program
+works on rows whose distance is a multiple of eight, which have the same shift: its weights and its sums stay where they
+are. Blocks from 1 to before WHOLE have no end of a row. Whole groups are stored 16 bytes at a time, the two at a row's
+ends one element at a time. The number of rows is a multiple of eight, so no group reaches past the tensor.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rooftop.kernels.operands.triton_kernels.rows import is_inside
+
+# ---- forward -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def norm_forward(
+    x, residual, input_bias, weight, bias,  # (M, N), (M, N), (N,), (N,), (N,); all but x may be None
+    y, total, mean, rstd,  # (M, N), (M, N), (M,), (M,); total is None where nothing is added, mean of an RMS norm
+    rows, units, x_stride, residual_stride, eps,
+    RMS: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Normalizes ROWS rows."""
+    CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
+    columns = units * UNIT
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)  # (ROWS,)
+    lane = tl.arange(0, COLUMNS)
+    source = x + row[:, None] * (x_stride * UNIT) + lane[None, :]  # (ROWS, COLUMNS)
+    target = row[:, None] * columns + lane[None, :]
+    values = ()  # of all blocks, as loaded
+    for block in tl.static_range(BLOCKS):
+        inside = is_inside(row, rows, block * COLUMNS + lane, columns, EVEN or block < BLOCKS - 1)
+        values = values + (tl.load(source + block * COLUMNS, mask=inside, other=0.0),)
+    if total is not None:
+        added = ()
+        for block in tl.static_range(BLOCKS):
+            column = block * COLUMNS + lane
+            inside = is_inside(row, rows, column, columns, EVEN or block < BLOCKS - 1)
+            term = tl.zeros((ROWS, COLUMNS), total.dtype.element_ty)
+            if residual is not None:
+                place = residual + row[:, None] * (residual_stride * UNIT) + column[None, :]
+                term = tl.load(place, mask=inside, other=0.0)
+            added = added + (term,)
+        sums = ()
+        for block in tl.static_range(BLOCKS):
+            column = block * COLUMNS + lane
+            result = values[block].to(tl.float32)
+            if input_bias is not None:
+                result += parameters(input_bias, column, columns, EVEN or block < BLOCKS - 1)[None, :]
+            result = (result + added[block].to(tl.float32)).to(total.dtype.element_ty)
+            inside = is_inside(row, rows, column, columns, EVEN or block < BLOCKS - 1)
+            tl.store(total + target + block * COLUMNS, result, mask=inside)
+            sums = sums + (result,)
+        values = sums
+    average = tl.zeros((ROWS, 1), tl.float32)
+    rest = average
+    if not RMS:
+        lane_sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for block in tl.static_range(BLOCKS):
+            lane_sums += values[block].to(tl.float32)
+        average = (tl.sum(lane_sums, axis=1) * (1.0 / columns))[:, None]
+    squares = tl.zeros((ROWS, COLUMNS), tl.float32)
+    lane_rests = squares
+    for block in tl.static_range(BLOCKS):
+        centred = values[block].to(tl.float32)
+        if not RMS:
+            centred -= average
+            if not (EVEN or block < BLOCKS - 1):
+                centred = tl.where((block * COLUMNS + lane < columns)[None, :], centred, 0.0)
+            lane_rests += centred
+        squares += centred * centred
+    if CORRECTED:
+        rest, variance = _rest_and_variance(lane_rests, squares, columns)
+    else:
+        variance = tl.sum(squares, axis=1) * (1.0 / columns)
+    scale = (1.0 / tl.sqrt(variance + eps))[:, None]
+    for block in tl.static_range(BLOCKS):
+        column = block * COLUMNS + lane
+        result = values[block].to(tl.float32)
+        if not RMS:
+            result -= average
+        if CORRECTED:
+            result -= rest
+        result *= scale
+        if weight is not None:
+            result *= parameters(weight, column, columns, EVEN or block < BLOCKS - 1)[None, :]
+        if bias is not None:
+            result += parameters(bias, column, columns, EVEN or block < BLOCKS - 1)[None, :]
+        inside = is_inside(row, rows, column, columns, EVEN or block < BLOCKS - 1)
+        tl.store(y + target + block * COLUMNS, result.to(y.dtype.element_ty), mask=inside)
+    if not RMS:
+        tl.store(mean + row[:, None], average, mask=(row < rows)[:, None])
+    tl.store(rstd + row[:, None], scale, mask=(row < rows)[:, None])
+
+
+@triton.jit
+def norm_forward_shifted(
+    x, residual, input_bias, weight, bias, y, total, mean, rstd,  # as above, rows without gaps
+    rows, columns, eps,  # rows: a multiple of 8
+    RMS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Normalizes every (number of programs)-th tile of rows; all of a program's parameters stay in registers."""
+    lane = tl.arange(0, COLUMNS)
+    shift = shift_of(tl.program_id(0) * ROWS + tl.arange(0, ROWS), columns)[:, None]  # (ROWS, 1)
+    weights = ()  # of all blocks, as loaded
+    biases = ()
+    input_biases = ()
+    for block in tl.static_range(BLOCKS):
+        column = (block * COLUMNS + lane)[None, :] - shift
+        inside = (column >= 0) & (column < columns)
+        if weight is not None:
+            weights = weights + (tl.load(weight + column, mask=inside, other=0.0),)
+        if bias is not None:
+            biases = biases + (tl.load(bias + column, mask=inside, other=0.0),)
+        if input_bias is not None:
+            input_biases = input_biases + (tl.load(input_bias + column, mask=inside, other=0.0),)
+    for tile in tl.range(tl.program_id(0), rows // ROWS, tl.num_programs(0), num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        place = enclosing(row, columns)[:, None] + lane[None, :]
+        values = ()
+        for block in tl.static_range(BLOCKS):
+            position = block * COLUMNS + lane
+            values = values + (
+                load_shifted(x + place + block * COLUMNS, position, shift, columns, block == 0 or block >= WHOLE),
+            )
+        if total is not None:
+            added = ()
+            for block in tl.static_range(BLOCKS):
+                term = tl.zeros((ROWS, COLUMNS), total.dtype.element_ty)
+                if residual is not None:
+                    position = block * COLUMNS + lane
+                    term = load_shifted(
+                        residual + place + block * COLUMNS, position, shift, columns, block == 0 or block >= WHOLE
+                    )
+                added = added + (term,)
+            sums = ()
+            for block in tl.static_range(BLOCKS):
+                result = values[block].to(tl.float32)
+                if input_bias is not None:
+                    result += input_biases[block].to(tl.float32)
+                result = (result + added[block].to(tl.float32)).to(total.dtype.element_ty)
+                store_shifted(
+                    total + place + block * COLUMNS,
+                    result,
+                    block * COLUMNS + lane,
+                    shift,
+                    columns,
+                    block == 0 or block >= WHOLE,
+                )
+                sums = sums + (result,)
+            values = sums
+        average = tl.zeros((ROWS, 1), tl.float32)
+        if not RMS:
+            lane_sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for block in tl.static_range(BLOCKS):
+                lane_sums += values[block].to(tl.float32)
+            average = (tl.sum(lane_sums, axis=1) * (1.0 / columns))[:, None]
+        squares = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for block in tl.static_range(BLOCKS):
+            centred = values[block].to(tl.float32)
+            if not RMS:
+                centred -= average
+                if block == 0 or block >= WHOLE:
+                    column = (block * COLUMNS + lane)[None, :] - shift
+                    centred = tl.where((column >= 0) & (column < columns), centred, 0.0)
+            squares += centred * centred
+        scale = (1.0 / tl.sqrt(tl.sum(squares, axis=1) * (1.0 / columns) + eps))[:, None]
+        for block in tl.static_range(BLOCKS):
+            result = values[block].to(tl.float32)
+            if not RMS:
+                result -= average
+            result *= scale
+            if weight is not None:
+                result *= weights[block].to(tl.float32)
+            if bias is not None:
+                result += biases[block].to(tl.float32)
+            result = result.to(y.dtype.element_ty)
+            store_shifted(
+                y + place + block * COLUMNS,
+                result,
+                block * COLUMNS + lane,
+                shift,
+                columns,
+                block == 0 or block >= WHOLE,
+            )
+        if not RMS:
+            tl.store(mean + row[:, None], average)
+        tl.store(rstd + row[:, None], scale)
+
+
+# ---- backward ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def norm_backward(
+    dy, dtotal, x, weight, mean, rstd, dx,  # (M, N), (M, N), (M, N), (N,), (M,), (M,), (M, N)
+    partial,  # (programs, 2, N) float32: each program's sums over its rows, for weight and for bias
+    rows, units, dy_stride, dtotal_stride, x_stride,
+    RMS: tl.constexpr, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr,
+    UNIT: tl.constexpr, EVEN: tl.constexpr, HOLD: tl.constexpr, AGAIN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dx, and partial sums for weight and bias.
+
+    dtotal: a gradient that flows to x past the norm, or None. HOLD: the weight stays in registers from the beginning;
+    otherwise it is fetched ahead, too. AGAIN: rows so long that they do not stay in registers beside their sums are
+    loaded again for the second pass.
+    """
+    CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
+    columns = units * UNIT
+    lane = tl.arange(0, COLUMNS)
+    held = ()  # of all blocks
+    weight_sums = ()
+    bias_sums = ()
+    for block in tl.static_range(BLOCKS):
+        if weight is not None and HOLD:
+            held = held + (parameters(weight, block * COLUMNS + lane, columns, EVEN or block < BLOCKS - 1)[None, :],)
+        weight_sums = weight_sums + (tl.zeros((ROWS, COLUMNS), tl.float32),)
+        bias_sums = bias_sums + (tl.zeros((ROWS, COLUMNS), tl.float32),)
+    # A program takes every (number of programs)-th tile of rows, always the same ones: sums are deterministic.
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        dy_rows = dy + row[:, None] * (dy_stride * UNIT) + lane[None, :]  # (ROWS, COLUMNS)
+        x_rows = x + row[:, None] * (x_stride * UNIT) + lane[None, :]
+        average = tl.zeros((ROWS, 1), tl.float32)
+        if not RMS:
+            average = tl.load(mean + row, mask=row < rows, other=0.0)[:, None]
+        scale = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
+        gradients = ()  # of all blocks, as loaded
+        values = ()
+        for block in tl.static_range(BLOCKS):
+            inside = is_inside(row, rows, block * COLUMNS + lane, columns, EVEN or block < BLOCKS - 1)
+            gradients = gradients + (tl.load(dy_rows + block * COLUMNS, mask=inside, other=0.0),)
+            values = values + (tl.load(x_rows + block * COLUMNS, mask=inside, other=0.0),)
+        along = tl.zeros((ROWS, COLUMNS), tl.float32)  # sums along the rows of dy * weight, and of that times normal x
+        across = tl.zeros((ROWS, COLUMNS), tl.float32)
+        lane_rests = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for block in tl.static_range(BLOCKS):
+            weighted = gradients[block].to(tl.float32)
+            if weight is not None:
+                if HOLD:
+                    weighted *= held[block]
+                else:
+                    weighted *= parameters(weight, block * COLUMNS + lane, columns, EVEN or block < BLOCKS - 1)[None, :]
+            if RMS:
+                across += weighted * (values[block].to(tl.float32) * scale)
+            else:
+                along += weighted
+                centred = values[block].to(tl.float32) - average
+                across += weighted * (centred * scale)
+                if CORRECTED:
+                    if not (EVEN or block < BLOCKS - 1):
+                        centred = tl.where((block * COLUMNS + lane < columns)[None, :], centred, 0.0)
+                    lane_rests += centred
+        if RMS:
+            across = (tl.sum(across, axis=1) * (1.0 / columns))[:, None]
+        else:
+            along, across = tl.reduce((along, across), 1, _add_pairs)
+            along = (along * (1.0 / columns))[:, None]
+            across = (across * (1.0 / columns))[:, None]
+        if CORRECTED:
+            rest = (tl.sum(lane_rests, axis=1) * (1.0 / columns))[:, None]
+            across -= rest * scale * along
+        next_weight_sums = ()
+        next_bias_sums = ()
+        for block in tl.static_range(BLOCKS):
+            inside = is_inside(row, rows, block * COLUMNS + lane, columns, EVEN or block < BLOCKS - 1)
+            if AGAIN:
+                gradient = tl.load(dy_rows + block * COLUMNS, mask=inside, other=0.0, volatile=True).to(tl.float32)
+                value = tl.load(x_rows + block * COLUMNS, mask=inside, other=0.0, volatile=True).to(tl.float32)
+            else:
+                gradient = gradients[block].to(tl.float32)
+                value = values[block].to(tl.float32)
+            if not RMS:
+                value -= average
+            if CORRECTED:
+                value -= rest
+            normal = value * scale
+            if SUM_WEIGHT:
+                next_weight_sums = next_weight_sums + (weight_sums[block] + gradient * normal,)
+            if SUM_BIAS:
+                next_bias_sums = next_bias_sums + (bias_sums[block] + gradient,)
+            if weight is not None:
+                if HOLD:
+                    gradient *= held[block]
+                else:
+                    gradient *= parameters(weight, block * COLUMNS + lane, columns, EVEN or block < BLOCKS - 1)[None, :]
+            if not RMS:
+                gradient -= along
+            result = (gradient - normal * across) * scale
+            if dtotal is not None:
+                place = dtotal + row[:, None] * (dtotal_stride * UNIT) + (block * COLUMNS + lane)[None, :]
+                result += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+            target = dx + row[:, None] * columns + (block * COLUMNS + lane)[None, :]
+            tl.store(target, result.to(dx.dtype.element_ty), mask=inside)
+        if SUM_WEIGHT:
+            weight_sums = next_weight_sums
+        if SUM_BIAS:
+            bias_sums = next_bias_sums
+    program = tl.program_id(0).to(tl.int64)
+    for block in tl.static_range(BLOCKS):
+        column = block * COLUMNS + lane
+        if SUM_WEIGHT:
+            sums = tl.sum(weight_sums[block], axis=0)
+            tl.store(partial + 2 * program * columns + column, sums, mask=column < columns)
+        if SUM_BIAS:
+            sums = tl.sum(bias_sums[block], axis=0)
+            tl.store(partial + (2 * program + 1) * columns + column, sums, mask=column < columns)
+
+
+@triton.jit
+def norm_backward_shifted(
+    dy, dtotal, x, weight, mean, rstd, dx,  # as above, rows without gaps
+    partial,  # (programs * ROWS, 2, N)
+    rows, columns,  # rows: a multiple of 8
+    RMS: tl.constexpr, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The same of rows at odd addresses. Each row of a tile has its own shift, and so its own sums."""
+    lane = tl.arange(0, COLUMNS)
+    first = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    shift = shift_of(first, columns)[:, None]  # (ROWS, 1)
+    weights = ()  # of all blocks, as loaded
+    weight_sums = ()
+    bias_sums = ()
+    for block in tl.static_range(BLOCKS):
+        if weight is not None:
+            column = (block * COLUMNS + lane)[None, :] - shift
+            inside = (column >= 0) & (column < columns)
+            weights = weights + (tl.load(weight + column, mask=inside, other=0.0),)
+        weight_sums = weight_sums + (tl.zeros((ROWS, COLUMNS), tl.float32),)
+        bias_sums = bias_sums + (tl.zeros((ROWS, COLUMNS), tl.float32),)
+    for tile in tl.range(tl.program_id(0), rows // ROWS, tl.num_programs(0), num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        place = enclosing(row, columns)[:, None] + lane[None, :]  # (ROWS, COLUMNS)
+        average = tl.zeros((ROWS, 1), tl.float32)
+        if not RMS:
+            average = tl.load(mean + row)[:, None]
+        scale = tl.load(rstd + row)[:, None]
+        gradients = ()
+        values = ()
+        for block in tl.static_range(BLOCKS):
+            position = block * COLUMNS + lane
+            gradients = gradients + (
+                load_shifted(dy + place + block * COLUMNS, position, shift, columns, block == 0 or block >= WHOLE),
+            )
+            values = values + (
+                load_shifted(x + place + block * COLUMNS, position, shift, columns, block == 0 or block >= WHOLE),
+            )
+        along = tl.zeros((ROWS, COLUMNS), tl.float32)
+        across = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for block in tl.static_range(BLOCKS):
+            weighted = gradients[block].to(tl.float32)
+            if weight is not None:
+                weighted *= weights[block].to(tl.float32)
+            if RMS:
+                across += weighted * (values[block].to(tl.float32) * scale)
+            else:
+                along += weighted
+                across += weighted * ((values[block].to(tl.float32) - average) * scale)
+        if RMS:
+            across = (tl.sum(across, axis=1) * (1.0 / columns))[:, None]
+        else:
+            along, across = tl.reduce((along, across), 1, _add_pairs)
+            along = (along * (1.0 / columns))[:, None]
+            across = (across * (1.0 / columns))[:, None]
+        next_weight_sums = ()
+        next_bias_sums = ()
+        for block in tl.static_range(BLOCKS):
+            gradient = gradients[block].to(tl.float32)
+            value = values[block].to(tl.float32)
+            if not RMS:
+                value -= average
+            normal = value * scale
+            if SUM_WEIGHT:
+                next_weight_sums = next_weight_sums + (weight_sums[block] + gradient * normal,)
+            if SUM_BIAS:
+                next_bias_sums = next_bias_sums + (bias_sums[block] + gradient,)
+            if weight is not None:
+                gradient *= weights[block].to(tl.float32)
+            if not RMS:
+                gradient -= along
+            result = (gradient - normal * across) * scale
+            position = block * COLUMNS + lane
+            if dtotal is not None:
+                more = load_shifted(
+                    dtotal + place + block * COLUMNS, position, shift, columns, block == 0 or block >= WHOLE
+                )
+                result += more.to(tl.float32)
+            result = result.to(dx.dtype.element_ty)
+            store_shifted(dx + place + block * COLUMNS, result, position, shift, columns, block == 0 or block >= WHOLE)
+        if SUM_WEIGHT:
+            weight_sums = next_weight_sums
+        if SUM_BIAS:
+            bias_sums = next_bias_sums
+    sums_rows = first.to(tl.int64)[:, None] * (2 * columns)
+    for block in tl.static_range(BLOCKS):
+        column = (block * COLUMNS + lane)[None, :] - shift
+        inside = (column >= 0) & (column < columns)
+        if SUM_WEIGHT:
+            tl.store(partial + sums_rows + column, weight_sums[block], mask=inside)
+        if SUM_BIAS:
+            tl.store(partial + sums_rows + columns + column, bias_sums[block], mask=inside)
+
+
+@triton.jit
+def add_partial_sums(
+    partial, dweight, dbias,  # (programs, 2, N) float32, (N,), (N,)
+    programs, columns,
+    SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of weight and bias: partial sums added in their order."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    if SUM_WEIGHT:
+        total = _sum_of_rows(partial, programs, column, columns, ROWS, COLUMNS)
+        tl.store(dweight + column, total.to(dweight.dtype.element_ty), mask=column < columns)
+    if SUM_BIAS:
+        total = _sum_of_rows(partial + columns, programs, column, columns, ROWS, COLUMNS)
+        tl.store(dbias + column, total.to(dbias.dtype.element_ty), mask=column < columns)
+
+
+# ---- pieces, some of them also of triton_kernels/long_norms.py -------------------------------------------------------
+
+
+@triton.jit
+def parameters(pointer, column, columns, FULL: tl.constexpr):
+    """One parameter a column, float32, and 0 past the end; FULL: all columns exist."""
+    if FULL:
+        return tl.load(pointer + column).to(tl.float32)
+    else:
+        return tl.load(pointer + column, mask=column < columns, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def shift_of(row, columns):
+    """How many elements of the row before share a group of eight with a row's first."""
+    return ((row % 8) * (columns % 8)) % 8
+
+
+@triton.jit
+def enclosing(row, columns):
+    """Where the group of eight that has a row's first element begins: the compiler sees that eight divides it."""
+    return (row * columns) // 8 * 8
+
+
+@triton.jit
+def load_shifted(place, lane, shift, columns, ENDS: tl.constexpr):
+    """Elements of rows (ROWS, COLUMNS) by groups, and 0 where they are a neighbour's. shift (ROWS, 1).
+
+    ENDS: the block may have an end of a row.
+    """
+    if ENDS:
+        column = lane[None, :] - shift
+        values = tl.load(place, mask=lane[None, :] < (shift + columns + 7) // 8 * 8, other=0.0)
+        return tl.where((column >= 0) & (column < columns), values, 0.0)
+    else:
+        return tl.load(place)
+
+
+@triton.jit
+def store_shifted(place, values, lane, shift, columns, ENDS: tl.constexpr):
+    """Whole groups at once, and one by one the elements of a group that belongs to a neighbour, too."""
+    position = lane[None, :]
+    if ENDS:
+        begin = (shift + 7) // 8 * 8
+        end = (shift + columns) // 8 * 8
+        tl.store(place, values, mask=(position >= begin) & (position < end))
+        inside = (position >= shift) & (position < shift + columns)
+        tl.store(place, values, mask=inside & ((position < begin) | (position >= end)))
+    else:
+        tl.store(place, values)
+
+
+@triton.jit
+def _rest_and_variance(rests, squares, columns):
+    """What the rounded mean lacks (ROWS, 1), and the variance (ROWS,), of deviations from it and of their squares."""
+    rest, variance = tl.reduce((rests, squares), 1, _add_pairs)
+    rest = rest * (1.0 / columns)
+    return rest[:, None], tl.maximum(variance * (1.0 / columns) - rest * rest, 0.0)
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _sum_of_rows(partial, rows, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of every second row."""
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS).to(tl.int64)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        total += tl.load(partial + (2 * row)[:, None] * columns + column[None, :], mask=inside, other=0.0)
+    return tl.sum(total, axis=0)

@@ -1,0 +1,1 @@
+"""What all families share: dtypes, checks, rows, and pieces of kernels."""

@@ -1,0 +1,48 @@
+"""Activations that follow a product or a convolution: their names, their formulas in PyTorch, what they cost."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rooftop.kernels.operands.dtypes import accumulator_dtype
+
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid")  # numbered so in triton_kernels/activations.py
+OF_OUTPUT = ("none", "relu", "sigmoid")
+"""Those whose result says the derivative."""
+
+# Of one element: an exponential, a division, an error function and a product count 1 each.
+FORWARD_FLOPS = {"none": 0, "relu": 1, "gelu": 5, "gelu_tanh": 8, "silu": 4, "sigmoid": 3}
+BACKWARD_FLOPS = {"none": 0, "relu": 1, "gelu": 10, "gelu_tanh": 15, "silu": 8, "sigmoid": 3}
+
+
+def activated(values: Tensor, activation: str) -> Tensor:
+    """PyTorch's function of that name."""
+    if activation == "relu":
+        return values.relu()
+    if activation == "gelu":
+        return functional.gelu(values)
+    if activation == "gelu_tanh":
+        return functional.gelu(values, approximate="tanh")
+    if activation == "silu":
+        return functional.silu(values)
+    return values.sigmoid() if activation == "sigmoid" else values
+
+
+def activation_backward_reference(dy: Tensor, saved: Tensor, activation: str, of_output: bool) -> Tensor:
+    """dy * activation' in float32 (float64 for float64); `saved`: the result where `of_output`, else what was
+    activated."""
+    gradient, value = dy.to(accumulator_dtype(dy.dtype)), saved.to(accumulator_dtype(dy.dtype))
+    if activation == "none":
+        return gradient
+    if activation == "relu":
+        return gradient.masked_fill(value <= 0, 0.0)
+    if activation == "gelu":
+        return torch.ops.aten.gelu_backward(gradient, value)
+    if activation == "gelu_tanh":
+        return torch.ops.aten.gelu_backward(gradient, value, approximate="tanh")
+    share = value if activation == "sigmoid" and of_output else value.sigmoid()
+    if activation == "sigmoid":
+        return gradient * share * (1 - share)
+    return gradient * share * (1 + value * (1 - share))

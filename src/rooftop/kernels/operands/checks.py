@@ -1,0 +1,110 @@
+"""What operators check of their tensors before anything is launched, and how they say what is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftop.errors import did_you_mean
+from rooftop.kernels.operands.dtypes import in_words
+
+NUMBERS: tuple[type[Any], ...] = (int, float, torch.SymInt, torch.SymFloat)
+
+
+def check_tensors(
+    name: str,
+    dtypes: Sequence[torch.dtype] | None = None,
+    optional: Sequence[str] = (),
+    beside: tuple[str, Any] | None = None,
+    /,
+    **tensors: Any,
+) -> None:
+    """Check that arguments are dense tensors of some dtypes on one device.
+
+    Args:
+        name: of the public function.
+        dtypes: that each may have; None: any, the function checks them itself.
+        optional: arguments that may be None.
+        beside: an argument, with its name, whose device all must be on; None: that of the first tensor.
+        tensors: the arguments by name.
+
+    Raises:
+        TypeError: what is no tensor, not dense or of another dtype.
+        ValueError: tensors on several devices.
+    """
+    for argument, tensor in tensors.items():
+        if tensor is None and argument in optional:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: {argument} must be a tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise not_dense(name, argument, tensor)
+        if dtypes is not None:
+            check_dtype(name, argument, tensor.dtype, dtypes)
+        if beside is None:
+            beside = (argument, tensor)
+        elif tensor.device != beside[1].device:
+            raise ValueError(
+                f"{name}: {beside[0]} is on {beside[1].device}, {argument} on {tensor.device}: move one to the other"
+            )
+
+
+def not_dense(name: str, argument: str, tensor: Tensor) -> TypeError:
+    """The error for a tensor of another layout than strided."""
+    return TypeError(f"{name}: {argument} must be dense, got layout {tensor.layout}: use .to_dense()")
+
+
+def check_dtype(name: str, argument: str, given: torch.dtype, dtypes: Sequence[torch.dtype], hint: str = "") -> None:
+    """TypeError where it is none of these."""
+    if given not in dtypes:
+        raise TypeError(f"{name}: {argument} must be {in_words(dtypes)}, got {given}{hint}")
+
+
+def check_shape(name: str, argument: str, tensor: Tensor | None, shape: tuple[int, ...], hint: str = "") -> None:
+    """ValueError where a tensor that is given has another shape."""
+    if tensor is not None and tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}: expected {argument} of shape {shape}, got {tuple(tensor.shape)}{hint}")
+
+
+def check_same_dtype(name: str, first: str, tensor: Tensor, hint: str, **others: Tensor | None) -> None:
+    """TypeError where another tensor that is given has another dtype than the first."""
+    for argument, other in others.items():
+        if other is not None and other.dtype != tensor.dtype:
+            raise TypeError(f"{name}: {first} is {tensor.dtype}, {argument} {other.dtype}: {hint}")
+
+
+def check_choice(name: str, argument: str, given: object, choices: Sequence[str], also: str = "") -> None:
+    """ValueError where it is none of these words; `also` stands in front of them: "None or "."""
+    if given not in choices:
+        raise ValueError(
+            f"{name}: {argument} must be {also}one of {', '.join(choices)}, got {given!r}{did_you_mean(given, choices)}"
+        )
+
+
+def check_finite(name: str, argument: str, value: Any, expected: str = "a number") -> None:
+    """TypeError for what is no number, ValueError for one that is not finite."""
+    if not isinstance(value, NUMBERS):
+        raise TypeError(f"{name}: {argument} must be {expected}, got {type(value).__name__}")
+    if not abs(value) < math.inf:  # torch.compile has no isfinite of a number that it takes as a variable
+        raise ValueError(f"{name}: {argument} must be finite, got {value}")
+
+
+def two_integers(name: str, argument: str, given: Any, least: int) -> tuple[int, int]:
+    """Of images: a number for lines and columns alike, or one for each.
+
+    Raises:
+        TypeError: it is neither an integer nor one or two of them.
+        ValueError: one of them is below `least`.
+    """
+    values = (given,) if isinstance(given, int) else tuple(given) if isinstance(given, tuple | list) else ()
+    if len(values) == 1:
+        values *= 2
+    if len(values) != 2 or not all(isinstance(each, int) and not isinstance(each, bool) for each in values):
+        raise TypeError(f"{name}: {argument} must be an integer or two, got {given!r}")
+    if min(values) < least:
+        raise ValueError(f"{name}: {argument} must be at least {least}, got {given!r}")
+    return values

@@ -1,0 +1,52 @@
+"""How operators look at strided tensors: as rows, in few dimensions, in groups of elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def unit(*sizes: int) -> int:
+    """The largest group of up to 8 elements (16 bytes of half precision) that divides all sizes."""
+    return math.gcd(8, *sizes)
+
+
+LINE_BYTES = 16
+"""What one load takes at most."""
+
+
+def from_line(x: Tensor) -> tuple[Tensor, int]:
+    """(a view, how many elements after its beginning x begins): the view begins at a multiple of 16 bytes, if x is in
+    memory that begins as early. Compilers know of a pointer only whether it is such a multiple."""
+    size = x.element_size()
+    beyond = x.data_ptr() % LINE_BYTES
+    lead = beyond // size
+    if not lead or beyond % size or lead > x.storage_offset():
+        return x, 0
+    return x.as_strided((1,), (1,), x.storage_offset() - lead), lead
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x (..., N) as (M, N) with unit column stride; a view where the strides allow one, else a copy."""
+    table = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return table if table.stride(1) == 1 else table.contiguous()
+
+
+def unit_columns(x: Tensor) -> Tensor:
+    """x (M, N), copied where the elements of a row lie apart; rows may."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def merged(sizes: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """(size, stride) of a view with as few dimensions as its strides allow."""
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(sizes, strides, strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = (dims[-1][0] * size, stride)
+        else:
+            dims.append((size, stride))
+    return dims

@@ -1,0 +1,130 @@
+"""Activations and their gradients, as kernels call them that finish products.
+
+Activations cost as much as the product's last tenth where they are not hidden behind it, most of it in the unit for
+exponentials and reciprocals, 8 times slower than multiplication. HALF says that results are rounded to 16 bits: then
+each takes one exponential and a polynomial (`normal_below`, `_reciprocal`), far within that rounding. Those of float32
+are as accurate as PyTorch's: exponentials of reduced arguments, divisions that round correctly, nothing that cancels.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rooftop.kernels.operands.triton_kernels.scalars import exponential, normal_below
+
+# Numbered as in ACTIVATIONS of operands/activations.py.
+NONE = tl.constexpr(0)
+RELU = tl.constexpr(1)
+GELU = tl.constexpr(2)
+GELU_TANH = tl.constexpr(3)
+SILU = tl.constexpr(4)
+SIGMOID = tl.constexpr(5)
+
+
+@triton.jit
+def activated(values, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
+    """float32 in and out; HALF: the result is rounded to 16 bits. NaN stays NaN."""
+    if ACTIVATION == RELU:
+        values = tl.where(values < 0.0, 0.0, values)
+    elif ACTIVATION == GELU:
+        if HALF:
+            # v Phi(v) is v - v Phi(-v) and also -|v| Phi(-|v|).
+            size = tl.minimum(tl.abs(values), 14.0)
+            values = tl.maximum(values, 0.0, propagate_nan=tl.PropagateNan.ALL) - size * normal_below(size)
+        else:
+            values = 0.5 * values * (1.0 + tl.erf(values * 0.7071067811865476))
+    elif ACTIVATION == GELU_TANH:
+        if HALF:
+            size = tl.minimum(tl.abs(values), 14.0)
+            small = _exponential(_gelu_argument(size))
+            above = tl.maximum(values, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            values = above - size * small * _reciprocal(small)
+        else:
+            values = values * _sigmoid(_gelu_argument(values), HALF)
+    elif ACTIVATION == SILU:
+        values = values * _sigmoid(values, HALF)
+    elif ACTIVATION == SIGMOID:
+        values = _sigmoid(values, HALF)
+    return values
+
+
+@triton.jit
+def activation_gradient(gradient, value, ACTIVATION: tl.constexpr, OF_OUTPUT: tl.constexpr, HALF: tl.constexpr):
+    """gradient * activation'; value is the result where OF_OUTPUT, else what was activated."""
+    if ACTIVATION == RELU:
+        result = tl.where(value <= 0.0, 0.0, gradient)
+    elif ACTIVATION == GELU:
+        if HALF:
+            small = normal_below(tl.minimum(tl.abs(value), 14.0))
+            below = tl.where(value < 0.0, small, 1.0 - small)
+            result = gradient * (below + value * 0.3989422804014327 * tl.exp2(-0.7213475204444817 * value * value))
+        else:
+            below = 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))
+            result = gradient * (below + value * 0.3989422804014327 * exponential(-0.5 * value * value, True))
+    elif ACTIVATION == GELU_TANH:
+        if HALF:
+            share = _sigmoid(_gelu_argument(value), HALF)
+            slope = 1.5957691216057308 * (1.0 + 3 * 0.044715 * value * value)
+            result = gradient * share * (1.0 + value * slope * (1.0 - share))
+        else:
+            share, rest = _shares(_gelu_argument(value))
+            slope = 1.5957691216057308 * (1.0 + 3 * 0.044715 * value * value)
+            result = gradient * (share + value * (share * rest) * slope)
+    elif ACTIVATION == SILU:
+        if HALF:
+            share = _sigmoid(value, HALF)
+            result = gradient * share * (1.0 + value * (1.0 - share))
+        else:
+            share, rest = _shares(value)
+            result = gradient * (share + value * (share * rest))
+    elif OF_OUTPUT or HALF:
+        share = value if OF_OUTPUT else _sigmoid(value, HALF)
+        result = gradient * share * (1.0 - share)
+    else:
+        share, rest = _shares(value)
+        result = gradient * (share * rest)
+    return result
+
+
+@triton.jit
+def _gelu_argument(values):
+    """(1 + tanh(u)) / 2 is sigmoid(2 u): this is 2 u = 2 sqrt(2 / pi) (v + 0.044715 v^3)."""
+    return 1.5957691216057308 * values * (1.0 + 0.044715 * values * values)
+
+
+@triton.jit
+def _sigmoid(values, HALF: tl.constexpr):
+    if HALF:
+        small = _exponential(tl.abs(values))
+        share = _reciprocal(small)
+        return tl.where(values < 0.0, small * share, share)
+    else:
+        share, _ = _shares(values)
+        return share
+
+
+@triton.jit
+def _shares(values):
+    """(sigmoid(v), sigmoid(-v)) in float32; 1 less the first would have nothing left of a small second."""
+    small = exponential(-tl.abs(values), True)
+    larger = tl.div_rn(1.0, 1.0 + small)
+    smaller = small * larger
+    return tl.where(values < 0.0, smaller, larger), tl.where(values < 0.0, larger, smaller)
+
+
+@triton.jit
+def _exponential(size):
+    """exp(-size), 0 where that is below the least normal number."""
+    return tl.exp2(size * -1.4426950408889634)
+
+
+@triton.jit
+def _reciprocal(small):
+    """1 / (1 + small) for small in [0, 1]: the best polynomial of degree 6 that is 1 at 0, within 1e-5 of it."""
+    value = small * 0.07440771907567978 - 0.33152881264686584
+    value = value * small + 0.6789292693138123
+    value = value * small - 0.9098189473152161
+    value = value * small + 0.9873993396759033
+    value = value * small - 0.9993836283683777
+    return value * small + 1.0

@@ -1,0 +1,44 @@
+"""Pieces of kernels that multiply matrices: which tile comes next, a step of a product, a tile in parts."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
+    """(row, column) of a tile: down GROUP rows of tiles, then one column on; then the next GROUP rows."""
+    band = tile // (GROUP * column_tiles)
+    height = min(row_tiles - band * GROUP, GROUP)
+    within = tile % (GROUP * column_tiles)
+    return band * GROUP + within % height, within // height
+
+
+@triton.jit
+def plus_product(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    """total + left @ right. WIDEN: Triton's interpreter takes the bits of bfloat16 for whole numbers in a product."""
+    if WIDEN:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, total, input_precision=PRECISION)
+
+
+@triton.jit
+def in_parts(values, PARTS: tl.constexpr):
+    """(ROWS, COLUMNS) as a tuple of 1, 2 or 4 tensors of neighbouring columns."""
+    if PARTS == 1:
+        return (values,)
+    else:
+        left, right = _halves(values)
+        if PARTS == 2:
+            return (left, right)
+        else:
+            first, second = _halves(left)
+            third, fourth = _halves(right)
+            return (first, second, third, fourth)
+
+
+@triton.jit
+def _halves(values):
+    apart = tl.reshape(values, (values.shape[0], 2, values.shape[1] // 2))
+    return tl.split(tl.permute(apart, (0, 2, 1)))

@@ -1,0 +1,56 @@
+"""Pieces of kernels that work on rows: which elements there are, and sums over lanes."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_of_program(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(row, column, inside) of this program's elements; tiles that lie side by side follow each other."""
+    blocks = tl.cdiv(columns, COLUMNS)
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = (program % blocks).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    return row, column, (row < rows) & (column < columns)
+
+
+@triton.jit
+def is_inside(row, rows, column, columns, FULL: tl.constexpr):
+    """Which elements of a block exist: (ROWS, 1) where all columns do (FULL), else (ROWS, COLUMNS)."""
+    inside = (row < rows)[:, None]
+    if not FULL:
+        inside = inside & (column < columns)[None, :]
+    return inside
+
+
+@triton.jit
+def fold_scores(largest, total, scores, GROUP: tl.constexpr):
+    """Each lane's maximum and its sum of exp(score - maximum), with GROUP neighbouring scores more.
+
+    The sum is rescaled once a group, not once a score. A lane that has seen nothing but -inf has a sum of 0.
+    """
+    groups = tl.reshape(scores, (scores.shape[0] // GROUP, GROUP))
+    higher = tl.maximum(largest, tl.max(groups, axis=1))
+    origin = tl.where(higher == float("-inf"), 0.0, higher)
+    return higher, total * tl.exp(largest - origin) + tl.sum(tl.exp(groups - origin[:, None]), axis=1)
+
+
+@triton.jit
+def merge_lanes(largest, total, WIDE: tl.constexpr):
+    """The maximum of all lanes, and the sum of exponentials relative to it."""
+    maximum = tl.max(largest, axis=0)
+    return maximum, sum_of_lanes(total * tl.exp(largest - maximum), 0, WIDE)
+
+
+@triton.jit
+def sum_of_lanes(total, axis: tl.constexpr, WIDE: tl.constexpr):
+    """Sums along an axis, in float64 if WIDE, else in float32."""
+    return tl.sum(widened(total, WIDE), axis=axis)
+
+
+@triton.jit
+def widened(values, WIDE: tl.constexpr):
+    """In float64 if WIDE, else in float32."""
+    return values.to(tl.float64 if WIDE else tl.float32)

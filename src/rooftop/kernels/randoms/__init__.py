@@ -1,0 +1,1 @@
+"""Random numbers by counter, and dropout made of them."""

@@ -1,0 +1,1 @@
+"""ConvLSTM: the gates of a step, and all steps as one operator."""

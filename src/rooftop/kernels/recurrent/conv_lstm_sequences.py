@@ -1,0 +1,493 @@
+"""All steps of a ConvLSTM, from the input convolutions of all of them to the hidden states of all of them.
+
+    z_t = gates_t + conv(h_{t-1}, kernel) + bias
+    i, f, o = recurrent_activation(z_i, z_f, z_o)
+    c_t = f c_{t-1} + i activation(z_c)
+    h_t = o activation(c_t)
+
+Shi et al. 2015, "Convolutional LSTM Network", without peepholes, gates in Keras's order i, f, c, o. Bound by the flops
+of the convolutions. A step is two launches: the convolution, and the kernel of `conv_lstms.py`, which writes h_t into
+its place among the results. A step of backward is two as well: that kernel's backward, which adds the two gradients of
+h_t, and the convolution's gradient of its input. Those of `kernel` and `bias` are one call each for all steps, after
+the last of them; only in exact float32 is the kernel's taken step by step, because a library's sum over all steps errs
+more than the sum of theirs.
+
+Backward reads the sums z_t and the cells before each step, which forward keeps where a gradient is wanted. Without one
+it keeps nothing, and the cell is updated in place.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.kernels.operands.checks import check_choice, check_dtype, check_shape, check_tensors
+from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
+from rooftop.kernels.recurrent.conv_lstms import (
+    ACTIVATIONS,
+    FLOPS,
+    SLOPE_FLOPS,
+    activation_flops,
+    conv_lstm_gates_reference,
+    step_backward_into,
+    step_into,
+)
+from rooftop.kernels.reductions.reductions import sum as total
+from rooftop.launch.operators import (
+    differentiable,
+    in_pytorch,
+    keeps_for_backward,
+    no_second_derivative,
+    no_tangents,
+    operator,
+    without_autocast,
+)
+from rooftop.launch.symbolic import recorded_whole
+
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
+Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+# ---- reference -------------------------------------------------------------------------------------------------
+
+
+@without_autocast
+def conv_lstm_sequence_reference(
+    gates: Tensor,
+    kernel: Tensor,
+    hidden: Tensor | None = None,
+    cell: Tensor | None = None,
+    activation: str = "tanh",
+    recurrent_activation: str = "sigmoid",
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(outputs, cell) (T, N, F, H, W), (N, F, H, W) in plain PyTorch, which autograd differentiates, also twice."""
+    outputs = []
+    gates = gates if bias is None else gates + bias.to(gates.dtype)[:, None, None]
+    state = torch.zeros_like(gates[0, :, : kernel.shape[1]]) if cell is None else cell
+    for step in gates:
+        scores = step if hidden is None else step + recurrent_convolution(hidden, kernel)
+        hidden, state = conv_lstm_gates_reference(scores, state, None, activation, recurrent_activation)
+        outputs.append(hidden)
+    return torch.stack(outputs), state
+
+
+def recurrent_convolution(hidden: Tensor, kernel: Tensor, groups: int = 1) -> Tensor:
+    """(N, F, H, W) -> (N, 4 F, H, W): "same", and of an even kernel one row or column more after than before."""
+    padded, padding = _padded(hidden, kernel)
+    return F.conv2d(padded, kernel, padding=padding, groups=groups)
+
+
+def _padded(hidden: Tensor, kernel: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """What a convolution with so much padding on both sides is taken of."""
+    height, width = kernel.shape[2:]
+    if height % 2 and width % 2:
+        return hidden, (height // 2, width // 2)
+    return F.pad(hidden, ((width - 1) // 2, width // 2, (height - 1) // 2, height // 2)), (0, 0)
+
+
+# ---- implementations -------------------------------------------------------------------------------------------
+
+
+def _format_of(gates: Tensor) -> torch.memory_format:
+    """Of each step: channels last where the gates are."""
+    step = gates[0]
+    last = not step.is_contiguous() and step.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last else torch.contiguous_format
+
+
+def _as_steps(x: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """(T, N, C, H, W) in one piece, each step in that memory format; a copy if it is not."""
+    return x.flatten(0, 1).contiguous(memory_format=memory_format).unflatten(0, x.shape[:2])
+
+
+def _empty(gates: Tensor, steps: int, channels: int, dtype: torch.dtype) -> Tensor:
+    """(steps, N, channels, H, W) in the memory format of the gates; without steps: no elements."""
+    if steps == 0:
+        return gates.new_empty(0, dtype=dtype)
+    shape = (steps * gates.shape[1], channels, *gates.shape[3:])
+    found = torch.empty(shape, dtype=dtype, device=gates.device, memory_format=_format_of(gates))
+    return found.unflatten(0, (steps, gates.shape[1]))
+
+
+def _made(gates: Tensor, kernel: Tensor, cell: Tensor | None, keep: bool) -> Four:
+    """Memory for the results of `_forward`."""
+    features, steps = kernel.shape[1], gates.shape[0] if keep else 0
+    dtype = gates.dtype if cell is None else cell.dtype
+    return (
+        _empty(gates, gates.shape[0], features, gates.dtype),
+        _empty(gates, 1, features, dtype)[0],
+        _empty(gates, steps, features, dtype),
+        _empty(gates, steps, 4 * features, gates.dtype),
+    )
+
+
+@without_autocast
+def _forward(
+    gates: Tensor,
+    kernel: Tensor,
+    hidden: Tensor | None,
+    cell: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
+    recurrent_activation: str,
+    keep: bool,
+) -> Four:
+    """(outputs (T, N, F, H, W), the last cell (N, F, H, W), and for backward the cell before each step
+    (T, N, F, H, W) and its sums (T, N, 4 F, H, W))."""
+    memory_format = _format_of(gates)
+    outputs, last_cell, cells, scores = _made(gates, kernel, cell, keep)
+    if outputs.numel() == 0:
+        return outputs, last_cell, cells, scores
+    inputs = _as_steps(gates, memory_format)
+    kernel = kernel.contiguous(memory_format=memory_format)  # once, not in each convolution
+    hidden = None if hidden is None else hidden.contiguous(memory_format=memory_format)
+    bias = None if bias is None else bias.contiguous()
+    names = (activation, recurrent_activation)
+    state = cells[0] if keep else last_cell
+    if cell is None:
+        state.zero_()
+    else:
+        state.copy_(cell)
+    for step, added in enumerate(inputs):
+        following = cells[step + 1] if keep and step + 1 < len(inputs) else last_cell
+        written, sums = (outputs[step], following), scores[step] if keep else None
+        if hidden is None:
+            step_into(*written, added, state, None, bias, sums, *names)
+        else:
+            recurrent = recurrent_convolution(hidden, kernel).contiguous(memory_format=memory_format)
+            step_into(*written, recurrent, state, added, bias, sums, *names)
+        hidden, state = outputs[step], following
+    return outputs, last_cell, cells, scores
+
+
+def _gradients(kernel: Tensor, hidden: Tensor | None, bias: Tensor | None, cells: Tensor, scores: Tensor) -> Five:
+    """Memory for the results of `_backward`."""
+    width = kernel.shape[1]
+    return (
+        _empty(scores, scores.shape[0], 4 * width, scores.dtype),
+        kernel.new_empty(kernel.shape),
+        kernel.new_empty(0) if hidden is None else _empty(scores, 1, width, hidden.dtype)[0],
+        _empty(scores, 1, width, cells.dtype)[0],
+        kernel.new_empty(0) if bias is None else bias.new_empty(bias.shape),
+    )
+
+
+@without_autocast
+def _backward(
+    scores: Tensor,
+    kernel: Tensor,
+    hidden: Tensor | None,
+    bias: Tensor | None,
+    outputs: Tensor,
+    cells: Tensor,
+    doutputs: Tensor | None,
+    dlast_cell: Tensor | None,
+    activation: str,
+    recurrent_activation: str,
+) -> Five:
+    """(dgates, dkernel, dhidden, dcell, dbias); without elements what there is no argument for."""
+    memory_format = _format_of(scores)
+    dgates, dkernel, dhidden, dcell, dbias = _gradients(kernel, hidden, bias, cells, scores)
+    if outputs.numel() == 0:
+        return dgates, dkernel.zero_(), dhidden, dcell, dbias.zero_()
+    if doutputs is None:
+        doutputs = outputs.new_zeros(()).expand(outputs.shape)
+    doutputs = _as_steps(doutputs, memory_format)
+    if dlast_cell is None:
+        dcell.zero_()
+    else:
+        dcell.copy_(dlast_cell)
+    weight = kernel.contiguous(memory_format=memory_format)
+    to_hidden = None
+    for step in reversed(range(scores.shape[0])):
+        tensors = (doutputs[step], to_hidden, dcell, scores[step], cells[step], None)
+        step_backward_into(dgates[step], dcell, *tensors, activation, recurrent_activation)
+        if step > 0 or hidden is not None:
+            to_hidden = _input_gradient(dgates[step], outputs[step], weight).contiguous(memory_format=memory_format)
+    if scores.shape[0] > 1:  # all but the first step
+        dkernel.copy_(_kernel_gradient_of_steps(dgates[1:], outputs[:-1], weight))
+    else:
+        dkernel.zero_()
+    if hidden is not None and to_hidden is not None:
+        first = hidden.contiguous(memory_format=memory_format)
+        dkernel += _kernel_gradient(dgates[0], first, weight)
+        dhidden.copy_(to_hidden)
+    if bias is not None:
+        wide = accumulator_dtype(dgates.dtype)
+        dbias.copy_(total(dgates, (0, 1, 3, 4), dtype=wide))
+    return dgates, dkernel, dhidden, dcell, dbias
+
+
+def _input_gradient(dgates: Tensor, like: Tensor, kernel: Tensor) -> Tensor:
+    """Of the convolution of a hidden state (N, F, H, W) like that one."""
+    padded, padding = _padded(like, kernel)
+    found = _convolution_backward(dgates, padded, kernel, padding, [True, False, False])[0]
+    if padded is like:
+        return found
+    top, left = ((size - 1) // 2 for size in kernel.shape[2:])
+    return found.narrow(2, top, like.shape[2]).narrow(3, left, like.shape[3])
+
+
+def _kernel_gradient_of_steps(dgates: Tensor, hidden: Tensor, kernel: Tensor) -> Tensor:
+    """Of the convolutions of (T, N, F, H, W)."""
+    if matrix_precision(dgates, convolution=True) == "fp32":
+        found = _kernel_gradient(dgates[0], hidden[0], kernel)
+        for step in range(1, len(hidden)):
+            found += _kernel_gradient(dgates[step], hidden[step], kernel)
+        return found
+    return _kernel_gradient(dgates.flatten(0, 1), hidden.flatten(0, 1), kernel)
+
+
+def _kernel_gradient(dgates: Tensor, hidden: Tensor, kernel: Tensor) -> Tensor:
+    """Of one convolution of (M, F, H, W), or of those of many steps as one."""
+    padded, padding = _padded(hidden, kernel)
+    return _convolution_backward(dgates, padded, kernel, padding, [False, True, False])[1]
+
+
+def _convolution_backward(
+    dgates: Tensor, x: Tensor, kernel: Tensor, padding: tuple[int, int], which: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
+        dgates, x, kernel, None, (1, 1), padding, (1, 1), False, (0, 0), 1, which
+    )
+    return found
+
+
+# ---- registration ----------------------------------------------------------------------------------------------
+
+
+@operator("conv_lstm_sequence")
+def _conv_lstm_sequence(
+    gates: Tensor,
+    kernel: Tensor,
+    hidden: Tensor | None,
+    cell: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
+    recurrent_activation: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _forward(gates, kernel, hidden, cell, bias, activation, recurrent_activation, keep)
+
+
+@torch.library.register_fake("rooftop::conv_lstm_sequence")
+def _(
+    gates: Tensor,
+    kernel: Tensor,
+    hidden: Tensor | None,
+    cell: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
+    recurrent_activation: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _made(gates, kernel, cell, keep)
+
+
+def _by_reference(
+    gates: Tensor,
+    kernel: Tensor,
+    hidden: Tensor | None,
+    cell: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
+    recurrent_activation: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if keep:
+        raise NotImplementedError("rooftop::conv_lstm_sequence: what is kept for backward has no decomposition")
+    outputs, last = conv_lstm_sequence_reference(gates, kernel, hidden, cell, activation, recurrent_activation, bias)
+    return outputs, last, last.new_empty(0), gates.new_empty(0)
+
+
+in_pytorch("conv_lstm_sequence", _by_reference)
+
+
+@operator("conv_lstm_sequence_backward")
+def _conv_lstm_sequence_backward(
+    scores: Tensor,
+    kernel: Tensor,
+    hidden: Tensor | None,
+    bias: Tensor | None,
+    outputs: Tensor,
+    cells: Tensor,
+    doutputs: Tensor | None,
+    dlast_cell: Tensor | None,
+    activation: str,
+    recurrent_activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tensors = (scores, kernel, hidden, bias, outputs, cells, doutputs, dlast_cell)
+    return _backward(*tensors, activation, recurrent_activation)
+
+
+@torch.library.register_fake("rooftop::conv_lstm_sequence_backward")
+def _(
+    scores: Tensor,
+    kernel: Tensor,
+    hidden: Tensor | None,
+    bias: Tensor | None,
+    outputs: Tensor,
+    cells: Tensor,
+    doutputs: Tensor | None,
+    dlast_cell: Tensor | None,
+    activation: str,
+    recurrent_activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _gradients(kernel, hidden, bias, cells, scores)
+
+
+def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Four) -> None:  # type: ignore[type-arg]
+    gates, kernel, hidden, cell, bias, activation, recurrent_activation, keep = inputs
+    outputs, _, cells, scores = output
+    ctx.mark_non_differentiable(cells, scores)
+    ctx.set_materialize_grads(False)  # no zeros for what is only kept
+    again = (None, None, None, gates, cell)  # of a traced program
+    ctx.save_for_backward(kernel, hidden, bias, *((outputs, cells, scores, None, None) if keep else again))
+    ctx.has_cell = cell is not None  # type: ignore[attr-defined]
+    ctx.activations = (activation, recurrent_activation)  # type: ignore[attr-defined]
+
+
+def _differentiate(
+    ctx: torch.autograd.function.FunctionCtx, doutputs: Tensor | None, dlast_cell: Tensor | None, *kept: None
+) -> tuple[Tensor | None, ...]:
+    kernel, hidden, bias, outputs, cells, scores, gates, cell = ctx.saved_tensors  # type: ignore[attr-defined]
+    if gates is not None:
+        with torch.no_grad():
+            outputs, _, cells, scores = _conv_lstm_sequence(gates, kernel, hidden, cell, bias, *ctx.activations, True)  # type: ignore[attr-defined]
+    tensors = (scores, kernel, hidden, bias, outputs, cells, doutputs, dlast_cell)
+    found = _conv_lstm_sequence_backward(*tensors, *ctx.activations)  # type: ignore[attr-defined]
+    dgates, dkernel, dhidden, dcell, dbias = found
+    given = (hidden is not None, ctx.has_cell, bias is not None)  # type: ignore[attr-defined]
+    of_given = (t if wanted else None for t, wanted in zip((dhidden, dcell, dbias), given, strict=True))
+    return dgates, dkernel, *of_given, None, None, None
+
+
+PLAIN = "the loop in PyTorch (rooftop.kernels.recurrent.conv_lstm_sequences.conv_lstm_sequence_reference)"
+differentiable("conv_lstm_sequence", _differentiate, _save)
+differentiable("conv_lstm_sequence_backward", no_second_derivative("conv_lstm_sequence", PLAIN))
+
+
+@cost_of("rooftop::conv_lstm_sequence")
+def _forward_cost(call: Call) -> Cost:
+    """A convolution and its sum for each step with a hidden state before it; of each step the gates."""
+    gates, kernel, hidden = call["gates"], call["kernel"], call["hidden"]
+    positions, convolved = _sizes(gates, hidden)
+    features = kernel.shape[1]
+    sums = convolved + (call["bias"] is not None) * gates.shape[0]
+    of_gates = (4 + activation_flops(call, FLOPS)) * gates.shape[0] + 4 * sums
+    flops = _flops(gates, 2 * convolved * positions * kernel.numel(), of_gates * positions * features)
+    read = distinct_bytes([gates, kernel, hidden, call["cell"], call["bias"]])
+    return Cost(read, distinct_bytes(list(call.out)), flops)
+
+
+@cost_of("rooftop::conv_lstm_sequence_backward")
+def _backward_cost(call: Call) -> Cost:
+    """Two gradients of each convolution; of each step the gates' backward, and the sum of a state's two gradients."""
+    scores, kernel, hidden, outputs = (call[name] for name in ("scores", "kernel", "hidden", "outputs"))
+    positions, convolved = _sizes(scores, hidden)
+    features = kernel.shape[1]
+    of_gates = 15 + activation_flops(call, FLOPS) + activation_flops(call, SLOPE_FLOPS)
+    sums = 4 * scores.shape[0] if call["bias"] is not None else 0
+    elementwise = (of_gates * scores.shape[0] + scores.shape[0] - 1 + sums) * positions * features
+    flops = _flops(scores, 4 * convolved * positions * kernel.numel(), elementwise)
+    read = [scores, kernel, hidden, outputs[:-1], call["cells"], call["doutputs"], call["dlast_cell"]]
+    return Cost(distinct_bytes(read), distinct_bytes(list(call.out)), flops)
+
+
+def _sizes(gates: Tensor, hidden: Tensor | None) -> tuple[int, int]:
+    """Positions of a step's maps, and how many steps have a convolution."""
+    steps, batch, _, height, width = gates.shape
+    return batch * height * width, steps - (hidden is None)
+
+
+def _flops(x: Tensor, of_convolutions: int, others: int) -> dict[str, int]:
+    flops = {matrix_precision(x, convolution=True): of_convolutions}
+    precision = precision_of(x.dtype)
+    flops[precision] = flops.get(precision, 0) + others
+    return flops
+
+
+# ---- public ----------------------------------------------------------------------------------------------------
+
+
+@recorded_whole
+def conv_lstm_sequence(
+    gates: Tensor,
+    kernel: Tensor,
+    hidden: Tensor | None = None,
+    cell: Tensor | None = None,
+    activation: str = "tanh",
+    recurrent_activation: str = "sigmoid",
+    *,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """All steps of a ConvLSTM after its input convolutions: (outputs, cell).
+
+    Args:
+        gates: (T, N, 4 F, H, W), T at least 1: the input convolutions of all steps, gates in the order i, f, c, o;
+            bfloat16, float16, float32 or float64. Each step's memory is contiguous or channels last, which is what
+            convolutions on a GPU want; other strides cost a copy.
+        kernel: (4 F, F, kh, kw) of the gates' dtype: of the recurrent convolution, without stride or dilation, padded
+            to the same size (of an even kernel one row or column more after than before).
+        hidden: (N, F, H, W) of the gates' dtype, to begin with; None: zeros.
+        cell: (N, F, H, W) of the gates' dtype or float32; None: zeros of the gates' dtype.
+        activation: of the candidate and of the new cell: one of `rooftop.kernels.recurrent.conv_lstms.ACTIVATIONS`.
+        recurrent_activation: of the three gates: one of them.
+        bias: (4 F,) of the gates' dtype or float32, added to the gates of every step: the input convolutions need no
+            pass of their own for theirs.
+
+    Returns:
+        outputs (T, N, F, H, W), the hidden state after each step, and the cell (N, F, H, W) after the last, in the
+        gates' memory format. Dtypes and arithmetic are those of `conv_lstm_gates`; autocast casts nothing.
+
+    Raises:
+        TypeError: no dense tensors, or dtypes that do not fit.
+        ValueError: shapes, devices or names that do not fit.
+        NotImplementedError: forward-mode differentiation, or a second derivative.
+    """
+    _check(gates, kernel, hidden, cell, bias, activation, recurrent_activation)
+    tensors = (gates, kernel, hidden, cell, bias)
+    no_tangents("conv_lstm_sequence", *tensors, instead=PLAIN)
+    keep = keeps_for_backward(*tensors)
+    outputs, last_cell, _, _ = _conv_lstm_sequence(*tensors, activation, recurrent_activation, keep)
+    return outputs, last_cell
+
+
+def _check(
+    gates: Tensor,
+    kernel: Tensor,
+    hidden: Tensor | None,
+    cell: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
+    recurrent_activation: str,
+) -> None:
+    tensors = {"gates": gates, "kernel": kernel, "hidden": hidden, "cell": cell, "bias": bias}
+    check_tensors("conv_lstm_sequence", None, ("hidden", "cell", "bias"), **tensors)
+    check_choice("conv_lstm_sequence", "activation", activation, ACTIVATIONS)
+    check_choice("conv_lstm_sequence", "recurrent_activation", recurrent_activation, ACTIVATIONS)
+    check_dtype("conv_lstm_sequence", "gates", gates.dtype, FLOATS)
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        may_be_wide = name in ("cell", "bias")
+        if tensor.dtype != gates.dtype and not (may_be_wide and tensor.dtype == torch.float32):
+            other = " or float32" if may_be_wide else ""
+            raise TypeError(f"conv_lstm_sequence: {name} must be {gates.dtype} as the gates{other}; got {tensor.dtype}")
+    if gates.dim() != 5 or gates.shape[2] % 4 or gates.shape[0] == 0:
+        raise ValueError(
+            f"conv_lstm_sequence: gates must be (T, N, 4 F, H, W) with T at least 1, got {tuple(gates.shape)}"
+        )
+    _, batch, channels, height, width = gates.shape
+    if kernel.dim() != 4 or kernel.shape[:2] != (channels, channels // 4) or 0 in kernel.shape[2:]:
+        raise ValueError(
+            f"conv_lstm_sequence: expected a kernel of shape ({channels}, {channels // 4}, kh, kw), "
+            f"got {tuple(kernel.shape)}"
+        )
+    expected = (batch, channels // 4, height, width)
+    for name in ("hidden", "cell"):
+        check_shape("conv_lstm_sequence", name, tensors[name], expected)
+    if bias is not None and bias.shape != (channels,):
+        raise ValueError(f"conv_lstm_sequence: expected a bias of shape ({channels},), got {tuple(bias.shape)}")

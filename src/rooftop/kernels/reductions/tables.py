@@ -1,0 +1,98 @@
+"""Launch parameters of the kernels of reductions and of their gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rooftop.kernels.operands.launch_data import ANY_BYTES
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """Where what is reduced is contiguous, in runs of up to `run_bytes`: results of a tile, bytes of each.
+    `stages`: tiles that are fetched ahead through shared memory; 1 is none."""
+
+    run_bytes: int
+    rows: int
+    block_bytes: int
+    warps: int
+    stages: int = 1
+
+
+@dataclass(frozen=True)
+class SplitConfig:
+    """How many programs an SM the blocks of a result are spread over, and whether the last one to arrive combines."""
+
+    programs_per_sm: int
+    last_combines: bool
+
+
+@dataclass(frozen=True)
+class ColumnConfig:
+    """Where what is kept is contiguous: bytes of it in a tile (more where little is reduced), bytes of the tile."""
+
+    width_bytes: int
+    tile_bytes: int
+    warps: int
+    stages: int = 1
+    split: SplitConfig = SplitConfig(4, last_combines=True)
+
+
+@dataclass(frozen=True)
+class AllConfig:
+    """One result of up to `total_bytes` in contiguous memory.
+
+    `early`: launched while the kernel before may still run, which it waits for by itself (compute capability 9.0).
+    """
+
+    total_bytes: int
+    block_bytes: int
+    warps: int
+    split: SplitConfig
+    stages: int = 1
+    early: bool = False
+
+
+# The fastest of those measured on an H200: ROWS in half precision of 32, 128, 512, 2048, 4096, 8192 and 16384 bytes,
+# PLACES (where an extreme is: two numbers an element) of 256512 bytes, COLUMNS of sums over the first and a middle
+# dimension, ALL of 256 KiB, 4, 11, 23 and 64 MiB and 1 GiB in float32. Rows of 1 to 8 KiB in blocks of one warp each
+# need no sum across warps, and are fetched ahead.
+SHORT_ROWS = (
+    RowConfig(run_bytes=64, rows=128, block_bytes=64, warps=4),
+    RowConfig(run_bytes=128, rows=32, block_bytes=128, warps=2),
+    RowConfig(run_bytes=256, rows=32, block_bytes=256, warps=4),
+    RowConfig(run_bytes=1024, rows=8, block_bytes=1024, warps=4),
+)
+ROWS = (
+    *SHORT_ROWS,
+    RowConfig(run_bytes=4096, rows=8, block_bytes=512, warps=4, stages=3),
+    RowConfig(run_bytes=8192, rows=4, block_bytes=512, warps=4, stages=3),
+    RowConfig(run_bytes=ANY_BYTES, rows=1, block_bytes=16384, warps=8),
+)
+FAR_ROWS = (  # and a far dimension
+    *(
+        replace(config, stages=3)
+        for config in (*SHORT_ROWS, RowConfig(run_bytes=4096, rows=2, block_bytes=4096, warps=4))
+    ),
+    RowConfig(run_bytes=ANY_BYTES, rows=1, block_bytes=16384, warps=8, stages=4),
+)
+PLACES = (
+    *SHORT_ROWS,
+    RowConfig(run_bytes=4096, rows=2, block_bytes=4096, warps=4),
+    RowConfig(run_bytes=ANY_BYTES, rows=1, block_bytes=8192, warps=8),
+)
+COLUMNS = ColumnConfig(width_bytes=128, tile_bytes=4096, warps=2, stages=4, split=SplitConfig(8, last_combines=True))
+SPLIT = SplitConfig(4, last_combines=True)
+ALL = (
+    AllConfig(total_bytes=1 << 15, block_bytes=32768, warps=16, split=SplitConfig(1, last_combines=True), early=True),
+    AllConfig(total_bytes=1 << 23, block_bytes=8192, warps=8, split=SplitConfig(4, last_combines=True), early=True),
+    AllConfig(total_bytes=1 << 25, block_bytes=8192, warps=8, split=SplitConfig(8, last_combines=True), early=True),
+    AllConfig(total_bytes=1 << 27, block_bytes=16384, warps=8, split=SplitConfig(8, last_combines=True), early=True),
+    AllConfig(total_bytes=ANY_BYTES, block_bytes=16384, warps=8, split=SplitConfig(4, last_combines=True), stages=3),
+)
+GRADIENT_BLOCK_BYTES, GRADIENT_WARPS = 8192, 4  # of a tile of x
+SHARE_ELEMENTS = 1 << 15  # of a tile, at most, whose ties are counted by the kernel that writes their gradient
+SHARE_WIDTH_BYTES = 128  # of that tile, at least, where what is kept is contiguous
+SHARE_BLOCK_BYTES, SHARE_WARPS = 4096, 4  # of that tile; more where it needs more
+LANE_ELEMENTS = 32  # of a thread, at most: of small integers a tile would have more than registers can add up
+COMBINED = 4096  # partial results that a program of four warps and more holds at once

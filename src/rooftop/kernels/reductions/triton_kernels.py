@@ -1,0 +1,359 @@
+"""Triton kernels of reductions and their gradients; `reductions.py` has the operators.
+
+A tile is KEPT results by REDUCED elements of each. A program folds every (number of splits)-th tile of its results into
+accumulators of the same shape, lane by lane, and these into KEPT numbers at the end. ALONG says in which direction
+memory runs: along what is reduced (ROWS), along what is kept (COLUMNS), or neither. The kept and the reduced dimensions
+are two each, the inner and a far one: far ones that are reduced are NESTED.
+
+Where results are too few to fill a GPU, several programs split what each result is made of, and leave partial results,
+(splits, results). These are combined in the order of the splits, so the same bits come out each time: by a second
+kernel, or by whichever program is the last of a tile to leave its own. Arrival is counted with acquire and release: who
+counts last sees the partial results of all others, and sets the counter back to zero for the next launch.
+
+Sizes and strides of memory that runs along are in groups of UNIT elements, so that the compiler knows what divides them
+and loads several elements at a time. All offsets are 64-bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from rooftop.kernels.operands.triton_kernels.scalars import largest, smallest
+
+# What is computed: sums (up to NORM2), extremes, and (from ARGMAX on) the places of extremes.
+TIES = tl.constexpr(0)  # how many elements equal the result
+ABSOLUTE_TIES = tl.constexpr(1)
+SUM = tl.constexpr(2)
+MEAN = tl.constexpr(3)
+NORM1 = tl.constexpr(4)
+NORM2 = tl.constexpr(5)
+AMAX = tl.constexpr(6)
+AMIN = tl.constexpr(7)
+NORM_INF = tl.constexpr(8)
+ARGMAX = tl.constexpr(9)
+ARGMIN = tl.constexpr(10)
+
+ROWS = tl.constexpr(0)
+COLUMNS = tl.constexpr(1)
+
+WHOLE = tl.constexpr(0)  # one program makes the result
+PARTIAL = tl.constexpr(1)  # another kernel combines
+LAST_COMBINES = tl.constexpr(2)
+
+ACCUMULATORS = {"torch.float32": tl.float32, "torch.int32": tl.int32, "torch.int64": tl.int64}
+NOWHERE = tl.constexpr(1 << 62)  # the place of an element that does not exist
+
+
+@triton.jit
+def reduce_tiles(
+    x, reference, out,  # strided; (results,): what TIES counts; (results,)
+    partials, places, counters,  # (splits, results); the same in int64, of ARG kinds; (programs of a split,) int32
+    kept, kept_stride, out_stride, far_kept_stride, far_out_stride,
+    reduced, reduced_stride, far_reduced, far_reduced_stride,
+    results, count,  # of all; elements of each, as a float
+    KIND: tl.constexpr, ACCUMULATOR: tl.constexpr, IDENTITY: tl.constexpr, ALONG: tl.constexpr, UNIT: tl.constexpr,
+    NESTED: tl.constexpr, FINISH: tl.constexpr, KEPT: tl.constexpr, REDUCED: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The results of KEPT kept elements, or (FINISH) what this split of them comes to.
+
+    WHOLE_BLOCKS: of one result, all blocks but the last are read without a mask, so 16 bytes at a time at any size.
+    EARLY: launched while the kernel before may still run, for which it waits (programmatic dependent launch).
+    """
+    if EARLY:
+        gdc_wait()
+    if ALONG == COLUMNS:
+        kept = kept * UNIT
+    if ALONG == ROWS:
+        reduced = reduced * UNIT
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    start, place, exists = _kept_elements(
+        tl.program_id(0), kept, kept_stride, out_stride, far_kept_stride, far_out_stride, ALONG, UNIT, KEPT
+    )
+    if KIND <= ABSOLUTE_TIES:
+        target = tl.load(reference + place, mask=exists, other=0.0).to(ACCUMULATOR)[:, None]
+    else:
+        target = 0.0
+    lane = tl.arange(0, REDUCED)
+    best = tl.full((KEPT, REDUCED), IDENTITY, ACCUMULATOR)
+    found = tl.full((KEPT, REDUCED), 0, tl.int32) + split  # the block in which a lane's best was
+    near = tl.cdiv(reduced, REDUCED)
+    masked = split
+    if WHOLE_BLOCKS:
+        whole = reduced // REDUCED
+        for index in tl.range(split, whole, splits, num_stages=STAGES):
+            offset = tl.cast(index, tl.int64) * REDUCED + lane
+            loaded = tl.load(x + offset[None, :]).to(ACCUMULATOR)
+            best, found = _fold(best, found, loaded, index, target, True, KIND)
+        masked = whole + (split - whole % splits + splits) % splits  # the first one from `whole` on in this split
+    for index in tl.range(masked, near * far_reduced, splits, num_stages=1 if WHOLE_BLOCKS else STAGES):
+        offset, inside = _reduced_elements(
+            index, near, lane, reduced, reduced_stride, far_reduced_stride, ALONG, UNIT, NESTED, REDUCED
+        )
+        inside = exists[:, None] & inside[None, :]
+        loaded = tl.load(x + (start[:, None] + offset[None, :]), mask=inside, other=IDENTITY).to(ACCUMULATOR)
+        best, found = _fold(best, found, loaded, index, target, inside, KIND)
+    if EARLY:
+        gdc_launch_dependents()
+    if KIND >= ARGMAX:
+        where = found.to(tl.int64) * REDUCED + lane[None, :]
+    else:
+        where = found
+    value, first = _across(best, where, KIND)
+    if FINISH == WHOLE:
+        _store_results(out, place, exists, value, first, count, KIND)
+    else:
+        position = tl.cast(split, tl.int64) * results + place
+        tl.store(partials + position, value, mask=exists)
+        if KIND >= ARGMAX:
+            tl.store(places + position, first, mask=exists)
+    if FINISH == LAST_COMBINES:
+        tl.debug_barrier()  # the stores of all threads come before the count
+        counter = counters + tl.program_id(0)
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
+            value, first = _combined(
+                partials, places, place, exists, splits, results, KIND, ACCUMULATOR, IDENTITY, KEPT, SPLITS
+            )
+            _store_results(out, place, exists, value, first, count, KIND)
+            tl.store(counter, 0)
+
+
+@triton.jit
+def combine_partials(
+    partials, places, out,  # (splits, results), (splits, results), (results,)
+    splits, results, count,
+    KIND: tl.constexpr, ACCUMULATOR: tl.constexpr, IDENTITY: tl.constexpr,
+    KEPT: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """KEPT results from their partial results."""
+    place = tl.program_id(0).to(tl.int64) * KEPT + tl.arange(0, KEPT)
+    exists = place < results
+    value, first = _combined(
+        partials, places, place, exists, splits, results, KIND, ACCUMULATOR, IDENTITY, KEPT, SPLITS
+    )
+    _store_results(out, place, exists, value, first, count, KIND)
+
+
+@triton.jit
+def spread_gradient(
+    x, y, dy, ties, dx,  # strided; (results,); (results,); (results,) float32; as x
+    kept, kept_stride, out_stride, far_kept_stride, far_out_stride,
+    reduced, reduced_stride, far_reduced, far_reduced_stride,
+    KIND: tl.constexpr, ALONG: tl.constexpr, UNIT: tl.constexpr,
+    NESTED: tl.constexpr, KEPT: tl.constexpr, REDUCED: tl.constexpr,
+):  # fmt: skip
+    """dx of a tile, from each result y and its gradient dy; `ties` elements share the gradient of an extreme."""
+    if ALONG == COLUMNS:
+        kept = kept * UNIT
+    if ALONG == ROWS:
+        reduced = reduced * UNIT
+    near = tl.cdiv(reduced, REDUCED)
+    blocks = near * far_reduced
+    start, place, exists = _kept_elements(
+        tl.program_id(0) // blocks, kept, kept_stride, out_stride, far_kept_stride, far_out_stride, ALONG, UNIT, KEPT
+    )
+    offset, inside = _reduced_elements(
+        tl.program_id(0) % blocks, near, tl.arange(0, REDUCED),
+        reduced, reduced_stride, far_reduced_stride, ALONG, UNIT, NESTED, REDUCED,
+    )  # fmt: skip
+    inside = exists[:, None] & inside[None, :]
+    value = tl.load(x + (start[:, None] + offset[None, :]), mask=inside, other=0.0).to(tl.float32)
+    result = tl.load(y + place, mask=exists, other=0.0).to(tl.float32)[:, None]
+    gradient = tl.load(dy + place, mask=exists, other=0.0).to(tl.float32)[:, None]
+    if KIND == NORM1:
+        found = _sign(value) * gradient
+    elif KIND == NORM2:
+        found = tl.where(result == 0.0, 0.0, gradient * (value / result))
+    else:
+        share = gradient / tl.load(ties + place, mask=exists, other=1.0)[:, None]
+        found = _shared(value, result, share, KIND)
+    tl.store(dx + (start[:, None] + offset[None, :]), found.to(dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def share_gradient(
+    x, y, dy, dx,  # strided; (results,); (results,); as x
+    kept, kept_stride, out_stride, far_kept_stride, far_out_stride,
+    reduced, reduced_stride, far_reduced, far_reduced_stride,
+    KIND: tl.constexpr, ALONG: tl.constexpr, UNIT: tl.constexpr,
+    NESTED: tl.constexpr, KEPT: tl.constexpr, REDUCED: tl.constexpr,
+):  # fmt: skip
+    """dx of a tile that has all of what its extremes are of: counts their ties, so that x is read once."""
+    if ALONG == COLUMNS:
+        kept = kept * UNIT
+    if ALONG == ROWS:
+        reduced = reduced * UNIT
+    start, place, exists = _kept_elements(
+        tl.program_id(0), kept, kept_stride, out_stride, far_kept_stride, far_out_stride, ALONG, UNIT, KEPT
+    )
+    offset, inside = _reduced_elements(
+        0, 1, tl.arange(0, REDUCED), reduced, reduced_stride, far_reduced_stride, ALONG, UNIT, NESTED, REDUCED
+    )
+    inside = exists[:, None] & inside[None, :]
+    value = tl.load(x + (start[:, None] + offset[None, :]), mask=inside, other=0.0).to(tl.float32)
+    result = tl.load(y + place, mask=exists, other=0.0).to(tl.float32)[:, None]
+    gradient = tl.load(dy + place, mask=exists, other=0.0).to(tl.float32)[:, None]
+    if KIND == NORM_INF:
+        equal = inside & (tl.abs(value) == result)
+    else:
+        equal = inside & (value == result)
+    ties = tl.where(exists, tl.sum(equal.to(tl.int32), axis=1).to(tl.float32), 1.0)
+    found = _shared(value, result, gradient / ties[:, None], KIND)
+    tl.store(dx + (start[:, None] + offset[None, :]), found.to(dx.dtype.element_ty), mask=inside)
+
+
+# ---- pieces ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _kept_elements(
+    tile, kept, kept_stride, out_stride, far_kept_stride, far_out_stride,
+    ALONG: tl.constexpr, UNIT: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """Of a tile's kept elements (KEPT,): offsets in x, places in the results, which exist."""
+    tiles = tl.cdiv(kept, KEPT)
+    far = (tile // tiles).to(tl.int64)
+    near = (tile % tiles).to(tl.int64) * KEPT + tl.arange(0, KEPT)
+    if ALONG == COLUMNS:
+        offset = near
+    else:
+        offset = near * (kept_stride * UNIT)
+    return far * (far_kept_stride * UNIT) + offset, far * far_out_stride + near * out_stride, near < kept
+
+
+@triton.jit
+def _reduced_elements(
+    index, near, lane, reduced, reduced_stride, far_reduced_stride,
+    ALONG: tl.constexpr, UNIT: tl.constexpr, NESTED: tl.constexpr, REDUCED: tl.constexpr,
+):  # fmt: skip
+    """Of a block (REDUCED,) of what is reduced: offsets, and which exist. `near` blocks are one far step."""
+    if NESTED:
+        block, far = tl.cast(index % near, tl.int64), tl.cast(index // near, tl.int64)
+    else:
+        block = tl.cast(index, tl.int64)
+    element = block * REDUCED + lane
+    if ALONG == ROWS:
+        offset = element
+    else:
+        offset = element * (reduced_stride * UNIT)
+    if NESTED:
+        offset += far * (far_reduced_stride * UNIT)
+    return offset, element < reduced
+
+
+@triton.jit
+def _fold(best, found, loaded, index, target, inside, KIND: tl.constexpr):
+    """Each lane's value with one more element, and the block in which an extreme was first."""
+    if KIND == NORM1:
+        best += tl.abs(loaded)
+    elif KIND == NORM2:
+        best += loaded * loaded
+    elif KIND == TIES:
+        best += (inside & (loaded == target)).to(best.dtype)
+    elif KIND == ABSOLUTE_TIES:
+        best += (inside & (tl.abs(loaded) == target)).to(best.dtype)
+    elif KIND == AMAX:
+        best = tl.maximum(best, loaded, propagate_nan=tl.PropagateNan.ALL)
+    elif KIND == AMIN:
+        best = tl.minimum(best, loaded, propagate_nan=tl.PropagateNan.ALL)
+    elif KIND == NORM_INF:
+        best = tl.maximum(best, tl.abs(loaded), propagate_nan=tl.PropagateNan.ALL)
+    elif KIND >= ARGMAX:
+        better = _beyond(loaded, best, KIND)
+        best = tl.where(better, loaded, best)
+        found = tl.where(better, tl.cast(index, tl.int32), found)
+    else:
+        best += loaded
+    return best, found
+
+
+@triton.jit
+def _beyond(value, best, KIND: tl.constexpr):
+    """Whether a value is more extreme; NaN is more than any number, and not more than NaN."""
+    if KIND == ARGMAX:
+        better = value > best
+    else:
+        better = value < best
+    return better | ((value != value) & (best == best))
+
+
+@triton.jit
+def _across(best, where, KIND: tl.constexpr):
+    """(KEPT,) values, and of ARG kinds the first places, of all lanes."""
+    SMALLEST: tl.constexpr = (KIND == AMIN) | (KIND == ARGMIN)
+    first = 0
+    if KIND <= NORM2:
+        value = tl.sum(best, axis=1)
+    elif KIND == AMIN:
+        value = tl.reduce(best, 1, smallest)
+    elif KIND < ARGMAX:
+        value = tl.reduce(best, 1, largest)
+    else:
+        if SMALLEST:
+            value = tl.min(best, axis=1)
+        else:
+            value = tl.max(best, axis=1)
+        missing = best != best
+        is_nan = tl.max(missing.to(tl.int32), axis=1) != 0
+        extreme = (missing & is_nan[:, None]) | ((best == value[:, None]) & ~is_nan[:, None])
+        first = tl.min(tl.where(extreme, where, NOWHERE), axis=1)
+        if value.dtype.is_floating():
+            value = tl.where(is_nan, float("nan"), value)
+    return value, first
+
+
+@triton.jit
+def _combined(
+    partials, places, place, exists, splits, results,
+    KIND: tl.constexpr, ACCUMULATOR: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """(KEPT,) values and places from the partial ones of all splits, past what another program left in this SM's L1."""
+    lane = tl.arange(0, SPLITS)
+    best = tl.full((KEPT, SPLITS), IDENTITY, ACCUMULATOR)
+    where = tl.full((KEPT, SPLITS), NOWHERE, tl.int64)
+    for start in range(0, splits, SPLITS):
+        inside = exists[:, None] & (start + lane < splits)[None, :]
+        position = (start + lane).to(tl.int64)[None, :] * results + place[:, None]
+        value = tl.load(partials + position, mask=inside, other=IDENTITY, cache_modifier=".cg")
+        if KIND <= NORM2:
+            best += value
+        elif KIND == AMIN:
+            best = tl.minimum(best, value, propagate_nan=tl.PropagateNan.ALL)
+        elif KIND < ARGMAX:
+            best = tl.maximum(best, value, propagate_nan=tl.PropagateNan.ALL)
+        else:
+            other = tl.load(places + position, mask=inside, other=NOWHERE, cache_modifier=".cg")
+            same = (value == best) | ((value != value) & (best != best))
+            better = _beyond(value, best, KIND) | (same & (other < where))
+            best, where = tl.where(better, value, best), tl.where(better, other, where)
+    return _across(best, where, KIND)
+
+
+@triton.jit
+def _store_results(out, place, exists, value, first, count, KIND: tl.constexpr):
+    """Stores a tile of results: of extremes places, of a mean value / count, of the 2-norm the root of value."""
+    if KIND >= ARGMAX:
+        tl.store(out + place, first, mask=exists)
+    else:
+        if KIND == MEAN:
+            value = value / count
+        if KIND == NORM2:
+            value = tl.sqrt_rn(value)
+        tl.store(out + place, value.to(out.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _shared(value, result, share, KIND: tl.constexpr):
+    """The gradient of elements: of those that tie for the extreme their share."""
+    if KIND == NORM_INF:
+        return tl.where(tl.abs(value) == result, _sign(value) * share, 0.0)
+    else:
+        return tl.where(value == result, share, 0.0 * share)  # no ties, of NaN: NaN
+
+
+@triton.jit
+def _sign(value):
+    """1.0, -1.0 or 0.0 of each value; 0.0 of NaN."""
+    return (value > 0.0).to(tl.float32) - (value < 0.0).to(tl.float32)

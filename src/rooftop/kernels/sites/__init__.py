@@ -1,0 +1,1 @@
+"""Operators over sparse sites: convolution and pooling."""

@@ -1,0 +1,387 @@
+"""How the kernels of sparse convolution are launched: tables of parameters, orders of rows, lists of pairs.
+
+What the time goes into, on one H200: a convolution reads `2 C` bytes for each pair in half precision, and for each tap
+that a tile of rows has `2 C O` bytes of the weight, all of it from L2. Tall tiles read the weight less often; rows that
+share their tile with their like, and tables that stand in the order in which they are read, read less in vain.
+`docs/kernels.md` counts it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from rooftop.cost import matrix_precision
+from rooftop.kernels.operands.launch_data import WordConstants, is_wide, power_of_two
+from rooftop.kernels.operands.references import without_kernels
+from rooftop.kernels.sites import tables
+from rooftop.kernels.sites.tables import RowsConfig, WeightConfig
+from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
+
+# ---- launches --------------------------------------------------------------------------------------------------
+
+
+def rows_tile(rows: int, out_channels: int, channels: int, features: Tensor) -> WordConstants:
+    """Launch parameters of `sparse_conv_rows` for M results of O channels, and C channels of the operands."""
+    table = tables.SINGLE if features.dtype == torch.float32 else tables.HALF
+    return _rows_tile(table, rows, out_channels, channels, processors(features))
+
+
+@lru_cache(maxsize=4096)  # to work it out takes as long as a small launch
+def _rows_tile(table: tuple[RowsConfig, ...], rows: int, out_channels: int, channels: int, sms: int) -> WordConstants:
+    config = next(config for config in table if out_channels <= config.channels)
+    columns = min(config.columns, _power_of_two(out_channels))
+    height = config.rows
+    while height > tables.LEAST_ROWS and -(-rows // height) * -(-out_channels // columns) < sms:
+        height //= 2
+    return {
+        "ROWS": height,
+        "COLUMNS": columns,
+        "DEPTH": min(config.depth, _power_of_two(channels)),
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+    }
+
+
+def weight_tile(
+    out_channels: int, channels: int, taps: int, length: int, listed: bool, features: Tensor
+) -> tuple[WordConstants, int, int]:
+    """Launch parameters of `sparse_conv_weight_gradient` where no tap has more than `length` pairs: its tile, for how
+    many parts it is launched (of all pairs where they are listed, else of each tap), and pieces at most."""
+    table = tables.WEIGHT_SINGLE if features.dtype == torch.float32 else tables.WEIGHT_HALF
+    return _weight_tile(table, out_channels, channels, taps, length, listed, processors(features))
+
+
+@lru_cache(maxsize=4096)
+def _weight_tile(
+    table: tuple[WeightConfig, ...], out_channels: int, channels: int, taps: int, length: int, listed: bool, sms: int
+) -> tuple[WordConstants, int, int]:
+    config = next(config for config in table if max(out_channels, channels) <= config.channels)
+    outs, ins = min(config.outs, _power_of_two(out_channels)), min(config.ins, _power_of_two(channels))
+    tiles = -(-out_channels // outs) * -(-channels // ins)
+    programs, blocks = -(-config.programs_per_sm * sms // tiles), -(-length // config.depth)
+    if listed:  # the last piece of each tap is shorter than the others: so many fewer parts, for all to run at once
+        parts = max(taps, min(programs - taps, taps * blocks))
+        pieces = parts + taps
+    else:
+        parts = max(1, min(-(-programs // taps), blocks))
+        pieces = parts * taps
+    tile: WordConstants = {
+        "OUTS": outs,
+        "INS": ins,
+        "DEPTH": config.depth,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+    }
+    return tile, parts, pieces
+
+
+def _power_of_two(channels: int) -> int:
+    """At least as many; at least the 16 that a product of tiles takes."""
+    return max(16, power_of_two(channels))
+
+
+# ---- orders of rows --------------------------------------------------------------------------------------------
+
+
+def neighbour_masks(neighbours: Tensor) -> Tensor:
+    """(M, ceil(T / 32)) int32 of a table (M, T) int32: bit t % 32 of word t // 32 is set where row m has tap t."""
+    rows, taps = neighbours.shape
+    words = -(-taps // 32)
+    masks = torch.empty(rows, words, dtype=torch.int32, device=neighbours.device)
+    if without_kernels(neighbours.device):
+        masks.zero_()
+        for tap in range(taps):
+            masks[:, tap // 32] |= (neighbours[:, tap] >= 0).int() << tap % 32
+        return masks
+    require_triton()
+    from rooftop.kernels.sites.triton_kernels.sparse_convs import neighbour_bits
+
+    table = neighbours.contiguous()
+    tile: WordConstants = {"ROWS": tables.MASK_ROWS, "num_warps": tables.TABLE_WARPS}
+    launch(
+        neighbour_bits, (-(-rows // tables.MASK_ROWS),), table.device, table, masks, rows, TAPS=taps,
+        WIDE=is_wide(table),
+        **tile,
+    )  # fmt: skip
+    return masks
+
+
+def rows_by_mask(masks: Tensor) -> Tensor:
+    """The order (M,) int64 in which rows with the same mask (M, words) stand side by side, otherwise as before, and
+    masks beside those that differ in few taps: a Gray code whose slowest bit is the rarest tap, as a sample has it. Of
+    more than 64 bits of masks, the rarest 64 are looked at."""
+    rows, words = masks.shape
+    if rows == 0 or words == 0:
+        return torch.arange(rows, device=masks.device)
+    return _mask_keys(masks.contiguous()).sort(stable=True).indices
+
+
+def _mask_keys(masks: Tensor) -> Tensor:
+    """(M,) integers that grow along the Gray code."""
+    rows, words = masks.shape
+    if without_kernels(masks.device):
+        bits = ((masks[:, :, None] >> torch.arange(32)) & 1).flatten(1).long()
+        rarest_first = bits[torch.arange(tables.SAMPLE) * rows // tables.SAMPLE].sum(0).sort(stable=True).indices[:64]
+        parities = bits[:, rarest_first].cumsum(1) % 2
+        parities[:, 0] -= 1  # the slowest bit of 64 is a sign
+        return (parities << torch.arange(len(rarest_first)).flip(0)).sum(1)
+    require_triton()
+    from rooftop.kernels.sites.triton_kernels.sparse_convs import count_bits, mask_keys
+
+    counts = torch.empty(32 * words, dtype=torch.int32, device=masks.device)
+    keys = torch.empty(rows, dtype=torch.int32 if words == 1 else torch.int64, device=masks.device)
+    launch(
+        count_bits, (words,), masks.device, masks, counts, rows, WORDS=words,
+        SAMPLE=tables.SAMPLE, ROWS=tables.SAMPLE_ROWS,
+        num_warps=tables.SAMPLE_WARPS,
+    )  # fmt: skip
+    launch(
+        mask_keys, (-(-rows // tables.KEY_ROWS),), masks.device, masks, counts, keys, rows, WORDS=words,
+        WIDE=is_wide(masks), ROWS=tables.KEY_ROWS, num_warps=tables.TABLE_WARPS,
+    )  # fmt: skip
+    return keys
+
+
+def sorted_table(neighbours: Tensor, order: Tensor) -> Tensor:
+    """(1 + ceil(T / 32) + T, M) int32 of a table (M, T) and an order (M,) of its rows: the order, the rows' masks, and
+    tap by tap their sites, all in that order. What a tile of the convolution reads of it lies side by side."""
+    rows, taps = neighbours.shape
+    words = -(-taps // 32)
+    if without_kernels(neighbours.device):
+        at = order.long()
+        return torch.cat((order[None].int(), neighbour_masks(neighbours)[at].t(), neighbours[at].t()))
+    require_triton()
+    from rooftop.kernels.sites.triton_kernels.sparse_convs import sort_table
+
+    given, order = neighbours.contiguous(), order.contiguous()
+    table = torch.empty(1 + words + taps, rows, dtype=torch.int32, device=given.device)
+    launch(
+        sort_table, (-(-rows // tables.SORT_ROWS),), given.device, given, order, table, rows,
+        TAPS=taps, WIDE=is_wide(table),
+        WIDTH=_width(taps), ROWS=tables.SORT_ROWS, num_warps=tables.TABLE_WARPS,
+    )  # fmt: skip
+    return table
+
+
+def row_order(neighbours: Tensor) -> Tensor:
+    """What `sparse_conv` takes as the order of a table (M, T): where TABLES_SORTED says so its `sorted_table`, else the
+    order (M,) alone. `row_order_shape` is its shape. Fewer rows than SORTED_FROM stay as they are."""
+    rows = neighbours.shape[0]
+    if rows < tables.SORTED_FROM:
+        order = torch.arange(rows, dtype=torch.int32, device=neighbours.device)
+    else:
+        order = rows_by_mask(neighbour_masks(neighbours))
+    return sorted_table(neighbours, order) if tables.TABLES_SORTED and rows <= tables.MOST_SORTED else order.int()
+
+
+def row_order_shape(rows: int, taps: int) -> tuple[int, ...]:
+    """The shape of a table's `row_order`."""
+    return (1 + -(-taps // 32) + taps, rows) if tables.TABLES_SORTED and rows <= tables.MOST_SORTED else (rows,)
+
+
+def unsorted_table(table: Tensor, taps: int) -> Tensor:
+    """The table (M, T) of which `sorted_table` made this one."""
+    rows = table.shape[1]
+    return torch.empty(rows, taps, dtype=torch.int32, device=table.device).index_copy_(
+        0, table[0].long(), table[table.shape[0] - taps :].t()
+    )
+
+
+# ---- lists of blocks -------------------------------------------------------------------------------------------
+
+
+def blocks_of(table: Tensor, taps: int) -> tuple[Tensor, Tensor]:
+    """Which blocks of BLOCK_ROWS rows of a `sorted_table` have a neighbour at a tap: (T, ceil(M / BLOCK_ROWS)) int32,
+    ascending, and how many they are, (T,) int32; what lies beyond is anything."""
+    rows = table.shape[1]
+    blocks = -(-rows // tables.BLOCK_ROWS)
+    if without_kernels(table.device):
+        known = torch.nn.functional.pad(table[table.shape[0] - taps :] >= 0, (0, blocks * tables.BLOCK_ROWS - rows))
+        has = known.view(taps, blocks, tables.BLOCK_ROWS).any(2)
+        return (~has).sort(dim=1, stable=True).indices.int(), has.sum(1, dtype=torch.int32)
+    require_triton()
+    from rooftop.kernels.sites.triton_kernels.sparse_convs import block_bits, list_blocks
+
+    table = table.contiguous()
+    bits = torch.empty(-(-taps // 32), blocks, dtype=torch.int32, device=table.device)
+    lists = torch.empty(taps, blocks, dtype=torch.int32, device=table.device)
+    counts = torch.empty(taps, dtype=torch.int32, device=table.device)
+    launch(
+        block_bits, (blocks,), table.device, table, bits, rows, blocks, TAPS=taps, WIDE=is_wide(table),
+        BLOCK=tables.BLOCK_ROWS, num_warps=1,
+    )  # fmt: skip
+    constants = {"SCANNED": tables.SCANNED, "num_warps": tables.TABLE_WARPS}
+    launch(list_blocks, (taps,), table.device, bits, lists, counts, blocks, **constants)
+    return lists, counts
+
+
+# ---- lists of pairs --------------------------------------------------------------------------------------------
+
+
+def pairs_of(neighbours: Tensor, sites: int) -> tuple[Tensor, Tensor]:
+    """The pairs of each tap of a table (M, T) of N sites: (2, T, min(M, N)) int32, first sites, then rows, ascending by
+    row; what lies beyond their number, (T,) int32, is anything."""
+    rows, taps = neighbours.shape
+    capacity = min(rows, sites)
+    if without_kernels(neighbours.device):
+        return _pairs_by_torch(neighbours, sites, capacity)
+    require_triton()
+    from rooftop.kernels.sites.triton_kernels.sparse_convs import count_pairs, list_pairs, start_pairs
+
+    table, blocks = neighbours.contiguous(), -(-rows // tables.PAIR_ROWS)
+    pairs = torch.empty(2, taps, capacity, dtype=torch.int32, device=table.device)
+    counts, starts = torch.empty(2, taps, blocks, dtype=torch.int32, device=table.device).unbind(0)
+    totals = torch.empty(taps, dtype=torch.int32, device=table.device)
+    tile: WordConstants = {"ROWS": tables.PAIR_ROWS, "WIDTH": _width(taps), "TAPS": taps, "WIDE": is_wide(table, pairs)}
+    launch(count_pairs, (blocks,), table.device, table, counts, sites, rows, **tile, num_warps=tables.TABLE_WARPS)
+    scan = {"BLOCKS": tables.SCANNED, "num_warps": tables.TABLE_WARPS}
+    launch(start_pairs, (taps,), table.device, counts, starts, totals, blocks, **scan)
+    launch(
+        list_pairs, (blocks,), table.device, table, starts, pairs, sites, rows, capacity, **tile,
+        num_warps=tables.TABLE_WARPS,
+    )  # fmt: skip
+    return pairs, totals
+
+
+def _pairs_by_torch(neighbours: Tensor, sites: int, capacity: int) -> tuple[Tensor, Tensor]:
+    rows, taps = neighbours.shape
+    listed = neighbours.t()  # (T, M)
+    known = (listed >= 0) & (listed < sites)
+    place = (known.cumsum(1) - 1).masked_fill_(~known, capacity)  # what is no pair goes to a column that is dropped
+    pairs = neighbours.new_full((2, taps, capacity + 1), -1)
+    pairs[0].scatter_(1, place, listed)
+    pairs[1].scatter_(1, place, torch.arange(rows, dtype=torch.int32).expand(taps, rows))
+    return pairs[:, :, :capacity].contiguous(), known.sum(1, dtype=torch.int32)
+
+
+def has_table(order: Tensor | None) -> bool:
+    """Whether it is a `sorted_table`, not an order alone."""
+    return order is not None and order.dim() == 2
+
+
+def rows_of(neighbours: Tensor | None, order: Tensor | None) -> int:
+    """Of a table, which a sorted one can stand for.
+
+    Raises:
+        ValueError: neither is there.
+    """
+    if neighbours is not None:
+        return neighbours.shape[0]
+    if order is None or not has_table(order):
+        raise ValueError("sparse_conv: expected neighbours, or an order that has them: use row_order")
+    return order.shape[1]
+
+
+def _width(taps: int) -> int:
+    """Taps that are looked at together, one bit for each."""
+    return min(32, power_of_two(taps))
+
+
+# ---- launches ------------------------------------------------------------------------------------------------
+
+
+def convolved(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    neighbours: Tensor | None,
+    order: Tensor | None,
+    mirrored: bool,
+) -> Tensor:
+    """(M, O) by the kernel, from a weight (O, T, C) of any strides; `order` as of `row_order`, or (M,). Neighbours are
+    not looked at where `order` has them."""
+    require_triton()
+    from rooftop.kernels.sites.triton_kernels.sparse_convs import sparse_conv_rows
+
+    features = features.contiguous()
+    (sites, channels), (out_channels, taps) = features.shape, weight.shape[:2]
+    rows = rows_of(neighbours, order)
+    out = features.new_empty(rows, out_channels)
+    if features.numel() == 0 or out.numel() == 0:
+        return out.zero_() if bias is None else out.copy_(bias)
+    if order is None and rows >= tables.SORTED_FROM and neighbours is not None:
+        order = row_order(neighbours)
+    neighbours = order if has_table(order) or neighbours is None else neighbours.contiguous()
+    tile = rows_tile(rows, out_channels, channels, features)
+    grid = (-(-rows // int(tile["ROWS"])) * -(-out_channels // int(tile["COLUMNS"])),)
+    out_stride, tap_stride, channel_stride = weight.stride()
+    bias, order = (None if t is None else t.contiguous() for t in (bias, order))
+    tensors = (features, weight, bias, neighbours, order, out)
+    launch(
+        sparse_conv_rows, grid, features.device, *tensors, sites, rows,
+        HAS_BIAS=bias is not None, HAS_ORDER=order is not None, SORTED=has_table(order),
+        MIRRORED=mirrored, WIDE=is_wide(*(t for t in tensors if t is not None)), TAPS=taps, CHANNELS=channels,
+        OUT_CHANNELS=out_channels, TAP_STRIDE=tap_stride, CHANNEL_STRIDE=channel_stride, OUT_STRIDE=out_stride,
+        WIDTH=_width(taps), **_product(features), **tile,
+    )  # fmt: skip
+    return out
+
+
+def weight_gradient(
+    dy: Tensor,
+    features: Tensor,
+    taps: int,
+    neighbours: Tensor | None,
+    order: Tensor | None,
+    pairs: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """(O, T, C) from dy (M, O), features (N, C), and a table (M, T) or an `order` that has it.
+
+    `pairs`: as of `pairs_of`, or, where `order` has the table, of `blocks_of`. None: made of such an order, and where
+    there are many rows.
+    """
+    require_triton()
+    from rooftop.kernels.sites.triton_kernels.sparse_convs import sparse_conv_weight_gradient, sum_pieces
+
+    dy, features = dy.contiguous(), features.contiguous()
+    (rows, out_channels), (sites, channels) = dy.shape, features.shape
+    if out_channels * channels * rows * sites == 0:
+        return features.new_zeros(out_channels, taps, channels)
+    if has_table(order) and (pairs is None or pairs[0].dim() == 2):
+        assert order is not None
+        table, block = order.contiguous(), tables.BLOCK_ROWS
+        pairs = blocks_of(table, taps) if pairs is None else pairs
+    elif neighbours is not None:
+        table, block = neighbours.contiguous(), 0
+        pairs = pairs_of(table, sites) if pairs is None and rows >= tables.LISTED_FROM else pairs
+    else:  # pairs as they are, which no table is needed for
+        assert pairs is not None
+        table, block = pairs[0], 0
+    lists, counts = (None, None) if pairs is None else (t.contiguous() for t in pairs)
+    listed = lists is not None
+    capacity = rows if lists is None else lists.shape[-1]
+    tile, parts, pieces = weight_tile(out_channels, channels, taps, capacity * max(1, block), listed, features)
+    out = features.new_empty(out_channels, taps, channels)
+    whole = parts == 1 and not listed
+    sums = out if whole else torch.empty(pieces, out_channels, channels, dtype=torch.float32, device=out.device)
+    constants: WordConstants = {
+        "LISTED": listed, "BLOCK": block, "TAPS": taps, "LANES": power_of_two(taps), "CHANNELS": channels,
+        "OUT_CHANNELS": out_channels, "WIDE": is_wide(features, dy, table, sums, *(() if lists is None else (lists,))),
+    }  # fmt: skip
+    grid = (pieces, -(-out_channels // int(tile["OUTS"])) * -(-channels // int(tile["INS"])))
+    launch(
+        sparse_conv_weight_gradient, grid, out.device, features, dy, table, lists, counts, sums, sites, rows, capacity,
+        parts, WHOLE=whole, **constants, **_product(features), **tile,
+    )  # fmt: skip
+    if not whole:
+        launch(
+            sum_pieces, (taps, -(-out_channels * channels // tables.ELEMENTS)), out.device,
+            sums, counts, out, capacity, parts,
+            DEPTH=tile["DEPTH"], PIECES=tables.PIECES, ELEMENTS=tables.ELEMENTS, **constants,
+            num_warps=tables.TABLE_WARPS,
+        )  # fmt: skip
+    return out
+
+
+def _product(features: Tensor) -> WordConstants:
+    """How tiles are multiplied: float32 as TF32 where PyTorch's switch for convolutions allows it."""
+    if features.dtype != torch.float32:
+        return _HALF_PRODUCT
+    tf32 = matrix_precision(features, convolution=True) == "tf32"
+    return {"PRECISION": "tf32" if tf32 else "ieee", "WIDEN": INTERPRETED, "BY_BLOCK": not tf32}
+
+
+_HALF_PRODUCT: WordConstants = {"PRECISION": "ieee", "WIDEN": INTERPRETED, "BY_BLOCK": False}

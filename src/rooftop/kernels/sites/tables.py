@@ -1,0 +1,121 @@
+"""Launch parameters of the kernels of sparse convolution and of pooling over sites."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+# ---- convolution ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowsConfig:
+    """The tile of `sparse_conv_rows` for up to `channels` channels of the result: rows, columns, channels of the
+    operands at a time, warps, and stages of its pipeline."""
+
+    channels: int
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    measured: bool = field(default=True, compare=False)  # or predicted
+
+
+@dataclass(frozen=True)
+class WeightConfig:
+    """The tile of `sparse_conv_weight_gradient` for up to `channels` channels of features and result: channels of the
+    result and of the features, pairs at a time, warps, stages, and programs for each multiprocessor."""
+
+    channels: int
+    outs: int
+    ins: int
+    depth: int
+    warps: int
+    stages: int
+    programs_per_sm: int
+    measured: bool = field(default=True, compare=False)  # or predicted
+
+
+ANY = 1 << 31
+
+# Of those tried on an H200 the fastest at 64, 128 and 256 channels, and within 1% of it at 32; WEIGHT_HALF was not
+# timed beyond 128 channels (results/h200/tune_sparse_convs.json of the benchmarks). Those of float32 are predicted.
+HALF = (
+    RowsConfig(channels=32, rows=128, columns=32, depth=32, warps=4, stages=5),
+    RowsConfig(channels=64, rows=128, columns=64, depth=64, warps=4, stages=5),
+    RowsConfig(channels=128, rows=128, columns=128, depth=64, warps=8, stages=5),
+    RowsConfig(channels=ANY, rows=128, columns=256, depth=64, warps=8, stages=5),
+)
+SINGLE = (
+    RowsConfig(channels=32, rows=64, columns=32, depth=32, warps=4, stages=3, measured=False),
+    RowsConfig(channels=ANY, rows=64, columns=64, depth=32, warps=4, stages=3, measured=False),
+)
+WEIGHT_HALF = (
+    WeightConfig(channels=32, outs=32, ins=32, depth=64, warps=4, stages=3, programs_per_sm=8),
+    WeightConfig(channels=64, outs=64, ins=64, depth=64, warps=4, stages=5, programs_per_sm=4),
+    WeightConfig(channels=ANY, outs=128, ins=128, depth=64, warps=8, stages=5, programs_per_sm=2, measured=False),
+)
+WEIGHT_SINGLE = (
+    WeightConfig(channels=ANY, outs=64, ins=64, depth=32, warps=4, stages=3, programs_per_sm=8, measured=False),
+)
+
+# Where tiles are fewer than multiprocessors, they are made shorter, down to these rows.
+LEAST_ROWS = 32
+
+# From so many rows on, those whose order is not given are sorted: below, a sort takes longer than what it saves
+# (predicted).
+SORTED_FROM = 1 << 16
+
+# Whether what is made for sorting has the table in that order, too: see `row_order`.
+TABLES_SORTED = True
+
+# From so many rows on, the gradient of the weight reads lists of pairs of a table that is not sorted: below, making
+# them takes longer than reading rows that have no neighbour (predicted).
+LISTED_FROM = 1 << 14
+
+# Rows of a sorted table that the gradient of the weight takes or leaves together, a multiple of each `depth` above. Of
+# those that it takes on a surface, nearly all have a neighbour.
+BLOCK_ROWS = 64
+
+# A sorted table of more rows is none that its blocks number with int32.
+MOST_SORTED = 1 << 30
+MASK_ROWS, SORT_ROWS, PAIR_ROWS, TABLE_WARPS = 64, 128, 128, 4  # rows of a program that reads a table alone
+KEY_ROWS, SAMPLE, SAMPLE_ROWS, SAMPLE_WARPS, SCANNED = 256, 4096, 1024, 16, 1024
+PIECES, ELEMENTS = 32, 128  # of a tile that adds up the sums of pieces
+
+# ---- pooling in windows --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """Bytes of a tile of one tap, columns of it at most, taps on their way at once, and warps."""
+
+    tile_bytes: int
+    columns: int
+    ahead: int
+    warps: int
+    measured: bool = field(default=True, compare=False)  # or predicted
+
+
+# Predicted, not measured: 16 bytes a thread for each tap that is on its way; backward loads two tensors for each.
+POOL_FORWARD = PoolConfig(tile_bytes=2048, columns=128, ahead=8, warps=4, measured=False)
+POOL_BACKWARD = PoolConfig(tile_bytes=2048, columns=128, ahead=4, warps=4, measured=False)
+
+# ---- pooling of batch elements -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GlobalConfig:
+    """Bytes of a tile, columns of it at most, rows of a program at least, programs for each multiprocessor that rows
+    are shared among, and warps."""
+
+    tile_bytes: int
+    columns: int
+    share: int
+    programs_per_sm: int
+    warps: int
+    measured: bool = field(default=True, compare=False)  # or predicted
+
+
+# Predicted, not measured: 16 bytes a thread twice over, and as many programs as a multiprocessor holds.
+GLOBAL = GlobalConfig(tile_bytes=4096, columns=64, share=256, programs_per_sm=8, warps=4, measured=False)

@@ -1,0 +1,452 @@
+"""Triton kernels of sparse convolution; `sparse_convs.py` has the operator and says how they work.
+
+A neighbour table has a row for each result and a column for each tap of the window (an offset): the site that lies
+there, or -1. Sites that the features do not have are read as none. WIDE: some offset needs 64 bits.
+
+`sparse_conv_rows` is a product of matrices of which one is never stored: its rows are results, its columns channels of
+the result, and K runs over the taps and, within a tap, over the channels. Which taps a tile of rows has at all is a
+number, one bit for each: the loop takes its lowest bit, and clears it when the tap's channels are done. So the loop has
+no branch, and the loads of later steps are on their way while a step is multiplied.
+
+`sparse_conv_weight_gradient` reduces over pairs of a site and a result, tap by tap, in pieces of one length that
+`sum_pieces` adds up. A sorted table has its pairs close together: `block_bits` and `list_blocks` list the blocks of it
+that have a tap at all. Of other tables `count_pairs`, `start_pairs` and `list_pairs` list the pairs themselves, where
+each stands follows from the table alone; without lists it reads all rows.
+
+`neighbour_bits`, `count_bits` and `mask_keys` give the keys that rows are sorted by, `sort_table` the table in that
+order. Tables are read along taps and lists written along rows, each in the direction in which memory runs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rooftop.kernels.operands.triton_kernels.products import plus_product
+
+
+@triton.jit
+def sparse_conv_rows(
+    features, weight, bias, neighbours,  # (N, C), (O, T, C), (O,), (M, T)
+    order, out,  # (M,), or SORTED (1 + words + T, M): order, bits and sites by tap; (M, O)
+    sites, rows,  # N, M
+    HAS_BIAS: tl.constexpr, HAS_ORDER: tl.constexpr, SORTED: tl.constexpr, MIRRORED: tl.constexpr, WIDE: tl.constexpr,
+    TAPS: tl.constexpr, CHANNELS: tl.constexpr, OUT_CHANNELS: tl.constexpr,
+    TAP_STRIDE: tl.constexpr, CHANNEL_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr,  # of the weight
+    WIDTH: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr, BY_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """out[m] = bias + sum over taps t of weight[:, t] features[neighbours[m, t]].
+
+    MIRRORED: of the weight the taps are taken from the last to the first. WIDTH: taps that are looked at together.
+    """
+    WORDS: tl.constexpr = (TAPS + 31) // 32
+    column_tiles: tl.constexpr = (OUT_CHANNELS + COLUMNS - 1) // COLUMNS
+    blocks: tl.constexpr = (CHANNELS + DEPTH - 1) // DEPTH
+    position = tl.program_id(0) // column_tiles * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) % column_tiles * COLUMNS + tl.arange(0, COLUMNS)
+    real = position < rows
+    inside = real
+    row = position
+    if HAS_ORDER:
+        row = tl.load(order + position, mask=real, other=-1).to(tl.int32)
+        real = (row >= 0) & (row < rows)
+    out_offset = column * OUT_STRIDE
+    if WIDE:
+        row, position = row.to(tl.int64), position.to(tl.int64)
+        out_offset = column.to(tl.int64) * OUT_STRIDE
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first_tap in range(0, TAPS, WIDTH):
+        if SORTED:
+            mask = tl.load(order + (_line(1 + first_tap // 32, rows, WIDE) + position), mask=inside, other=0)
+            set_bits = (mask[:, None] >> tl.arange(0, WIDTH)[None, :]) & 1
+            present = tl.max(set_bits, axis=0).to(tl.int64)  # (WIDTH,)
+        else:
+            present = tl.max(_known(neighbours, row, real, first_tap, sites, TAPS, WIDTH).to(tl.int64), axis=0)
+        bits = tl.sum(present << tl.arange(0, WIDTH), axis=0)
+        steps = tl.sum(present, axis=0).to(tl.int32) * blocks
+        for step in range(steps):
+            # The exponent of a power of two as a float is which bit it is.
+            tap = first_tap + ((bits & -bits).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+            if SORTED:
+                site = tl.load(order + (_line(1 + WORDS + tap, rows, WIDE) + position), mask=inside, other=-1)
+            else:
+                site = tl.load(neighbours + row * TAPS + tap, mask=real, other=-1)
+            known = (site >= 0) & (site < sites)
+            if WIDE:
+                site = site.to(tl.int64)
+            block = step % blocks
+            channel = block * DEPTH + tl.arange(0, DEPTH)
+            if WIDE:
+                channel = channel.to(tl.int64)
+            taken = TAPS - 1 - tap if MIRRORED else tap
+            left_mask, right_mask = known[:, None], (column < OUT_CHANNELS)[None, :]
+            if CHANNELS % DEPTH != 0:
+                left_mask = left_mask & (channel < CHANNELS)[None, :]
+                right_mask = right_mask & (channel < CHANNELS)[:, None]
+            left = tl.load(features + (site[:, None] * CHANNELS + channel[None, :]), mask=left_mask, other=0.0)
+            place = taken * TAP_STRIDE + channel[:, None] * CHANNEL_STRIDE + out_offset[None, :]
+            right = tl.load(weight + place, mask=right_mask, other=0.0)
+            total = _plus(left, right, total, PRECISION, WIDEN, BY_BLOCK)
+            bits = tl.where(block == blocks - 1, bits & (bits - 1), bits)
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=column < OUT_CHANNELS, other=0.0).to(tl.float32)[None, :]
+    target = out + (row[:, None] * OUT_CHANNELS + column[None, :])
+    tl.store(target, total.to(out.dtype.element_ty), mask=real[:, None] & (column < OUT_CHANNELS)[None, :])
+
+
+@triton.jit
+def sparse_conv_weight_gradient(
+    features, gradient, table, lists, counts,  # (N, C), (M, O), (M, T) or as `sort_table` has it; of LISTED, and (T,)
+    sums,  # (pieces, O, C)
+    sites, rows, capacity, parts,
+    LISTED: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, TAPS: tl.constexpr, LANES: tl.constexpr,
+    CHANNELS: tl.constexpr, OUT_CHANNELS: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, BY_BLOCK: tl.constexpr,
+    OUTS: tl.constexpr, INS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """The sum of gradient[m] features[n]^T over one piece of a tap's pairs (n, m).
+
+    LISTED: `lists` has each tap's pairs (2, T, capacity), or (BLOCK) blocks of so many rows of the sorted table
+    (T, capacity), which `_pieces` cuts for about `parts` programs. Else the rows of the table are cut into `parts` for
+    each tap. WHOLE: there is one part, and `sums` is (O, T, C).
+    """
+    WORDS: tl.constexpr = (TAPS + 31) // 32
+    piece = tl.program_id(0)
+    in_tiles: tl.constexpr = (CHANNELS + INS - 1) // INS
+    to = tl.program_id(1) // in_tiles * OUTS + tl.arange(0, OUTS)
+    channel = tl.program_id(1) % in_tiles * INS + tl.arange(0, INS)
+    if LISTED:
+        count, length, begin, end = _pieces(counts, capacity, parts, TAPS, LANES, DEPTH, BLOCK)
+        tap = tl.sum((end <= piece).to(tl.int32), axis=0)  # past the last piece: LANES
+        here = tl.arange(0, LANES) == tap
+        first = (piece - tl.sum(tl.where(here, begin, 0), axis=0)) * length
+        last = tl.minimum(first + length, tl.sum(tl.where(here, count, 0), axis=0))
+    else:
+        tap = piece // parts
+        length = tl.cdiv(rows, parts)
+        first = piece % parts * length
+        last = tl.minimum(first + length, rows)
+    real_tap = tap < TAPS
+    if WIDE:
+        tap, piece = tap.to(tl.int64), piece.to(tl.int64)
+    total = tl.zeros((OUTS, INS), tl.float32)
+    for start in range(first, last, DEPTH):
+        pair = start + tl.arange(0, DEPTH)
+        if BLOCK > 0:
+            position = tl.load(lists + (tap * capacity + start // BLOCK)) * BLOCK + start % BLOCK + tl.arange(0, DEPTH)
+            inside = (position >= 0) & (position < rows)
+            row = tl.load(table + position, mask=inside, other=-1)
+            site = tl.load(table + (_line(1 + WORDS + tap, rows, WIDE) + position), mask=inside, other=-1)
+        elif LISTED:
+            site = tl.load(lists + (tap * capacity + pair), mask=pair < last, other=-1)
+            row = tl.load(lists + ((tap + TAPS) * capacity + pair), mask=pair < last, other=-1)
+        else:
+            row = pair
+            if WIDE:
+                row = row.to(tl.int64)
+            site = tl.load(table + (row * TAPS + tap), mask=pair < last, other=-1)
+        known = (site >= 0) & (site < sites) & (row >= 0) & (row < rows)
+        if WIDE:
+            site, row = site.to(tl.int64), row.to(tl.int64)
+        left = tl.load(
+            gradient + (row[:, None] * OUT_CHANNELS + to[None, :]),
+            mask=known[:, None] & (to < OUT_CHANNELS)[None, :],
+            other=0.0,
+        )
+        right = tl.load(
+            features + (site[:, None] * CHANNELS + channel[None, :]),
+            mask=known[:, None] & (channel < CHANNELS)[None, :],
+            other=0.0,
+        )
+        total = _plus(tl.trans(left), right, total, PRECISION, WIDEN, BY_BLOCK)
+    if WHOLE:
+        target = (to[:, None] * TAPS + tap) * CHANNELS + channel[None, :]
+    else:
+        target = (piece * OUT_CHANNELS + to[:, None]) * CHANNELS + channel[None, :]
+    written = (to < OUT_CHANNELS)[:, None] & (channel < CHANNELS)[None, :] & real_tap
+    tl.store(sums + target, total.to(sums.dtype.element_ty), mask=written)
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def sum_pieces(
+    sums, counts, out,  # (pieces, O, C), (T,), (O, T, C)
+    capacity, parts,
+    LISTED: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, TAPS: tl.constexpr, LANES: tl.constexpr,
+    CHANNELS: tl.constexpr, OUT_CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
+    PIECES: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """The sum of a tap's pieces, always in the same order; of no pieces, zero."""
+    size: tl.constexpr = OUT_CHANNELS * CHANNELS
+    tap = tl.program_id(0)
+    element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
+    if LISTED:
+        _, _, begin, end = _pieces(counts, capacity, parts, TAPS, LANES, DEPTH, BLOCK)
+        here = tl.arange(0, LANES) == tap
+        first, last = tl.sum(tl.where(here, begin, 0), axis=0), tl.sum(tl.where(here, end, 0), axis=0)
+    else:
+        first, last = tap * parts, tap * parts + parts
+    total = tl.zeros((ELEMENTS,), tl.float32)
+    for start in range(first, last, PIECES):
+        piece = start + tl.arange(0, PIECES)
+        inside = (piece < last)[:, None] & (element < size)[None, :]
+        if WIDE:
+            piece = piece.to(tl.int64)
+        total += tl.sum(tl.load(sums + (piece[:, None] * size + element[None, :]), mask=inside, other=0.0), axis=0)
+    target = (element // CHANNELS * TAPS + tap) * CHANNELS + element % CHANNELS
+    tl.store(out + target, total.to(out.dtype.element_ty), mask=element < size)
+
+
+# ---- orders of rows ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def neighbour_bits(
+    neighbours, masks,  # (M, T), (M, words) int32
+    rows,
+    TAPS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Bit t % 32 of word t // 32 says whether a row has a neighbour at tap t."""
+    WORDS: tl.constexpr = (TAPS + 31) // 32
+    row = _rows(ROWS, WIDE)
+    for word in range(WORDS):
+        # 2^31 - 1, the most rows that there are: every neighbour is known
+        known = _known(neighbours, row, row < rows, word * 32, 2147483647, TAPS, 32)
+        bits = tl.sum(known.to(tl.uint32) << tl.arange(0, 32).to(tl.uint32)[None, :], axis=1)
+        tl.store(masks + row * WORDS + word, bits.to(tl.int32, bitcast=True), mask=row < rows)
+
+
+@triton.jit
+def count_bits(
+    masks, counts,  # (M, words), (32 words,)
+    rows,
+    WORDS: tl.constexpr, SAMPLE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """How many of SAMPLE rows, spread evenly, have each bit of a word."""
+    word, bit = tl.program_id(0), tl.arange(0, 32)
+    count = tl.zeros((32,), tl.int32)
+    for start in range(0, SAMPLE, ROWS):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64) * rows // SAMPLE
+        count += tl.sum((tl.load(masks + row * WORDS + word)[:, None] >> bit[None, :]) & 1, axis=0)
+    tl.store(counts + word * 32 + bit, count)
+
+
+@triton.jit
+def mask_keys(
+    masks, counts, keys,  # (M, words), (32 words,), (M,) int32 of one word, else int64
+    rows,
+    WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Where a mask stands in a Gray code whose slowest bit is the rarest: neighbours in that order differ in few bits.
+
+    Of more than 64 bits, the rarest 64.
+    """
+    KEY_BITS: tl.constexpr = 32 if WORDS == 1 else 64
+    row = _rows(ROWS, WIDE)
+    code = tl.zeros((ROWS,), tl.uint32 if WORDS == 1 else tl.uint64)
+    for word in range(WORDS):
+        bit = word * 32 + tl.arange(0, 32)
+        count = tl.load(counts + bit)
+        rarer = tl.zeros((32,), tl.int32)
+        for other_word in range(WORDS):
+            other = other_word * 32 + tl.arange(0, 32)
+            other_count = tl.load(counts + other)
+            less = other_count[None, :] < count[:, None]
+            tie = (other_count[None, :] == count[:, None]) & (other[None, :] < bit[:, None])
+            rarer += tl.sum((less | tie).to(tl.int32), axis=1)
+        mask = tl.load(masks + row * WORDS + word, mask=row < rows, other=0)
+        is_set = ((mask[None, :] >> tl.arange(0, 32)[:, None]) & 1) != 0  # (32, ROWS)
+        place = tl.maximum(KEY_BITS - 1 - rarer, 0).to(code.dtype)[:, None]
+        code += tl.sum((is_set & (rarer < KEY_BITS)[:, None]).to(code.dtype) << place, axis=0)
+    code ^= code >> 1  # each bit becomes the parity of those from it up
+    code ^= code >> 2
+    code ^= code >> 4
+    code ^= code >> 8
+    code ^= code >> 16
+    if WORDS > 1:
+        code ^= code >> 32
+    kind = keys.dtype.element_ty
+    key = code.to(kind, bitcast=True) ^ (tl.full((), 1, kind) << (KEY_BITS - 1))  # to signed order
+    tl.store(keys + row, key, mask=row < rows)
+
+
+@triton.jit
+def sort_table(
+    neighbours, order, table,  # (M, T), (M,), (1 + words + T, M)
+    rows,
+    TAPS: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The order, the bits of each row, then its sites by tap, of the rows in that order."""
+    WORDS: tl.constexpr = (TAPS + 31) // 32
+    position = _rows(ROWS, WIDE)
+    inside = position < rows
+    row = tl.load(order + position, mask=inside, other=0)
+    tl.store(table + position, row.to(tl.int32), mask=inside)
+    row = row.to(tl.int64 if WIDE else tl.int32)
+    for first_tap in range(0, TAPS, WIDTH):
+        tap = first_tap + tl.arange(0, WIDTH)
+        wanted = (tap < TAPS)[:, None] & inside[None, :]  # (WIDTH, ROWS)
+        site = tl.load(neighbours + (row[None, :] * TAPS + tap[:, None]), mask=wanted, other=-1)
+        bits = tl.sum((site >= 0).to(tl.int64) << tl.arange(0, WIDTH)[:, None], axis=0)
+        tl.store(table + (_line(1 + first_tap // 32, rows, WIDE) + position), bits.to(tl.int32), mask=inside)
+        tl.store(table + (_line(1 + WORDS + tap, rows, WIDE)[:, None] + position[None, :]), site, mask=wanted)
+
+
+# ---- lists of blocks ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def block_bits(
+    table, bits,  # as `sort_table` has it; (words, blocks)
+    rows, blocks,
+    TAPS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Bit t % 32 of word t // 32 says whether one of BLOCK rows of a sorted table has tap t."""
+    WORDS: tl.constexpr = (TAPS + 31) // 32
+    block = tl.program_id(0)
+    position = block * BLOCK + tl.arange(0, BLOCK)
+    for word in range(WORDS):
+        mask = tl.load(table + (_line(1 + word, rows, WIDE) + position), mask=position < rows, other=0)
+        set_bits = (mask[:, None] >> tl.arange(0, 32)[None, :]) & 1  # (BLOCK, 32)
+        found = tl.sum(tl.max(set_bits, axis=0).to(tl.int64) << tl.arange(0, 32), axis=0)
+        tl.store(bits + (word * blocks + block), found.to(tl.int32))
+
+
+@triton.jit
+def list_blocks(
+    bits, lists, counts,  # (words, blocks), (T, blocks), (T,)
+    blocks,
+    SCANNED: tl.constexpr,
+):  # fmt: skip
+    """The blocks that have a tap, ascending, and how many they are."""
+    tap = tl.program_id(0)
+    before = tl.zeros((), tl.int32)
+    for first in range(0, blocks, SCANNED):
+        block = first + tl.arange(0, SCANNED)
+        word = tl.load(bits + (tap // 32 * blocks + block), mask=block < blocks, other=0)
+        has = (word >> tap % 32) & 1
+        place = before + tl.cumsum(has, axis=0) - 1
+        tl.store(lists + (tap.to(tl.int64) * blocks + place), block, mask=has == 1)
+        before += tl.sum(has, axis=0)
+    tl.store(counts + tap, before)
+
+
+# ---- lists of pairs ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def count_pairs(
+    neighbours, counts,  # (M, T), (T, programs)
+    sites, rows,
+    TAPS: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """How many neighbours ROWS rows have at each tap."""
+    row = _rows(ROWS, WIDE)
+    programs = tl.num_programs(0)
+    for first_tap in range(0, TAPS, WIDTH):
+        tap = first_tap + tl.arange(0, WIDTH)
+        known = _known(neighbours, row, row < rows, first_tap, sites, TAPS, WIDTH)
+        count = tl.sum(known.to(tl.int32), axis=0)
+        tl.store(counts + (_line(tap, programs, True) + tl.program_id(0)), count, mask=tap < TAPS)
+
+
+@triton.jit
+def start_pairs(
+    counts, starts, totals,  # (T, blocks), (T, blocks), (T,)
+    blocks,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Pairs of a tap before each block of rows, and in all."""
+    tap = tl.program_id(0)
+    line = _line(tap, blocks, True)
+    before = tl.zeros((), tl.int32)
+    for first in range(0, blocks, BLOCKS):
+        block = first + tl.arange(0, BLOCKS)
+        count = tl.load(counts + (line + block), mask=block < blocks, other=0)
+        tl.store(starts + (line + block), before + tl.cumsum(count, axis=0) - count, mask=block < blocks)
+        before += tl.sum(count, axis=0)
+    tl.store(totals + tap, before)
+
+
+@triton.jit
+def list_pairs(
+    neighbours, starts, pairs,  # (M, T), (T, programs), (2, T, capacity)
+    sites, rows, capacity,
+    TAPS: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Sites, then rows, of the pairs of each tap, in the order of rows."""
+    row = _rows(ROWS, WIDE)
+    programs = tl.num_programs(0)
+    for first_tap in range(0, TAPS, WIDTH):
+        tap = first_tap + tl.arange(0, WIDTH)
+        wanted = (tap < TAPS)[:, None] & (row < rows)[None, :]  # (WIDTH, ROWS)
+        site = tl.load(neighbours + (row[None, :] * TAPS + tap[:, None]), mask=wanted, other=-1)
+        known = (site >= 0) & (site < sites)
+        start = tl.load(starts + (_line(tap, programs, True) + tl.program_id(0)), mask=tap < TAPS, other=0)
+        place = start[:, None] + tl.cumsum(known.to(tl.int32), axis=1) - 1
+        kept = known & (place < capacity)
+        tl.store(pairs + (_line(tap, capacity, WIDE)[:, None] + place), site, mask=kept)
+        row_there = row[None, :].to(tl.int32) + tl.zeros_like(site)
+        tl.store(pairs + (_line(tap + TAPS, capacity, WIDE)[:, None] + place), row_there, mask=kept)
+
+
+# ---- pieces ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _plus(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr, BY_BLOCK: tl.constexpr):
+    """total + left @ right. BY_BLOCK: products are added to each other first, which rounds off less."""
+    if BY_BLOCK:
+        # The number, of which float32 takes no other notice, keeps the compiler from adding products to the total.
+        return total + tl.dot(left, right, input_precision=PRECISION, max_num_imprecise_acc=1)
+    else:
+        return plus_product(left, right, total, PRECISION, WIDEN)
+
+
+@triton.jit
+def _pieces(
+    counts, capacity, parts,
+    TAPS: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The pairs of T taps, cut into pieces of one length for `parts` programs: at most `parts` + T pieces.
+
+    Gives pairs, the length of a piece, and where the pieces of a tap begin and end among those of all, each (LANES,).
+    More pairs than a list has room for are none. BLOCK: what is counted are blocks of so many rows.
+    """
+    lane = tl.arange(0, LANES)
+    count = tl.load(counts + lane, mask=lane < TAPS, other=0)
+    count = tl.minimum(tl.maximum(count, 0), capacity)
+    if BLOCK > 0:
+        count = count * BLOCK
+    share = tl.cdiv(tl.cdiv(tl.sum(count.to(tl.int64), axis=0), parts), DEPTH) * DEPTH
+    length = tl.minimum(tl.maximum(share, DEPTH), 1 << 30).to(tl.int32)
+    pieces = count // length + (count % length != 0).to(tl.int32)
+    end = tl.cumsum(pieces, axis=0)
+    return count, length, end - pieces, end
+
+
+@triton.jit
+def _line(number, length, WIDE: tl.constexpr):
+    """Where a line of that length begins."""
+    if WIDE:
+        return tl.cast(number, tl.int64) * length
+    else:
+        return number * length
+
+
+@triton.jit
+def _rows(ROWS: tl.constexpr, WIDE: tl.constexpr):
+    """The rows of a program."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if WIDE:
+        row = row.to(tl.int64)
+    return row
+
+
+@triton.jit
+def _known(neighbours, row, real, first_tap, sites, TAPS: tl.constexpr, WIDTH: tl.constexpr):
+    """Which of WIDTH taps of each row have a site, (ROWS, WIDTH)."""
+    tap = first_tap + tl.arange(0, WIDTH)
+    inside = real[:, None] & (tap < TAPS)[None, :]
+    site = tl.load(neighbours + (row[:, None] * TAPS + tap[None, :]), mask=inside, other=-1)
+    return (site >= 0) & (site < sites)

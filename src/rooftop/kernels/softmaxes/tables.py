@@ -1,0 +1,108 @@
+"""Launch parameters of the Triton kernels of softmax, by the bytes of a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rooftop.kernels.operands.launch_data import ANY_BYTES
+from rooftop.kernels.operands.row_tiles import LongConfig, TileConfig
+from rooftop.kernels.operands.strided_rows import LINE_BYTES
+
+# The fastest of those measured on an H200 in half precision with 1024 (rows of 2 KiB forward, 4 KiB backward), 4096,
+# 8192, 16384 and 32768 columns, long rows with 128256; between these sizes the shares of a thread are those of the
+# layer norm's table, whose traffic is the same. Backward holds 128 KiB of a row in 16 warps, where few of the 128
+# registers of a thread spill; of 64, in 32 warps, more do, and it is slower. Long rows: one wide program an SM, whose
+# 132 rows of 128256 half precision elements are 34 MB, of the 50 MB of L2, when they are read again.
+FORWARD = (
+    TileConfig(row_bytes=256, rows=16, block_bytes=256, warps=2, hold=True),
+    TileConfig(row_bytes=512, rows=8, block_bytes=256, warps=2, hold=True),
+    TileConfig(row_bytes=1024, rows=4, block_bytes=1024, warps=2, hold=True),
+    TileConfig(row_bytes=2048, rows=1, block_bytes=512, warps=2, hold=True),
+    TileConfig(row_bytes=4096, rows=1, block_bytes=1024, warps=4, hold=True),
+    TileConfig(row_bytes=8192, rows=1, block_bytes=8192, warps=8, hold=True),
+    TileConfig(row_bytes=16384, rows=1, block_bytes=4096, warps=8),
+    TileConfig(row_bytes=32768, rows=1, block_bytes=8192, warps=16, hold=True),
+    TileConfig(row_bytes=65536, rows=1, block_bytes=16384, warps=32),
+)
+BACKWARD = (
+    TileConfig(row_bytes=512, rows=8, block_bytes=512, warps=2),
+    TileConfig(row_bytes=1024, rows=4, block_bytes=1024, warps=2),
+    TileConfig(row_bytes=2048, rows=2, block_bytes=2048, warps=2),
+    TileConfig(row_bytes=4096, rows=1, block_bytes=2048, warps=2),
+    TileConfig(row_bytes=8192, rows=1, block_bytes=4096, warps=4),
+    TileConfig(row_bytes=16384, rows=1, block_bytes=8192, warps=8),
+    TileConfig(row_bytes=32768, rows=1, block_bytes=16384, warps=8),
+    TileConfig(row_bytes=65536, rows=1, block_bytes=16384, warps=16),
+    TileConfig(row_bytes=131072, rows=1, block_bytes=32768, warps=16),
+)
+FORWARD_LONG = (LongConfig(row_bytes=ANY_BYTES, block_bytes=32768, warps=32, programs_per_sm=1, stages=1),)
+BACKWARD_LONG = (LongConfig(row_bytes=ANY_BYTES, block_bytes=65536, warps=32, programs_per_sm=1, stages=1),)
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """How rows of more than `above_bytes`, up to `row_bytes` (of one tensor), are worked on.
+
+    Attributes:
+        blocks: of a cluster, 1 to 16: what a row is divided into.
+        threads: of a block, a multiple of 32.
+        held: 16-byte groups of each tensor that a thread keeps in registers, enough for its share of a part.
+        stages: rows in shared memory at a time, 1 to 6.
+        odd: for rows that begin or end within a group of 16 bytes; or else for those of whole groups.
+    """
+
+    above_bytes: int
+    row_bytes: int
+    blocks: int
+    threads: int
+    held: int
+    stages: int = 2
+    odd: bool = False
+
+
+@dataclass(frozen=True)
+class OddRows:
+    """Rows that begin or end within a group of 16 bytes get the first of the `fullest` clusters.
+
+    Attributes:
+        above_bytes, row_bytes, stages: as of ClusterConfig.
+        unless: but not rows that all begin at multiples of so many bytes: Triton's kernels load those at once.
+    """
+
+    above_bytes: int
+    row_bytes: int
+    stages: int = 2
+    unless: int = LINE_BYTES
+
+
+Table = tuple[ClusterConfig | OddRows, ...]
+
+# From an H200 (results/h200/tune_clusters.json): what is not here is faster by Triton's kernels.
+CLUSTER_FORWARD: Table = (
+    OddRows(above_bytes=4096, row_bytes=12_000),
+    OddRows(above_bytes=12_000, row_bytes=32_768, unless=8),
+    OddRows(above_bytes=32_768, row_bytes=524_000),
+    ClusterConfig(above_bytes=32_768, row_bytes=65_536, blocks=4, threads=128, held=8),
+    ClusterConfig(above_bytes=65_536, row_bytes=131_072, blocks=8, threads=128, held=8),
+    ClusterConfig(above_bytes=131_072, row_bytes=262_144, blocks=8, threads=256, held=8),
+    ClusterConfig(above_bytes=262_144, row_bytes=524_288, blocks=16, threads=256, held=8),
+)
+CLUSTER_BACKWARD: Table = (
+    OddRows(above_bytes=4096, row_bytes=49_000, unless=4),
+    OddRows(above_bytes=49_000, row_bytes=262_000),
+    OddRows(above_bytes=262_000, row_bytes=524_000, stages=1),
+    ClusterConfig(above_bytes=24_576, row_bytes=32_768, blocks=1, threads=256, held=8),
+    ClusterConfig(above_bytes=32_768, row_bytes=65_536, blocks=4, threads=256, held=4),
+    ClusterConfig(above_bytes=65_536, row_bytes=131_072, blocks=4, threads=256, held=8),
+    ClusterConfig(above_bytes=131_072, row_bytes=262_144, blocks=8, threads=512, held=4),
+    ClusterConfig(above_bytes=262_144, row_bytes=524_288, blocks=16, threads=256, held=8, stages=1),
+)
+CLUSTER_FUSED: Table = (  # cross entropy and its gradient
+    OddRows(above_bytes=4096, row_bytes=8200, unless=8),
+    OddRows(above_bytes=8200, row_bytes=524_000),
+    ClusterConfig(above_bytes=16_384, row_bytes=32_768, blocks=2, threads=128, held=8),
+    ClusterConfig(above_bytes=32_768, row_bytes=65_536, blocks=2, threads=256, held=8),
+    ClusterConfig(above_bytes=65_536, row_bytes=131_072, blocks=4, threads=256, held=8),
+    ClusterConfig(above_bytes=131_072, row_bytes=262_144, blocks=8, threads=256, held=8),
+    ClusterConfig(above_bytes=262_144, row_bytes=524_288, blocks=8, threads=512, held=8),
+)

@@ -1,0 +1,67 @@
+"""The kernels of conv_act as compiled for a GPU that need not be there; `test_conv_acts.py` runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rooftop.kernels.convolutions import launches as conv_act_launches
+from rooftop.kernels.convolutions.launches import forward
+from rooftop.kernels.convolutions.tables import MANY, ConvPlan, ConvTile, Geometry
+from rooftop.launch import INTERPRETED
+
+triton = pytest.importorskip("triton")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted")
+@pytest.mark.parametrize("kernel", ["persistent", "gathered"])
+def test_operands_of_tensor_cores_are_where_they_were_copied_to(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copied asynchronously, not through registers; and nothing spills."""
+    tile = replace(MANY, columns=64) if kernel == "persistent" else ConvTile("gathered", 64, 64, 64, 4, 3)
+    ptx = ptx_of(tile, monkeypatch)
+    assert "wgmma.mma_async" in ptx
+    if kernel == "persistent":
+        assert "cp.async.bulk.tensor.5d" in ptx
+        assert "ldmatrix" not in ptx
+    else:
+        assert ptx.count("cp.async.cg") == 3 * (4 + 4)  # both operands: 8 KiB each by 128 threads of 16 bytes
+    command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", "-o", os.devnull, "-"]
+    log = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
+    assert " 0 bytes spill stores" in log
+
+
+def ptx_of(tile: ConvTile, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of the kernel that a 3 x 3 convolution of 64 channels launches."""
+    found: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    monkeypatch.setattr(
+        conv_act_launches, "launch", lambda kernel, grid, device, *args, **given: found.append((kernel, args, given))
+    )
+    x, weight = (
+        torch.empty(size, dtype=torch.bfloat16, memory_format=torch.channels_last)
+        for size in ((2, 64, 16, 16), (64, 64, 3, 3))
+    )
+    geometry = Geometry(2, 64, 16, 16, 64, (3, 3), (1, 1), (1, 1), (1, 1))
+    bias = torch.empty(64, dtype=torch.bfloat16)
+    forward(ConvPlan(tile.kernel, tile, ""), x, weight, bias, None, geometry, "relu", False)
+    ((kernel, arguments, given),) = found
+    options = {name: given.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in given}
+    types, constants = dict.fromkeys(given, "constexpr"), dict(given)
+    divisible: dict[tuple[int, ...], list[list[Any]]] = {}
+    for place, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
+        if value is None:
+            types[name], constants[name] = "constexpr", None
+        elif isinstance(value, Tensor | int):
+            types[name] = "*bf16" if isinstance(value, Tensor) else "i32"
+            if isinstance(value, Tensor) or value % 16 == 0:
+                divisible[place,] = [["tt.divisibility", 16]]
+        else:
+            types[name] = f"tensordesc<bf16[{','.join(map(str, value.block_shape))}]>"
+    source = triton.compiler.ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, constants, divisible)
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    return triton.compile(source, target=target, options=options).asm["ptx"]
