@@ -18,10 +18,16 @@ class Finished:
 
 @dataclass(frozen=True)
 class Lost:
-    """A chunk that nobody works on any more; `why` if a worker ended while it was at it, else None."""
+    """A chunk that nobody works on any more.
+
+    Attributes:
+        why: what ended the worker that was at it; None: the chunk has no part in it.
+        deaths: of workers that were at it.
+    """
 
     chunk: Chunk
     why: str | None
+    deaths: int = 1
 
 
 @dataclass(frozen=True)
@@ -38,9 +44,6 @@ Event = Finished | Lost | Hung
 
 class Workers(Protocol):
     """Processes that do chunks: on this machine, or of a scheduler."""
-
-    def ready(self) -> bool:
-        """Whether a worker can be given something."""
 
     def has_room(self, careful: bool = False) -> bool:
         """Whether a chunk can be given now; a careful one gets a worker alone."""

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 KINDS = ("image", "clip", "cloud", "text", "row", "path")
 
+BY_SUFFIX = ("text", "row", "cloud", "image", "clip")
+"""Those without photographs and videos first: torch is loaded only where it is needed."""
+
 ROWS_AT_ONCE = 1024  # of a Parquet file in memory
 
 
@@ -94,13 +97,19 @@ class Item(NamedTuple):
 
 
 @cache
-def suffixes() -> dict[str, set[str]]:
-    """Of the files of each kind that has some."""
-    from rooftop.media.images import SUFFIXES
-    from rooftop.media.reading import VIDEO_SUFFIXES
+def suffixes(kind: str) -> frozenset[str]:
+    """Of the files of a kind; of "path" all that belong to some kind."""
+    if kind == "image":
+        from rooftop.media.images import SUFFIXES
 
-    numbers, rows = {".npy", ".bin", ".ply"}, set(ROWS)
-    return {"image": SUFFIXES, "clip": VIDEO_SUFFIXES, "cloud": numbers, "text": {".txt"}, "row": rows}
+        return frozenset(SUFFIXES)
+    if kind == "clip":
+        from rooftop.media.reading import VIDEO_SUFFIXES
+
+        return frozenset(VIDEO_SUFFIXES)
+    if kind == "path":
+        return frozenset().union(*map(suffixes, KINDS[:-1]))
+    return frozenset({"cloud": {".npy", ".bin", ".ply"}, "text": {".txt"}, "row": ROWS}[kind])
 
 
 def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = None) -> tuple[str, list[Path]]:
@@ -116,10 +125,10 @@ def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = Non
         raise InputError(f"inputs: expected a list of files and folders, got {inputs!r}")
     if kind is not None:
         Decoding(kind)  # a kind that there is
-    wanted = set().union(*(ends for each, ends in suffixes().items() if kind in (None, each)))
     found: dict[Path, None] = {}
     for path in map(Path, inputs):
         if path.is_dir():
+            wanted = suffixes(kind or "path")
             inside = [each for each in _files_below(path) if kind == "path" or each.suffix.lower() in wanted]
             if not inside:
                 raise InputError(f"{path} holds no files with {'items' if kind is None else f'items of kind {kind}'}")
@@ -145,7 +154,8 @@ def _files_below(folder: Path) -> Iterator[Path]:
 def _kind_of(files: Sequence[Path]) -> str:
     kinds: dict[str | None, Path] = {}
     for path in files:
-        kinds.setdefault(next((kind for kind, ends in suffixes().items() if path.suffix.lower() in ends), None), path)
+        ends = path.suffix.lower()
+        kinds.setdefault(next((kind for kind in BY_SUFFIX if ends in suffixes(kind)), None), path)
     if len(kinds) == 1 and (kind := next(iter(kinds))) is not None:
         return kind
     if None in kinds:

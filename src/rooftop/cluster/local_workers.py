@@ -87,14 +87,6 @@ class LocalWorkers:
         self._failed_starts = 0
         self._events: deque[Event] = deque()
 
-    def pids(self) -> list[int]:
-        """Of the processes that are there."""
-        return [each.process.pid for each in self._workers if each.process.pid is not None]
-
-    def ready(self) -> bool:
-        """Whether a worker has loaded the target."""
-        return any(each.ready for each in self._workers)
-
     def has_room(self, careful: bool = False) -> bool:
         """Whether a chunk can be given."""
         return self._freest(careful) is not None

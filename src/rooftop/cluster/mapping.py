@@ -32,7 +32,8 @@ from rooftop.cluster.working import Chunk, Job, Outcome
 from rooftop.errors import InputError
 
 CHUNK_S = 0.5  # work of a chunk, as far as its size can be chosen: longer than a message takes, soon done again
-MOST_ITEMS = 256  # of a chunk
+MOST_ITEMS = 4096  # of a chunk
+MOST_BYTES = 16 << 20  # of the rows of a chunk, about
 LEARNED_FROM = 256  # items, which are done one chunk at a time, until each column has a type
 DEATHS = 3  # of workers at an item alone or in its chunk, until it is given up
 LOOK_S = 0.2  # from one look at what workers do to the next
@@ -54,6 +55,7 @@ class MapReport:
             been busy all the time: items over the seconds that these took, as measured in this run. None: nothing was.
         percent_of_ceiling: `items_per_s` of the smaller ceiling.
         workers: that have done something; `lost`: chunks that had to be done again.
+        first_error: "input: error" of the first row of this run that has one, or None.
     """
 
     out: Path
@@ -70,6 +72,7 @@ class MapReport:
     percent_of_ceiling: float | None
     workers: int
     lost: int
+    first_error: str | None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -89,6 +92,8 @@ class MapReport:
                 f"{self.percent_of_ceiling:.0f}% of min(decoding {self.decode_ceiling:,.1f}, target "
                 f"{self.call_ceiling:,.1f} items/s)"
             )
+        if self.first_error is not None:
+            lines.append(f"the first error: {self.first_error}")
         if self.lost:
             lines.append(f"{self.lost} chunks were done again")
         return "\n".join(lines)
@@ -230,6 +235,7 @@ class _Run:
         self.decode_s = self.call_s = 0.0
         self.workers: dict[str, int] = {}  # name to threads that decode
         self.first_at = self.last_at = 0.0
+        self.first_error: str | None = None
         self._number = 0
         self._size = 1
         self._again: deque[Chunk] = deque()
@@ -280,7 +286,7 @@ class _Run:
         if isinstance(event, Finished):
             self._finished(event.chunk, event.outcome, batch)
         elif isinstance(event, Lost):
-            self._lost(event.chunk, event.why)
+            self._lost(event.chunk, event.why, event.deaths)
         else:
             self._hung(event.chunk, event.first, event.count)
 
@@ -304,9 +310,11 @@ class _Run:
     def _next_size(self, chunk: Chunk, outcome: Outcome, batch: int) -> int:
         """Items of half a second, in whole batches; until columns are known twice as many as last time."""
         if not self._final:
-            return min(2 * len(chunk.items), MOST_ITEMS)
+            return min(2 * len(chunk.items), LEARNED_FROM)
+        size = outcome.batch.nbytes / len(chunk.items)
         took = max(outcome.call_s, outcome.decode_s / max(1, outcome.threads)) / len(chunk.items)
         wanted = MOST_ITEMS if took * MOST_ITEMS <= CHUNK_S else int(CHUNK_S / took)
+        wanted = min(wanted, int(MOST_BYTES / size))
         wanted = min(wanted, 2 * max(self._size, batch), MOST_ITEMS)  # one quick chunk says little
         return max(batch, wanted // batch * batch)
 
@@ -317,6 +325,10 @@ class _Run:
             self._unsettled.append(rows)
         self.items += count
         self.errors += errors
+        if errors and self.first_error is None:
+            row = next(row for row in rows.select(["input", "place", "error"]).to_pylist() if row["error"] is not None)
+            place = "" if row["place"] is None else f", {row['place']}"
+            self.first_error = f"{row['input']}{place}: {row['error']}"
         if self.progress is not None:
             there = self.parts.done.rows + self.items
             what = f"{there:,} of {self.files:,} done" if self.files else f"{there:,} done"
@@ -337,15 +349,15 @@ class _Run:
 
     # ---- not done ----------------------------------------------------------------------------------------------------
 
-    def _lost(self, chunk: Chunk, why: str | None) -> None:
+    def _lost(self, chunk: Chunk, why: str | None, more_deaths: int) -> None:
         self.lost += 1
         if why is None:
             self._again.appendleft(chunk)
             return
-        deaths = chunk.deaths + 1
+        deaths = chunk.deaths + more_deaths
         if deaths >= DEATHS and len(chunk.items) == 1:
             self._give_up(chunk.items[0], f"{why} while it worked on this item, {deaths} times")
-        elif deaths == DEATHS - 1:
+        elif deaths >= DEATHS - 1:
             self._again.extendleft(self._chunk([item], deaths, careful=True) for item in reversed(chunk.items))
         else:
             self._again.appendleft(self._chunk(chunk.items, deaths))
@@ -391,4 +403,5 @@ class _Run:
             percent_of_ceiling=100 * rate / ceiling if rate and ceiling else None,
             workers=len(self.workers),
             lost=self.lost,
+            first_error=self.first_error,
         )
