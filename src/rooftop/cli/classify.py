@@ -42,6 +42,7 @@ from rooftop.models import (
 )
 from rooftop.models.images import IMAGENET
 
+
 def run(
     paths: tuple[str, ...],
     model: str,

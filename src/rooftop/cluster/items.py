@@ -70,9 +70,12 @@ class Decoding:
 
     def arguments(self) -> dict[str, Any]:
         """What of this changes the results, by name."""
-        clip = {"frames": self.frames, "step": self.step, "stride": self.stride}
-        of_kind = {"clip": clip, "cloud": {"point_columns": self.point_columns}}
-        return {"kind": self.kind, **of_kind.get(self.kind, {})}
+        found: dict[str, Any] = {"kind": self.kind}
+        if self.kind == "clip":
+            found |= {"frames": self.frames, "step": self.step, "stride": self.stride}
+        if self.kind == "cloud":
+            found |= {"point_columns": self.point_columns}
+        return found
 
 
 class Damage(NamedTuple):
@@ -182,7 +185,7 @@ def _lines(name: str, source: str, decoding: Decoding) -> Iterator[Item]:
     last = -1
     try:
         with open(source, "rb") as file:
-            for last, line in enumerate(file):  # noqa: B007
+            for last, line in enumerate(file):
                 try:
                     yield Item(name, last, source, line.rstrip(b"\r\n").decode("utf-8"))
                 except UnicodeDecodeError as error:
@@ -192,7 +195,7 @@ def _lines(name: str, source: str, decoding: Decoding) -> Iterator[Item]:
 
 
 def _rows(name: str, source: str, decoding: Decoding) -> Iterator[Item]:
-    rows = ROWS[Path(source).suffix.lower()] if Path(source).suffix.lower() in ROWS else None
+    rows = ROWS.get(Path(source).suffix.lower())
     if rows is None:
         yield Item(name, None, source, Damage(f"{name} has no rows: expected {', '.join(sorted(ROWS))}"))
         return
@@ -272,12 +275,13 @@ def decoder(decoding: Decoding) -> Callable[[Item], Any]:
     if decoding.kind == "image":
         from rooftop.media.images import read_image
     readers = threading.local()  # each thread keeps the video that it read last
-    decode = {
+    decodes: dict[str, Callable[[Item], Any]] = {
         "image": lambda item: read_image(item.source),
         "cloud": lambda item: _cloud(item.source, decoding.point_columns),
         "path": lambda item: Path(item.source),
         "clip": partial(_clip, readers, decoding),
-    }.get(decoding.kind, lambda item: item.content)
+    }
+    decode = decodes.get(decoding.kind, lambda item: item.content)
 
     def decoded(item: Item) -> Any:
         if isinstance(item.content, Damage):
@@ -319,7 +323,7 @@ def _cloud(source: str, columns: int) -> Tensor:
             import trimesh
         except ImportError as error:
             raise MissingExtraError('.ply needs trimesh: pip install "rooftop[scene]"') from error
-        points = np.asarray(trimesh.load(source).vertices)
+        points = np.asarray(trimesh.load_scene(source).to_geometry().vertices)
     else:
         raise InputError(f"{Path(source).name} is no point cloud: expected .npy, .bin or .ply")
     if points.ndim != 2 or points.dtype.kind not in "fiu":

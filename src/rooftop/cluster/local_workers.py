@@ -1,8 +1,8 @@
 """Worker processes on this machine: one for each GPU, or several on the CPU, which divide its cores.
 
-A worker has at most two chunks: one that it works on, one whose items it decodes already. It says in shared memory which
-items it is at and since when. So a process that ends, or that is ended because an item takes too long, leaves behind what
-it was at, and another process takes its place.
+A worker has at most two chunks: one that it works on, one whose items it decodes already. It says in shared memory
+which items it is at and since when. So it is known what a process was at that ends, or that is ended because an item
+takes too long; another process takes its place.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PATIENCE_S = 5.0  # for a worker to end by itself
 
 @dataclass(frozen=True)
 class Division:
-    """How a machine is divided: workers, threads that decode in each, threads of torch in each, their device and GPUs."""
+    """How a machine is divided: workers; threads of each that decode, and that compute; their device and GPUs."""
 
     workers: int
     decode_threads: int
@@ -58,7 +58,9 @@ def divide(device: str, workers: int | None) -> Division:
         names = [each.strip() for each in visible.split(",")] if visible else list(map(str, range(gpus)))
         workers = workers or gpus
         of_workers = tuple(names[number % gpus] for number in range(workers))
-        return Division(workers, max(1, min(MOST_THREADS, cores // workers)), max(1, cores // workers), "cuda", of_workers)
+        return Division(
+            workers, max(1, min(MOST_THREADS, cores // workers)), max(1, cores // workers), "cuda", of_workers
+        )
     workers = workers or max(1, cores // 4, min(2, cores))
     share = max(1, cores // workers)
     return Division(workers, min(MOST_THREADS, share), share, "cpu")

@@ -6,8 +6,9 @@
     print(report)
 
 One loop does it: it gives chunks of items to workers that have room, takes what they have done, and writes. While it
-writes, workers go on with what they have, which is little: so a slow disk bounds the memory. What a worker loses is done
-again; what ends workers twice is done item by item, and an item that does so again becomes a row with its error.
+writes, workers go on with what they have, which is little: so memory is bounded, also if the disk is slow. What a worker
+loses is done again. A chunk at which two workers ended is done item by item; an item at which a third one ends becomes a
+row with its error.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.cluster.arrow import load_arrow
-from rooftop.cluster.events import Event, Finished, Hung, Lost, Workers
+from rooftop.cluster.events import Event, Finished, Lost, Workers
 from rooftop.cluster.items import Decoding, Item, find_inputs, list_items
 from rooftop.cluster.local_workers import LocalWorkers, divide
 from rooftop.cluster.parts import Parts
@@ -51,8 +52,8 @@ class MapReport:
         columns: of the results, name to type; empty if no item had a result.
         seconds: of the whole run; `working_s`: from the first item given to a worker to the last one done.
         items_per_s: over `working_s`.
-        decode_ceiling, call_ceiling: items a second if all threads that decode, or all workers' calls of the target, had
-            been busy all the time: items over the seconds that these took, as measured in this run. None: nothing was.
+        decode_ceiling, call_ceiling: items a second if all threads that decode, or all workers' calls of the target,
+            had been busy all the time: items over the seconds that these took in this run. None: none took any.
         percent_of_ceiling: `items_per_s` of the smaller ceiling.
         workers: that have done something; `lost`: chunks that had to be done again.
         first_error: "input: error" of the first row of this run that has one, or None.
@@ -162,7 +163,7 @@ def map_items(
         raise InputError("got workers and a scheduler: the scheduler has workers of its own")
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(f"device {device!r} is not known: expected auto, cpu or cuda")
-    made = callable_target(target, batch) if isinstance(target, str) or not hasattr(target, "sent") else target
+    made = target if isinstance(target, Target) else callable_target(target, batch)
     if made.prepare is not None:
         if kind not in (None, "image"):
             raise InputError(f"{made.name} takes photographs, not items of kind {kind}")
@@ -303,7 +304,7 @@ class _Run:
         if not self._final:
             self._columns = outcome.columns
             self._learned += len(chunk.items)
-            if is_settled(self._columns) or self._learned >= LEARNED_FROM and self._columns is not None:
+            if is_settled(self._columns) or (self._learned >= LEARNED_FROM and self._columns is not None):
                 self._settle()
         self._size = self._next_size(chunk, outcome, batch)
 

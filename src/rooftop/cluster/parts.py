@@ -129,7 +129,9 @@ class Parts:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             lock.close()
-            raise InputError(f"{self.folder} is written by another run: wait for its end, or give another name") from error
+            raise InputError(
+                f"{self.folder} is written by another run: wait for its end, or give another name"
+            ) from error
         return lock
 
     def _check_record(self) -> None:
@@ -193,7 +195,13 @@ class Parts:
                 self._write(path, pa.Table.from_batches([fitted(each, whole) for each in table.to_batches()], whole))
         encoded = None if columns is None else base64.b64encode(columns.serialize().to_pybytes()).decode()
         types = None if columns is None else {field.name: str(field.type) for field in columns}
-        record = {"rooftop": rooftop.__version__, "format": FORMAT, **self._made_by, "columns": types, "schema": encoded}
+        record = {
+            "rooftop": rooftop.__version__,
+            "format": FORMAT,
+            **self._made_by,
+            "columns": types,
+            "schema": encoded,
+        }
         write_whole(self.folder / RECORD, json.dumps(record, indent=1) + "\n")
 
     def add(self, batch: Any) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rooftop.errors import InputError, ModelRunError, TargetError, did_you_mean
 
@@ -22,6 +22,7 @@ Call = Callable[[list[Any]], Sequence[Any]]
 """Values of as many items -> their results, in the same order."""
 
 
+@runtime_checkable
 class Target(Protocol):
     """What goes to the workers.
 

@@ -1,4 +1,4 @@
-"""What a worker does with a chunk of items: threads decode ahead, the target is called for each batch, a table comes out.
+"""What a worker does with a chunk of items: threads decode ahead, the target is called by batches, a table comes out.
 
 An item fails alone: it becomes a row with its error. If a batch fails, its items are tried one by one.
 """
@@ -10,8 +10,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from rooftop.cluster.items import Decoding, Item, decoder
@@ -180,9 +180,7 @@ class Workshop:
             called += len(values)
             outcomes += [each.value if isinstance(each.value, Failure) else next(results) for each in decoded]
         batch, errors, columns = to_batch(chunk.items, outcomes, chunk.columns, chunk.learn)
-        return Outcome(
-            batch, errors, columns, len(outcomes), called, decode_s, call_s, self.worker, self.job.threads
-        )
+        return Outcome(batch, errors, columns, len(outcomes), called, decode_s, call_s, self.worker, self.job.threads)
 
     def _results(self, values: list[Any]) -> list[Row | Failure]:
         if not values:
