@@ -48,7 +48,7 @@ class DaskWorkers:
     Args:
         device: "cpu", "cuda" or "auto", of models of Rooftop's own; a callable chooses itself.
         say: is called with a line when the scheduler is gone or has no workers.
-        reconnect_s: for which a scheduler that is gone is waited for.
+        reconnect_s: for which a scheduler that is gone is waited for. None: two minutes.
 
     Raises:
         MissingExtraError: Dask is not installed.
@@ -57,12 +57,13 @@ class DaskWorkers:
     """
 
     def __init__(
-        self, address: str, job: Job, device: str, say: Callable[[str], None], reconnect_s: float = RECONNECT_S
+        self, address: str, job: Job, device: str, say: Callable[[str], None], reconnect_s: float | None = None
     ) -> None:
         self._distributed = load_distributed()
         import cloudpickle
 
-        self._address, self._say, self._reconnect_s = address, say, reconnect_s
+        self._address, self._say = address, say
+        self._reconnect_s = RECONNECT_S if reconnect_s is None else reconnect_s
         self._token = uuid.uuid4().hex
         self._job = cloudpickle.dumps(replace(job, target=job.target.sent()))
         self._device = device

@@ -323,7 +323,8 @@ def _cloud(source: str, columns: int) -> Tensor:
             import trimesh
         except ImportError as error:
             raise MissingExtraError('.ply needs trimesh: pip install "rooftop[scene]"') from error
-        points = np.asarray(trimesh.load_scene(source).to_geometry().vertices)
+        geometry: Any = trimesh.load_scene(source).to_geometry()
+        points = np.asarray(geometry.vertices)
     else:
         raise InputError(f"{Path(source).name} is no point cloud: expected .npy, .bin or .ply")
     if points.ndim != 2 or points.dtype.kind not in "fiu":

@@ -6,9 +6,9 @@
     print(report)
 
 One loop does it: it gives chunks of items to workers that have room, takes what they have done, and writes. While it
-writes, workers go on with what they have, which is little: so memory is bounded, also if the disk is slow. What a worker
-loses is done again. A chunk at which two workers ended is done item by item; an item at which a third one ends becomes a
-row with its error.
+writes, workers go on with what they have, which is little: so memory is bounded, also if the disk is slow. What a
+worker loses is done again. A chunk at which two workers ended is done item by item; an item at which a third one ends
+becomes a row with its error.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class _Run:
     def all(self, workers: Workers, job: Job, items: Iterator[Item]) -> None:
         """All items; what is done is in the parts, also if this raises."""
         flying = 0
-        batch = job.batch
+        batch, self._timeout_s = job.batch, job.timeout_s or 0.0
         exhausted = False
         self._size = batch if self._final else 1
         try:
@@ -369,7 +369,7 @@ class _Run:
         if others:
             self._again.appendleft(self._chunk(others, chunk.deaths))
         if count == 1:
-            self._give_up(late[0], "took longer than the timeout")
+            self._give_up(late[0], f"took longer than the timeout of {self._timeout_s:g} s")
         else:
             self._again.extendleft(self._chunk([item], chunk.deaths, careful=True) for item in reversed(late))
 

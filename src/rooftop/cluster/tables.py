@@ -167,11 +167,11 @@ def to_batch(
     for field in columns or ():
         values = [None if isinstance(each, Failure) else _nested(each[field.name]) for each in checked]
         try:
-            arrays.append(pa.array(values, field.type))
+            arrays.append(_column(values, field.type))
         except (pa.ArrowException, ValueError, TypeError):  # of some row: which?
             for number, value in enumerate(values):
                 try:
-                    pa.array([value], field.type)
+                    _column([value], field.type)
                 except (pa.ArrowException, ValueError, TypeError) as error:
                     said = " ".join(str(error).split())[:200]
                     got = type(value).__name__
@@ -185,6 +185,38 @@ def to_batch(
     whole = whole_schema(columns)
     arrays = [pa.array(values, whole.field(i).type) for i, values in enumerate(fixed)] + arrays
     return pa.RecordBatch.from_arrays(arrays, schema=whole), sum(each is not None for each in errors), columns
+
+
+def _column(values: list[Any], kind: Any) -> Any:
+    """An array of a type, which no value loses anything by: 2.0 is an integer, 1.5 and "2" are none.
+
+    Raises:
+        ArrowException, ValueError, TypeError: of pyarrow, or a value is of another kind.
+    """
+    pa = load_arrow()
+    found = pa.array(values)
+    if found.type == kind or pa.types.is_null(found.type):
+        return pa.array(values, kind)
+    if not _alike(found.type, kind):
+        raise TypeError(f"it is {found.type}")
+    return found.cast(kind)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether both are numbers, or both texts, or made of such in the same way; nothing known is like everything."""
+    pa = load_arrow()
+    if pa.types.is_null(one) or pa.types.is_null(other):
+        return True
+    numbers = [pa.types.is_boolean(each) or pa.types.is_primitive(each) for each in (one, other)]
+    if any(numbers) or one.num_fields != other.num_fields:
+        return all(numbers) and pa.types.is_temporal(one) == pa.types.is_temporal(other)
+    if not one.num_fields:
+        return bool(one == other)
+    names = [[each.field(i).name for i in range(each.num_fields)] for each in (one, other)]
+    structs = pa.types.is_struct(one) or pa.types.is_struct(other)
+    if structs and (names[0] != names[1] or type(one) is not type(other)):
+        return False
+    return all(_alike(one.field(i).type, other.field(i).type) for i in range(one.num_fields))
 
 
 def _difference(row: Row, columns: Any) -> str | None:
