@@ -203,7 +203,8 @@ def _target(
         columns = pa.schema(
             [*size, ("labels", numbers), ("names", names), ("scores", pa.list_(pa.float32())), ("boxes", boxes)]
         )
-    return ModelTarget(name, made_of, batch, PackedModel.of(model), dtype, prepare, answer, columns)
+    folded = Engine(model, dtype=torch.float32, constants=False).model  # on the CPU: norms folded, once for all workers
+    return ModelTarget(name, made_of, batch, PackedModel.of(folded), dtype, prepare, answer, columns)
 
 
 @dataclass(frozen=True)
