@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -111,6 +112,12 @@ def lines(count: int) -> str:
     return "lines.txt"
 
 
+def rows_of(what: str) -> int:
+    """What the progress says to be done."""
+    found = re.match(r"[\d,]+", what)
+    return int(found[0].replace(",", "")) if found else 0
+
+
 def mapped(scheduler: Scheduler, target: Any, count: int, **options: Any) -> tuple[Any, list[dict[str, Any]]]:
     report = map_items(target, [lines(count)], "out.parquet", scheduler=scheduler.address, **options)
     return report, sorted(pq.read_table("out.parquet").to_pylist(), key=lambda row: row["place"])
@@ -121,7 +128,7 @@ def test_workers_of_a_scheduler_do_each_item_once_also_if_one_is_killed(schedule
     killed = []
 
     def kill(what: str, _: float) -> None:
-        rows = int(what.split()[0].replace(",", ""))
+        rows = rows_of(what)
         if rows >= 100 and not killed:
             of_test = psutil.Process().children(recursive=True)
             worker = next(each for each in of_test if "spawn_main" in " ".join(each.cmdline()))
@@ -155,7 +162,7 @@ def test_a_scheduler_that_restarts_is_found_again(scheduler: Scheduler) -> None:
     restarted = []
 
     def restart(what: str, _: float) -> None:
-        if int(what.split()[0].replace(",", "")) >= 100 and not restarted:
+        if rows_of(what) >= 100 and not restarted:
             restarted.append(True)
             scheduler.end()
             scheduler.start(1)
@@ -173,7 +180,7 @@ def test_a_scheduler_that_does_not_come_back_leaves_what_was_done(
     monkeypatch.setattr(dask_workers, "RECONNECT_S", 1.0)
 
     def end(what: str, _: float) -> None:
-        if int(what.split()[0].replace(",", "")) >= 60:
+        if rows_of(what) >= 60:
             scheduler.end()
 
     with pytest.raises(SchedulerError, match="did not come back in 1 s: what was done is kept"):

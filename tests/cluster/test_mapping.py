@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -108,6 +109,12 @@ def lines(count: int) -> str:
     return "lines.txt"
 
 
+def rows_of(what: str) -> int:
+    """What the progress says to be done."""
+    found = re.match(r"[\d,]+", what)
+    return int(found[0].replace(",", "")) if found else 0
+
+
 def mapped(target: Any, inputs: list[str], **options: Any) -> tuple[Any, list[dict[str, Any]]]:
     """The report and the rows of out.parquet in order, by two workers."""
     report = map_items(target, inputs, "out.parquet", device="cpu", **{"workers": 2, **options})
@@ -137,24 +144,41 @@ def test_new_inputs_are_done_and_old_ones_not() -> None:
     assert [row["pid"] for row in rows[:20]] == [row["pid"] for row in before]
 
 
-def test_damaged_photographs_are_rows_with_their_error() -> None:
+def children() -> list[psutil.Process]:
+    """The workers."""
+    return [each for each in psutil.Process().children() if "spawn_main" in " ".join(each.cmdline())]
+
+
+def test_two_thousand_photographs_ten_damaged_one_worker_killed() -> None:
+    """Each has one row; a second run does nothing."""
     Path("photos").mkdir()
-    for number in range(20):
-        Image.new("RGB", (10 + number, 8)).save(f"photos/{number:02}.png")
-    for number in (0, 7, 19):  # the first one, too: it says nothing of the columns
-        whole = Path(f"photos/{number:02}.png").read_bytes()
-        Path(f"photos/{number:02}.png").write_bytes(whole[: len(whole) // 2])
-    report, rows = mapped("my.py:size", ["photos"])
-    assert (report.items, report.errors) == (20, 3)
+    for width in range(20):
+        Image.new("RGB", (10 + width, 8)).save(f"{width}.png")
+    whole = [Path(f"{width}.png").read_bytes() for width in range(20)]
+    damaged = set(range(0, 2000, 200))  # the first one, too: it says nothing of the columns
+    for number in range(2000):
+        content = whole[number % 20]
+        Path(f"photos/{number:04}.png").write_bytes(content[: len(content) // 2] if number in damaged else content)
+    killed = []
+
+    def kill(what: str, _: float) -> None:
+        if len(workers := children()) == 2 and not killed and rows_of(what) >= 1000:
+            killed.append(workers[0].pid)
+            os.kill(workers[0].pid, signal.SIGKILL)
+
+    report, rows = mapped("my.py:size", ["photos"], progress=kill)
+    assert killed
+    assert (report.items, report.errors) == (2000, 10)
+    assert 0 < report.percent_of_ceiling <= 100
     for number, row in enumerate(rows):
-        assert row["input"] == f"photos/{number:02}.png"
-        if number in (0, 7, 19):
+        assert row["input"] == f"photos/{number:04}.png"
+        if number in damaged:
             assert "photos" in row["error"]
             assert row["width"] is None
         else:
-            assert (row["error"], row["width"], row["height"]) == (None, 10 + number, 8)
-    assert report.decode_ceiling is not None
-    assert 0 < report.percent_of_ceiling <= 100
+            assert (row["error"], row["width"], row["height"]) == (None, 10 + number % 20, 8)
+    again, _ = mapped("my.py:size", ["photos"])
+    assert (again.items, again.before, again.errors_before) == (0, 2000, 10)
 
 
 def test_what_raises_hangs_differs_or_ends_its_process_is_an_error_of_its_item() -> None:
@@ -174,8 +198,8 @@ def test_a_worker_that_is_killed_loses_and_doubles_nothing() -> None:
     killed = []
 
     def kill(what: str, _: float) -> None:
-        workers = [each for each in psutil.Process().children() if "spawn_main" in " ".join(each.cmdline())]
-        if len(workers) == 2 and not killed and int(what.split()[0].replace(",", "")) >= 60:
+        workers = children()
+        if len(workers) == 2 and not killed and rows_of(what) >= 60:
             killed.append(workers[0].pid)
             os.kill(workers[0].pid, signal.SIGKILL)
 
@@ -188,12 +212,12 @@ def test_a_worker_that_is_killed_loses_and_doubles_nothing() -> None:
 
 def test_an_interrupted_run_keeps_what_is_done_and_ends_its_workers() -> None:
     def interrupt(what: str, _: float) -> None:
-        if int(what.split()[0]) >= 30:
+        if rows_of(what) >= 30:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         map_items("my.py:slow", [lines(100)], "out.parquet", workers=2, device="cpu", progress=interrupt)
-    assert not [each for each in psutil.Process().children() if "spawn_main" in " ".join(each.cmdline())]
+    assert not children()
     there = len(pq.read_table("out.parquet"))
     assert 30 <= there < 100
     report, rows = mapped("my.py:slow", ["lines.txt"])
@@ -285,10 +309,11 @@ def test_arguments_that_are_wrong() -> None:
         ({"timeout_s": 0.0}, "timeout_s is 0.0"),
         ({"batch": 0}, "batch is 0"),
         ({"device": "tpu"}, "expected auto, cpu or cuda"),
+        ({"kind": "path", "out": "."}, "is in ., where the results go"),
         ({"scheduler": "tcp://127.0.0.1:1", "workers": 2}, "workers of its own"),
     ):
         with pytest.raises(InputError, match=said):
-            map_items("my.py:number", ["lines.txt"], "out.parquet", **options)
+            map_items("my.py:number", ["lines.txt"], options.pop("out", "out.parquet"), **options)
     assert not Path("out.parquet").exists()
 
 
@@ -304,3 +329,11 @@ def test_workers_divide_the_cores() -> None:
         assert division.workers == workers
         assert division.decode_threads >= 1
         assert division.torch_threads * min(workers, cores) <= cores
+
+
+def test_a_column_without_a_type_takes_it_in_a_later_run() -> None:
+    Path("my.py").write_text("def maybe(text):\n    return {'n': int(text) if int(text) > 3 else None}\n")
+    mapped("my.py:maybe", [lines(3)], workers=1)
+    report, rows = mapped("my.py:maybe", [lines(6)], workers=1)
+    assert [row["n"] for row in rows] == [None, None, None, None, 4, 5]
+    assert (report.columns, report.errors) == ({"n": "int64"}, 0)

@@ -85,9 +85,15 @@ class LocalWorkers:
 
     def __init__(self, job: Job, division: Division) -> None:
         self.job, self.division = job, division
-        self._workers = [_Worker(job, division, number) for number in range(division.workers)]
+        self._workers: list[_Worker] = []
         self._failed_starts = 0
         self._events: deque[Event] = deque()
+        try:
+            for number in range(division.workers):
+                self._workers.append(_Worker(job, division, number))
+        except BaseException:
+            self.close(at_once=True)
+            raise
 
     def has_room(self, careful: bool = False) -> bool:
         """Whether a chunk can be given."""
@@ -245,7 +251,7 @@ def _started_from_nothing() -> Iterator[None]:
 @contextmanager
 def _environment(division: Division, number: int) -> Iterator[None]:
     """A worker's own GPU and threads, which libraries read when they are loaded."""
-    own = {"OMP_NUM_THREADS": str(division.torch_threads)}
+    own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(division.torch_threads))}
     if division.gpus:
         own["CUDA_VISIBLE_DEVICES"] = division.gpus[number]
     before = {name: os.environ.get(name) for name in own}

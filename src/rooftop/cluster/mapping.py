@@ -169,15 +169,18 @@ def map_items(
             raise InputError(f"{made.name} takes photographs, not items of kind {kind}")
         kind = "image"
     kind, files = find_inputs(inputs, kind)
+    if (own := next((path for path in files if path.resolve().is_relative_to(Path(out).resolve())), None)) is not None:
+        raise InputError(f"{own} is in {out}, where the results go: give another name")
     decoding = Decoding(kind, frames, step, stride, point_columns)
     arguments = {**decoding.arguments(), **made.arguments}
     with Parts(Path(out), made.name, arguments, retry_errors) as parts:
         if parts.columns is None and made.columns is not None:
             parts.settle(made.columns)
-        items = (item for item in _once(list_items(files, decoding)) if item not in parts.done)
+        items = (item for item in list_items(files, decoding) if item not in parts.done)
         first = next(items, None)
         run = _Run(parts, progress, len(files) if kind in ("image", "cloud", "path") else None)
         if first is not None:
+            run.show("workers start")
             pool, job = _workers(made, decoding, device, workers, scheduler, timeout_s, say)
             at_once = True
             try:
@@ -215,17 +218,6 @@ def _chained(first: Item, others: Iterator[Item]) -> Iterator[Item]:
     yield from others
 
 
-def _once(items: Iterator[Item]) -> Iterator[Item]:
-    """Without whole files that were named twice by other spellings; their lines and rows come once in any case."""
-    seen: set[tuple[str, int | None]] = set()
-    for item in items:
-        if item.place is None:
-            if (item.input, None) in seen:
-                continue
-            seen.add((item.input, None))
-        yield item
-
-
 class _Run:
     """The loop, and what was counted."""
 
@@ -244,6 +236,12 @@ class _Run:
         self._learned = 0
         self._final = is_settled(parts.columns)
         self._columns = parts.columns
+
+    def show(self, what: str) -> None:
+        """What is being done, on the bar."""
+        there = self.parts.done.rows + self.items
+        if self.progress is not None:
+            self.progress(what, there / max(there, self.files) if self.files else 0.0)
 
     def all(self, workers: Workers, job: Job, items: Iterator[Item]) -> None:
         """All items; what is done is in the parts, also if this raises."""
@@ -330,12 +328,11 @@ class _Run:
             row = next(row for row in rows.select(["input", "place", "error"]).to_pylist() if row["error"] is not None)
             place = "" if row["place"] is None else f", {row['place']}"
             self.first_error = f"{row['input']}{place}: {row['error']}"
-        if self.progress is not None:
-            there = self.parts.done.rows + self.items
-            what = f"{there:,} of {self.files:,} done" if self.files else f"{there:,} done"
-            if self.errors:
-                what += f", {self.errors:,} with an error"
-            self.progress(what, there / max(there, self.files) if self.files else 0.0)
+        there = self.parts.done.rows + self.items
+        what = f"{there:,} of {self.files:,} done" if self.files else f"{there:,} done"
+        if self.errors:
+            what += f", {self.errors:,} with an error"
+        self.show(what)
 
     def _settle(self) -> None:
         """From now on columns and types are as known; what waited for them is added."""

@@ -183,15 +183,15 @@ class Parts:
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def settle(self, columns: Any | None) -> None:
-        """Say which columns (a pyarrow.Schema) the results have. Parts that have only errors get these columns, too."""
+        """Say which columns (a pyarrow.Schema) the results have. Parts that are there already get them, too."""
         if self.columns is not None and columns == self.columns and (self.folder / RECORD).exists():
             return
         self.columns = columns
         pa = load_arrow()
         whole = whole_schema(columns)
         for path in sorted(self.folder.glob("part-*.parquet")):
-            table = pa.parquet.read_table(path)
-            if table.schema.names != whole.names:
+            if not pa.parquet.read_schema(path).equals(whole):
+                table = pa.parquet.read_table(path)
                 self._write(path, pa.Table.from_batches([fitted(each, whole) for each in table.to_batches()], whole))
         encoded = None if columns is None else base64.b64encode(columns.serialize().to_pybytes()).decode()
         types = None if columns is None else {field.name: str(field.type) for field in columns}
