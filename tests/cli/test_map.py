@@ -46,6 +46,16 @@ def test_a_function_over_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert (told["items"], told["before"], told["errors_before"], told["out"]) == (0, 3, 1, "out.parquet")
 
 
+def test_errors_are_tried_again_if_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["map", "my.py:upper", "a.txt", "-o", "out.parquet", "--workers", "1", "--device", "cpu"]
+    assert main(words) == 0
+    Path("my.py").write_text("def upper(text):\n    return {'upper': text.upper() + '!'}\n")
+    assert main(words) == 0
+    assert "nothing to do, 3 were there" in capsys.readouterr().out
+    assert main([*words, "--retry-errors"]) == 0
+    assert sorted(pq.read_table("out.parquet")["upper"].to_pylist()) == ["BAD!", "ONE", "THREE"]
+
+
 def test_the_status_is_1_if_nothing_has_a_result(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["map", "my.py:never", "a.txt", "-o", "out.parquet", "--workers", "1", "--device", "cpu"]
     assert main([*words, "--json", "figures.json"]) == 1

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy
 import psutil
 import pytest
 from PIL import Image
@@ -192,6 +193,18 @@ def test_what_raises_hangs_differs_or_ends_its_process_is_an_error_of_its_item()
     assert errors[11] == "SystemExit: 3"
     assert (report.items, report.errors) == (14, 5)
     assert report.first_error == "lines.txt, 3: ValueError: three is bad"
+
+
+def test_a_file_that_hangs_while_it_is_read_is_an_error_of_its_item() -> None:
+    for number in range(4):
+        numpy.save(f"{number}.npy", numpy.zeros((number, 3)))
+    Path("2.npy").unlink()
+    os.mkfifo("2.npy")  # nobody writes
+    Path("my.py").write_text("def count(points):\n    return {'points': len(points)}\n")
+    report, rows = mapped("my.py:count", [f"{number}.npy" for number in range(4)], workers=1, timeout_s=5.0)
+    assert [row["points"] for row in rows] == [0, 1, None, 3]
+    assert rows[2]["error"] == "took longer than the timeout of 5 s"
+    assert report.errors == 1
 
 
 def test_a_worker_that_is_killed_loses_and_doubles_nothing() -> None:

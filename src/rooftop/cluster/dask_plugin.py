@@ -37,6 +37,8 @@ class Carrier(WorkerPlugin):
 
     def teardown(self, worker: Any) -> None:
         """Dask calls this when the run or the worker ends."""
+        if self._shop is not None:
+            self._shop.pool.shutdown(wait=False, cancel_futures=True)
         dask_workers._carriers.pop(self.token, None)
 
     def do(self, chunk: Chunk) -> Outcome | tuple[int, int]:

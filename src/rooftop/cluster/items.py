@@ -15,6 +15,7 @@ Lines and rows are read by the process that lists the items, which sends them; o
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import os
 import threading
@@ -267,16 +268,20 @@ LISTED: dict[str, Callable[[str, str, Decoding], Iterator[Item]]] = {"text": _li
 # ---- decoding --------------------------------------------------------------------------------------------------------
 
 
+LOADED = {"image": ["rooftop.media.images"], "clip": ["rooftop.media"], "cloud": ["numpy", "torch"]}
+"""Modules that kinds need, loaded once beforehand: the time that this takes is not an item's."""
+
+
 def decoder(decoding: Decoding) -> Callable[[Item], Any]:
     """The function that makes of an item what the target gets. Threads may call it at once.
 
     It raises `InputError` for a damaged item, and whatever a reader raises.
     """
-    if decoding.kind == "image":
-        from rooftop.media.images import read_image
+    for module in LOADED.get(decoding.kind, ()):
+        importlib.import_module(module)
     readers = threading.local()  # each thread keeps the video that it read last
     decodes: dict[str, Callable[[Item], Any]] = {
-        "image": lambda item: read_image(item.source),
+        "image": lambda item: _image(item.source),
         "cloud": lambda item: _cloud(item.source, decoding.point_columns),
         "path": lambda item: Path(item.source),
         "clip": partial(_clip, readers, decoding),
@@ -289,6 +294,13 @@ def decoder(decoding: Decoding) -> Callable[[Item], Any]:
         return decode(item)
 
     return decoded
+
+
+def _image(source: str) -> Tensor:
+    """(3, H, W) uint8."""
+    from rooftop.media.images import read_image
+
+    return read_image(source)
 
 
 def _clip(readers: threading.local, decoding: Decoding, item: Item) -> Tensor:
