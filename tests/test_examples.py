@@ -500,6 +500,18 @@ def test_snippets_of_the_pages_print_what_they_say(
         assert said in printed
 
 
+def test_photographs_are_described_by_a_function_of_the_example(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    for name, grey in (("dark", 20), ("bright", 250), ("medium", 100)):
+        Image.new("RGB", (8, 6), (grey, grey, grey)).save(tmp_path / f"{name}.png")
+    (tmp_path / "torn.png").write_bytes((tmp_path / "dark.png").read_bytes()[:40])
+    out = run("map_photographs", tmp_path, "--out", tmp_path / "out.parquet", "--workers", 1)
+    assert "4 rows, 1 of them with an error" in out
+    brightest = [line for line in out.splitlines() if " bright, 8 x 6: " in line]
+    assert [Path(line.split(": ")[1]).stem for line in brightest] == ["bright", "medium", "dark"]
+    assert re.search(r"^not described: .*torn\.png", out, re.MULTILINE)
+
+
 def test_install_commands_work_in_a_clone() -> None:
     """Rooftop is on no package index: pages install from the folder, with extras that there are."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]

@@ -53,6 +53,10 @@ class LaunchError(RooftopError, RuntimeError):
     """A CUDA C++ kernel could not be launched, or (with ROOFTOP_SYNC=1) failed while it ran; the message names it."""
 
 
+class SchedulerError(RooftopError, RuntimeError):
+    """No scheduler answers at an address, or it has gone and did not come back; what was done before is kept."""
+
+
 class BuildError(RooftopError, RuntimeError):
     """A scene could not be built: a worker process was ended from outside, or its error cannot be passed on."""
 

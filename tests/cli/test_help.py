@@ -15,6 +15,7 @@ from rooftop.cli import commands, targets
 from rooftop.cli.commands import names
 from rooftop.cli.main import command, main
 from rooftop.cli.outputs import STANDARD_OUTPUT, write_json
+from rooftop.cluster.items import KINDS as ITEM_KINDS
 from rooftop.hardware.crossovers import DTYPES, OPERATIONS
 from rooftop.ladder import LADDERS
 from rooftop.models import builtin_models
@@ -76,6 +77,7 @@ def test_names_are_those_of_what_they_name() -> None:
     assert {targets.DTYPES[name] for name in names.FLOATS} == set(DTYPES)
     assert list(names.CLASSIFIERS) == list(builtin_models())
     assert list(names.GPTS) == list(PRESETS)
+    assert names.ITEM_KINDS == ITEM_KINDS
     assert list(names.OPERATIONS) == list(OPERATIONS)
     assert {name: (entry.summary, entry.what) for name, entry in LADDERS.items()} == names.LADDERS
     assert names.SURFACES == OUTPUTS
@@ -101,7 +103,7 @@ JSON = {path: option for path, verb in VERBS.items() for option in verb.params i
 
 
 def test_the_option_is_the_same_everywhere() -> None:
-    assert len(JSON) == 16
+    assert len(JSON) == 17
     for path, option in JSON.items():
         assert isinstance(option, click.Option)
         assert (option.name, option.is_flag, option.metavar) == ("json_path", False, "[FILE]"), path

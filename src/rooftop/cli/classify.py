@@ -29,6 +29,7 @@ from rooftop.hardware.ceilings import write_whole
 from rooftop.inference import Engine
 from rooftop.media import DamagedVideoError, VideoReader
 from rooftop.media.images import SUFFIXES, check_images, find_images
+from rooftop.media.reading import VIDEO_SUFFIXES
 from rooftop.models import (
     Classified,
     ClassifiedFrame,
@@ -40,11 +41,6 @@ from rooftop.models import (
     model_entry,
 )
 from rooftop.models.images import IMAGENET
-
-VIDEO_SUFFIXES = {
-    ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".m2ts", ".mts", ".wmv", ".flv", ".ogv",
-    ".3gp", ".mxf", ".y4m", ".ivf", ".h264", ".hevc",
-}  # fmt: skip
 
 
 def run(

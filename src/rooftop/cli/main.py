@@ -31,6 +31,7 @@ VERBS = {
     "doctor": "Say what works here, what does not, and what mends it.",
     "generate": "Continue a text with a language model, and say how far that is from the roof.",
     "ladder": "Climb from a first kernel to the roof: the same work, rung by rung, measured.",
+    "map": "Call a model or your own function for every file, on all GPUs or many machines; results as Parquet.",
     "media": "Look into video files, decode and transcode them; what FFmpeg can do here.",
     "predict-video": "Show how a clip goes on, beside how it really does.",
     "report": "Turn a JSON report into HTML again.",

@@ -51,6 +51,13 @@ class TimedFrame(NamedTuple):
     duration: float
 
 
+VIDEO_SUFFIXES = {
+    ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".m2ts", ".mts", ".wmv", ".flv", ".ogv",
+    ".3gp", ".mxf", ".y4m", ".ivf", ".h264", ".hevc",
+}  # fmt: skip
+"""Of files that are taken for videos by their names."""
+
+
 class VideoReader:
     """The frames of a video file as (3, H, W) tensors: RGB, upright, uint8 or floating in 0..1.
 

@@ -27,6 +27,8 @@ SURFACES = (
     *("material_depth", "color", "base_color", "vertex_color", "overdraw", "shadow"),
 )
 """Of --show."""
+ITEM_KINDS = ("image", "clip", "cloud", "text", "row", "path")
+"""Of --as."""
 TOKENS = ("uint8", "uint16", "uint32", "int32", "int64")
 WEIGHT = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|[-+]?(nan|inf|infinity)$"
 """Of a path, in a mixture of several."""

@@ -116,7 +116,7 @@ def detect(
     found = find_images(paths)
     if on_error == "raise":
         check_images(found)
-    names = _names(classes, model.class_embed.out_features - 1)
+    _names(classes, model.class_embed.out_features - 1)  # before the work, that their number is right
     results: list[Detected] = []
     photographs = prepared(
         found, lambda photo: (photo.size, normalized(resized(photo, shorter, longer))), batch_size, on_error
@@ -125,15 +125,37 @@ def detect(
     while batch := list(itertools.islice(photographs, batch_size)):
         done = batch[-1][0] + 1
         called, sizes = [found[number] for number, _ in batch], [size for _, (size, _) in batch]
-        inputs = [image for _, (_, image) in batch]
-        detections = _run(model, inputs, [(height, width) for width, height in sizes], called)
-        for path, size, each in zip(called, sizes, detections, strict=True):
-            results.append(Detected(path, size, _objects(each, size, threshold, names)))
+        objects = found_objects(model, [image for _, (_, image) in batch], sizes, called, threshold, classes)
+        results += map(Detected, called, sizes, objects)
         if progress is not None:
             progress(f"searched {len(results)} of {len(found)}", done / len(found))
     if progress is not None and done < len(found):  # the last ones were skipped
         progress(f"searched {len(results)} of {len(found)}", 1.0)
     return results
+
+
+def found_objects(
+    model: Detr,
+    inputs: Sequence[Tensor],
+    sizes: Sequence[tuple[int, int]],
+    called: Sequence[object],
+    threshold: float,
+    classes: Sequence[str] | None = None,
+) -> list[tuple[FoundObject, ...]]:
+    """The objects on each photograph of a batch, best score first.
+
+    Args:
+        inputs: (3, H, W) each, resized and normalized as the model expects them.
+        sizes: of the photographs themselves, (width, height); boxes are in their pixels.
+        called: what errors call each of them.
+        threshold, classes: as of `detect`.
+
+    Raises:
+        InputError, ModelRunError: as of `detect`.
+    """
+    names = _names(classes, model.class_embed.out_features - 1)
+    detections = _run(model, inputs, [(height, width) for width, height in sizes], called)
+    return [_objects(each, size, threshold, names) for each, size in zip(detections, sizes, strict=True)]
 
 
 def draw_objects(image: Image.Image, objects: Sequence[FoundObject]) -> Image.Image:
@@ -169,7 +191,7 @@ def resized(image: Image.Image, shorter: int, longer: int) -> Image.Image:
 
 @torch.inference_mode()
 def _run(
-    model: Detr, inputs: Sequence[Tensor], sizes: list[tuple[int, int]], batch: Sequence[Path]
+    model: Detr, inputs: Sequence[Tensor], sizes: list[tuple[int, int]], batch: Sequence[object]
 ) -> list[Detections]:
     """All queries' boxes, on the CPU."""
     like = next(model.parameters())

@@ -1,0 +1,98 @@
+"""`rooftop map`: a model or a function of the user over many files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable, write_json
+from rooftop.cli.progress import progress_bar
+from rooftop.cluster.arrow import load_arrow
+from rooftop.cluster.items import find_inputs
+from rooftop.cluster.mapping import map_items
+from rooftop.cluster.targets import Target, callable_target
+
+
+def run(
+    target: str,
+    inputs: tuple[str, ...],
+    out: Path,
+    kind: str | None,
+    batch: int | None,
+    weights: str | None,
+    seed: int | None,
+    top: int,
+    threshold: float,
+    dtype: str | None,
+    frames: int,
+    step: int,
+    stride: int | None,
+    point_columns: int,
+    workers: int | None,
+    device: str,
+    scheduler: str | None,
+    timeout_s: float | None,
+    retry_errors: bool,
+    json_path: Path | None,
+) -> int:
+    """Do what `rooftop.cli.commands.map:command` says; returns the exit status."""
+    load_arrow()
+    if scheduler is not None and workers is not None:
+        raise click.UsageError("expected one of --workers and --scheduler: a scheduler has workers of its own")
+    if json_path is not None and json_path != STANDARD_OUTPUT:
+        check_writable(json_path, [Path(each) for each in inputs if Path(each).exists()])
+    find_inputs(inputs, kind)  # before weights are loaded
+    report = None
+    with progress_bar() as progress:
+        report = map_items(
+            _target(target, batch, weights, seed, top, threshold, dtype),
+            inputs,
+            out,
+            kind=kind,
+            frames=frames,
+            step=step,
+            stride=stride,
+            point_columns=point_columns,
+            workers=workers,
+            device=device,
+            scheduler=scheduler,
+            timeout_s=timeout_s,
+            retry_errors=retry_errors,
+            progress=progress,
+            say=lambda line: click.echo(line, err=True),
+        )
+    if not write_json(json_path, report.to_dict()):
+        click.echo(str(report))
+        if seed is not None:
+            click.echo("random weights: what is found means nothing")
+    rows, errors = report.before + report.items, report.errors_before + report.errors
+    return 1 if rows and errors == rows else 0
+
+
+def _target(
+    text: str,
+    batch: int | None,
+    weights: str | None,
+    seed: int | None,
+    top: int,
+    threshold: float,
+    dtype: str | None,
+) -> Target:
+    if ":" in text:
+        for option, given in (("--weights", weights), ("--random-weights", seed), ("--dtype", dtype)):
+            if given is not None:
+                raise click.UsageError(f"{option} is of a model of Rooftop's own; {text} loads what it needs itself")
+        return callable_target(text, batch)
+    from rooftop.cli.targets import DTYPES
+    from rooftop.cluster.model_targets import model_target
+
+    return model_target(
+        text,
+        weights,
+        seed,
+        top=top,
+        threshold=threshold,
+        dtype=None if dtype is None else DTYPES[dtype],
+        batch=batch,
+    )

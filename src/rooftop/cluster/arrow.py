@@ -1,0 +1,22 @@
+"""pyarrow, which reads and writes Parquet: the one place of this package that imports it."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from rooftop.errors import MissingExtraError
+
+
+def load_arrow() -> ModuleType:
+    """The module `pyarrow`, with `pyarrow.parquet`.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingExtraError('results are Parquet, which needs pyarrow: pip install "rooftop[cluster]"') from error
+    module: ModuleType = pyarrow
+    return module

@@ -1,0 +1,105 @@
+"""What a Dask worker has of a job: loaded once, when the first chunk comes; chunks one after another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from distributed.diagnostics.plugin import WorkerPlugin
+
+from rooftop.cluster import dask_workers
+from rooftop.cluster.working import Ahead, Chunk, Job, Outcome, Workshop
+
+LOOK_S = 0.1
+
+
+class Carrier(WorkerPlugin):
+    """A job on its way to the workers, and in one.
+
+    Args:
+        token: of the run.
+        job: pickled.
+        device: "cpu", "cuda" or "auto".
+    """
+
+    def __init__(self, token: str, job: bytes, device: str) -> None:
+        self.token, self.job, self.device = token, job, device
+
+    def setup(self, worker: Any) -> None:
+        """Dask calls this in each worker, also in those that join later."""
+        self._lock = threading.Lock()
+        self._shop: Workshop | None = None
+        self._address, self._threads = worker.address, worker.state.nthreads
+        dask_workers._carriers[self.token] = self
+
+    def teardown(self, worker: Any) -> None:
+        """Dask calls this when the run or the worker ends."""
+        if self._shop is not None:
+            self._shop.pool.shutdown(wait=False, cancel_futures=True)
+        dask_workers._carriers.pop(self.token, None)
+
+    def do(self, chunk: Chunk) -> Outcome | tuple[int, int]:
+        """The outcome, or (first, count) of the items that took too long; the thread that is at these is left alone."""
+        with self._lock:
+            shop = self._shop = self._shop or self._loaded()
+            given = [chunk.items]
+            ahead = shop.ahead(lambda: given.pop() if given else None)
+            if shop.job.timeout_s is None:
+                return shop.do(chunk, ahead, lambda first, count: nullcontext())
+            late = _Watched(shop, chunk, ahead).run(shop.job.timeout_s)
+            if not isinstance(late, Outcome):
+                self._shop = None  # the target is made anew: nobody knows in what state it is
+            return late
+
+    def _loaded(self) -> Workshop:
+        import cloudpickle
+
+        job: Job = cloudpickle.loads(self.job)
+        device = self.device
+        if device == "auto":
+            device = _usual_device() if job.target.prepare is not None else "cpu"
+        return Workshop(replace(job, threads=max(1, self._threads)), device, self._address)
+
+
+def _usual_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class _Watched(AbstractContextManager[None]):
+    """A chunk that is done by a thread, which another one watches."""
+
+    def __init__(self, shop: Workshop, chunk: Chunk, ahead: Ahead) -> None:
+        self._shop, self._chunk, self._ahead = shop, chunk, ahead
+        self._at: tuple[int, int, float] | None = None
+        self._found: Outcome | BaseException | None = None
+
+    def run(self, timeout_s: float) -> Outcome | tuple[int, int]:
+        thread = threading.Thread(target=self._do, daemon=True, name="rooftop-call")
+        thread.start()
+        while thread.is_alive():
+            thread.join(LOOK_S)
+            at = self._at
+            if at is not None and time.monotonic() - at[2] > timeout_s and thread.is_alive():
+                return at[:2]
+        if isinstance(self._found, BaseException):
+            raise self._found
+        assert self._found is not None
+        return self._found
+
+    def _do(self) -> None:
+        try:
+            self._found = self._shop.do(self._chunk, self._ahead, self._begin)
+        except BaseException as error:
+            self._found = error
+
+    def _begin(self, first: int, count: int) -> _Watched:
+        self._at = first, count, time.monotonic()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._at = None

@@ -1,0 +1,233 @@
+"""The workers of a Dask scheduler.
+
+The job, with its model, goes to each worker once, as a plugin of the worker; new workers get it when they join. Chunks
+are tasks, two for each worker. Dask itself runs the tasks of a lost worker again elsewhere; a task at which several
+workers ended comes back, and is then done item by item. If the scheduler goes, its address is tried for a while: there
+may soon be another, which knows nothing of this run and gets everything again.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+from rooftop.cluster.events import Event, Finished, Hung, Lost
+from rooftop.cluster.working import Chunk, Job, Outcome
+from rooftop.errors import MissingExtraError, ModelRunError, RooftopError, SchedulerError
+
+CHUNKS_OF_A_WORKER = 2
+CONNECT_S = 10.0
+RECONNECT_S = 120.0
+LOOK_S = 1.0  # from one look at how many workers there are to the next
+ALONE_S = 10.0  # without a worker, until that is said
+
+
+def load_distributed() -> ModuleType:
+    """The module `distributed`.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        import distributed
+    except ImportError as error:
+        raise MissingExtraError('a scheduler needs Dask: pip install "rooftop[cluster]"') from error
+    module: ModuleType = distributed
+    return module
+
+
+class DaskWorkers:
+    """Workers of the scheduler at an address.
+
+    Args:
+        device: "cpu", "cuda" or "auto", of models of Rooftop's own; a callable chooses itself.
+        say: is called with a line when the scheduler is gone or has no workers.
+        reconnect_s: for which a scheduler that is gone is waited for. None: two minutes.
+
+    Raises:
+        MissingExtraError: Dask is not installed.
+        SchedulerError: there is no scheduler.
+        TargetError: the target cannot be sent.
+    """
+
+    def __init__(
+        self, address: str, job: Job, device: str, say: Callable[[str], None], reconnect_s: float | None = None
+    ) -> None:
+        self._distributed = load_distributed()
+        import cloudpickle
+
+        self._address, self._say = address, say
+        self._reconnect_s = RECONNECT_S if reconnect_s is None else reconnect_s
+        self._token = uuid.uuid4().hex
+        self._job = cloudpickle.dumps(replace(job, target=job.target.sent()))
+        self._device = device
+        self._flying: dict[str, tuple[Chunk, Any]] = {}
+        self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._workers, self._looked = 0, 0.0
+        self._alone_since: float | None = None
+        try:
+            self._client = self._connected(CONNECT_S)
+        except (OSError, ValueError) as error:
+            raise SchedulerError(
+                f"no Dask scheduler answers at {address} ({_line(error)}): expected the address that `dask scheduler` "
+                "shows, such as tcp://10.0.0.1:8786"
+            ) from error
+
+    def _connected(self, timeout_s: float) -> Any:
+        client = self._distributed.Client(self._address, timeout=timeout_s, set_as_default=False)
+        try:
+            client.register_plugin(carrier_class()(self._token, self._job, self._device), name=f"rooftop-{self._token}")
+        except BaseException:
+            with suppress(Exception):
+                client.close(timeout=1)
+            raise
+        return client
+
+    # ---- chunks ------------------------------------------------------------------------------------------------------
+
+    def has_room(self, careful: bool = False) -> bool:
+        """Whether each worker has less than two chunks, in the mean; with a careful one there is no other."""
+        if careful or any(chunk.careful for chunk, _ in self._flying.values()):
+            return not self._flying and self._count() > 0
+        return len(self._flying) < CHUNKS_OF_A_WORKER * self._count()
+
+    def _count(self) -> int:
+        now = time.monotonic()
+        if now - self._looked > LOOK_S:
+            with suppress(OSError, RuntimeError, ValueError):  # what is wrong shows in `take`
+                self._workers = len(self._client.nthreads())
+            self._looked = now
+            if self._workers:
+                self._alone_since = None
+            elif self._alone_since is None:
+                self._alone_since = now
+            elif now - self._alone_since > ALONE_S:
+                self._say(f"the scheduler at {self._address} has no workers; waiting for some")
+                self._alone_since = float("inf")
+        return self._workers
+
+    def give(self, chunk: Chunk) -> None:
+        """Send a chunk, as a task."""
+        key = f"rooftop-{self._token}-{chunk.number}-{uuid.uuid4().hex[:8]}"
+        try:
+            future = self._client.submit(do_chunk, self._token, chunk, key=key, pure=False)
+        except (OSError, RuntimeError, ValueError):  # the scheduler has gone just now
+            self._flying[key] = (chunk, None)
+            self._done.put(key)
+            return
+        self._flying[key] = (chunk, future)
+        future.add_done_callback(lambda done: self._done.put(done.key))
+
+    def take(self, patience_s: float) -> list[Event]:
+        """What has happened, after a while if nothing has.
+
+        Raises:
+            SchedulerError: the scheduler has gone and did not come back.
+            ModelRunError, MissingExtraError, InputError: a worker said so.
+        """
+        if self._client.status != "running":
+            return self._after_reconnecting()
+        try:
+            keys = [self._done.get(timeout=patience_s)]
+            while True:
+                keys.append(self._done.get_nowait())
+        except queue.Empty:
+            pass
+        events: list[Event] = []
+        for key in keys if "keys" in locals() else []:
+            if key not in self._flying:
+                continue
+            chunk, future = self._flying.pop(key)
+            event = self._event(chunk, future)
+            if event is None:  # the scheduler does not know the task
+                self._flying[key] = (chunk, future)
+                return events + self._after_reconnecting()
+            events.append(event)
+        return events
+
+    def _event(self, chunk: Chunk, future: Any) -> Event | None:
+        if future is None or future.status in ("cancelled", "lost", "pending"):
+            return None
+        if future.status == "error":
+            error = future.exception()
+            if isinstance(error, self._distributed.scheduler.KilledWorker):
+                return Lost(chunk, "several workers of the scheduler ended", deaths=2)
+            if isinstance(error, (RooftopError, MissingExtraError)):
+                raise error
+            raise ModelRunError(f"a worker of the scheduler failed: {type(error).__name__}: {_line(error)}") from error
+        try:
+            found = future.result(timeout=CONNECT_S)
+        except (OSError, RuntimeError, ValueError) as error:
+            if isinstance(error, RooftopError):
+                raise
+            return None
+        except Exception as error:
+            if type(error).__name__ == "FutureCancelledError" or "ancelled" in type(error).__name__:
+                return None
+            raise
+        return Finished(chunk, found) if isinstance(found, Outcome) else Hung(chunk, *found)
+
+    def _after_reconnecting(self) -> list[Event]:
+        """All chunks are lost, none by its own fault."""
+        self._say(f"the scheduler at {self._address} is gone; trying to reach it for {self._reconnect_s:.0f} s")
+        with suppress(Exception):
+            self._client.close(timeout=1)
+        until = time.monotonic() + self._reconnect_s
+        while True:
+            try:
+                self._client = self._connected(max(1.0, min(CONNECT_S, until - time.monotonic())))
+                break
+            except (OSError, ValueError, RuntimeError) as error:
+                if time.monotonic() > until:
+                    raise SchedulerError(
+                        f"the scheduler at {self._address} did not come back in {self._reconnect_s:.0f} s: what was "
+                        "done is kept, the same command goes on from there"
+                    ) from error
+                time.sleep(0.5)
+        self._say(f"the scheduler at {self._address} is back")
+        self._looked = 0.0
+        lost: list[Event] = [Lost(chunk, None) for chunk, _ in self._flying.values()]
+        self._flying.clear()
+        return lost
+
+    def close(self, at_once: bool = False) -> None:
+        """Take the job from the workers, and leave the scheduler."""
+        with suppress(Exception):
+            futures = [future for _, future in self._flying.values() if future is not None]
+            if futures:
+                self._client.cancel(futures, force=True)
+            if self._client.status == "running":
+                self._client.unregister_worker_plugin(f"rooftop-{self._token}")
+        with suppress(Exception):
+            self._client.close(timeout=2)
+
+
+# ---- in the worker ---------------------------------------------------------------------------------------------------
+
+_carriers: dict[str, Any] = {}
+"""Of the jobs that this process has, by token."""
+
+
+def carrier_class() -> Any:
+    """The worker plugin that brings a job: a subclass of Dask's, which is loaded only where it is used."""
+    from rooftop.cluster.dask_plugin import Carrier
+
+    return Carrier
+
+
+def do_chunk(token: str, chunk: Chunk) -> Outcome | tuple[int, int]:
+    """A task: the outcome, or (first, count) of the items that took too long."""
+    carrier = _carriers.get(token)
+    if carrier is None:
+        raise ModelRunError("this worker has not got the job: does it run another version of rooftop?")
+    return carrier.do(chunk)
+
+
+def _line(error: BaseException | None) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,348 @@
+"""The items that a target is mapped over: found among the inputs, listed in order, decoded one by one.
+
+| kind | inputs | the target gets |
+|---|---|---|
+| image | photographs | (3, H, W) uint8, upright |
+| clip | videos | (T, 3, H, W) uint8: frames `first`, `first + step`, ... |
+| cloud | .npy, .bin, .ply | (N, C) |
+| text | .txt, a line is an item | str |
+| row | .parquet, .csv, .jsonl | dict of the row; values of a .csv are text |
+| path | any file | pathlib.Path |
+
+Lines and rows are read by the process that lists the items, which sends them; other items are read by the workers.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rooftop.cluster.arrow import load_arrow
+from rooftop.errors import InputError, MissingExtraError, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KINDS = ("image", "clip", "cloud", "text", "row", "path")
+
+BY_SUFFIX = ("text", "row", "cloud", "image", "clip")
+"""Those without photographs and videos first: torch is loaded only where it is needed."""
+
+ROWS_AT_ONCE = 1024  # of a Parquet file in memory
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What items become.
+
+    Attributes:
+        kind: one of `KINDS`.
+        frames, step, stride: of clips: how many frames, from one to the next, from the first of one clip to the first
+            of the next (None: clips share no frames).
+        point_columns: numbers of a point in a .bin file of float32; KITTI has 4, nuScenes 5.
+
+    Raises:
+        InputError: an unknown kind, a number below 1.
+    """
+
+    kind: str
+    frames: int = 16
+    step: int = 1
+    stride: int | None = None
+    point_columns: int = 4
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InputError(
+                f"kind {self.kind!r} is not known: expected {', '.join(KINDS)}{did_you_mean(self.kind, KINDS)}"
+            )
+        numbers = {"frames": self.frames, "step": self.step, "stride": self.stride, "point_columns": self.point_columns}
+        for name, number in numbers.items():
+            if number is not None and number < 1:
+                raise InputError(f"{name} is {number}, expected a number from 1 on")
+
+    def arguments(self) -> dict[str, Any]:
+        """What of this changes the results, by name."""
+        found: dict[str, Any] = {"kind": self.kind}
+        if self.kind == "clip":
+            found |= {"frames": self.frames, "step": self.step, "stride": self.stride}
+        if self.kind == "cloud":
+            found |= {"point_columns": self.point_columns}
+        return found
+
+
+class Damage(NamedTuple):
+    """In place of an item's content: why there is none."""
+
+    why: str
+
+
+class Item(NamedTuple):
+    """One item.
+
+    Attributes:
+        input: its file, as it was given; `place`: its line, row or first frame there, from 0, or None of a whole file.
+        source: the absolute path of the file.
+        content: the line or the row, if the item is one; or `Damage`.
+    """
+
+    input: str
+    place: int | None
+    source: str
+    content: Any = None
+
+
+@cache
+def suffixes(kind: str) -> frozenset[str]:
+    """Of the files of a kind; of "path" all that belong to some kind."""
+    if kind == "image":
+        from rooftop.media.images import SUFFIXES
+
+        return frozenset(SUFFIXES)
+    if kind == "clip":
+        from rooftop.media.reading import VIDEO_SUFFIXES
+
+        return frozenset(VIDEO_SUFFIXES)
+    if kind == "path":
+        return frozenset().union(*map(suffixes, KINDS[:-1]))
+    return frozenset({"cloud": {".npy", ".bin", ".ply"}, "text": {".txt"}, "row": ROWS}[kind])
+
+
+def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = None) -> tuple[str, list[Path]]:
+    """The kind of the items, and the files that have them: files as given, those in folders and below sorted by name.
+
+    Args:
+        kind: one of `KINDS`, or None: the one that all suffixes belong to.
+
+    Raises:
+        InputError: nothing is given, a path does not exist, a folder has no such files, or the kind is not clear.
+    """
+    if isinstance(inputs, (str, bytes, os.PathLike)) or not len(inputs):
+        raise InputError(f"inputs: expected a list of files and folders, got {inputs!r}")
+    if kind is not None:
+        Decoding(kind)  # a kind that there is
+    found: dict[Path, None] = {}
+    for path in map(Path, inputs):
+        if path.is_dir():
+            wanted = suffixes(kind or "path")
+            inside = [each for each in _files_below(path) if kind == "path" or each.suffix.lower() in wanted]
+            if not inside:
+                raise InputError(f"{path} holds no files with {'items' if kind is None else f'items of kind {kind}'}")
+            found.update(dict.fromkeys(inside))
+        elif path.exists():
+            found[path] = None
+        else:
+            raise InputError(f"{path} does not exist")
+    return kind or _kind_of(list(found)), list(found)
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Sorted, without what is hidden and, as readers of Parquet do, without names that begin with an underscore."""
+    for each in sorted(folder.iterdir()):
+        if each.name.startswith((".", "_")):
+            continue
+        if each.is_dir() and not each.is_symlink():
+            yield from _files_below(each)
+        elif each.is_file():
+            yield each
+
+
+def _kind_of(files: Sequence[Path]) -> str:
+    kinds: dict[str | None, Path] = {}
+    for path in files:
+        ends = path.suffix.lower()
+        kinds.setdefault(next((kind for kind in BY_SUFFIX if ends in suffixes(kind)), None), path)
+    if len(kinds) == 1 and (kind := next(iter(kinds))) is not None:
+        return kind
+    if None in kinds:
+        raise InputError(f"{kinds[None]}: its name does not say what it holds; say it with --as {'|'.join(KINDS)}")
+    said = " and ".join(f"{kind}: {path}" for kind, path in kinds.items())
+    raise InputError(f"the inputs are of several kinds ({said}): expected one; --as says which, or map each kind alone")
+
+
+# ---- listing ---------------------------------------------------------------------------------------------------------
+
+
+def list_items(files: Sequence[Path], decoding: Decoding) -> Iterator[Item]:
+    """The items of the files, in order, a few in memory. What cannot be read is an item with `Damage`."""
+    for path in files:
+        source = os.path.abspath(path)
+        name = os.fsencode(path).decode("utf-8", "backslashreplace")
+        if decoding.kind in ("image", "cloud", "path"):
+            yield Item(name, None, source)
+        else:
+            yield from LISTED[decoding.kind](name, source, decoding)
+
+
+def _lines(name: str, source: str, decoding: Decoding) -> Iterator[Item]:
+    last = -1
+    try:
+        with open(source, "rb") as file:
+            for last, line in enumerate(file):
+                try:
+                    yield Item(name, last, source, line.rstrip(b"\r\n").decode("utf-8"))
+                except UnicodeDecodeError as error:
+                    yield Item(name, last, source, Damage(f"no UTF-8: {error}"))
+    except OSError as error:
+        yield Item(name, last + 1, source, Damage(f"cannot be read further: {error.strerror}"))
+
+
+def _rows(name: str, source: str, decoding: Decoding) -> Iterator[Item]:
+    rows = ROWS.get(Path(source).suffix.lower())
+    if rows is None:
+        yield Item(name, None, source, Damage(f"{name} has no rows: expected {', '.join(sorted(ROWS))}"))
+        return
+    last = -1
+    try:
+        for last, row in rows(source):
+            yield Item(name, last, source, row)
+    except (OSError, ValueError, csv.Error) as error:  # pyarrow's own errors are ValueErrors
+        yield Item(name, last + 1, source, Damage(f"cannot be read further: {_line(error)}"))
+
+
+def _parquet_rows(source: str) -> Iterator[tuple[int, Any]]:
+    number = 0
+    with load_arrow().parquet.ParquetFile(source) as file:
+        for batch in file.iter_batches(ROWS_AT_ONCE):
+            for row in batch.to_pylist():
+                yield number, row
+                number += 1
+
+
+def _csv_rows(source: str) -> Iterator[tuple[int, Any]]:
+    with open(source, encoding="utf-8-sig", newline="") as file:
+        rows = csv.reader(file)
+        names = next(rows, [])
+        for number, cells in enumerate(each for each in rows if each):
+            whole = len(cells) == len(names)
+            said = f"{len(cells)} cells, expected {len(names)} as in the header"
+            yield number, dict(zip(names, cells, strict=True)) if whole else Damage(said)
+
+
+def _json_rows(source: str) -> Iterator[tuple[int, Any]]:
+    with open(source, "rb") as file:
+        for number, line in enumerate(file):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                row = Damage(f"no JSON: {error}")
+            yield number, row if isinstance(row, (dict, Damage)) else Damage(f"expected an object, got {line[:40]!r}")
+
+
+ROWS: dict[str, Callable[[str], Iterator[tuple[int, Any]]]] = {
+    ".parquet": _parquet_rows,
+    ".csv": _csv_rows,
+    ".jsonl": _json_rows,
+}
+
+
+def _clips(name: str, source: str, decoding: Decoding) -> Iterator[Item]:
+    from rooftop.media import DamagedVideoError, VideoReader
+
+    span = (decoding.frames - 1) * decoding.step + 1
+    try:
+        with VideoReader(source) as reader:
+            there = len(reader)
+    except (InputError, DamagedVideoError) as error:
+        yield Item(name, None, source, Damage(_line(error)))
+        return
+    if there < span:
+        yield Item(name, None, source, Damage(f"{there} frames, expected at least {span} for a clip"))
+    for first in range(0, there - span + 1, decoding.stride or decoding.frames * decoding.step):
+        yield Item(name, first, source)
+
+
+LISTED: dict[str, Callable[[str, str, Decoding], Iterator[Item]]] = {"text": _lines, "row": _rows, "clip": _clips}
+
+
+# ---- decoding --------------------------------------------------------------------------------------------------------
+
+
+LOADED = {"image": ["rooftop.media.images"], "clip": ["rooftop.media"], "cloud": ["numpy", "torch"]}
+"""Modules that kinds need, loaded once beforehand: the time that this takes is not an item's."""
+
+
+def decoder(decoding: Decoding) -> Callable[[Item], Any]:
+    """The function that makes of an item what the target gets. Threads may call it at once.
+
+    It raises `InputError` for a damaged item, and whatever a reader raises.
+    """
+    for module in LOADED.get(decoding.kind, ()):
+        importlib.import_module(module)
+    readers = threading.local()  # each thread keeps the video that it read last
+    decodes: dict[str, Callable[[Item], Any]] = {
+        "image": lambda item: _image(item.source),
+        "cloud": lambda item: _cloud(item.source, decoding.point_columns),
+        "path": lambda item: Path(item.source),
+        "clip": partial(_clip, readers, decoding),
+    }
+    decode = decodes.get(decoding.kind, lambda item: item.content)
+
+    def decoded(item: Item) -> Any:
+        if isinstance(item.content, Damage):
+            raise InputError(item.content.why)
+        return decode(item)
+
+    return decoded
+
+
+def _image(source: str) -> Tensor:
+    """(3, H, W) uint8."""
+    from rooftop.media.images import read_image
+
+    return read_image(source)
+
+
+def _clip(readers: threading.local, decoding: Decoding, item: Item) -> Tensor:
+    """(T, 3, H, W) uint8."""
+    from rooftop.media import VideoReader
+
+    if getattr(readers, "source", None) != item.source:
+        if hasattr(readers, "reader"):
+            readers.reader.close()
+        readers.source, readers.reader = None, VideoReader(item.source)
+        readers.source = item.source
+    first = item.place or 0
+    taken: Tensor = readers.reader.take(range(first, first + decoding.frames * decoding.step, decoding.step))
+    return taken
+
+
+def _cloud(source: str, columns: int) -> Tensor:
+    """(N, C), in the dtype of the file."""
+    import numpy as np
+    import torch
+
+    suffix = Path(source).suffix.lower()
+    if suffix == ".npy":
+        points = np.load(source, allow_pickle=False)
+    elif suffix == ".bin":
+        points = np.fromfile(source, np.float32)
+        if points.size % columns:
+            raise InputError(f"{points.size} numbers are no points of {columns}; --point-columns says how many it has")
+        points = points.reshape(-1, columns)
+    elif suffix == ".ply":
+        try:
+            import trimesh
+        except ImportError as error:
+            raise MissingExtraError('.ply needs trimesh: pip install "rooftop[scene]"') from error
+        geometry: Any = trimesh.load_scene(source).to_geometry()
+        points = np.asarray(geometry.vertices)
+    else:
+        raise InputError(f"{Path(source).name} is no point cloud: expected .npy, .bin or .ply")
+    if points.ndim != 2 or points.dtype.kind not in "fiu":
+        raise InputError(f"an array of shape {points.shape} and dtype {points.dtype}: expected points (N, C)")
+    return torch.from_numpy(np.ascontiguousarray(points))
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

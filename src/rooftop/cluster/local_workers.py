@@ -1,0 +1,344 @@
+"""Worker processes on this machine: one for each GPU, or several on the CPU, which divide its cores.
+
+A worker has at most two chunks: one that it works on, one whose items it decodes already. It says in shared memory
+which items it is at and since when. So it is known what a process was at that ends, or that is ended because an item
+takes too long; another process takes its place.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from types import ModuleType
+from typing import Any
+
+from rooftop.cluster.events import Event, Finished, Hung, Lost
+from rooftop.cluster.items import Item
+from rooftop.cluster.working import Chunk, Job, Workshop
+from rooftop.errors import MissingExtraError, ModelRunError, RooftopError
+
+CHUNKS_OF_A_WORKER = 2
+MOST_STARTS = 3  # in a row that fail, before the run does
+MOST_THREADS = 8  # that decode in a worker: each may hold a whole photograph
+PATIENCE_S = 5.0  # for a worker to end by itself
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a machine is divided: workers; threads of each that decode, and that compute; their device and GPUs."""
+
+    workers: int
+    decode_threads: int
+    torch_threads: int
+    device: str
+    gpus: tuple[str, ...] = ()
+
+
+def divide(device: str, workers: int | None) -> Division:
+    """The division of this machine.
+
+    Args:
+        device: "cpu", "cuda", or "auto": the GPUs if there are some.
+        workers: None: one for each GPU; on the CPU one for each four cores, but at least two if there are two cores.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    gpus = _gpus() if device != "cpu" else 0
+    if gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = [each.strip() for each in visible.split(",")] if visible else list(map(str, range(gpus)))
+        workers = workers or gpus
+        of_workers = tuple(names[number % gpus] for number in range(workers))
+        return Division(
+            workers, max(1, min(MOST_THREADS, cores // workers)), max(1, cores // workers), "cuda", of_workers
+        )
+    workers = workers or max(1, cores // 4, min(2, cores))
+    share = max(1, cores // workers)
+    return Division(workers, min(MOST_THREADS, share), share, "cpu")
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+class LocalWorkers:
+    """The processes.
+
+    Args:
+        job: what they do.
+        division: how many there are.
+
+    Raises:
+        ModelRunError: the target cannot be loaded in a worker, or workers end while they start.
+    """
+
+    def __init__(self, job: Job, division: Division) -> None:
+        self.job, self.division = job, division
+        self._workers: list[_Worker] = []
+        self._failed_starts = 0
+        self._events: deque[Event] = deque()
+        try:
+            for number in range(division.workers):
+                self._workers.append(_Worker(job, division, number))
+        except BaseException:
+            self.close(at_once=True)
+            raise
+
+    def has_room(self, careful: bool = False) -> bool:
+        """Whether a chunk can be given."""
+        return self._freest(careful) is not None
+
+    def _freest(self, careful: bool) -> _Worker | None:
+        most = 0 if careful else CHUNKS_OF_A_WORKER - 1
+        free = [
+            each
+            for each in self._workers
+            if each.ready and len(each.chunks) <= most and not any(chunk.careful for chunk in each.chunks)
+        ]
+        return min(free, key=lambda each: len(each.chunks), default=None)
+
+    def give(self, chunk: Chunk) -> None:
+        """Give a chunk to the worker that has least; there must be room."""
+        worker = self._freest(chunk.careful)
+        assert worker is not None
+        worker.give(chunk)
+
+    def take(self, patience_s: float) -> list[Event]:
+        """What has happened, after a while if nothing has.
+
+        Raises:
+            ModelRunError, MissingExtraError, InputError: a worker said so.
+        """
+        by_handle = {worker.connection: worker for worker in self._workers}
+        by_sentinel = {worker.process.sentinel: worker for worker in self._workers}
+        ready = wait([*by_handle, *by_sentinel], patience_s)
+        for worker in list(self._workers):
+            if worker.connection in ready or worker.process.sentinel in ready:
+                self._read(worker)
+        for worker in list(self._workers):
+            if (stuck := worker.stuck(self.job.timeout_s)) is not None:
+                self._end_stuck(worker, *stuck)
+        found = list(self._events)
+        self._events.clear()
+        return found
+
+    def _read(self, worker: _Worker) -> None:
+        """All that a worker has said; if it has ended, what it leaves behind."""
+        ended = not worker.process.is_alive()  # before its last words are read
+        try:
+            while worker.connection.poll():
+                what, content = worker.connection.recv()
+                if what == "ready":
+                    worker.ready, self._failed_starts = True, 0
+                elif what == "done":
+                    self._events.append(Finished(worker.chunks.popleft(), content))
+                else:
+                    raise content if isinstance(content, RooftopError) else ModelRunError(str(content))
+        except (EOFError, OSError):
+            ended = True
+        if ended:
+            worker.process.join(PATIENCE_S)
+            code = worker.process.exitcode
+            how = f"by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"with status {code}"
+            self._replace(worker, f"the worker process ended {how}")
+
+    def _replace(self, worker: _Worker, why: str) -> None:
+        if not worker.ready:
+            self._failed_starts += 1
+            if self._failed_starts >= MOST_STARTS:
+                raise ModelRunError(f"{why} while it started, {MOST_STARTS} times: memory may be too small for so many")
+        for place, chunk in enumerate(worker.chunks):
+            self._events.append(Lost(chunk, why if place == 0 else None))
+        worker.end()
+        self._workers[self._workers.index(worker)] = _Worker(self.job, self.division, worker.number)
+
+    def _end_stuck(self, worker: _Worker, number: int, first: int, count: int) -> None:
+        worker.process.kill()
+        worker.process.join()
+        with suppress(EOFError, OSError):  # what it has done is done
+            while worker.connection.poll():
+                what, content = worker.connection.recv()
+                if what == "done":
+                    self._events.append(Finished(worker.chunks.popleft(), content))
+        for chunk in worker.chunks:
+            self._events.append(Hung(chunk, first, count) if chunk.number == number else Lost(chunk, None))
+        worker.end()
+        self._workers[self._workers.index(worker)] = _Worker(self.job, self.division, worker.number)
+
+    def close(self, at_once: bool = False) -> None:
+        """End the processes: those that have nothing to do by themselves, or all at once."""
+        for worker in self._workers:
+            if not at_once:
+                worker.say_end()
+        until = time.monotonic() + (0 if at_once else PATIENCE_S)
+        for worker in self._workers:
+            worker.process.join(max(0.0, until - time.monotonic()))
+            worker.end()
+
+
+class _Worker:
+    """A process as the parent sees it."""
+
+    def __init__(self, job: Job, division: Division, number: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.number, self.ready = number, False
+        self.chunks: deque[Chunk] = deque()
+        self.status = context.RawArray("d", 4)  # chunk, first item, items, since when: see `_At`
+        self.connection, other = context.Pipe()
+        self.process = context.Process(
+            target=_work, args=(other, self.status, job, division, number), name=f"rooftop-map-{number}"
+        )
+        with _started_from_nothing(), _environment(division, number):
+            self.process.start()
+        other.close()
+        self._outbox: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
+        threading.Thread(target=self._send, daemon=True).start()
+
+    def give(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self._outbox.put(chunk)
+
+    def say_end(self) -> None:
+        self._outbox.put(None)
+
+    def _send(self) -> None:
+        """In a thread: a worker that is stuck may not read."""
+        with suppress(OSError, ValueError):
+            while (chunk := self._outbox.get()) is not None:
+                self.connection.send(chunk)
+            self.connection.send(None)
+
+    def stuck(self, timeout_s: float | None) -> tuple[int, int, int] | None:
+        """(chunk, first, count) of what it has been at for too long."""
+        number, first, count, since = self.status
+        late = timeout_s is not None and since > 0 and time.monotonic() - since > timeout_s
+        return (int(number), int(first), int(count)) if late and self.status[3] == since else None
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self._outbox.put(None)
+        self.connection.close()
+
+
+@contextmanager
+def _started_from_nothing() -> Iterator[None]:
+    """Processes that start in this block do not run the program's main module again, and leave Ctrl-C to it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        if in_main_thread:
+            signal.signal(signal.SIGINT, handler)
+
+
+@contextmanager
+def _environment(division: Division, number: int) -> Iterator[None]:
+    """A worker's own GPU and threads, which libraries read when they are loaded."""
+    own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(division.torch_threads))}
+    if division.gpus:
+        own["CUDA_VISIBLE_DEVICES"] = division.gpus[number]
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+# ---- in the process --------------------------------------------------------------------------------------------------
+
+
+def _work(connection: Connection, status: Any, job: Job, division: Division, number: int) -> None:
+    """Until the parent says None, or ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(2, 1)  # what the target prints is no result
+    try:
+        shop = Workshop(job, division.device, f"process {number}")
+    except (Exception, SystemExit) as error:
+        connection.send(("failed", _sendable(error)))
+        return
+    chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
+    to_decode: queue.SimpleQueue[list[Item]] = queue.SimpleQueue()
+    connection.send(("ready", None))
+    threading.Thread(target=_receive, args=(connection, chunks, to_decode), daemon=True).start()
+    decoding = shop.ahead(_taken_from(to_decode))
+    while (chunk := chunks.get()) is not None:
+        at = _At(status, chunk.number)
+        try:
+            outcome = shop.do(chunk, decoding, at)
+        except (RooftopError, MissingExtraError) as error:
+            connection.send(("failed", _sendable(error)))
+            return
+        connection.send(("done", outcome))
+
+
+def _receive(
+    connection: Connection, chunks: queue.SimpleQueue[Chunk | None], to_decode: queue.SimpleQueue[list[Item]]
+) -> None:
+    try:
+        while (chunk := connection.recv()) is not None:
+            to_decode.put(chunk.items)
+            chunks.put(chunk)
+        chunks.put(None)
+    except (EOFError, OSError):
+        os._exit(1)  # the parent has ended; the target may be stuck
+
+
+def _taken_from(to_decode: queue.SimpleQueue[list[Item]]) -> Callable[[], Sequence[Item] | None]:
+    def more() -> list[Item] | None:
+        try:
+            return to_decode.get_nowait()
+        except queue.Empty:
+            return None
+
+    return more
+
+
+class _At:
+    """Says in shared memory what the process is at: the time is written last, and taken away first."""
+
+    def __init__(self, status: Any, number: int) -> None:
+        self._status, self._number = status, number
+
+    def __call__(self, first: int, count: int) -> _At:
+        self._status[3] = 0.0
+        self._status[0], self._status[1], self._status[2] = self._number, first, count
+        self._status[3] = time.monotonic()
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self._status[3] = 0.0
+
+
+def _sendable(error: BaseException) -> RooftopError | str:
+    if isinstance(error, RooftopError):
+        with suppress(Exception):
+            import pickle
+
+            pickle.dumps(error)
+            return type(error)(str(error))
+    return f"{type(error).__name__}: {error}"

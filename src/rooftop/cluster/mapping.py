@@ -1,0 +1,405 @@
+"""`map_items`: a target over many items, results as Parquet while they come.
+
+    from rooftop.cluster import map_items
+
+    report = map_items("my.py:caption", ["photographs/"], "captions.parquet", timeout_s=60)
+    print(report)
+
+One loop does it: it gives chunks of items to workers that have room, takes what they have done, and writes. While it
+writes, workers go on with what they have, which is little: so memory is bounded, also if the disk is slow. What a
+worker loses is done again. A chunk at which two workers ended is done item by item; an item at which a third one ends
+becomes a row with its error.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rooftop.cluster.arrow import load_arrow
+from rooftop.cluster.events import Event, Finished, Lost, Workers
+from rooftop.cluster.items import Decoding, Item, find_inputs, list_items
+from rooftop.cluster.local_workers import LocalWorkers, divide
+from rooftop.cluster.parts import Parts
+from rooftop.cluster.tables import Failure, is_settled, to_batch
+from rooftop.cluster.targets import Target, callable_target
+from rooftop.cluster.working import Chunk, Job, Outcome
+from rooftop.errors import InputError
+
+CHUNK_S = 0.5  # work of a chunk, as far as its size can be chosen: longer than a message takes, soon done again
+MOST_ITEMS = 4096  # of a chunk
+MOST_BYTES = 16 << 20  # of the rows of a chunk, about
+LEARNED_FROM = 256  # items, which are done one chunk at a time, until each column has a type
+DEATHS = 3  # of workers at an item alone or in its chunk, until it is given up
+LOOK_S = 0.2  # from one look at what workers do to the next
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class MapReport:
+    """What was done.
+
+    Attributes:
+        items, errors: rows that this run has made, and those of them that have an error.
+        before, errors_before: rows that were there already.
+        columns: of the results, name to type; empty if no item had a result.
+        seconds: of the whole run; `working_s`: from the first item given to a worker to the last one done.
+        items_per_s: over `working_s`.
+        decode_ceiling, call_ceiling: items a second if all threads that decode, or all workers' calls of the target,
+            had been busy all the time: items over the seconds that these took in this run. None: none took any.
+        percent_of_ceiling: `items_per_s` of the smaller ceiling.
+        workers: that have done something; `lost`: chunks that had to be done again.
+        first_error: "input: error" of the first row of this run that has one, or None.
+    """
+
+    out: Path
+    items: int
+    errors: int
+    before: int
+    errors_before: int
+    columns: dict[str, str]
+    seconds: float
+    working_s: float
+    items_per_s: float | None
+    decode_ceiling: float | None
+    call_ceiling: float | None
+    percent_of_ceiling: float | None
+    workers: int
+    lost: int
+    first_error: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {**asdict(self), "out": str(self.out)}
+
+    def __str__(self) -> str:
+        there = f"{self.before:,} were there" if self.before else ""
+        if not self.items:
+            return f"{self.out}: nothing to do, {there or 'there are no items'}"
+        errors = f", {self.errors:,} of them with an error (column error)" if self.errors else ""
+        lines = [f"{self.out}: {self.items:,} rows{errors}{'; ' + there if there else ''}"]
+        if self.items_per_s is not None:
+            many = "worker" if self.workers == 1 else "workers"
+            lines.append(f"{self.items_per_s:,.1f} items/s by {self.workers} {many}, {self.seconds:.1f} s in all")
+        if self.percent_of_ceiling is not None and self.decode_ceiling and self.call_ceiling:
+            lines.append(
+                f"{self.percent_of_ceiling:.0f}% of min(decoding {self.decode_ceiling:,.1f}, target "
+                f"{self.call_ceiling:,.1f} items/s)"
+            )
+        if self.first_error is not None:
+            lines.append(f"the first error: {self.first_error}")
+        if self.lost:
+            lines.append(f"{self.lost} chunks were done again")
+        return "\n".join(lines)
+
+
+def map_items(
+    target: str | Callable[..., Any] | Target,
+    inputs: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    kind: str | None = None,
+    batch: int | None = None,
+    frames: int = 16,
+    step: int = 1,
+    stride: int | None = None,
+    point_columns: int = 4,
+    workers: int | None = None,
+    device: str = "auto",
+    scheduler: str | None = None,
+    timeout_s: float | None = None,
+    retry_errors: bool = False,
+    progress: Progress | None = None,
+    say: Callable[[str], None] | None = None,
+) -> MapReport:
+    """Call a target for each item of the inputs and write the results as a folder of Parquet parts.
+
+    A row has `input` (the file, as given), `place` (the line, row or first frame in it, from 0; null for a whole file),
+    `error` (one line, or null), and the columns of the result: those of the dict that the target returned, or `result`.
+    The first good result, in the order of the items, says the columns and their types. Rows come in any order, each
+    item has one. Items that have a row in `out` already are not done again.
+
+    Args:
+        target: "my.py:fn" or "package.module:fn", a function, a class that is made once in each worker, or what
+            `model_target` gives. It is called with one item: `rooftop.cluster.items` says what each kind is.
+        inputs: files, and folders with all below.
+        out: the folder, which is made.
+        kind: "image", "clip", "cloud", "text", "row" or "path". None: as the suffixes say.
+        batch: the target gets a list of at most so many items and returns as many results.
+        frames, step, stride: of clips: frames of each, from one to the next, from one clip to the next (None: clips
+            share no frames).
+        point_columns: numbers of a point in a .bin file.
+        workers: processes on this machine. None: one for each GPU, on the CPU one for each four cores.
+        device: "cpu", "cuda" or "auto". Of several GPUs each worker sees one.
+        scheduler: the address of a Dask scheduler, such as "tcp://10.0.0.1:8786", whose workers are used instead.
+        timeout_s: for which one call of the target may take, with the decoding of its items; an item that takes longer
+            is a row with an error. None: for ever.
+        retry_errors: whether items whose row has an error are done again.
+        progress: called with (what is done, fraction or 0 if unknown) now and then.
+        say: called with a line about what goes wrong but does not end the run.
+
+    Raises:
+        TargetError: there is no such target.
+        InputError: inputs that are not there or not clear; numbers out of range; an `out` that is not of this target
+            and these arguments, or is being written; a first result that no table can have.
+        ModelRunError: the target cannot be loaded in the workers, or workers end while they start.
+        SchedulerError: there is no scheduler, or it is gone and does not come back. Results so far are in `out`.
+        MissingExtraError: pyarrow is not installed, or what the kind or the scheduler needs.
+    """
+    begun = time.monotonic()
+    load_arrow()
+    if timeout_s is not None and timeout_s <= 0:
+        raise InputError(f"timeout_s is {timeout_s}, expected seconds above 0")
+    if workers is not None and workers < 1:
+        raise InputError(f"workers is {workers}, expected a number from 1 on")
+    if scheduler is not None and workers is not None:
+        raise InputError("got workers and a scheduler: the scheduler has workers of its own")
+    if device not in ("auto", "cpu", "cuda"):
+        raise InputError(f"device {device!r} is not known: expected auto, cpu or cuda")
+    made = target if isinstance(target, Target) else callable_target(target, batch)
+    if made.prepare is not None:
+        if kind not in (None, "image"):
+            raise InputError(f"{made.name} takes photographs, not items of kind {kind}")
+        kind = "image"
+    kind, files = find_inputs(inputs, kind)
+    if (own := next((path for path in files if path.resolve().is_relative_to(Path(out).resolve())), None)) is not None:
+        raise InputError(f"{own} is in {out}, where the results go: give another name")
+    decoding = Decoding(kind, frames, step, stride, point_columns)
+    arguments = {**decoding.arguments(), **made.arguments}
+    with Parts(Path(out), made.name, arguments, retry_errors) as parts:
+        if parts.columns is None and made.columns is not None:
+            parts.settle(made.columns)
+        items = (item for item in list_items(files, decoding) if item not in parts.done)
+        first = next(items, None)
+        run = _Run(parts, progress, len(files) if kind in ("image", "cloud", "path") else None)
+        if first is not None:
+            run.show("workers start")
+            pool, job = _workers(made, decoding, device, workers, scheduler, timeout_s, say)
+            at_once = True
+            try:
+                run.all(pool, job, _chained(first, items))
+                at_once = False
+            finally:
+                pool.close(at_once)
+        parts.flush()
+        return run.report(time.monotonic() - begun)
+
+
+def _workers(
+    target: Target,
+    decoding: Decoding,
+    device: str,
+    workers: int | None,
+    scheduler: str | None,
+    timeout_s: float | None,
+    say: Callable[[str], None] | None,
+) -> tuple[Workers, Job]:
+    if scheduler is not None:
+        from rooftop.cluster.dask_workers import DaskWorkers
+
+        job = Job(target, decoding, 0, timeout_s)
+        return DaskWorkers(scheduler, job, device, say or (lambda line: None)), job
+    division = divide(device, workers)
+    if device == "cuda" and division.device != "cuda":
+        raise InputError("device is cuda, but torch finds no GPU here: take cpu or auto")
+    job = Job(target, decoding, division.decode_threads, timeout_s)
+    return LocalWorkers(job, division), job
+
+
+def _chained(first: Item, others: Iterator[Item]) -> Iterator[Item]:
+    yield first
+    yield from others
+
+
+class _Run:
+    """The loop, and what was counted."""
+
+    def __init__(self, parts: Parts, progress: Progress | None, files: int | None) -> None:
+        self.parts, self.progress, self.files = parts, progress, files
+        self.items = self.errors = self.lost = 0
+        self.decoded = self.called = 0
+        self.decode_s = self.call_s = 0.0
+        self.workers: dict[str, int] = {}  # name to threads that decode
+        self.first_at = self.last_at = 0.0
+        self.first_error: str | None = None
+        self._number = 0
+        self._size = 1
+        self._again: deque[Chunk] = deque()
+        self._unsettled: list[Any] = []  # batches, until each column has a type
+        self._learned = 0
+        self._final = is_settled(parts.columns)
+        self._columns = parts.columns
+
+    def show(self, what: str) -> None:
+        """What is being done, on the bar."""
+        there = self.parts.done.rows + self.items
+        if self.progress is not None:
+            self.progress(what, there / max(there, self.files) if self.files else 0.0)
+
+    def all(self, workers: Workers, job: Job, items: Iterator[Item]) -> None:
+        """All items; what is done is in the parts, also if this raises."""
+        flying = 0
+        batch, self._timeout_s = job.batch, job.timeout_s or 0.0
+        exhausted = False
+        self._size = batch if self._final else 1
+        try:
+            while True:
+                while (self._final or flying == 0) and not (exhausted and not self._again):
+                    if self._again:
+                        if not workers.has_room(self._again[0].careful):
+                            break
+                        chunk = self._again.popleft()
+                    else:
+                        if not workers.has_room():
+                            break
+                        some = list(islice(items, self._size))
+                        if not some:
+                            exhausted = True
+                            break
+                        chunk = self._chunk(some)
+                    chunk.columns, chunk.learn = self._columns, not self._final
+                    self.first_at = self.first_at or time.monotonic()
+                    workers.give(chunk)
+                    flying += 1
+                if flying == 0 and exhausted and not self._again:
+                    return
+                for event in workers.take(LOOK_S):
+                    flying -= 1
+                    self._handle(event, batch)
+                self.parts.write_if_due()
+        finally:
+            self._settle()  # interrupted or at the end: what was done so far says the types
+
+    def _chunk(self, items: list[Item], deaths: int = 0, careful: bool = False) -> Chunk:
+        self._number += 1
+        return Chunk(self._number, items, deaths=deaths, careful=careful)
+
+    def _handle(self, event: Event, batch: int) -> None:
+        if isinstance(event, Finished):
+            self._finished(event.chunk, event.outcome, batch)
+        elif isinstance(event, Lost):
+            self._lost(event.chunk, event.why, event.deaths)
+        else:
+            self._hung(event.chunk, event.first, event.count)
+
+    # ---- done --------------------------------------------------------------------------------------------------------
+
+    def _finished(self, chunk: Chunk, outcome: Outcome, batch: int) -> None:
+        self.last_at = time.monotonic()
+        self.decoded += outcome.decoded
+        self.called += outcome.called
+        self.decode_s += outcome.decode_s
+        self.call_s += outcome.call_s
+        self.workers[outcome.worker] = outcome.threads
+        self._add(outcome.batch, len(chunk.items), outcome.errors)
+        if not self._final:
+            self._columns = outcome.columns
+            self._learned += len(chunk.items)
+            if is_settled(self._columns) or (self._learned >= LEARNED_FROM and self._columns is not None):
+                self._settle()
+        self._size = self._next_size(chunk, outcome, batch)
+
+    def _next_size(self, chunk: Chunk, outcome: Outcome, batch: int) -> int:
+        """Items of half a second, in whole batches; until columns are known twice as many as last time."""
+        if not self._final:
+            return min(2 * len(chunk.items), LEARNED_FROM)
+        size = outcome.batch.nbytes / len(chunk.items)
+        took = max(outcome.call_s, outcome.decode_s / max(1, outcome.threads)) / len(chunk.items)
+        wanted = MOST_ITEMS if took * MOST_ITEMS <= CHUNK_S else int(CHUNK_S / took)
+        wanted = min(wanted, int(MOST_BYTES / size))
+        wanted = min(wanted, 2 * max(self._size, batch), MOST_ITEMS)  # one quick chunk says little
+        return max(batch, wanted // batch * batch)
+
+    def _add(self, rows: Any, count: int, errors: int) -> None:
+        if self._final:
+            self.parts.add(rows)
+        else:
+            self._unsettled.append(rows)
+        self.items += count
+        self.errors += errors
+        if errors and self.first_error is None:
+            row = next(row for row in rows.select(["input", "place", "error"]).to_pylist() if row["error"] is not None)
+            place = "" if row["place"] is None else f", {row['place']}"
+            self.first_error = f"{row['input']}{place}: {row['error']}"
+        there = self.parts.done.rows + self.items
+        what = f"{there:,} of {self.files:,} done" if self.files else f"{there:,} done"
+        if self.errors:
+            what += f", {self.errors:,} with an error"
+        self.show(what)
+
+    def _settle(self) -> None:
+        """From now on columns and types are as known; what waited for them is added."""
+        if self._final:
+            return
+        if self._unsettled:
+            self.parts.settle(self._columns)
+        self._final = self._columns is not None
+        for rows in self._unsettled:
+            self.parts.add(rows)
+        self._unsettled.clear()
+
+    # ---- not done ----------------------------------------------------------------------------------------------------
+
+    def _lost(self, chunk: Chunk, why: str | None, more_deaths: int) -> None:
+        self.lost += 1
+        if why is None:
+            self._again.appendleft(chunk)
+            return
+        deaths = chunk.deaths + more_deaths
+        if deaths >= DEATHS and len(chunk.items) == 1:
+            self._give_up(chunk.items[0], f"{why} while it worked on this item, {deaths} times")
+        elif deaths >= DEATHS - 1:
+            self._again.extendleft(self._chunk([item], deaths, careful=True) for item in reversed(chunk.items))
+        else:
+            self._again.appendleft(self._chunk(chunk.items, deaths))
+
+    def _hung(self, chunk: Chunk, first: int, count: int) -> None:
+        self.lost += 1
+        late, others = chunk.items[first : first + count], chunk.items[:first] + chunk.items[first + count :]
+        if others:
+            self._again.appendleft(self._chunk(others, chunk.deaths))
+        if count == 1:
+            self._give_up(late[0], f"took longer than the timeout of {self._timeout_s:g} s")
+        else:
+            self._again.extendleft(self._chunk([item], chunk.deaths, careful=True) for item in reversed(late))
+
+    def _give_up(self, item: Item, why: str) -> None:
+        self.last_at = time.monotonic()
+        rows, errors, _ = to_batch([item], [Failure(why)], self._columns)
+        self._add(rows, 1, errors)
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def report(self, seconds: float) -> MapReport:
+        """After `all`."""
+        working_s = max(0.0, self.last_at - self.first_at)
+        rate = self.items / working_s if self.items and working_s else None
+        threads = sum(self.workers.values())
+        decode = self.decoded * threads / self.decode_s if self.decode_s else None
+        call = self.called * len(self.workers) / self.call_s if self.call_s else None
+        ceiling = min((each for each in (decode, call) if each), default=None)
+        columns = {} if self.parts.columns is None else {each.name: str(each.type) for each in self.parts.columns}
+        return MapReport(
+            out=self.parts.folder,
+            items=self.items,
+            errors=self.errors,
+            before=self.parts.done.rows,
+            errors_before=self.parts.done.errors,
+            columns=columns,
+            seconds=seconds,
+            working_s=working_s,
+            items_per_s=rate,
+            decode_ceiling=decode,
+            call_ceiling=call,
+            percent_of_ceiling=100 * rate / ceiling if rate and ceiling else None,
+            workers=len(self.workers),
+            lost=self.lost,
+            first_error=self.first_error,
+        )

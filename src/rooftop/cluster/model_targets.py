@@ -1,0 +1,290 @@
+"""Rooftop's own models as targets: classes and objects of photographs.
+
+On the CPU all workers of a machine compute with one copy of the weights, in shared memory. On a GPU each worker has its
+own engine.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from rooftop.cluster.arrow import load_arrow
+from rooftop.cluster.targets import Call, pickled
+from rooftop.errors import InputError, TargetError
+from rooftop.inference import Engine
+from rooftop.models import detr_resnet50, detr_resnet101, load_classifier, model_entry
+from rooftop.models.classification import guessed
+from rooftop.models.detection import found_objects, load_detector, resized
+from rooftop.models.detr import Detr, Predictions, pad_images
+from rooftop.models.images import IMAGENET, Preprocessing, normalized, preprocess
+from rooftop.models.registry import builtin_models
+
+DETECTORS = {"detr_resnet50": detr_resnet50, "detr_resnet101": detr_resnet101}
+CLASSIFIER_BATCH, DETECTOR_BATCH = 16, 4  # as of `rooftop classify` and `rooftop detect`
+
+
+@dataclass(frozen=True)
+class PackedModel:
+    """A model in two pieces: its structure, pickled, and all of its weights in one tensor.
+
+    Attributes:
+        places: of each parameter and buffer, in the order of `_tensors`, (first byte, dtype, shape).
+    """
+
+    structure: bytes
+    weights: Tensor  # (bytes,) uint8
+    places: tuple[tuple[int, torch.dtype, tuple[int, ...]], ...]
+
+    @staticmethod
+    def of(model: nn.Module) -> PackedModel:
+        """The weights are copied into shared memory: a process that gets them shares them."""
+        model = copy.deepcopy(model).requires_grad_(False)
+        places, end = [], 0
+        for tensor in _tensors(model):
+            places.append((end, tensor.dtype, tuple(tensor.shape)))
+            end += -(-tensor.numel() * tensor.element_size() // 64) * 64
+        weights = torch.empty(end, dtype=torch.uint8).share_memory_()
+        for tensor, place in zip(_tensors(model), places, strict=True):
+            _part(weights, place).copy_(tensor)
+            tensor.data = torch.empty(0, dtype=tensor.dtype)
+        return PackedModel(pickled(model, type(model).__name__), weights, tuple(places))
+
+    def unpacked(self) -> nn.Module:
+        """The model, whose weights are parts of `weights`."""
+        import cloudpickle
+
+        model: nn.Module = cloudpickle.loads(self.structure)
+        for tensor, place in zip(_tensors(model), self.places, strict=True):
+            tensor.data = _part(self.weights, place)
+        return model
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _part(weights: Tensor, place: tuple[int, torch.dtype, tuple[int, ...]]) -> Tensor:
+    first, dtype, shape = place
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return weights[first : first + size].view(dtype).view(shape)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A photograph as a model sees it: its size (width, height), and pixels (3, H, W) float32."""
+
+    size: tuple[int, int]
+    pixels: Tensor
+
+
+@dataclass(frozen=True)
+class ModelTarget:
+    """A classifier or a detector.
+
+    Attributes:
+        prepare: what the threads that decode make of a photograph.
+        answer: the results of the model for some of these.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    batch: int
+    packed: PackedModel
+    dtype: torch.dtype | None
+    prepare: Callable[[Image.Image], Shown]
+    answer: Callable[[nn.Module, list[Shown]], list[dict[str, Any]]]
+    columns: Any = field(compare=False)
+
+    def load(self, device: str) -> Call:
+        """The model on the device; photographs in, rows out."""
+        model = self.packed.unpacked()
+        if device != "cpu":
+            engine = Engine(model.to(device), dtype=self.dtype)
+            model = _DetrByEngine(engine) if isinstance(model, Detr) else _ByEngine(engine)
+        elif self.dtype is not None:
+            model = model.to(self.dtype)
+        return lambda values: self.answer(model, values)
+
+    def sent(self) -> ModelTarget:
+        """Itself: pickled by another process's means, the shared weights are copied."""
+        return replace(self, packed=replace(self.packed, weights=self.packed.weights.clone()))
+
+
+def model_names() -> list[str]:
+    """The models that can be mapped by name."""
+    return [*(name for name, entry in builtin_models().items() if entry.classifies), *DETECTORS]
+
+
+def model_target(
+    name: str,
+    weights: str | Path | None = None,
+    seed: int | None = None,
+    *,
+    top: int = 5,
+    threshold: float = 0.7,
+    dtype: torch.dtype | None = None,
+    batch: int | None = None,
+) -> ModelTarget:
+    """A model of `rooftop classify` or `rooftop detect`, with weights, or with random ones of a seed.
+
+    Args:
+        top: classes of each photograph.
+        threshold: objects with at least this score.
+        dtype: in which the model computes. None: bfloat16 on a GPU, float32 on a CPU.
+        batch: photographs at once. None: 16, of a detector 4.
+
+    Raises:
+        TargetError: no such model.
+        InputError: both or neither of weights and seed for a detector; both for a classifier; a number out of range.
+        WeightsError: as of `load_classifier` and `load_detector`.
+    """
+    if weights is not None and seed is not None:
+        raise InputError("expected one of weights and a seed of random weights, got both")
+    if batch is not None and batch < 1:
+        raise InputError(f"batch is {batch}, expected a number from 1 on")
+    if top < 1 or not 0 <= threshold <= 1:
+        raise InputError(f"expected top of at least 1 and a threshold in 0..1, got {top} and {threshold}")
+    if name in DETECTORS:
+        if weights is None and seed is None:
+            raise InputError(f"{name} needs weights, or a seed of random ones to see that it runs")
+        detector = load_detector(name, weights) if weights is not None else _seeded(DETECTORS[name], seed or 0)
+        detector.auxiliary = False  # type: ignore[assignment]
+        return _target(name, weights, seed, {"threshold": threshold}, batch or DETECTOR_BATCH, detector, dtype)
+    if name not in model_names():
+        model_entry(name)  # says what is near, if there is none
+        raise TargetError(f"{name} gives no classes or objects of photographs: expected {', '.join(model_names())}")
+    if seed is None:
+        weights = weights or "DEFAULT"
+        model, preprocessing = load_classifier(name, weights)
+    else:
+        model, preprocessing = _seeded(model_entry(name).build, seed), IMAGENET
+    return _target(name, weights, seed, {"top": top}, batch or CLASSIFIER_BATCH, model, dtype, preprocessing)
+
+
+def _seeded(build: Callable[[], nn.Module], seed: int) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build().eval()
+
+
+def _target(
+    name: str,
+    weights: str | Path | None,
+    seed: int | None,
+    options: dict[str, Any],
+    batch: int,
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    preprocessing: Preprocessing | None = None,
+) -> ModelTarget:
+    pa = load_arrow()
+    if not isinstance(weights, (str, type(None))):
+        weights = str(weights)
+    made_of = {"weights": weights, "seed": seed, "dtype": None if dtype is None else str(dtype), **options}
+    numbers, names = pa.list_(pa.int64()), pa.list_(pa.string())
+    prepare: Callable[[Image.Image], Shown]
+    answer: Callable[[nn.Module, list[Shown]], list[dict[str, Any]]]
+    if preprocessing is not None:
+        prepare, answer = _Prepared(preprocessing), _Classes(options["top"])
+        best = [("label", pa.int64()), ("name", pa.string()), ("probability", pa.float32())]
+        columns = pa.schema([*best, ("labels", numbers), ("names", names), ("probabilities", pa.list_(pa.float32()))])
+    else:
+        prepare, answer = _Resized(), _Objects(options["threshold"])
+        boxes = pa.list_(pa.list_(pa.float32()))
+        size = [("width", pa.int64()), ("height", pa.int64())]
+        columns = pa.schema(
+            [*size, ("labels", numbers), ("names", names), ("scores", pa.list_(pa.float32())), ("boxes", boxes)]
+        )
+    folded = Engine(model, dtype=torch.float32, constants=False).model  # on the CPU: norms folded, once for all workers
+    return ModelTarget(name, made_of, batch, PackedModel.of(folded), dtype, prepare, answer, columns)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    preprocessing: Preprocessing
+
+    def __call__(self, image: Image.Image) -> Shown:
+        return Shown(image.size, preprocess(image, self.preprocessing))
+
+
+@dataclass(frozen=True)
+class _Resized:
+    def __call__(self, image: Image.Image) -> Shown:
+        return Shown(image.size, normalized(resized(image, 800, 1333)))
+
+
+@dataclass(frozen=True)
+class _Classes:
+    top: int
+
+    def __call__(self, model: nn.Module, photos: list[Shown]) -> list[dict[str, Any]]:
+        images = torch.stack([photo.pixels for photo in photos])  # (B, 3, crop, crop)
+        answers = guessed(model, images, ["this photograph"] * len(photos), None, self.top, "photographs")
+        return [
+            {
+                "label": guesses[0].index,
+                "name": guesses[0].name,
+                "probability": guesses[0].probability,
+                "labels": [each.index for each in guesses],
+                "names": [each.name for each in guesses],
+                "probabilities": [each.probability for each in guesses],
+            }
+            for guesses in answers
+        ]
+
+
+@dataclass(frozen=True)
+class _Objects:
+    threshold: float
+
+    def __call__(self, model: nn.Module, photos: list[Shown]) -> list[dict[str, Any]]:
+        assert isinstance(model, Detr)
+        sizes, called = [photo.size for photo in photos], ["this photograph"] * len(photos)
+        answers = found_objects(model, [photo.pixels for photo in photos], sizes, called, self.threshold)
+        return [
+            {
+                "width": photo.size[0],
+                "height": photo.size[1],
+                "labels": [each.label for each in objects],
+                "names": [each.name for each in objects],
+                "scores": [each.score for each in objects],
+                "boxes": [list(each.box) for each in objects],
+            }
+            for photo, objects in zip(photos, answers, strict=True)
+        ]
+
+
+class _ByEngine(nn.Module):
+    """What an engine runs, as a module: its parameters say where images go, and in which dtype."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.model, self._engine = engine.model, engine
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self._engine(images)
+        return logits
+
+
+class _DetrByEngine(Detr):
+    """The same of a DETR: what the engine sees depends on the size of the padded batch alone."""
+
+    def __init__(self, engine: Engine) -> None:
+        nn.Module.__init__(self)
+        head = engine.model.get_submodule("class_embed")
+        assert isinstance(head, nn.Linear)
+        self.class_embed, self._engine = head, engine
+
+    def forward(self, images: Tensor | Sequence[Tensor], padding: Tensor | None = None) -> Predictions:
+        if not isinstance(images, Tensor):
+            images, padding = pad_images(images)
+        found: Predictions = self._engine(images, padding)
+        return found

@@ -1,0 +1,248 @@
+"""A folder of Parquet parts, which grows while results come: each part is there whole or not at all.
+
+    out.parquet/
+      part-00000.parquet     rows: input, place, error, and the columns of the results
+      part-00001.parquet
+      _rooftop.json          what made them; readers of Parquet leave out names that begin with _ or .
+      .lock                  held by the run that writes
+
+The parts alone say what is done: a run reads their columns `input` and `place` and does what is missing.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import rooftop
+from rooftop.cluster.arrow import load_arrow
+from rooftop.cluster.items import Item
+from rooftop.cluster.tables import fitted, whole_schema
+from rooftop.errors import InputError
+from rooftop.hardware.ceilings import write_whole
+
+FORMAT = 1
+RECORD = "_rooftop.json"
+PART_BYTES = 64 << 20  # of a part in memory, at most
+FIRST_PART_S = 10.0  # an interrupted run loses at most what came in this time, or in 2% of its time: parts stay few
+PART_SHARE = 0.02
+
+
+class Done:
+    """Which items are in the parts: a name for each file, a bit for each of its lines, rows or clips."""
+
+    def __init__(self) -> None:
+        self._whole: set[str] = set()
+        self._places: dict[str, bytearray] = {}
+        self.rows = self.errors = 0
+
+    def add(self, name: str, place: int | None) -> None:
+        if place is None:
+            self._whole.add(name)
+            return
+        bits = self._places.setdefault(name, bytearray())
+        if len(bits) <= place >> 3:
+            bits.extend(bytes((place >> 3) + 1 - len(bits) + len(bits) // 8))
+        bits[place >> 3] |= 1 << (place & 7)
+
+    def __contains__(self, item: Item) -> bool:
+        if item.place is None:
+            return item.input in self._whole
+        bits = self._places.get(item.input, b"")
+        return item.place >> 3 < len(bits) and bool(bits[item.place >> 3] >> (item.place & 7) & 1)
+
+
+class Parts:
+    """The folder, locked for this run.
+
+        with Parts(folder, target, arguments) as parts:
+            if item not in parts.done: ...
+            parts.settle(columns)
+            parts.add(batch)
+
+    What was added is written when it is much or old, and when the `with` block ends, also by an exception.
+
+    Args:
+        folder: is made, if its parent is there.
+        target, arguments: what makes the results; another run into the folder must say the same.
+        retry_errors: whether rows with an error are taken out of the parts, so that they are done again.
+
+    Attributes:
+        done: the items of the parts when the folder was opened.
+        columns: of the results (a pyarrow.Schema), or None as long as no result is known.
+
+    Raises:
+        InputError: the folder is a file or cannot be made, is written by another run, is made by another target or with
+            other arguments, or holds something else; a part is damaged.
+    """
+
+    def __init__(self, folder: Path, target: str, arguments: Mapping[str, Any], retry_errors: bool = False) -> None:
+        self.folder, self._made_by = folder, {"target": target, "arguments": dict(arguments)}
+        self.columns: Any | None = None
+        self.done = Done()
+        self._waiting: list[Any] = []
+        self._waiting_bytes = 0
+        self._begun = self._since = time.monotonic()  # since when something waits
+        self._lock: IO[str] = self._locked()
+        try:
+            self._check_record()
+            for leftover in folder.glob(".part-*"):
+                leftover.unlink()
+            names = sorted(folder.glob("part-*.parquet"))
+            self._next = 1 + max((int(path.stem.rpartition("-")[2]) for path in names), default=-1)
+            for path in names:
+                self._read(path, retry_errors)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.flush()
+        finally:
+            self._lock.close()
+
+    # ---- opening -----------------------------------------------------------------------------------------------------
+
+    def _locked(self) -> IO[str]:
+        import fcntl
+
+        if self.folder.exists() and not self.folder.is_dir():
+            raise InputError(f"{self.folder} is a file: results are a folder of parts, give another name")
+        try:
+            self.folder.mkdir(exist_ok=True)
+            lock = (self.folder / ".lock").open("w")
+        except OSError as error:
+            raise InputError(f"{self.folder} cannot be written ({error.strerror}): give another name") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.close()
+            raise InputError(
+                f"{self.folder} is written by another run: wait for its end, or give another name"
+            ) from error
+        return lock
+
+    def _check_record(self) -> None:
+        path = self.folder / RECORD
+        if not path.exists():
+            others = [each.name for each in self.folder.iterdir() if not each.name.startswith(".")]
+            if others:
+                raise InputError(
+                    f"{self.folder} holds {others[0]}, which is not of rooftop map: give a new or an empty folder"
+                )
+            return
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            made_by = {"target": record["target"], "arguments": record["arguments"]}
+            encoded = record["schema"]
+            version = record["format"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{path} is damaged: to start anew, remove {self.folder} or give another name") from error
+        if version != FORMAT:
+            raise InputError(f"{path} has format {version}, expected {FORMAT}: give another name")
+        mine = json.loads(json.dumps(self._made_by))
+        if made_by != mine:
+            raise InputError(
+                f"{self.folder} has results of other work: {_differences(made_by, mine)}. To start anew, remove it or "
+                "give another name"
+            )
+        if encoded is not None:
+            pa = load_arrow()
+            self.columns = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(encoded)))
+
+    def _read(self, path: Path, retry_errors: bool) -> None:
+        pa = load_arrow()
+        try:
+            table = pa.parquet.read_table(path, columns=["input", "place", "error"])
+            bad = table.num_rows - table["error"].null_count
+            if retry_errors and bad:
+                whole = pa.parquet.read_table(path)
+                whole = whole.filter(whole["error"].is_null())
+                self._write(path, whole) if whole.num_rows else path.unlink()
+                table, bad = whole, 0
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} is damaged ({error}): remove it, and its inputs are done again") from error
+        for batch in table.to_batches():
+            for name, place in zip(batch["input"].to_pylist(), batch["place"].to_pylist(), strict=True):
+                self.done.add(name, place)
+        self.done.rows += table.num_rows
+        self.done.errors += bad
+
+    # ---- writing -----------------------------------------------------------------------------------------------------
+
+    def settle(self, columns: Any | None) -> None:
+        """Say which columns (a pyarrow.Schema) the results have. Parts that are there already get them, too."""
+        if self.columns is not None and columns == self.columns and (self.folder / RECORD).exists():
+            return
+        self.columns = columns
+        pa = load_arrow()
+        whole = whole_schema(columns)
+        for path in sorted(self.folder.glob("part-*.parquet")):
+            if not pa.parquet.read_schema(path).equals(whole):
+                table = pa.parquet.read_table(path)
+                self._write(path, pa.Table.from_batches([fitted(each, whole) for each in table.to_batches()], whole))
+        encoded = None if columns is None else base64.b64encode(columns.serialize().to_pybytes()).decode()
+        types = None if columns is None else {field.name: str(field.type) for field in columns}
+        record = {
+            "rooftop": rooftop.__version__,
+            "format": FORMAT,
+            **self._made_by,
+            "columns": types,
+            "schema": encoded,
+        }
+        write_whole(self.folder / RECORD, json.dumps(record, indent=1) + "\n")
+
+    def add(self, batch: Any) -> None:
+        """Rows (a pyarrow.RecordBatch), which are written now or later."""
+        if not self._waiting:
+            self._since = time.monotonic()
+        self._waiting.append(batch)
+        self._waiting_bytes += batch.nbytes
+        self.write_if_due()
+
+    def write_if_due(self) -> None:
+        """Write what waits, if it is much or old."""
+        now = time.monotonic()
+        patience = max(FIRST_PART_S, PART_SHARE * (now - self._begun))
+        if self._waiting and (self._waiting_bytes >= PART_BYTES or now - self._since >= patience):
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits as a part."""
+        if not self._waiting:
+            return
+        if not (self.folder / RECORD).exists():
+            self.settle(self.columns)
+        whole = whole_schema(self.columns)
+        table = load_arrow().Table.from_batches([fitted(each, whole) for each in self._waiting], whole)
+        self._write(self.folder / f"part-{self._next:05d}.parquet", table)
+        self._next += 1
+        self._waiting, self._waiting_bytes = [], 0
+
+    def _write(self, path: Path, table: Any) -> None:
+        """A part, whole or not at all, also if the machine loses its power."""
+        temporary = path.with_name(f".{path.name}.tmp")
+        load_arrow().parquet.write_table(table, temporary, compression="zstd")
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+
+def _differences(there: dict[str, Any], mine: dict[str, Any]) -> str:
+    if there["target"] != mine["target"]:
+        return f"of {there['target']}, not of {mine['target']}"
+    names = [*there["arguments"], *(name for name in mine["arguments"] if name not in there["arguments"])]
+    pairs = ((name, there["arguments"].get(name), mine["arguments"].get(name)) for name in names)
+    return ", ".join(f"{name} was {old!r} and is {new!r}" for name, old, new in pairs if old != new)

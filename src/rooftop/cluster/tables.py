@@ -1,0 +1,241 @@
+"""Results as rows of a table: which columns they have, and what happens to a result that does not fit them.
+
+Every row has `input`, `place` and `error`; then come the columns of the result, null where there is an error. The first
+good result says which columns there are, and of which types. Arrays and tensors say their own types, also empty ones;
+Python's empty lists and None do not, so a column of these takes its type from a later result.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rooftop.cluster.arrow import load_arrow
+from rooftop.cluster.items import Item
+from rooftop.errors import InputError
+
+FIXED = ("input", "place", "error")
+MOST_CHARACTERS = 500  # of an error
+
+
+@dataclass(frozen=True)
+class Failure:
+    """In place of a result: one line that says why there is none."""
+
+    why: str
+
+    @staticmethod
+    def of(error: BaseException) -> Failure:
+        """Of an exception; its type stands before the message, unless the message is Rooftop's own."""
+        said = " ".join(str(error).split())
+        kind = type(error).__name__
+        text = said if isinstance(error, InputError) and said else f"{kind}: {said}" if said else kind
+        return Failure(text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 3] + "...")
+
+
+Row = dict[str, Any]
+
+
+def row_of(result: Any) -> Row:
+    """A result as columns: a mapping by its names, another value as the column `result`."""
+    if isinstance(result, Mapping):
+        return {str(name): _plain(value) for name, value in result.items()}
+    return {"result": _plain(result)}
+
+
+def _plain(value: Any) -> Any:
+    """Tensors as arrays, which say their dtype; what lies in lists and dicts, too."""
+    torch = sys.modules.get("torch")  # where it is not loaded, nothing is a tensor
+    if torch is not None and isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value
+
+
+# ---- columns ---------------------------------------------------------------------------------------------------------
+
+
+def whole_schema(columns: Any | None) -> Any:
+    """The schema of the parts: the fixed columns, then those of the results (a pyarrow.Schema, or None)."""
+    pa = load_arrow()
+    fixed = [("input", pa.string()), ("place", pa.int64()), ("error", pa.string())]
+    return pa.schema([*fixed, *(columns or ())])
+
+
+def is_settled(columns: Any | None) -> bool:
+    """Whether the type of each column is known."""
+    return columns is not None and not any(_untyped(field.type) for field in columns)
+
+
+def _untyped(kind: Any) -> bool:
+    return load_arrow().types.is_null(kind) or any(_untyped(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _type_of(value: Any) -> Any:
+    pa = load_arrow()
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biuf":
+        kind = pa.from_numpy_dtype(value.dtype)
+        for _ in range(value.ndim):
+            kind = pa.list_(kind)
+        return kind
+    if isinstance(value, list) and value and all(isinstance(each, np.ndarray) for each in value):
+        return pa.list_(_type_of(value[0]))
+    return pa.infer_type([_nested(value)])
+
+
+def _nested(value: Any) -> Any:
+    """Arrays as pyarrow takes them: of one dimension, in lists."""
+    if isinstance(value, np.ndarray):
+        return value.item() if value.ndim == 0 else value if value.ndim == 1 else [_nested(each) for each in value]
+    if isinstance(value, list):
+        return [_nested(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _nested(each) for name, each in value.items()}
+    return value
+
+
+def learned(columns: Any | None, row: Row) -> Any:
+    """The columns (pyarrow.Schema) as a row has them, if none are known; else with the types that were not known.
+
+    Raises:
+        InputError: a value that no column can hold, or a column with a name that every row has.
+    """
+    pa = load_arrow()
+    taken = [name for name in row if name in FIXED]
+    if taken:
+        raise InputError(f"a result has the column {taken[0]!r}, as every row does: give it another name")
+    if not row:
+        raise InputError("a result has no columns: expected a dict with some, or a value")
+
+    def field(name: str, value: Any) -> Any:
+        try:
+            return pa.field(name, _type_of(value))
+        except (pa.ArrowException, ValueError, TypeError) as error:
+            raise InputError(
+                f"column {name!r}: a {type(value).__name__} cannot be put into a table: expected numbers, text, "
+                "bytes, dates, arrays, tensors, and lists and dicts of them"
+            ) from error
+
+    if columns is None:
+        return pa.schema([field(name, value) for name, value in row.items()])
+    if set(row) != set(columns.names):
+        return columns
+    return pa.schema([field(each.name, row[each.name]) if _untyped(each.type) else each for each in columns])
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def to_batch(
+    items: Sequence[Item], outcomes: Sequence[Row | Failure], columns: Any | None, learn: bool = False
+) -> tuple[Any, int, Any]:
+    """A pyarrow.RecordBatch with a row for each item, how many are errors, and the columns as known afterwards.
+
+    Args:
+        outcomes: of each item.
+        columns: as known before; None: only the fixed ones.
+        learn: whether rows say the columns, or their types, that are not known.
+
+    Raises:
+        InputError: the first good row cannot be columns, as of `learned`.
+    """
+    pa = load_arrow()
+    checked = list(outcomes)
+    for number, outcome in enumerate(checked):
+        if isinstance(outcome, Failure):
+            continue
+        if learn and not is_settled(columns):
+            if columns is None:
+                columns = learned(None, outcome)
+            else:
+                try:
+                    columns = learned(columns, outcome)
+                except InputError as error:
+                    checked[number] = Failure.of(error)
+                    continue
+        if (difference := _difference(outcome, columns)) is not None:
+            checked[number] = Failure(difference)
+    arrays = []
+    for field in columns or ():
+        values = [None if isinstance(each, Failure) else _nested(each[field.name]) for each in checked]
+        try:
+            arrays.append(_column(values, field.type))
+        except (pa.ArrowException, ValueError, TypeError):  # of some row: which?
+            for number, value in enumerate(values):
+                try:
+                    _column([value], field.type)
+                except (pa.ArrowException, ValueError, TypeError) as error:
+                    said = " ".join(str(error).split())[:200]
+                    got = type(value).__name__
+                    why = f"{got} is no {field.type} as in the first result ({said})"
+                    if _untyped(field.type):
+                        why = f"{got}, but no early result had a type for it: return an array, which has one when empty"
+                    checked[number] = Failure(f"column {field.name!r}: {why}")
+            return to_batch(items, checked, columns)  # such a row is null in all columns
+    errors = [each.why if isinstance(each, Failure) else None for each in checked]
+    fixed = [[item.input for item in items], [item.place for item in items], errors]
+    whole = whole_schema(columns)
+    arrays = [pa.array(values, whole.field(i).type) for i, values in enumerate(fixed)] + arrays
+    return pa.RecordBatch.from_arrays(arrays, schema=whole), sum(each is not None for each in errors), columns
+
+
+def _column(values: list[Any], kind: Any) -> Any:
+    """An array of a type, which no value loses anything by: 2.0 is an integer, 1.5 and "2" are none.
+
+    Raises:
+        ArrowException, ValueError, TypeError: of pyarrow, or a value is of another kind.
+    """
+    pa = load_arrow()
+    found = pa.array(values)
+    if found.type == kind or pa.types.is_null(found.type):
+        return pa.array(values, kind)
+    if not _alike(found.type, kind):
+        raise TypeError(f"it is {found.type}")
+    return found.cast(kind)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether both are numbers, or both texts, or made of such in the same way; nothing known is like everything."""
+    pa = load_arrow()
+    if pa.types.is_null(one) or pa.types.is_null(other):
+        return True
+    numbers = [pa.types.is_boolean(each) or pa.types.is_primitive(each) for each in (one, other)]
+    if any(numbers) or one.num_fields != other.num_fields:
+        return all(numbers) and pa.types.is_temporal(one) == pa.types.is_temporal(other)
+    if not one.num_fields:
+        return bool(one == other)
+    names = [[each.field(i).name for i in range(each.num_fields)] for each in (one, other)]
+    structs = pa.types.is_struct(one) or pa.types.is_struct(other)
+    if structs and (names[0] != names[1] or type(one) is not type(other)):
+        return False
+    return all(_alike(one.field(i).type, other.field(i).type) for i in range(one.num_fields))
+
+
+def _difference(row: Row, columns: Any) -> str | None:
+    """What a row has other columns than known, in words; None: it has the same."""
+    missing = [name for name in columns.names if name not in row]
+    more = [name for name in row if name not in columns.names]
+    if not missing and not more:
+        return None
+    said = [f"{what} {', '.join(names)}" for what, names in (("without", missing), ("with", more)) if names]
+    return f"other columns than the first result: {' and '.join(said)} (expected {', '.join(columns.names)})"
+
+
+def fitted(batch: Any, schema: Any) -> Any:
+    """A batch with the columns of a schema: those that it lacks are null, those without a type get theirs."""
+    pa = load_arrow()
+    arrays = [
+        batch.column(field.name).cast(field.type)
+        if field.name in batch.schema.names
+        else pa.nulls(batch.num_rows, field.type)
+        for field in schema
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)

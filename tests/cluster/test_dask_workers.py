@@ -1,0 +1,203 @@
+"""The workers of a Dask scheduler on this machine: each item once, whatever happens to workers and scheduler."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rooftop.cluster import dask_workers, map_items
+from rooftop.errors import ModelRunError, SchedulerError
+
+pq = pytest.importorskip("pyarrow.parquet")
+pytest.importorskip("distributed")
+
+TARGETS = """
+import os
+import signal
+import time
+
+OFFSET = 100
+
+
+def number(text):
+    time.sleep(0.01)
+    return {"n": OFFSET + int(text), "pid": os.getpid()}
+
+
+def troubled(text):
+    n = int(text)
+    if n == 3:
+        raise ValueError("three is bad")
+    if n == 5:
+        time.sleep(600)
+    if n == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"n": n}
+
+
+class Broken:
+    def __init__(self):
+        raise OSError("no weights here")
+"""
+
+
+class Scheduler:
+    """A scheduler, and workers of one thread each, as `dask scheduler` and `dask worker` start them."""
+
+    def __init__(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.address = f"tcp://127.0.0.1:{self.port}"
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def _start(self, what: str, *words: object) -> None:
+        command = [sys.executable, "-m", f"distributed.cli.dask_{what}", *map(str, words), "--no-dashboard"]
+        self._processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+
+    def start(self, workers: int) -> None:
+        self._start("scheduler", "--host", "127.0.0.1", "--port", self.port)
+        if workers:
+            self._start("worker", self.address, "--nthreads", 1, "--nworkers", workers, "--host", "127.0.0.1")
+
+    def end(self) -> None:
+        for process in self._processes:
+            family = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+            for each in family:
+                if each.is_running():
+                    each.kill()
+            process.wait()
+        self._processes.clear()
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scheduler]:
+    """Not started yet; in a folder of its own with my.py, which the workers cannot import."""
+    (tmp_path / "program").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "program" / "my.py").write_text(TARGETS)
+    monkeypatch.setenv("DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT", "10s")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    found = Scheduler()
+    monkeypatch.setattr(found, "start", _elsewhere(found.start, tmp_path))
+    monkeypatch.chdir(tmp_path / "program")
+    yield found
+    found.end()
+
+
+def _elsewhere(start: Any, tmp_path: Path) -> Any:
+    def started(workers: int) -> None:
+        os.chdir(tmp_path / "elsewhere")
+        try:
+            start(workers)
+        finally:
+            os.chdir(tmp_path / "program")
+
+    return started
+
+
+def lines(count: int) -> str:
+    Path("lines.txt").write_text("".join(f"{number}\n" for number in range(count)))
+    return "lines.txt"
+
+
+def rows_of(what: str) -> int:
+    """What the progress says to be done."""
+    found = re.match(r"[\d,]+", what)
+    return int(found[0].replace(",", "")) if found else 0
+
+
+def mapped(scheduler: Scheduler, target: Any, count: int, **options: Any) -> tuple[Any, list[dict[str, Any]]]:
+    report = map_items(target, [lines(count)], "out.parquet", scheduler=scheduler.address, **options)
+    return report, sorted(pq.read_table("out.parquet").to_pylist(), key=lambda row: row["place"])
+
+
+def test_workers_of_a_scheduler_do_each_item_once_also_if_one_is_killed(scheduler: Scheduler) -> None:
+    scheduler.start(2)
+    killed = []
+
+    def kill(what: str, _: float) -> None:
+        rows = rows_of(what)
+        if rows >= 100 and not killed:
+            of_test = psutil.Process().children(recursive=True)
+            worker = next(each for each in of_test if "spawn_main" in " ".join(each.cmdline()))
+            killed.append(worker.pid)
+            worker.send_signal(signal.SIGKILL)
+
+    report, rows = mapped(scheduler, "my.py:number", 400, progress=kill)
+    assert killed
+    assert [row["n"] for row in rows] == [100 + n for n in range(400)]
+    assert os.getpid() not in {row["pid"] for row in rows}
+    assert len({row["pid"] for row in rows}) >= 2
+    assert (report.items, report.errors) == (400, 0)
+    again, _ = mapped(scheduler, "my.py:number", 400)
+    assert (again.items, again.before) == (0, 400)
+
+
+def test_what_raises_hangs_or_ends_its_worker_is_an_error_of_its_item(scheduler: Scheduler) -> None:
+    scheduler.start(2)
+    report, rows = mapped(scheduler, "my.py:troubled", 10, timeout_s=2.0)
+    assert [row["n"] for row in rows if row["error"] is None] == [0, 1, 2, 4, 6, 8, 9]
+    errors = {row["place"]: row["error"] for row in rows if row["error"] is not None}
+    assert errors[3] == "ValueError: three is bad"
+    assert errors[5] == "took longer than the timeout of 2 s"
+    assert errors[7].startswith("several workers of the scheduler ended while")
+    assert report.errors == 3
+
+
+def test_a_scheduler_that_restarts_is_found_again(scheduler: Scheduler) -> None:
+    scheduler.start(1)
+    said: list[str] = []
+    restarted = []
+
+    def restart(what: str, _: float) -> None:
+        if rows_of(what) >= 100 and not restarted:
+            restarted.append(True)
+            scheduler.end()
+            scheduler.start(1)
+
+    _, rows = mapped(scheduler, "my.py:number", 300, progress=restart, say=said.append)
+    assert restarted
+    assert [row["n"] for row in rows] == [100 + n for n in range(300)]
+    assert [" is gone" in said[0], " is back" in said[1]] == [True, True]
+
+
+def test_a_scheduler_that_does_not_come_back_leaves_what_was_done(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler.start(1)
+    monkeypatch.setattr(dask_workers, "RECONNECT_S", 1.0)
+
+    def end(what: str, _: float) -> None:
+        if rows_of(what) >= 60:
+            scheduler.end()
+
+    with pytest.raises(SchedulerError, match="did not come back in 1 s: what was done is kept"):
+        mapped(scheduler, "my.py:number", 1000, progress=end)
+    there = len(pq.read_table("out.parquet"))
+    assert 60 <= there < 1000
+    report = map_items("my.py:number", ["lines.txt"], "out.parquet", workers=2, device="cpu")
+    assert (report.before, report.items) == (there, 1000 - there)
+
+
+def test_where_there_is_no_scheduler(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dask_workers, "CONNECT_S", 0.5)
+    with pytest.raises(SchedulerError, match=f"no Dask scheduler answers at {scheduler.address} .*dask scheduler"):
+        mapped(scheduler, "my.py:number", 3)
+
+
+def test_a_target_that_cannot_be_made_ends_the_run(scheduler: Scheduler) -> None:
+    scheduler.start(1)
+    with pytest.raises(ModelRunError, match=r"making my\.py:Broken raised OSError: no weights here"):
+        mapped(scheduler, "my.py:Broken", 3)

@@ -1,0 +1,352 @@
+"""`map_items` by processes of this machine: each item once, whatever dies, hangs, raises or is damaged."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy
+import psutil
+import pytest
+from PIL import Image
+
+from rooftop.cluster import callable_target, map_items
+from rooftop.cluster import parts as parts_module
+from rooftop.cluster.local_workers import divide
+from rooftop.errors import InputError, ModelRunError, TargetError
+
+pq = pytest.importorskip("pyarrow.parquet")
+
+TARGETS = '''
+import os
+import signal
+import time
+from pathlib import Path
+
+
+def number(text):
+    return {"n": int(text), "pid": os.getpid()}
+
+
+def slow(text):
+    time.sleep(0.02)
+    return {"n": int(text), "pid": os.getpid()}
+
+
+def troubled(text):
+    """Raises, hangs, returns other columns, ends its process; else the number."""
+    n = int(text)
+    if n == 3:
+        raise ValueError("three\\nis bad")
+    if n == 5:
+        time.sleep(600)
+    if n == 7:
+        return {"m": n}
+    if n == 9:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if n == 11:
+        raise SystemExit(3)
+    return {"n": n}
+
+
+class Counted:
+    """Says how often it was made in its process."""
+
+    made = 0
+
+    def __init__(self):
+        Counted.made += 1
+
+    def __call__(self, texts):
+        if "13" in texts and len(texts) > 1:
+            raise ValueError("not together with 13")
+        return [{"n": int(text), "made": Counted.made, "together": len(texts)} for text in texts]
+
+
+def large(text):
+    Path(f"begun-{text}").touch()
+    return {"bytes": bytes(1 << 20)}
+
+
+def size(image):
+    return {"height": image.shape[1], "width": image.shape[2]}
+
+
+class Broken:
+    def __init__(self):
+        raise OSError("no weights here")
+
+
+def wrong(texts):
+    return texts[1:]
+
+
+def named(text):
+    return {"error": text}
+
+
+def loud(text):
+    print("noise")
+    return int(text)
+'''
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own with my.py; parts are written at once."""
+    monkeypatch.chdir(tmp_path)
+    Path("my.py").write_text(TARGETS)
+    return tmp_path
+
+
+def lines(count: int) -> str:
+    Path("lines.txt").write_text("".join(f"{number}\n" for number in range(count)))
+    return "lines.txt"
+
+
+def rows_of(what: str) -> int:
+    """What the progress says to be done."""
+    found = re.match(r"[\d,]+", what)
+    return int(found[0].replace(",", "")) if found else 0
+
+
+def mapped(target: Any, inputs: list[str], **options: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """The report and the rows of out.parquet in order, by two workers."""
+    report = map_items(target, inputs, "out.parquet", device="cpu", **{"workers": 2, **options})
+    rows = pq.read_table("out.parquet").to_pylist()
+    return report, sorted(rows, key=lambda row: (row["input"], -1 if row["place"] is None else row["place"]))
+
+
+def test_each_line_has_one_row_and_a_second_run_does_nothing() -> None:
+    report, rows = mapped("my.py:number", [lines(500)])
+    assert [(row["input"], row["place"], row["error"], row["n"]) for row in rows] == [
+        ("lines.txt", n, None, n) for n in range(500)
+    ]
+    assert (report.items, report.errors, report.before) == (500, 0, 0)
+    assert report.columns == {"n": "int64", "pid": "int64"}
+    parts = {path: path.stat().st_mtime_ns for path in Path("out.parquet").iterdir() if path.suffix == ".parquet"}
+    again, _ = mapped("my.py:number", ["lines.txt"])
+    assert (again.items, again.before, again.workers) == (0, 500, 0)
+    assert "nothing to do, 500 were there" in str(again)
+    assert parts == {path: path.stat().st_mtime_ns for path in parts}
+
+
+def test_new_inputs_are_done_and_old_ones_not() -> None:
+    _, before = mapped("my.py:number", [lines(20)])
+    report, rows = mapped("my.py:number", [lines(30)])
+    assert (report.items, report.before) == (10, 20)
+    assert [row["n"] for row in rows] == list(range(30))
+    assert [row["pid"] for row in rows[:20]] == [row["pid"] for row in before]
+
+
+def children() -> list[psutil.Process]:
+    """The workers."""
+    return [each for each in psutil.Process().children() if "spawn_main" in " ".join(each.cmdline())]
+
+
+def test_two_thousand_photographs_ten_damaged_one_worker_killed() -> None:
+    """Each has one row; a second run does nothing."""
+    Path("photos").mkdir()
+    for width in range(20):
+        Image.new("RGB", (10 + width, 8)).save(f"{width}.png")
+    whole = [Path(f"{width}.png").read_bytes() for width in range(20)]
+    damaged = set(range(0, 2000, 200))  # the first one, too: it says nothing of the columns
+    for number in range(2000):
+        content = whole[number % 20]
+        Path(f"photos/{number:04}.png").write_bytes(content[: len(content) // 2] if number in damaged else content)
+    killed = []
+
+    def kill(what: str, _: float) -> None:
+        if len(workers := children()) == 2 and not killed and rows_of(what) >= 1000:
+            killed.append(workers[0].pid)
+            os.kill(workers[0].pid, signal.SIGKILL)
+
+    report, rows = mapped("my.py:size", ["photos"], progress=kill)
+    assert killed
+    assert (report.items, report.errors) == (2000, 10)
+    assert 0 < report.percent_of_ceiling <= 100
+    for number, row in enumerate(rows):
+        assert row["input"] == f"photos/{number:04}.png"
+        if number in damaged:
+            assert "photos" in row["error"]
+            assert row["width"] is None
+        else:
+            assert (row["error"], row["width"], row["height"]) == (None, 10 + number % 20, 8)
+    again, _ = mapped("my.py:size", ["photos"])
+    assert (again.items, again.before, again.errors_before) == (0, 2000, 10)
+
+
+def test_what_raises_hangs_differs_or_ends_its_process_is_an_error_of_its_item() -> None:
+    report, rows = mapped("my.py:troubled", [lines(14)], timeout_s=2.0)
+    errors = {row["place"]: row["error"] for row in rows if row["error"] is not None}
+    assert [row["n"] for row in rows if row["error"] is None] == [0, 1, 2, 4, 6, 8, 10, 12, 13]
+    assert errors[3] == "ValueError: three is bad"
+    assert errors[5] == "took longer than the timeout of 2 s"
+    assert errors[7] == "other columns than the first result: without n and with m (expected n)"
+    assert errors[9] == "the worker process ended by signal SIGKILL while it worked on this item, 3 times"
+    assert errors[11] == "SystemExit: 3"
+    assert (report.items, report.errors) == (14, 5)
+    assert report.first_error == "lines.txt, 3: ValueError: three is bad"
+
+
+def test_a_file_that_hangs_while_it_is_read_is_an_error_of_its_item() -> None:
+    for number in range(4):
+        numpy.save(f"{number}.npy", numpy.zeros((number, 3)))
+    Path("2.npy").unlink()
+    os.mkfifo("2.npy")  # nobody writes
+    Path("my.py").write_text("def count(points):\n    return {'points': len(points)}\n")
+    report, rows = mapped("my.py:count", [f"{number}.npy" for number in range(4)], workers=1, timeout_s=5.0)
+    assert [row["points"] for row in rows] == [0, 1, None, 3]
+    assert rows[2]["error"] == "took longer than the timeout of 5 s"
+    assert report.errors == 1
+
+
+def test_a_worker_that_is_killed_loses_and_doubles_nothing() -> None:
+    killed = []
+
+    def kill(what: str, _: float) -> None:
+        workers = children()
+        if len(workers) == 2 and not killed and rows_of(what) >= 60:
+            killed.append(workers[0].pid)
+            os.kill(workers[0].pid, signal.SIGKILL)
+
+    report, rows = mapped("my.py:slow", [lines(200)], progress=kill)
+    assert killed
+    assert [row["n"] for row in rows] == list(range(200))
+    assert report.errors == 0
+    assert len(pq.read_table("out.parquet")) == 200
+
+
+def test_an_interrupted_run_keeps_what_is_done_and_ends_its_workers() -> None:
+    def interrupt(what: str, _: float) -> None:
+        if rows_of(what) >= 30:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        map_items("my.py:slow", [lines(100)], "out.parquet", workers=2, device="cpu", progress=interrupt)
+    assert not children()
+    there = len(pq.read_table("out.parquet"))
+    assert 30 <= there < 100
+    report, rows = mapped("my.py:slow", ["lines.txt"])
+    assert (report.before, report.items) == (there, 100 - there)
+    assert [row["n"] for row in rows] == list(range(100))
+
+
+def test_two_workers_are_faster_than_one() -> None:
+    took = {}
+    for workers in (1, 2):
+        report = map_items("my.py:slow", [lines(150)], f"{workers}.parquet", workers=workers, device="cpu")
+        pids = Counter(row["pid"] for row in pq.read_table(f"{workers}.parquet").to_pylist())
+        took[workers] = 150 * 0.02 / report.working_s
+        assert len(pids) == workers
+    assert took[1] <= 1.0
+    assert took[2] > 1.0  # more than one could
+
+
+def test_a_class_is_made_once_in_a_worker_and_a_batch_fails_item_by_item() -> None:
+    report, rows = mapped("my.py:Counted", [lines(40)], batch=4)
+    assert [row["n"] for row in rows] == list(range(40))
+    assert {row["made"] for row in rows} == {1}
+    assert rows[13]["together"] == 1
+    assert Counter(row["together"] for row in rows)[4] >= 16
+    assert report.errors == 0
+
+
+def test_functions_and_closures_can_be_given() -> None:
+    factor = 3
+    _, rows = mapped(lambda text: {"n": factor * int(text)}, [lines(5)], workers=1)
+    assert [row["n"] for row in rows] == [0, 3, 6, 9, 12]
+
+
+def test_memory_is_bounded_with_a_slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """60 results of 1 MiB: no more are begun than written ones, those of a part, and the chunks of the workers."""
+    monkeypatch.setattr(parts_module, "PART_BYTES", 4 << 20)
+    write, begun_ahead = parts_module.Parts._write, []
+
+    def slow_write(self: Any, path: Path, table: Any) -> None:
+        time.sleep(0.3)
+        begun_ahead.append(len(list(Path().glob("begun-*"))) - self.written_rows)
+        self.written_rows += table.num_rows
+        write(self, path, table)
+
+    monkeypatch.setattr(parts_module.Parts, "_write", slow_write)
+    monkeypatch.setattr(parts_module.Parts, "written_rows", 0, raising=False)
+    report, rows = mapped("my.py:large", [lines(150)])
+    assert len(rows) == report.items == 150
+    assert len(begun_ahead) > 3
+    assert max(begun_ahead) < 100  # two workers, two chunks each, of at most 16 MiB; and the part
+
+
+def test_what_a_target_prints_is_not_in_the_results(capfd: pytest.CaptureFixture[str]) -> None:
+    _, rows = mapped("my.py:loud", [lines(3)], workers=1)
+    assert [row["result"] for row in rows] == [0, 1, 2]
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("noise") == 3
+
+
+def test_targets_that_cannot_work_end_the_run() -> None:
+    lines(3)
+    for target, error, said in (
+        ("my.py:missing", TargetError, "has no 'missing'; it has .*number"),
+        ("your.py:number", TargetError, "there is no such file"),
+        ("my_module_that_is_not:number", TargetError, "no module 'my_module_that_is_not'"),
+        ("my.py:TARGETS", TargetError, "has no 'TARGETS'"),
+        ("number", TargetError, "expected a model's name, my.py:function"),
+        ("my.py:Broken", ModelRunError, "making my.py:Broken raised OSError: no weights here"),
+        ("my.py:named", InputError, "'error', as every row does"),
+        (threading.Lock().acquire, TargetError, "cannot go to other processes"),
+    ):
+        with pytest.raises(error, match=said):
+            mapped(target, ["lines.txt"], workers=1)
+
+
+def test_a_batch_with_too_few_results_is_an_error_of_each_item() -> None:
+    report, rows = mapped("my.py:wrong", [lines(4)], batch=2, workers=1)
+    assert report.errors == 4
+    assert {row["error"] for row in rows} == {
+        "ValueError: the target gave 0 results for a batch of 1, expected a list of as many results"
+    }
+
+
+def test_arguments_that_are_wrong() -> None:
+    lines(3)
+    for options, said in (
+        ({"workers": 0}, "workers is 0"),
+        ({"timeout_s": 0.0}, "timeout_s is 0.0"),
+        ({"batch": 0}, "batch is 0"),
+        ({"device": "tpu"}, "expected auto, cpu or cuda"),
+        ({"kind": "path", "out": "."}, "is in ., where the results go"),
+        ({"scheduler": "tcp://127.0.0.1:1", "workers": 2}, "workers of its own"),
+    ):
+        with pytest.raises(InputError, match=said):
+            map_items("my.py:number", ["lines.txt"], options.pop("out", "out.parquet"), **options)
+    assert not Path("out.parquet").exists()
+
+
+def test_a_target_object_can_be_made_beforehand() -> None:
+    _, rows = mapped(callable_target("my.py:Counted", batch=2), [lines(4)], workers=1)
+    assert [row["n"] for row in rows] == [0, 1, 2, 3]
+
+
+def test_workers_divide_the_cores() -> None:
+    cores = len(os.sched_getaffinity(0))
+    for workers in (1, 2, 100):
+        division = divide("cpu", workers)
+        assert division.workers == workers
+        assert division.decode_threads >= 1
+        assert division.torch_threads * min(workers, cores) <= cores
+
+
+def test_a_column_without_a_type_takes_it_in_a_later_run() -> None:
+    Path("my.py").write_text("def maybe(text):\n    return {'n': int(text) if int(text) > 3 else None}\n")
+    mapped("my.py:maybe", [lines(3)], workers=1)
+    report, rows = mapped("my.py:maybe", [lines(6)], workers=1)
+    assert [row["n"] for row in rows] == [None, None, None, None, 4, 5]
+    assert (report.columns, report.errors) == ({"n": "int64"}, 0)

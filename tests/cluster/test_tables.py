@@ -1,0 +1,131 @@
+"""Results as rows: columns and types of the first good one, errors for those that do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rooftop.cluster.items import Item
+from rooftop.cluster.tables import Failure, fitted, is_settled, row_of, to_batch, whole_schema
+from rooftop.errors import InputError
+
+pa = pytest.importorskip("pyarrow")
+
+
+def rows_of(results: list[Any], columns: Any = None, learn: bool = True) -> tuple[list[dict[str, Any]], int, Any]:
+    items = [Item(f"{number}.jpg", None, "") for number in range(len(results))]
+    outcomes = [each if isinstance(each, Failure) else row_of(each) for each in results]
+    batch, errors, columns = to_batch(items, outcomes, columns, learn)
+    return batch.to_pylist(), errors, columns
+
+
+VALUES = st.fixed_dictionaries(
+    {
+        "n": st.integers(-(2**63), 2**63 - 1),
+        "x": st.floats(allow_nan=False),
+        "said": st.text(st.characters(blacklist_categories=["Cs"])),
+        "yes": st.booleans(),
+        "some": st.lists(st.integers(0, 9), min_size=1),
+    }
+)
+
+
+@given(results=st.lists(VALUES, min_size=1), failed=st.sets(st.integers(0, 9)))
+def test_results_come_back_as_they_were(results: list[dict[str, Any]], failed: set[int]) -> None:
+    given: list[Any] = [Failure("no") if number in failed else each for number, each in enumerate(results)]
+    rows, errors, _ = rows_of(given)
+    assert errors == sum(isinstance(each, Failure) for each in given)
+    for row, result in zip(rows, given, strict=True):
+        if isinstance(result, Failure):
+            assert row["error"] == "no"
+            assert set(row.values()) - {None} == {row["input"], "no"}
+        else:
+            assert row == {"input": row["input"], "place": None, "error": None, **result}
+
+
+def test_arrays_and_tensors_say_their_types_also_empty_ones() -> None:
+    result = {
+        "boxes": np.zeros((0, 4), np.float32),
+        "features": torch.ones(2, 3, dtype=torch.bfloat16),
+        "score": torch.tensor(0.5),
+        "count": np.int16(3),
+        "each": [np.arange(2), np.arange(1)],
+    }
+    rows, errors, columns = rows_of([result])
+    assert errors == 0
+    assert is_settled(columns)
+    assert {each.name: str(each.type) for each in columns} == {
+        "boxes": "list<item: list<item: float>>",
+        "features": "list<item: list<item: float>>",
+        "score": "float",
+        "count": "int16",
+        "each": "list<item: list<item: int64>>",
+    }
+    assert rows[0]["features"] == [[1, 1, 1], [1, 1, 1]]
+    assert (rows[0]["boxes"], rows[0]["score"], rows[0]["each"]) == ([], 0.5, [[0, 1], [0]])
+
+
+def test_a_value_without_a_name_is_the_column_result() -> None:
+    assert rows_of(["a"])[0] == [{"input": "0.jpg", "place": None, "error": None, "result": "a"}]
+
+
+def test_empty_lists_and_none_take_their_types_from_later_results() -> None:
+    _, _, columns = rows_of([{"a": [], "b": None}])
+    assert not is_settled(columns)
+    rows, errors, columns = rows_of([{"a": [1.5], "b": None}, {"a": [], "b": "x"}], columns)
+    assert errors == 0
+    assert is_settled(columns)
+    assert [str(each.type) for each in columns] == ["list<item: double>", "string"]
+    assert [row["a"] for row in rows] == [[1.5], []]
+
+
+def test_other_columns_are_an_error_that_names_them() -> None:
+    rows, errors, _ = rows_of([{"a": 1, "b": 2}, {"a": 1, "c": 2}, {"a": 3, "b": 4}])
+    assert errors == 1
+    assert rows[1]["error"] == "other columns than the first result: without b and with c (expected a, b)"
+    assert [row["a"] for row in rows] == [1, None, 3]
+
+
+def test_other_types_are_an_error_of_that_row_alone() -> None:
+    rows, errors, _ = rows_of([{"a": 1, "b": "x"}, {"a": "two", "b": "y"}, {"a": 1.5, "b": "y"}, {"a": 4, "b": "z"}])
+    assert errors == 2
+    assert [row["a"] for row in rows] == [1, None, None, 4]
+    assert [row["b"] for row in rows] == ["x", None, None, "z"]
+    assert rows[1]["error"].startswith("column 'a': str is no int64 as in the first result")
+
+
+def test_a_column_that_never_had_a_type() -> None:
+    _, _, columns = rows_of([{"a": None}])
+    rows, errors, _ = rows_of([{"a": 3}, {"a": None}], columns, learn=False)
+    assert errors == 1
+    assert "no early result had a type" in rows[0]["error"]
+
+
+def test_first_results_that_no_table_can_have() -> None:
+    for result, said in (
+        ({"error": 1}, "'error', as every row does"),
+        ({}, "no columns"),
+        ({"a": object()}, "a object"),
+    ):
+        with pytest.raises(InputError, match=said):
+            rows_of([result])
+
+
+def test_rows_fit_columns_that_came_later() -> None:
+    items = [Item("a", None, "")]
+    before, errors, columns = to_batch(items, [Failure("no")], None, learn=True)
+    assert (errors, columns) == (1, None)
+    schema = whole_schema(pa.schema([("n", pa.int64())]))
+    assert fitted(before, schema).to_pylist() == [{"input": "a", "place": None, "error": "no", "n": None}]
+
+
+def test_an_error_is_one_line_of_some_length() -> None:
+    assert Failure.of(ValueError("a\n b")).why == "ValueError: a b"
+    assert Failure.of(InputError("a.jpg is damaged")).why == "a.jpg is damaged"
+    assert Failure.of(KeyError()).why == "KeyError"
+    assert len(Failure.of(ValueError("x" * 10_000)).why) == 500
