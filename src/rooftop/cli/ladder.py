@@ -95,6 +95,8 @@ def _measured_here(name: str, size: int | None, where: torch.device, out: Path |
     console = _console()
     console.print(shown.heading(found))
     console.print(shown.table(found))
+    console.print()
+    console.print(shown.stops(found))
     for remark in (*found.remarks, *filter(None, [shown.disturbed(found)])):
         console.print(f"\n{escape(remark)}")
     _write(found.to_dict(), out, chart, lambda: shown.page(found))
@@ -112,13 +114,18 @@ def _memory(size: int | None, where: torch.device, out: Path | None, chart: Path
     from rooftop.ladder.memory_levels import climb_memory
 
     with progress_bar() as progress:
-        found = climb_memory(where, progress=progress)
+        try:
+            found = climb_memory(where, progress=progress)
+        except torch.cuda.OutOfMemoryError as error:
+            raise MeasurementError(
+                f"what the memory ladder loads does not fit into the free memory of {where}"
+            ) from error
     console = _console()
     console.print(shown.heading(found))
     console.print(shown.table(found))
     console.print()
     console.print(shown.flight_table(found))
-    for remark in found.remarks:
+    for remark in shown.said(found):
         console.print(f"\n{escape(remark)}")
     _write(found.to_dict(), out, chart, lambda: shown.page(found))
     return 0

@@ -29,7 +29,7 @@ PYTHON, NUMPY, NUMBA, PROCESSES, DASK = "Python", "NumPy", "Numba", "processes",
 ONE, ALL, GPU = "one core", "all cores", "GPU"
 Clock = Literal["host", "graph", "device"]
 
-SIZE, LEAST, LARGEST_SIZE = 1 << 16, 64, 1 << 22  # points; plain Python takes a minute or more for the last
+SIZE, LEAST, LARGEST_SIZE = 1 << 15, 64, 1 << 22  # points; plain Python takes a minute or more for the last
 FILE = "nearest.cu"
 POINTS, THREADS = 4, 128  # of a thread, of a block
 NEEDS_NUMBA = 'not installed: pip install "rooftop[ladder]"'
@@ -204,8 +204,7 @@ def in_numba(points: Array, centres: Array, threads: int, stack: ExitStack) -> t
 
     runs = (partial(on_one_core, as_written), partial(on_one_core, for_vectors), in_threads, on_all_cores)
     return tuple(
-        SpeedRung(name, NUMBA, run, roof, stop)
-        for (name, (roof, stop)), run in zip(names.items(), runs, strict=True)
+        SpeedRung(name, NUMBA, run, roof, stop) for (name, (roof, stop)), run in zip(names.items(), runs, strict=True)
     )
 
 
@@ -264,7 +263,9 @@ def in_processes(points: Array, centres: Array, count: int, stack: ExitStack) ->
         return [each for part in workers().pool.starmap(nearest.in_python, lists) for each in part]
 
     def of_lists() -> int:
-        return pickled_bytes(lists) + pickled_bytes(nearest.in_python(part[:1], targets) * len(part) for part, _ in lists)
+        return pickled_bytes(lists) + pickled_bytes(
+            nearest.in_python(part[:1], targets) * len(part) for part, _ in lists
+        )
 
     def of_arrays() -> int:
         return pickled_bytes(arrays) + of_results
@@ -335,7 +336,7 @@ def in_dask(
         "delayed": "the calls depend on each other, or one machine is not enough",
     }
     numba, dask = find_spec("numba") is not None, find_spec("dask") is not None
-    missing = {name: "" if dask else NEEDS_DASK for name in names}
+    missing = dict.fromkeys(names, "" if dask else NEEDS_DASK)
     missing["delayed"] = missing["delayed"] or ("" if numba else NEEDS_NUMBA)
 
     def bag() -> list[float]:
@@ -356,7 +357,9 @@ def in_dask(
 
         from rooftop.ladder.nearest_loops import of_part
 
-        calls = [dask.delayed(of_part)(points[:, first:last], centres) for first, last in bounds(points.shape[1], count)]
+        calls = [
+            dask.delayed(of_part)(points[:, first:last], centres) for first, last in bounds(points.shape[1], count)
+        ]
         return np.concatenate(dask.compute(*calls, scheduler="threads", num_workers=count))
 
     runs: dict[str, tuple[Callable[[], Any], Callable[[], int], str]] = {

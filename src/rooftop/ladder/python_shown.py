@@ -18,7 +18,9 @@ BUSY_CORES = 0.2  # of others: below this the figures are hardly disturbed
 
 def heading(climb: SpeedClimb) -> str:
     """The work, where it was done, and its roofs; with rich's markup."""
-    roofs = ", ".join(f"{time_text(ms)} on {'the GPU' if where == GPU else where}" for where, ms in climb.roofs_ms.items())
+    roofs = ", ".join(
+        f"{time_text(ms)} on {'the GPU' if where == GPU else where}" for where, ms in climb.roofs_ms.items()
+    )
     return f"[bold]python[/bold]: {escape(climb.work)}, {escape(', '.join(climb.devices))}\nroof: {roofs}"
 
 
@@ -31,11 +33,21 @@ def table(climb: SpeedClimb) -> Table:
         shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("of", no_wrap=True)
     shown.add_column("bytes copied", justify="right", no_wrap=True)
-    shown.add_column("stop here if", overflow="fold", style="dim")
+    shown.add_column("", overflow="fold", style="dim")
     for rung in climb.rungs:
-        note = f" ({rung.note})" if rung.note else ""
         copied = f"{rung.copied_bytes:,}" if rung.copied_bytes is not None else ""
-        shown.add_row(escape(rung.name), rung.tool, *_figures(rung), rung.roof, copied, escape(rung.stop + note))
+        shown.add_row(escape(rung.name), rung.tool, *_figures(rung), rung.roof, copied, escape(rung.note))
+    return shown
+
+
+def stops(climb: SpeedClimb) -> Table:
+    """When each rung is fast enough."""
+    shown = Table(box=None, padding=(0, 2, 0, 0))
+    shown.add_column("in", no_wrap=True)
+    shown.add_column("rung", no_wrap=True)
+    shown.add_column("stop here if", overflow="fold")
+    for rung in climb.rungs:
+        shown.add_row(rung.tool, escape(rung.name), escape(rung.stop))
     return shown
 
 
@@ -43,7 +55,9 @@ def _figures(rung: SpeedOutcome) -> list[str]:
     if rung.ms is None or rung.percent_of_roof is None:
         return [f"[red]{rung.status}[/red]" if rung.status in (WRONG, FAILED) else "-", "", ""]
     flag = " (!)" if rung.percent_of_roof > 100 else ""  # an error of the measurement or the model, never a success
-    faster = "" if rung.speed_up is None else f"{rung.speed_up:,.3g}" if rung.speed_up < 100 else f"{rung.speed_up:,.0f}"
+    faster = (
+        "" if rung.speed_up is None else f"{rung.speed_up:,.3g}" if rung.speed_up < 100 else f"{rung.speed_up:,.0f}"
+    )
     return [time_text(rung.ms), faster, percent_text(rung.percent_of_roof) + flag]
 
 
@@ -80,7 +94,10 @@ def page(climb: SpeedClimb) -> str:
     figure.update_xaxes(title="ms, logarithmic; dotted: the roofs", type="log")
     figure.update_yaxes(categoryorder="array", categoryarray=labels[::-1], automargin=True)
     figure.update_layout(
-        template="plotly_white", height=180 + 34 * len(labels), legend={"orientation": "h", "y": 1.08}, margin={"r": 190}
+        template="plotly_white",
+        height=180 + 34 * len(labels),
+        legend={"orientation": "h", "y": 1.08},
+        margin={"r": 190},
     )
     chart = figure.to_html(full_html=False, include_plotlyjs=True, div_id="ladder-python")
     said = [*climb.remarks, *filter(None, [disturbed(climb)])]

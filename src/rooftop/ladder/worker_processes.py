@@ -106,7 +106,11 @@ class Workers:
             for _ in range(count):
                 stack.callback(_end, _begin(started, by_queue, tasks, results), tasks.put)
             pipes = [_with_pipe(stack, started, by_pipe) for _ in range(count)]
-            tensors = [torch.from_numpy(points).clone(), torch.from_numpy(centres).clone(), torch.empty(points.shape[1])]
+            tensors = [
+                torch.from_numpy(points).clone(),
+                torch.from_numpy(centres).clone(),
+                torch.empty(points.shape[1]),
+            ]
             for tensor in tensors:
                 tensor.share_memory_()
             shared = [_with_pipe(stack, started, by_shared_memory, *tensors) for _ in range(count)]
