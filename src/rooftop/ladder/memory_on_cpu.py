@@ -22,7 +22,7 @@ CHAINS = (1, 2, 4, 8, 16)
 BEYOND = 4  # times the last cache: a quarter of the loads at most are served by it
 LEAST_BYTES, MOST_BYTES = 64 << 20, 512 << 20  # of what stands for DRAM
 HOPS, HOPS_IN_THREADS = 2_000, 20_000  # short: some samples are disturbed by nobody; long against starting threads
-READ_BYTES = 32 << 20  # in one call: long against what starting threads takes
+READ_BYTES = 8 << 20  # of a thread in one call: long against what starting it takes
 SECONDS = 0.15
 FARTHEST = "DRAM"
 
@@ -95,14 +95,18 @@ def rate(size_bytes: int, threads: int, pool: ThreadPoolExecutor) -> float:
     from rooftop.ladder.memory_loops import read
 
     each = size_bytes if size_bytes < (2 << 20) else max(LINE_BYTES, size_bytes // threads)
-    arrays = [np.arange(each // 8, dtype=np.int64) for _ in range(threads)]
-    times = max(1, READ_BYTES // each)
+    at_a_time = min(each, READ_BYTES) // 8
+    arrays = [np.arange(max(1, each // 8 // at_a_time) * at_a_time, dtype=np.int64) for _ in range(threads)]
+    times, place = max(1, READ_BYTES // each), 0
 
     def everywhere() -> None:
-        for _ in pool.map(lambda values: read(values, times), arrays):
+        nonlocal place
+        here = slice(place, place + at_a_time)
+        for _ in pool.map(lambda values: read(values[here], times), arrays):
             pass
+        place = (place + at_a_time) % arrays[0].size
 
-    return threads * times * (each // 8 * 8) / (1e-3 * _best_ms(everywhere))
+    return threads * times * at_a_time * 8 / (1e-3 * _best_ms(everywhere))
 
 
 def flown(level: Level, threads: int, pool: ThreadPoolExecutor) -> list[Flight]:
@@ -149,8 +153,8 @@ def remarks(level: Level, flights: list[Flight], threads: int) -> list[str]:
     most = max(alone, key=lambda each: each.rate)
     needed = level.in_flight_bytes / LINE_BYTES
     return [
-        f"Little's law: {level.rate / 1e9:.3g} GB/s at {level.latency_ns:.3g} ns need {level.in_flight_bytes:,.0f} bytes "
-        f"on their way, {needed:.0f} lines of {LINE_BYTES} bytes.",
+        f"Little's law: {level.rate / 1e9:.3g} GB/s at {level.latency_ns:.3g} ns need {level.in_flight_bytes:,.0f} "
+        f"bytes on their way, {needed:.0f} lines of {LINE_BYTES} bytes.",
         f"One core follows one chain at {alone[0].rate / 1e9:.3g} GB/s and {most.concurrency} chains at "
         f"{most.rate / 1e9:.3g} GB/s: loads that wait for each other leave the memory idle. A sum knows its addresses "
         "ahead, so the core and its prefetchers start loads long before they are used.",

@@ -257,8 +257,9 @@ def _remarks(level: Level, device: torch.device) -> list[str]:
     """What the law asks of a kernel, beside what occupancy gives it."""
     each = level.in_flight_bytes / level.units
     said = [
-        f"Little's law: {level.rate / 1e12:.3g} TB/s at {level.latency_ns:.0f} ns need {level.in_flight_bytes / 1e6:.3g} "
-        f"MB on their way, {each / 1e3:.3g} KB for each of {level.units} multiprocessors."
+        f"Little's law: {level.rate / 1e12:.3g} TB/s at {level.latency_ns:.0f} ns need "
+        f"{level.in_flight_bytes / 1e6:.3g} MB on their way, {each / 1e3:.3g} KB for each of {level.units} "
+        "multiprocessors."
     ]
     capability = torch.cuda.get_device_capability(device)
     if capability not in MULTIPROCESSORS:

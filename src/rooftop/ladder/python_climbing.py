@@ -163,8 +163,10 @@ def difference(found: Array, expected: Array) -> str:
 
 
 def _checked(ladder: SpeedLadder, progress: Progress) -> tuple[list[SpeedOutcome], list[float]]:
-    """Each rung compared with the first; how long a call took: a second one if the first, which also compiles and starts
-    processes, was slow."""
+    """Each rung compared with the first, and how long a call took.
+
+    A second call, if the first was slow: that one may also have compiled or started processes.
+    """
     expected, outcomes, took = np.empty(0), [], []
     for done, rung in enumerate(ladder.rungs):
         progress(f"{rung.tool}: {rung.name}", 0.1 + 0.5 * done / len(ladder.rungs))

@@ -46,7 +46,7 @@ class SpeedRung:
         run: gives distances (n,): a list, an array or a tensor; None where `note` says why it cannot run.
         roof: whose rate bounds it: ONE, ALL or GPU.
         stop: when this is fast enough.
-        copied: bytes that one call copies between processes, or between host and GPU; None where there are none to copy.
+        copied: bytes that one call copies between processes, or between host and GPU; None: there is nobody to copy to.
         clock: how it is timed: called on the host, replayed from a CUDA graph, or called between the GPU's events.
         note: what to know of it, in a few words.
     """
@@ -181,7 +181,7 @@ def in_numba(points: Array, centres: Array, threads: int, stack: ExitStack) -> t
 
     distances = np.empty(points.shape[1], np.float32)
     count, pool = distances.size, stack.enter_context(ThreadPoolExecutor(threads))
-    in_parallel = parallel_loop()
+    in_parallel, most = parallel_loop(), numba.get_num_threads()
 
     def on_one_core(loop: Callable[..., None]) -> Array:
         distances.fill(np.nan)
@@ -197,12 +197,17 @@ def in_numba(points: Array, centres: Array, threads: int, stack: ExitStack) -> t
     def on_all_cores() -> Array:
         distances.fill(np.nan)
         before = torch.get_num_threads()
-        numba.set_num_threads(min(before, numba.config.NUMBA_NUM_THREADS))
+        numba.set_num_threads(min(before, most))
         in_parallel(points, centres, distances)
         torch.set_num_threads(before)  # which Numba, where it starts its own of OpenMP, sets to as many as it has
         return distances
 
-    runs = (partial(on_one_core, as_written), partial(on_one_core, for_vectors), in_threads, on_all_cores)
+    runs: tuple[Callable[[], Array], ...] = (
+        partial(on_one_core, as_written),
+        partial(on_one_core, for_vectors),
+        in_threads,
+        on_all_cores,
+    )
     return tuple(
         SpeedRung(name, NUMBA, run, roof, stop) for (name, (roof, stop)), run in zip(names.items(), runs, strict=True)
     )
@@ -329,7 +334,7 @@ def in_dask(
     count: int,
     workers: Callable[[], Workers],
 ) -> tuple[SpeedRung, ...]:
-    """Its three collections, on one machine: a bag in the processes of the Pool, an array and delayed calls in threads."""
+    """Its three collections on one machine: a bag in the Pool's processes, an array and delayed calls in threads."""
     names = {
         "bag": "the data are Python objects from many files",
         "array": "the arrays are larger than memory",
@@ -352,20 +357,19 @@ def in_dask(
         found = parts.map_blocks(nearest.in_place, centres, drop_axis=0, dtype=np.float32, meta=np.empty(0, np.float32))
         return found.compute(scheduler="threads", num_workers=count)  # type: ignore[no-any-return]
 
-    def delayed() -> Array:
-        import dask
+    def calls() -> Array:
+        from dask.base import compute
+        from dask.delayed import delayed
 
         from rooftop.ladder.nearest_loops import of_part
 
-        calls = [
-            dask.delayed(of_part)(points[:, first:last], centres) for first, last in bounds(points.shape[1], count)
-        ]
-        return np.concatenate(dask.compute(*calls, scheduler="threads", num_workers=count))
+        parts = [delayed(of_part)(points[:, first:last], centres) for first, last in bounds(points.shape[1], count)]
+        return np.concatenate(compute(*parts, scheduler="threads", num_workers=count))
 
     runs: dict[str, tuple[Callable[[], Any], Callable[[], int], str]] = {
         "bag": (bag, of_lists, "plain Python in processes"),
         "array": (array, lambda: 0, "NumPy in threads"),
-        "delayed": (delayed, lambda: 0, "Numba in threads"),
+        "delayed": (calls, lambda: 0, "Numba in threads"),
     }
     return tuple(
         SpeedRung(
