@@ -143,7 +143,7 @@ def test_the_memory_ladder_where_there_is_no_gpu(
     monkeypatch.setattr("rooftop.ladder.memory_levels.climb_memory", lambda *arguments, **options: found)
     assert cli.main(["ladder", "memory", "--device", "cpu"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "DRAM 1 MiB 100 ns 10 G 5 G 1000 B 500 B" in lines
+    assert "DRAM 1 MiB 100 ns 10 G 5 G 1,000 B 500 B" in lines
     assert "1 1 64 B 640 M 300 M 47%" in lines
     assert "a [remark]" in lines
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import log10
 from typing import Any
 
 from rich.markup import escape
@@ -74,7 +75,7 @@ def size_text(size_bytes: float) -> str:
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size_bytes >= unit:
             return f"{size_bytes / unit:.3g} {name}"
-    return f"{size_bytes:.3g} B" if size_bytes else ""
+    return f"{size_bytes:,.0f} B" if size_bytes else ""
 
 
 def latency_text(nanoseconds: float) -> str:
@@ -107,10 +108,10 @@ def _levels(climb: MemoryClimb) -> Any:
         figure.add_scatter(
             x=ends, y=rates, mode="lines", line={"dash": "dot", "color": "#cccccc"}, showlegend=False, hoverinfo="skip"
         )
-        at = ends[1] if lowest < rates[1] < highest else 10**exponent / (1e-9 * highest)
+        at = ends[1] if lowest < rates[1] else 10**exponent / (1e-9 * 1.2 * lowest)
         if ends[0] <= at <= ends[1]:
             figure.add_annotation(
-                x=_log(at), y=_log(10**exponent / (1e-9 * at)), text=_power(exponent), showarrow=False,
+                x=log10(at), y=log10(10**exponent / (1e-9 * at)), text=_power(exponent), showarrow=False,
                 font={"size": 11, "color": "#888888"}, xanchor="right", yanchor="bottom",
             )  # fmt: skip
     figure.add_scatter(
@@ -123,8 +124,8 @@ def _levels(climb: MemoryClimb) -> Any:
         showlegend=False,
         cliponaxis=False,
     )
-    figure.update_xaxes(title="latency, ns", type="log", range=[_log(ends[0]), _log(ends[1])])
-    figure.update_yaxes(title="B/s of all", type="log", range=[_log(lowest), _log(highest)])
+    figure.update_xaxes(title="latency, ns", type="log", range=[log10(ends[0]), log10(ends[1])])
+    figure.update_yaxes(title="B/s of all", type="log", exponentformat="SI", range=[log10(lowest), log10(highest)])
     figure.update_layout(template="plotly_white", height=480, margin={"r": 230, "t": 30}, title=None)
     return figure
 
@@ -135,12 +136,6 @@ def _label(level: Level) -> str:
 
 def _power(exponent: int) -> str:
     return f"{quantity_text(10.0**exponent)}B on their way"
-
-
-def _log(value: float) -> float:
-    from math import log10
-
-    return log10(value)
 
 
 def _law(climb: MemoryClimb) -> Any:
@@ -171,6 +166,6 @@ def _law(climb: MemoryClimb) -> Any:
             marker_color=COLOURS[number % len(COLOURS)],
         )
     figure.update_xaxes(title=f"bytes on their way, {climb.flown}", type="log")
-    figure.update_yaxes(title="B/s", type="log")
+    figure.update_yaxes(title="B/s", type="log", exponentformat="SI")
     figure.update_layout(template="plotly_white", height=460, legend={"orientation": "h", "y": 1.12}, margin={"t": 60})
     return figure

@@ -145,7 +145,7 @@ def _threads(count: int) -> Iterator[None]:
 
 def as_array(result: object) -> Array:
     """The distances that a rung gave, as float64 on the host."""
-    return np.array(result.cpu() if isinstance(result, Tensor) else result, dtype=np.float64)
+    return np.array(result.cpu().numpy() if isinstance(result, Tensor) else result, dtype=np.float64)
 
 
 def difference(found: Array, expected: Array) -> str:

@@ -181,7 +181,9 @@ def in_numba(points: Array, centres: Array, threads: int, stack: ExitStack) -> t
 
     distances = np.empty(points.shape[1], np.float32)
     count, pool = distances.size, stack.enter_context(ThreadPoolExecutor(threads))
+    before = torch.get_num_threads()
     in_parallel, most = parallel_loop(), numba.get_num_threads()
+    torch.set_num_threads(before)  # which Numba, where it starts its own of OpenMP, sets to as many as it has
 
     def on_one_core(loop: Callable[..., None]) -> Array:
         distances.fill(np.nan)
@@ -199,7 +201,7 @@ def in_numba(points: Array, centres: Array, threads: int, stack: ExitStack) -> t
         before = torch.get_num_threads()
         numba.set_num_threads(min(before, most))
         in_parallel(points, centres, distances)
-        torch.set_num_threads(before)  # which Numba, where it starts its own of OpenMP, sets to as many as it has
+        torch.set_num_threads(before)
         return distances
 
     runs: tuple[Callable[[], Array], ...] = (

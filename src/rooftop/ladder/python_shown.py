@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import html
+from math import log10
 
 from rich.markup import escape
 from rich.table import Table
 
-from rooftop.analysis.formats import percent_text, time_text
+from rooftop.analysis.formats import percent_text, quantity_text, time_text
 from rooftop.ladder.climbing import FAILED, WRONG
 from rooftop.ladder.python_climbing import SpeedClimb, SpeedOutcome
 from rooftop.ladder.python_ladder import ALL, GPU, ONE
@@ -77,6 +78,7 @@ def page(climb: SpeedClimb) -> str:
 
     timed = [rung for rung in climb.rungs if rung.ms is not None]
     labels = [f"{rung.name}, {rung.tool}" for rung in timed]
+    ends = [*climb.roofs_ms.values(), *(rung.ms or 0.0 for rung in timed)]
     figure = graph_objects.Figure()
     for where in climb.roofs_ms:
         rungs = [(label, rung) for label, rung in zip(labels, timed, strict=True) if rung.roof == where]
@@ -91,7 +93,9 @@ def page(climb: SpeedClimb) -> str:
             marker_color=COLOURS[where],
         )
         figure.add_vline(climb.roofs_ms[where], line_dash="dot", line_color=COLOURS[where])
-    figure.update_xaxes(title="ms, logarithmic; dotted: the roofs", type="log")
+    figure.update_xaxes(
+        title="ms, logarithmic; dotted: the roofs", type="log", range=[log10(min(ends) / 2), log10(max(ends) * 1.5)]
+    )
     figure.update_yaxes(categoryorder="array", categoryarray=labels[::-1], automargin=True)
     figure.update_layout(
         template="plotly_white",
@@ -105,7 +109,7 @@ def page(climb: SpeedClimb) -> str:
 
 
 def _label(rung: SpeedOutcome) -> str:
-    copied = f", copies {rung.copied_bytes / 1e6:,.2g} MB" if rung.copied_bytes else ""
+    copied = f", copies {quantity_text(rung.copied_bytes)}B" if rung.copied_bytes else ""
     return f"{time_text(rung.ms or 0.0)}, {percent_text(rung.percent_of_roof or 0.0)} of roof{copied}"
 
 
