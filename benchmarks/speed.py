@@ -25,8 +25,12 @@ from rooftop.ladder.memory_levels import climb_memory
 from rooftop.ladder.python_climbing import climb_python
 from rooftop.ladder.python_ladder import python_ladder
 
+FOLDER = Path(__file__).resolve().parent
+
 
 def main() -> None:
+    # Dask looks for a package `sparse`, and would find the benchmark of that name beside this file.
+    sys.path[:] = [each for each in sys.path if Path(each or ".").resolve() != FOLDER]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--charts", type=Path, help="draw them (HTML) into this folder")

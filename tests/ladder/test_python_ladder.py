@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -159,6 +160,25 @@ def test_slow_and_fast_rungs_become_percents_of_their_roofs(monkeypatch: pytest.
     assert "rung 1, Python" in drawn
     assert "1.5 cores busy" in drawn
     assert disturbed(replace(found, other_cores=0.1)) == ""
+
+
+def test_a_part_of_a_long_rung_is_timed_for_the_whole() -> None:
+    """With parts that take 2 ms: 16 of them take 32 ms."""
+    asked: list[int] = []
+
+    def part(parts: int) -> None:
+        asked.append(parts)
+        time.sleep(0.002)
+
+    ladder = made_up(lambda: [0.0])
+    found = climb_python(replace(ladder, rungs=(replace(ladder.rungs[0], part=part),)), CPU, seconds=0.01)
+    assert set(asked) == {16}
+    assert (found.rungs[0].ms or 0) >= 32
+    points, centres = made_points(320)
+    with ExitStack() as stack:
+        for rung in python_ladder.in_plain_python(points, centres, 2, stack):
+            assert rung.part is not None
+            np.testing.assert_array_equal(as_array(rung.part(16)), expected(points, centres)[:20])
 
 
 def test_what_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,8 @@ class SpeedRung:
         copied: bytes that one call copies between processes, or between host and GPU; None: there is nobody to copy to.
         clock: how it is timed: called on the host, replayed from a CUDA graph, or called between the GPU's events.
         note: what to know of it, in a few words.
+        part: does one of so many equal parts; of rungs that take the same for every point and so long that a whole call
+            is never undisturbed.
     """
 
     name: str
@@ -59,6 +61,7 @@ class SpeedRung:
     copied: Callable[[], int] | None = None
     clock: Clock = "host"
     note: str = ""
+    part: Callable[[int], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -122,16 +125,17 @@ def tuples(points: Array) -> list[Any]:
 def in_plain_python(points: Array, centres: Array, threads: int, stack: ExitStack) -> tuple[SpeedRung, ...]:
     """A loop, and the same loop in threads."""
     listed, targets = tuples(points), tuples(centres.T)
-    parts = [listed[first:last] for first, last in bounds(len(listed), threads)]
     pool = stack.enter_context(ThreadPoolExecutor(threads))
 
-    def in_threads() -> list[float]:
-        return [each for part in pool.map(partial(nearest.in_python, centres=targets), parts) for each in part]
+    def one_by_one(parts: int = 1) -> list[float]:
+        return nearest.in_python(listed[: len(listed) // parts], targets)
+
+    def in_threads(parts: int = 1) -> list[float]:
+        pieces = [listed[first:last] for first, last in bounds(len(listed) // parts, threads)]
+        return [each for piece in pool.map(partial(nearest.in_python, centres=targets), pieces) for each in piece]
 
     return (
-        SpeedRung(
-            "loops", PYTHON, lambda: nearest.in_python(listed, targets), ONE, "it runs seldom, or a second is no matter"
-        ),
+        SpeedRung("loops", PYTHON, one_by_one, ONE, "it runs seldom, or a second is no matter", part=one_by_one),
         SpeedRung(
             "loops in threads",
             PYTHON,
@@ -139,6 +143,7 @@ def in_plain_python(points: Array, centres: Array, threads: int, stack: ExitStac
             ALL,
             "threads wait for files or the network, and do not compute: the GIL lets one at a time run Python",
             note=f"{threads} threads",
+            part=in_threads,
         ),
     )
 
