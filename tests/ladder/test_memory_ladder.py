@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from rooftop.errors import MissingExtraError
+from rooftop.hardware import Timing
 from rooftop.ladder import memory_on_cpu, memory_on_gpu
 from rooftop.ladder.memory_levels import Flight, Level, MemoryClimb, climb_memory, expected_rate
 from rooftop.ladder.memory_shown import flight_table, heading, latency_text, page, said, size_text, table
@@ -168,8 +170,6 @@ def test_blocks_with_pieces_of_their_own_and_near_memory(cuda_on_cpu: Counter[st
 
 def test_a_latency_is_the_difference_of_two_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     """With times that are made up: 5 us of a launch, 2 ns a hop."""
-    from rooftop.hardware import Timing
-
     hops: list[int] = []
 
     def compare(calls: dict[str, Callable[[], None]], **options: object) -> dict[str, Timing]:
@@ -183,6 +183,41 @@ def test_a_latency_is_the_difference_of_two_chains(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(memory_on_gpu, "compare", compare)
     chain = memory_on_gpu.Chain(hops.append, torch.zeros(1))
     assert memory_on_gpu.latency_ns(chain, 1000, CPU) == pytest.approx(2.0)
+
+
+def test_all_levels_of_a_gpu_with_times_that_are_made_up(
+    cuda_on_cpu: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole way from kernels to the report, its kernels on the CPU: 1 us of a launch, 3 ns a hop, 1 ms a stream."""
+    timed: list[str] = []
+
+    def compare(calls: dict[str, Callable[[], None]], **options: object) -> dict[str, Timing]:
+        for name, call in calls.items():
+            call()
+            timed.append(name)
+        hops = {"short": memory_on_gpu.NEAR_HOPS, "long": 2 * memory_on_gpu.NEAR_HOPS}
+        ms = {name: 1e-3 + 3e-6 * hops[name] if name in hops else 1.0 for name in calls}
+        return {name: Timing(each, each, 0.0, 5) for name, each in ms.items()}
+
+    for name, value in {"NEAR_HOPS": 64, "FAR_HOPS": 64, "BUS_HOPS": 64, "HOST_BYTES": 1 << 16}.items():
+        monkeypatch.setattr(memory_on_gpu, name, value)
+    properties = SimpleNamespace(multi_processor_count=1, L2_cache_size=1 << 16, name="a GPU")
+    monkeypatch.setattr(memory_on_gpu, "compare", compare)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    found = memory_on_gpu.on_gpu(CPU, lambda what, fraction: None)
+    assert [level.latency_ns for level in found.levels] == [pytest.approx(3.0)] * 6
+    rates = {level.name: level.rate for level in found.levels}
+    assert rates["device memory"] == pytest.approx(8 * (1 << 16) * 1e3)
+    assert rates["L1"] == pytest.approx(2 * 512 * memory_on_gpu.NEAR_BYTES * 1e3)
+    assert len(found.flights) == 16
+    assert found.flights[-1].in_flight_bytes == 8 * 8 * 256 * 16
+    assert found.flights[0].expected == pytest.approx(min(rates["device memory"], 256 * 16 / 3e-9))
+    assert "A multiprocessor holds 2,048 threads" in found.remarks[1]
+    assert timed.count("short") == timed.count("long") == 6
+    assert flight_table(found).row_count == 16
+    assert "host memory" in page(found)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
