@@ -23,7 +23,6 @@ from rooftop.ladder.climbing import ABSENT, CHECKED, FAILED, MEASURED, WRONG
 from rooftop.ladder.nearest import FLOPS_PER_PAIR, INSTRUCTIONS_PER_PAIR, Array
 from rooftop.ladder.python_ladder import ALL, GPU, NUMBA, ONE, PROCESSES, SpeedLadder, SpeedRung
 
-PARTS = 16
 SLOW_S = 0.2  # rungs that take longer are timed one call at a time
 FMA_SHARE = FLOPS_PER_PAIR / (2 * INSTRUCTIONS_PER_PAIR)  # of a rate that counts fused multiply-adds as two
 
@@ -98,7 +97,7 @@ def climb_python(
         ladder: of `python_ladder`.
         device: of the rungs on a GPU; "cpu" where there is none.
         seconds: about how long to time a rung. One that takes longer than 0.2 s a call is called twice; plain Python is
-            timed on a 16th of the points.
+            timed on 128 of the points.
         progress: called with (what is being done, fraction done).
     """
     progress("roofs", 0.0)
@@ -208,13 +207,15 @@ def _timed(
     def calls(belongs: Callable[[int, SpeedRung], bool]) -> dict[str, Callable[[], object]]:
         return {str(place): rung.run for place, rung in right.items() if rung.run is not None and belongs(place, rung)}
 
-    parted = {str(place): partial(rung.part, PARTS) for place, rung in right.items() if rung.part is not None}
+    parted = {str(place): partial(rung.part, ladder.parts) for place, rung in right.items() if rung.part is not None}
     slow = calls(lambda place, rung: rung.clock == "host" and took[place] > SLOW_S and str(place) not in parted)
     fast = calls(lambda place, rung: rung.clock == "host" and took[place] <= SLOW_S and str(place) not in parted)
     timings = dict(compare_slow(slow)) if slow else {}
     if parted:
         for place, timing in compare(parted, device="cpu", seconds=5 * seconds, warm_up_seconds=0.0).items():
-            timings[place] = replace(timing, median_ms=PARTS * timing.median_ms, best_ms=PARTS * timing.best_ms)
+            timings[place] = replace(
+                timing, median_ms=ladder.parts * timing.median_ms, best_ms=ladder.parts * timing.best_ms
+            )
     timings |= compare(fast, device="cpu", seconds=seconds, warm_up_seconds=seconds / 4) if fast else {}
     for clock in ("graph", "device"):
         there = calls(lambda place, rung, clock=clock: rung.clock == clock)  # type: ignore[misc]

@@ -30,6 +30,7 @@ ONE, ALL, GPU = "one core", "all cores", "GPU"
 Clock = Literal["host", "graph", "device"]
 
 SIZE, LEAST, LARGEST_SIZE = 1 << 15, 64, 1 << 22  # points; plain Python takes a minute or more for the last
+PART_POINTS = 128  # a millisecond of plain Python: some samples are disturbed by nobody
 FILE = "nearest.cu"
 POINTS, THREADS = 4, 128  # of a thread, of a block
 NEEDS_NUMBA = 'not installed: pip install "rooftop[ladder]"'
@@ -71,12 +72,14 @@ class SpeedLadder:
     Attributes:
         work: in words. cost: what any rung must compute and move.
         processes: how many are used. rungs: from the slowest on, as a rule.
+        parts: how many make the whole of a rung that has a `part`.
     """
 
     work: str
     cost: Cost
     processes: int
     rungs: tuple[SpeedRung, ...]
+    parts: int = 1
 
 
 @contextmanager
@@ -111,6 +114,7 @@ def python_ladder(size: int | None = None, device: torch.device | str | None = N
             cost=Cost(12 * count + 12 * CENTRES, 4 * count, {"fp32": FLOPS_PER_PAIR * pairs}),
             processes=processes,
             rungs=rungs,
+            parts=max(1, count // PART_POINTS),
         )
 
 
