@@ -101,7 +101,7 @@ def page(climb: SpeedClimb) -> str:
         template="plotly_white",
         height=180 + 34 * len(labels),
         legend={"orientation": "h", "y": 1.08},
-        margin={"r": 190},
+        margin={"r": 240},
     )
     chart = figure.to_html(full_html=False, include_plotlyjs=True, div_id="ladder-python")
     said = [*climb.remarks, *filter(None, [disturbed(climb)])]
