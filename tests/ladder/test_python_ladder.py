@@ -34,8 +34,11 @@ def known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(python_climbing, "measure_ceilings", lambda *names, **parts: ceilings_of("h200"))
 
 
+starts_processes = pytest.mark.usefixtures("fork")  # from the server that other tests need, with what they preload
+
+
 @pytest.fixture(scope="module")
-def climbed() -> Iterator[SpeedClimb]:
+def climbed(fork: object) -> Iterator[SpeedClimb]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(python_climbing, "measure_ceilings", lambda *names, **parts: ceilings_of("h200"))
         with python_ladder.python_ladder(COUNT, "cpu") as ladder:
@@ -78,6 +81,7 @@ def test_copies_are_counted(climbed: SpeedClimb) -> None:
     assert any(remark.startswith("What copies cost") for remark in climbed.remarks)
 
 
+@starts_processes
 def test_dask_gives_the_same() -> None:
     pytest.importorskip("dask")
     points, centres = made_points(300)
@@ -94,6 +98,7 @@ def expected(points: nearest.Array, centres: nearest.Array) -> nearest.Array:
     return ((points.T[:, None, :].astype(np.float64) - centres) ** 2).sum(2).min(1)
 
 
+@starts_processes
 def test_workers_answer_by_every_way_and_end() -> None:
     points, centres = made_points(101)
     parts = bounds(101, 3)
