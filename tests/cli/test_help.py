@@ -80,6 +80,7 @@ def test_names_are_those_of_what_they_name() -> None:
     assert names.ITEM_KINDS == ITEM_KINDS
     assert list(names.OPERATIONS) == list(OPERATIONS)
     assert {name: (entry.summary, entry.what) for name, entry in LADDERS.items()} == names.LADDERS
+    assert not names.LADDERS.keys() & names.OTHER_LADDERS.keys()
     assert names.SURFACES == OUTPUTS
     assert list(names.TOKENS) == list(KINDS)
     assert WEIGHT.pattern == names.WEIGHT

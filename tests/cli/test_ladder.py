@@ -16,6 +16,8 @@ from rooftop.cli import ladder as verb
 from rooftop.cli import main as cli
 from rooftop.hardware import ceilings_of
 from rooftop.ladder import Climb, Outcome
+from rooftop.ladder.memory_levels import Flight, Level, MemoryClimb
+from rooftop.ladder.python_climbing import SpeedClimb, SpeedOutcome
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what it does where there is no GPU")
 
@@ -78,6 +80,8 @@ def test_wrong_calls(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
         (["ladder", "vector", "--out", "no/such.json"], 2, "no/such"),
         (["ladder", "vector", "--out", "both", "--chart", "./both"], 2, "name the same file"),
         (["ladder", "vector", "--chart", "chart.html"], 1, "need an NVIDIA GPU"),
+        (["ladder", "python", "--size", "3"], 2, "takes 64 to 4,194,304 points, got 3"),
+        (["ladder", "memory", "--size", "3"], 2, "the memory ladder takes none"),
     ):
         assert cli.main(words) == status
         assert part in capsys.readouterr().err
@@ -104,6 +108,44 @@ def test_a_size_that_does_not_fit_is_a_wrong_call(
     monkeypatch.setattr(verb, "INTERPRETED", True)
     assert cli.main(["ladder", "matmul", "--size", "100"]) == 2
     assert "a multiple of 8 rows and columns, got 100" in capsys.readouterr().err
+
+
+def test_the_python_ladder_where_there_is_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its table, when to stop, its figures and its chart, of a climb that is made up."""
+    measured = SpeedOutcome(
+        "loops [a]", "Python", "one core", "measured", "a second is no matter", "", 12, 5.0, 0.1, 1.0, 4.0
+    )
+    found = SpeedClimb("a <work>", ("a CPU",), 2, 2, {"one core": 0.2}, (measured,), 0.0, ("a [remark]",))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rooftop.ladder.python_climbing.climb_python", lambda *arguments, **options: found)
+    command = ["ladder", "python", "--size", "64", "--device", "cpu", "--out", "f.json", "--chart", "c.html"]
+    assert cli.main(command) == 0
+    out = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "loops [a] Python 5 ms 1 4.0% one core 12" in lines
+    assert "Python loops [a] a second is no matter" in lines
+    assert "a [remark]" in lines
+    assert json.loads(Path("f.json").read_text())["rungs"][0]["copied_bytes"] == 12
+    assert "ladder-python" in Path("c.html").read_text()
+    wrong = SpeedClimb(**{**vars(found), "rungs": (SpeedOutcome("loops", "Python", "one core", "wrong", "", "off"),)})
+    monkeypatch.setattr("rooftop.ladder.python_climbing.climb_python", lambda *arguments, **options: wrong)
+    assert cli.main(["ladder", "python", "--size", "64", "--device", "cpu"]) == 1
+    assert "loops in Python wrong: off" in capsys.readouterr().err
+
+
+def test_the_memory_ladder_where_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    level = Level("DRAM", 1 << 20, 100.0, 1e10, 2, 64)
+    found = MemoryClimb("a CPU", "cpu", "core", (level,), "DRAM", (Flight(1, 1, 64, 3e8, 6.4e8),), 0.0, ("a [remark]",))
+    monkeypatch.setattr("rooftop.ladder.memory_climbing.climb_memory", lambda *arguments, **options: found)
+    assert cli.main(["ladder", "memory", "--device", "cpu"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "DRAM 1 MiB 100 ns 10 G 5 G 1,000 B 500 B" in lines
+    assert "1 1 64 B 640 M 300 M 47%" in lines
+    assert "a [remark]" in lines
 
 
 def test_ceilings_of_a_known_machine_have_what_the_ladders_need() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rooftop.hardware.graphs import collection_paused, waits_for_gpu
-from rooftop.hardware.timing import balanced_orders, compare, measure, rotated, rotated_copies
+from rooftop.hardware.timing import balanced_orders, compare, compare_slow, measure, rotated, rotated_copies
 
 
 def test_the_median_is_the_time_of_one_call() -> None:
@@ -80,6 +80,20 @@ def test_rounds_take_the_variants_in_balanced_orders() -> None:
     runs = [name for name, _ in itertools.groupby(calls)]  # a sample is many calls of one
     followers = set(itertools.pairwise(runs))
     assert {("a", "b"), ("b", "a"), ("a", "c"), ("c", "a"), ("b", "c"), ("c", "b")} <= followers
+
+
+def test_what_is_slow_is_called_once_a_sample() -> None:
+    calls: list[str] = []
+
+    def slow(name: str) -> None:
+        calls.append(name)
+        time.sleep(0.02)
+
+    found = compare_slow({name: partial(slow, name) for name in "ab"}, samples=3)
+    assert Counter(calls) == {"a": 3, "b": 3}
+    assert calls[:2] != calls[2:4]
+    assert all(timing.samples == 3 and timing.best_ms >= 20 for timing in found.values())
+    assert compare_slow({}) == {}
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 8, 11])

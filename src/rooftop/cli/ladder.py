@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -15,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from rooftop.analysis.text import WIDTH
+from rooftop.cli.commands import names
 from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import check_writable
 from rooftop.cli.progress import progress_bar
@@ -37,6 +40,10 @@ def run(
             check_writable(path)
     if out is not None and chart is not None and out.resolve() == chart.resolve():
         raise click.UsageError(f"--out and --chart name the same file: {out}")
+    if name in names.OTHER_LADDERS:
+        if chart is not None:
+            require_plotly()
+        return _measured_here(name, size, where, out, chart)
     if chart is not None:
         if where.type != "cuda":
             raise MeasurementError("a chart shows speeds, and those need an NVIDIA GPU: leave --chart out")
@@ -44,22 +51,83 @@ def run(
     if where.type == "cpu" and not INTERPRETED and find_spec("triton") is not None:
         return _interpreted(context.obj)
     found = _climbed(name, size, where)
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = _console()
     console.print(heading(found))
     console.print(table(found))
     for remark in (*found.remarks, *([WITHOUT_GPU] if where.type == "cpu" else [])):
         console.print(f"\n{escape(remark)}")
-    if out is not None:
-        write_whole(out, json.dumps(found.to_dict(), indent=1) + "\n")
-    if chart is not None:
-        write_whole(chart, page([found]))
-    for what, path in (("figures", out), ("chart", chart)):
-        if path is not None:
-            click.echo(f"{what}: {path}")
+    _write(found.to_dict(), out, chart, lambda: page([found]))
     if found.failures:
         raise MeasurementError(
             "; ".join(f"{rung.name} in {rung.tool} {rung.status}: {rung.note}" for rung in found.failures)
         )
+    return 0
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+
+
+def _write(figures: dict[str, Any], out: Path | None, chart: Path | None, drawn: Callable[[], str]) -> None:
+    if out is not None:
+        write_whole(out, json.dumps(figures, indent=1) + "\n")
+    if chart is not None:
+        write_whole(chart, drawn())
+    for what, path in (("figures", out), ("chart", chart)):
+        if path is not None:
+            click.echo(f"{what}: {path}")
+
+
+def _measured_here(name: str, size: int | None, where: torch.device, out: Path | None, chart: Path | None) -> int:
+    """The ladders that are measured on a CPU, too."""
+    if name == "memory":
+        return _memory(size, where, out, chart)
+    from rooftop.ladder import python_shown as shown
+    from rooftop.ladder.python_climbing import climb_python
+    from rooftop.ladder.python_ladder import python_ladder
+
+    with progress_bar() as progress:
+        try:
+            with python_ladder(size, where) as ladder:
+                found = climb_python(ladder, where, progress=progress)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--size") from error
+    console = _console()
+    console.print(shown.heading(found))
+    console.print(shown.table(found))
+    console.print()
+    console.print(shown.stops(found))
+    for remark in (*found.remarks, *filter(None, [shown.disturbed(found)])):
+        console.print(f"\n{escape(remark)}")
+    _write(found.to_dict(), out, chart, lambda: shown.page(found))
+    if found.failures:
+        raise MeasurementError(
+            "; ".join(f"{rung.name} in {rung.tool} {rung.status}: {rung.note}" for rung in found.failures)
+        )
+    return 0
+
+
+def _memory(size: int | None, where: torch.device, out: Path | None, chart: Path | None) -> int:
+    if size is not None:
+        raise click.BadParameter("the memory ladder takes none: its sizes are those of the caches", param_hint="--size")
+    from rooftop.ladder import memory_shown as shown
+    from rooftop.ladder.memory_climbing import climb_memory
+
+    with progress_bar() as progress:
+        try:
+            found = climb_memory(where, progress=progress)
+        except torch.cuda.OutOfMemoryError as error:
+            raise MeasurementError(
+                f"what the memory ladder loads does not fit into the free memory of {where}"
+            ) from error
+    console = _console()
+    console.print(shown.heading(found))
+    console.print(shown.table(found))
+    console.print()
+    console.print(shown.flight_table(found))
+    for remark in shown.said(found):
+        console.print(f"\n{escape(remark)}")
+    _write(found.to_dict(), out, chart, lambda: shown.page(found))
     return 0
 
 

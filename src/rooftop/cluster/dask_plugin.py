@@ -10,7 +10,7 @@ from typing import Any
 
 from distributed.diagnostics.plugin import WorkerPlugin
 
-from rooftop.cluster import dask_workers
+from rooftop.cluster.dask_tasks import CARRIERS
 from rooftop.cluster.working import Ahead, Chunk, Job, Outcome, Workshop
 
 LOOK_S = 0.1
@@ -33,13 +33,13 @@ class Carrier(WorkerPlugin):
         self._lock = threading.Lock()
         self._shop: Workshop | None = None
         self._address, self._threads = worker.address, worker.state.nthreads
-        dask_workers._carriers[self.token] = self
+        CARRIERS[self.token] = self
 
     def teardown(self, worker: Any) -> None:
         """Dask calls this when the run or the worker ends."""
         if self._shop is not None:
             self._shop.pool.shutdown(wait=False, cancel_futures=True)
-        dask_workers._carriers.pop(self.token, None)
+        CARRIERS.pop(self.token, None)
 
     def do(self, chunk: Chunk) -> Outcome | tuple[int, int]:
         """The outcome, or (first, count) of the items that took too long; the thread that is at these is left alone."""

@@ -17,6 +17,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+from rooftop.cluster.dask_tasks import do_chunk
 from rooftop.cluster.events import Event, Finished, Hung, Lost
 from rooftop.cluster.working import Chunk, Job, Outcome
 from rooftop.errors import MissingExtraError, ModelRunError, RooftopError, SchedulerError
@@ -208,25 +209,11 @@ class DaskWorkers:
             self._client.close(timeout=2)
 
 
-# ---- in the worker ---------------------------------------------------------------------------------------------------
-
-_carriers: dict[str, Any] = {}
-"""Of the jobs that this process has, by token."""
-
-
 def carrier_class() -> Any:
     """The worker plugin that brings a job: a subclass of Dask's, which is loaded only where it is used."""
     from rooftop.cluster.dask_plugin import Carrier
 
     return Carrier
-
-
-def do_chunk(token: str, chunk: Chunk) -> Outcome | tuple[int, int]:
-    """A task: the outcome, or (first, count) of the items that took too long."""
-    carrier = _carriers.get(token)
-    if carrier is None:
-        raise ModelRunError("this worker has not got the job: does it run another version of rooftop?")
-    return carrier.do(chunk)
 
 
 def _line(error: BaseException | None) -> str:

@@ -21,11 +21,11 @@ from rooftop.cluster.targets import Call, pickled
 from rooftop.errors import InputError, TargetError
 from rooftop.inference import Engine
 from rooftop.models import detr_resnet50, detr_resnet101, load_classifier, model_entry
-from rooftop.models.classification import guessed
-from rooftop.models.detection import found_objects, load_detector, resized
-from rooftop.models.detr import Detr, Predictions, pad_images
+from rooftop.models.detr.detection import found_objects, load_detector, resized
+from rooftop.models.detr.network import Detr, Predictions, pad_images
 from rooftop.models.images import IMAGENET, Preprocessing, normalized, preprocess
 from rooftop.models.registry import builtin_models
+from rooftop.models.vision.classification import guessed
 
 DETECTORS = {"detr_resnet50": detr_resnet50, "detr_resnet101": detr_resnet101}
 CLASSIFIER_BATCH, DETECTOR_BATCH = 16, 4  # as of `rooftop classify` and `rooftop detect`

@@ -28,6 +28,7 @@ WARM_UP_S = 0.05
 MEASURE_S = 0.25
 LEAST_SAMPLES = 5
 MOST_SAMPLES = 200
+SLOW_SAMPLES = 2
 LEAST_SAMPLE_S = 1e-3  # a CUDA event resolves about 0.5 us: 0.05% of this
 
 
@@ -102,6 +103,21 @@ def compare(
         if round_ >= LEAST_SAMPLES and all(s >= seconds for s in spent.values()):
             break
     return {name: timing_of(values) for name, values in samples.items()}
+
+
+def compare_slow(variants: Mapping[str, Callable[[], object]], samples: int = SLOW_SAMPLES) -> dict[str, Timing]:
+    """Time callables on the CPU that take tenths of a second: single calls, interleaved as in `compare`.
+
+    Nothing is warmed up: call each once before.
+    """
+    found: dict[str, list[float]] = {name: [] for name in variants}
+    names, orders = list(variants), itertools.cycle(balanced_orders(len(variants)))
+    for _, order in zip(range(samples), orders, strict=False):
+        for name in (names[i] for i in order):
+            began = time.perf_counter_ns()
+            variants[name]()
+            found[name].append((time.perf_counter_ns() - began) / 1e6)
+    return {name: timing_of(values) for name, values in found.items()}
 
 
 def balanced_orders(count: int) -> list[list[int]]:

@@ -1,14 +1,38 @@
-"""Ladders: one piece of work done better rung by rung, in CUDA C++ and in Triton, each measured against the roof.
+"""Ladders: one piece of work done better rung by rung, each rung checked, measured and set against the roof.
 
-    rooftop ladder vector|indexing|reduction|matmul|layer
+    rooftop ladder vector|indexing|reduction|matmul|layer    kernels in CUDA C++ and in Triton
+    rooftop ladder python                                    one function, from plain Python to the roof
+    rooftop ladder memory                                    rate and latency of each level of the memory
 
-`LADDERS` names them; `build` makes one, `climb` checks and times its rungs. What each rung changes, and why that should
-be faster, is in docs/ladder.md. No rung is the operator to use: those are in `rooftop.kernels`.
+`LADDERS` names those of kernels; `build` makes one, `climb` checks and times its rungs. What each rung changes, and why
+that should be faster, is in docs/ladder.md. No rung is the operator to use: those are in `rooftop.kernels`. What
+`python` teaches is docs/speed.md.
+
+Names are loaded when they are first used: worker processes import this package, and need no torch.
 """
 
 from __future__ import annotations
 
-from rooftop.ladder.climbing import Climb, Outcome, climb
-from rooftop.ladder.rungs import LADDERS, Ladder, Rung, build
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rooftop.ladder.climbing import Climb, Outcome, climb
+    from rooftop.ladder.rungs import LADDERS, Ladder, Rung, build
 
 __all__ = ["LADDERS", "Climb", "Ladder", "Outcome", "Rung", "build", "climb"]
+
+_NAMES = {"climbing": "Climb Outcome climb", "rungs": "LADDERS Ladder Rung build"}
+_HOME = {name: f"{__name__}.{file}" for file, names in _NAMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -9,19 +9,23 @@ import click
 from rooftop.cli.commands import names
 from rooftop.cli.commands.deferred import done_by
 
+ALL = names.LADDERS | names.OTHER_LADDERS
+
 EXAMPLES = """\b
 Examples:
   rooftop ladder vector
   rooftop ladder reduction --size 268435456
   rooftop ladder matmul --out matmul.json --chart matmul.html
+  rooftop ladder python --chart python.html
+  rooftop ladder memory --chart memory.html
 
 \b
 Ladders:
-""" + "\n".join(f"  {name:10} {summary}; --size: {what}" for name, (summary, what) in names.LADDERS.items())
+""" + "\n".join(f"  {name:10} {summary}{f'; --size: {what}' if what else ''}" for name, (summary, what) in ALL.items())
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("name", type=click.Choice(list(names.LADDERS)), metavar="|".join(names.LADDERS))
+@click.argument("name", type=click.Choice(list(ALL)), metavar="|".join(ALL))
 @click.option("--size", type=int, metavar="N", help="Of the work.  [default: large on a GPU, small without]")
 @click.option("--device", metavar="cpu|cuda[:N]", help="Which device.  [default: the GPU if there is one]")
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Also write the figures (JSON).")
@@ -29,8 +33,9 @@ Ladders:
 @click.pass_context
 @done_by("rooftop.cli.ladder:run")
 def command() -> None:
-    """Climb a ladder: the same work in CUDA C++ and Triton, each rung checked, measured, and set against the roof.
+    """Climb a ladder: the same work, rung by rung, each rung checked, measured, and set against the roof.
 
-    Without a GPU nothing is measured: Triton's kernels run through its interpreter on small sizes and are checked,
-    those in CUDA C++ are compiled. docs/ladder.md explains each rung.
+    python and memory are measured on a CPU, too; docs/speed.md explains them. The others are kernels in CUDA C++ and
+    Triton, which docs/ladder.md explains. Without a GPU these are not measured: Triton's run through its interpreter on
+    small sizes and are checked, those in CUDA C++ are compiled.
     """

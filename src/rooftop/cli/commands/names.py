@@ -21,7 +21,12 @@ LADDERS = {
     "matmul": ("the product of two square matrices", "rows and columns"),
     "layer": ("y = sigmoid(x W^T + b), CPU against GPU", "rows and features"),
 }
-"""What each ladder climbs, and what --size counts."""
+"""What each ladder of kernels climbs, and what --size counts."""
+OTHER_LADDERS = {
+    "python": ("one function, from plain Python to the roof", "points"),
+    "memory": ("rate and latency of each level of the memory, and Little's law", ""),
+}
+"""Those that are measured on a CPU, too. The last has no size."""
 SURFACES = (
     *("depth", "normal", "instance", "cluster", "triangle", "level", "uv", "velocity", "material", "coverage"),
     *("material_depth", "color", "base_color", "vertex_color", "overdraw", "shadow"),

@@ -1,0 +1,33 @@
+"""The loops of the memory ladder on a CPU, compiled by Numba. Importing this file imports Numba."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rooftop.launch.numba_loops import kept_loop
+
+
+@kept_loop
+def chase(following: Any, place: Any, hops: Any) -> Any:
+    """The place after so many hops: each address is the result of the load before."""
+    for _ in range(hops):
+        place = following[place]
+    return place
+
+
+@kept_loop
+def chase_several(following: Any, places: Any, hops: Any) -> None:
+    """Independent chains in turn: the processor loads for one while it waits for another. `places` is moved on."""
+    for _ in range(hops):
+        for chain in range(places.size):
+            places[chain] = following[places[chain]]
+
+
+@kept_loop
+def read(values: Any, times: Any) -> Any:
+    """The sum of values ^ 0, values ^ 1, ..., in vectors: no pass can be left out."""
+    total = 0
+    for turn in range(times):
+        for i in range(values.size):
+            total += values[i] ^ turn
+    return total

@@ -1,0 +1,163 @@
+"""The memory of a CPU: caches and DRAM, by chains of loads on one core and by sums on all, in loops of Numba."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from rooftop.errors import MissingExtraError
+from rooftop.hardware import compare
+from rooftop.hardware.ceilings import Progress
+from rooftop.hardware.device import cpu
+from rooftop.hardware.load import other_load
+from rooftop.ladder.memory_levels import Flight, Level, MemoryClimb, expected_rate
+from rooftop.launch.numba_loops import numba_works
+
+LINE_BYTES = 64  # of every x86 and most ARM processors
+CHAINS = (1, 2, 4, 8, 16)
+BEYOND = 4  # times the last cache: a quarter of the loads at most are served by it
+LEAST_BYTES, MOST_BYTES = 64 << 20, 512 << 20  # of what stands for DRAM
+HOPS, HOPS_IN_THREADS = 2_000, 20_000  # short: some samples are disturbed by nobody; long against starting threads
+READ_BYTES = 8 << 20  # of a thread in one call: long against what starting it takes
+SECONDS = 0.15
+FARTHEST = "DRAM"
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def working_sets(caches: dict[str, int]) -> dict[str, int]:
+    """Bytes to be loaded from for each level: half of each cache, several times the last for DRAM."""
+    sizes = {name.removesuffix("d"): size // 2 for name, size in sorted(caches.items())}
+    largest = max(caches.values(), default=LEAST_BYTES // BEYOND)
+    return {**sizes, FARTHEST: min(MOST_BYTES, max(LEAST_BYTES, BEYOND * largest))}
+
+
+def ring(size_bytes: int, seed: int = 0) -> Array:
+    """Places that lead through all lines of so many bytes in random order, once around: no prefetcher knows the next.
+
+    Int64, a place at the beginning of each line; the rest of a line is not used.
+    """
+    lines = max(2, size_bytes // LINE_BYTES)
+    order = np.random.default_rng(seed).permutation(lines) * (LINE_BYTES // 8)
+    following = np.zeros(lines * (LINE_BYTES // 8), np.int64)
+    following[order] = np.roll(order, -1)
+    return following
+
+
+def on_cpu(progress: Progress) -> MemoryClimb:
+    """All levels.
+
+    Raises:
+        MissingExtraError: Numba is not installed.
+    """
+    if not numba_works():
+        raise MissingExtraError('the memory ladder on a CPU needs Numba: pip install "rooftop[ladder]"')
+    sizes, threads = working_sets(cpu().caches), torch.get_num_threads()
+    with other_load() as load, ThreadPoolExecutor(threads) as pool:
+        levels = []
+        for done, (name, size) in enumerate(sizes.items()):
+            progress(name, done / (len(sizes) + 1))
+            levels.append(Level(name, size, latency_ns(size), rate(size, threads, pool), threads, LINE_BYTES))
+        progress("concurrency and parallelism", len(sizes) / (len(sizes) + 1))
+        flights = flown(levels[-1], threads, pool)
+    return MemoryClimb(
+        device=cpu().name,
+        kind="cpu",
+        unit="core",
+        levels=tuple(levels),
+        flown=FARTHEST,
+        flights=tuple(flights),
+        other_cores=round(load.cores, 1),
+        remarks=tuple(remarks(levels[-1], flights, threads)),
+    )
+
+
+def latency_ns(size_bytes: int) -> float:
+    """Of a load from so many bytes, with the misses of the address translation that so many bytes have."""
+    from rooftop.ladder.memory_loops import chase
+
+    following, place = ring(size_bytes), 0
+    chase(following, 0, following.size // (LINE_BYTES // 8))  # once around: the caches have what fits
+
+    def hop() -> None:
+        nonlocal place
+        place = int(chase(following, place, HOPS))
+
+    return _best_ms(hop) * 1e6 / HOPS
+
+
+def rate(size_bytes: int, threads: int, pool: ThreadPoolExecutor) -> float:
+    """Bytes/s of all threads, each of which reads its own array of so many bytes; all share what is beyond L2."""
+    from rooftop.ladder.memory_loops import read
+
+    each = size_bytes if size_bytes < (2 << 20) else max(LINE_BYTES, size_bytes // threads)
+    at_a_time = min(each, READ_BYTES) // 8
+    arrays = [np.arange(max(1, each // 8 // at_a_time) * at_a_time, dtype=np.int64) for _ in range(threads)]
+    times, place = max(1, READ_BYTES // each), 0
+
+    def everywhere() -> None:
+        nonlocal place
+        here = slice(place, place + at_a_time)
+        for _ in pool.map(lambda values: read(values[here], times), arrays):
+            pass
+        place = (place + at_a_time) % arrays[0].size
+
+    return threads * times * at_a_time * 8 / (1e-3 * _best_ms(everywhere))
+
+
+def flown(level: Level, threads: int, pool: ThreadPoolExecutor) -> list[Flight]:
+    """Chains on one core, then on all: loads on their way against bytes/s."""
+    from rooftop.ladder.memory_loops import chase_several
+
+    following = ring(level.working_set_bytes)
+    lines = following.size // (LINE_BYTES // 8)
+    found = []
+    every = following[:: LINE_BYTES // 8]
+    for workers in dict.fromkeys((1, threads)):
+        hops = HOPS if workers == 1 else HOPS_IN_THREADS
+        for chains in CHAINS:
+            starts = [every[lines * n // (workers * chains)] for n in range(workers * chains)]
+            places = [np.array(starts[n::workers], np.int64) for n in range(workers)]
+            milliseconds = _best_ms(_in_turns(chase_several, following, places, hops, pool))
+            in_flight = workers * chains * LINE_BYTES
+            rate_found = 1e3 * in_flight * hops / milliseconds
+            found.append(Flight(chains, workers, LINE_BYTES, rate_found, expected_rate(in_flight, level)))
+    return found
+
+
+def _in_turns(
+    loop: Callable[..., None], following: Array, places: list[Array], hops: int, pool: ThreadPoolExecutor
+) -> Callable[[], None]:
+    def call() -> None:
+        if len(places) == 1:
+            loop(following, places[0], hops)
+            return
+        for _ in pool.map(lambda mine: loop(following, mine, hops), places):
+            pass
+
+    return call
+
+
+def _best_ms(call: Callable[[], None]) -> float:
+    """The fastest sample: a rate is what the memory can do when nobody disturbs it."""
+    return compare({"": call}, device="cpu", seconds=SECONDS, warm_up_seconds=SECONDS / 4)[""].best_ms
+
+
+def remarks(level: Level, flights: list[Flight], threads: int) -> list[str]:
+    """What the law says of this machine."""
+    alone = [each for each in flights if each.parallelism == 1]
+    most = max(alone, key=lambda each: each.rate)
+    needed = level.in_flight_bytes / LINE_BYTES
+    return [
+        f"Little's law: {level.rate / 1e9:.3g} GB/s at {level.latency_ns:.3g} ns need {level.in_flight_bytes:,.0f} "
+        f"bytes on their way, {needed:.0f} lines of {LINE_BYTES} bytes.",
+        f"One core follows one chain at {alone[0].rate / 1e9:.3g} GB/s and {most.concurrency} chains at "
+        f"{most.rate / 1e9:.3g} GB/s: loads that wait for each other leave the memory idle. A sum knows its addresses "
+        "ahead, so the core and its prefetchers start loads long before they are used.",
+        f"A linked list, a dict and a list of Python objects are chains; an array is not. {threads} cores have "
+        f"{threads} times the loads on their way of one, until the memory is busy.",
+    ]

@@ -1,0 +1,439 @@
+"""The python ladder: the nearest centre of each point, from plain Python to the roof.
+
+64 centres: 576 operations for the 16 bytes of a point and its result. The arithmetic bounds it on every machine, and so
+each rung has a clear roof: the measured float32 rate of one core, of all cores, or of the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rooftop.cost import Cost
+from rooftop.ladder import nearest
+from rooftop.ladder.nearest import CENTRES, FLOPS_PER_PAIR, Array, made_points
+from rooftop.ladder.rungs import CUDA, PYTORCH, kernel
+from rooftop.ladder.worker_processes import MOST, Workers, bounds, pickled_bytes
+from rooftop.launch import cuda
+
+PYTHON, NUMPY, NUMBA, PROCESSES, DASK = "Python", "NumPy", "Numba", "processes", "Dask"
+ONE, ALL, GPU = "one core", "all cores", "GPU"
+Clock = Literal["host", "graph", "device"]
+
+SIZE, LEAST, LARGEST_SIZE = 1 << 15, 64, 1 << 22  # points; plain Python takes a minute or more for the last
+PART_POINTS = 128  # a millisecond of plain Python: some samples are disturbed by nobody
+FILE = "nearest.cu"
+POINTS, THREADS = 4, 128  # of a thread, of a block
+NEEDS_NUMBA = 'not installed: pip install "rooftop[ladder]"'
+NEEDS_DASK = 'not installed: pip install "rooftop[cluster]"'
+NEEDS_GPU = "needs an NVIDIA GPU"
+
+
+@dataclass(frozen=True)
+class SpeedRung:
+    """One way to do the work.
+
+    Attributes:
+        name, tool: what it does, with what.
+        run: gives distances (n,): a list, an array or a tensor; None where `note` says why it cannot run.
+        roof: whose rate bounds it: ONE, ALL or GPU.
+        stop: when this is fast enough.
+        copied: bytes that one call copies between processes, or between host and GPU; None: there is nobody to copy to.
+        clock: how it is timed: called on the host, replayed from a CUDA graph, or called between the GPU's events.
+        note: what to know of it, in a few words.
+        part: does one of so many equal parts; of rungs that take the same for every point and so long that a whole call
+            is never undisturbed.
+    """
+
+    name: str
+    tool: str
+    run: Callable[[], Any] | None
+    roof: str
+    stop: str
+    copied: Callable[[], int] | None = None
+    clock: Clock = "host"
+    note: str = ""
+    part: Callable[[int], Any] | None = None
+
+
+@dataclass(frozen=True)
+class SpeedLadder:
+    """The rungs, the first of which says what is right.
+
+    Attributes:
+        work: in words. cost: what any rung must compute and move.
+        processes: how many are used. rungs: from the slowest on, as a rule.
+        parts: how many make the whole of a rung that has a `part`.
+    """
+
+    work: str
+    cost: Cost
+    processes: int
+    rungs: tuple[SpeedRung, ...]
+    parts: int = 1
+
+
+@contextmanager
+def python_ladder(size: int | None = None, device: torch.device | str | None = None) -> Iterator[SpeedLadder]:
+    """Make the points and start the processes; the latter end with the block.
+
+    Args:
+        size: points, `LEAST` to `LARGEST_SIZE`; None is `SIZE`.
+        device: of the rungs on a GPU; None is the GPU if there is one.
+
+    Raises:
+        ValueError: a size that the ladder cannot have.
+    """
+    count = SIZE if size is None else size
+    if not LEAST <= count <= LARGEST_SIZE:
+        raise ValueError(f"the python ladder takes {LEAST} to {LARGEST_SIZE:,} points, got {count:,}")
+    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    points, centres = made_points(count)
+    processes = min(torch.get_num_threads(), MOST)
+    with ExitStack() as stack:
+        rungs = (
+            *in_plain_python(points, centres, processes, stack),
+            *in_numpy(points, centres),
+            *in_numba(points, centres, processes, stack),
+            *in_processes(points, centres, processes, stack),
+            in_torch(points, centres),
+            *on_gpu(points, centres, where),
+        )
+        pairs = count * CENTRES
+        yield SpeedLadder(
+            work=f"the nearest of {CENTRES} centres for each of {count:,} points in space, float32",
+            cost=Cost(12 * count + 12 * CENTRES, 4 * count, {"fp32": FLOPS_PER_PAIR * pairs}),
+            processes=processes,
+            rungs=rungs,
+            parts=max(1, count // PART_POINTS),
+        )
+
+
+def tuples(points: Array) -> list[Any]:
+    """Points (3, n) as Python has them: a list of n tuples."""
+    return list(map(tuple, points.T.tolist()))
+
+
+# ---- one process -------------------------------------------------------------------------------------------------
+
+
+def in_plain_python(points: Array, centres: Array, threads: int, stack: ExitStack) -> tuple[SpeedRung, ...]:
+    """A loop, and the same loop in threads."""
+    listed, targets = tuples(points), tuples(centres.T)
+    pool = stack.enter_context(ThreadPoolExecutor(threads))
+
+    def one_by_one(parts: int = 1) -> list[float]:
+        return nearest.in_python(listed[: len(listed) // parts], targets)
+
+    def in_threads(parts: int = 1) -> list[float]:
+        pieces = [listed[first:last] for first, last in bounds(len(listed) // parts, threads)]
+        return [each for piece in pool.map(partial(nearest.in_python, centres=targets), pieces) for each in piece]
+
+    return (
+        SpeedRung("loops", PYTHON, one_by_one, ONE, "it runs seldom, or a second is no matter", part=one_by_one),
+        SpeedRung(
+            "loops in threads",
+            PYTHON,
+            in_threads,
+            ALL,
+            "threads wait for files or the network, and do not compute: the GIL lets one at a time run Python",
+            note=f"{threads} threads",
+            part=in_threads,
+        ),
+    )
+
+
+def in_numpy(points: Array, centres: Array) -> tuple[SpeedRung, ...]:
+    """Whole arrays at a time."""
+    temporaries = 4 * CENTRES * points.shape[1] * 7
+    return (
+        SpeedRung(
+            "one expression",
+            NUMPY,
+            lambda: nearest.broadcast(points, centres),
+            ONE,
+            "the temporaries fit in a cache: else memory sets the time",
+            note=f"{temporaries / 1e6:,.0f} MB of temporaries",
+        ),
+        SpeedRung(
+            "in place, in blocks",
+            NUMPY,
+            lambda: nearest.in_place(points, centres),
+            ONE,
+            "the work is whole arrays already: what is left is one pass over a cache for each operation",
+        ),
+    )
+
+
+def in_numba(points: Array, centres: Array, threads: int, stack: ExitStack) -> tuple[SpeedRung, ...]:
+    """Compiled loops, on one core and on all."""
+    names = {
+        "the same loops, compiled": (ONE, "it is fast enough: no line of the function has changed"),
+        "loops for vectors": (ONE, "near the roof of one core, or where others use the other cores"),
+        "... in threads without the GIL": (ALL, "the program has threads already"),
+        "... parallel": (ALL, "near the roof of all cores: only another machine is faster, or less work"),
+    }
+    if find_spec("numba") is None:
+        return tuple(SpeedRung(name, NUMBA, None, roof, stop, note=NEEDS_NUMBA) for name, (roof, stop) in names.items())
+    import numba
+
+    from rooftop.ladder.nearest_loops import as_written, for_vectors, parallel_loop
+
+    distances = np.empty(points.shape[1], np.float32)
+    count, pool = distances.size, stack.enter_context(ThreadPoolExecutor(threads))
+    before = torch.get_num_threads()
+    in_parallel, most = parallel_loop(), numba.get_num_threads()
+    torch.set_num_threads(before)  # which Numba, where it starts its own of OpenMP, sets to as many as it has
+
+    def on_one_core(loop: Callable[..., None]) -> Array:
+        distances.fill(np.nan)
+        loop(points, centres, distances, 0, count)
+        return distances
+
+    def in_threads() -> Array:
+        distances.fill(np.nan)
+        for _ in pool.map(lambda part: for_vectors(points, centres, distances, *part), bounds(count, threads)):
+            pass
+        return distances
+
+    def on_all_cores() -> Array:
+        distances.fill(np.nan)
+        before = torch.get_num_threads()
+        numba.set_num_threads(min(before, most))
+        in_parallel(points, centres, distances)
+        torch.set_num_threads(before)
+        return distances
+
+    runs: tuple[Callable[[], Array], ...] = (
+        partial(on_one_core, as_written),
+        partial(on_one_core, for_vectors),
+        in_threads,
+        on_all_cores,
+    )
+    return tuple(
+        SpeedRung(name, NUMBA, run, roof, stop) for (name, (roof, stop)), run in zip(names.items(), runs, strict=True)
+    )
+
+
+def in_torch(points: Array, centres: Array) -> SpeedRung:
+    """Whole tensors at a time, on all cores."""
+    x = torch.from_numpy(points)
+    return SpeedRung(
+        "in place",
+        PYTORCH,
+        torch_call(x, torch.from_numpy(centres)),
+        ALL,
+        "the data are tensors already, or a GPU or gradients are next",
+    )
+
+
+def torch_call(points: Tensor, centres: Tensor) -> Callable[[], Tensor]:
+    """The work in operators on tensors that are there already: (3, n), (k, 3) to (n,), on any device."""
+    best, difference, distance = torch.empty(3, points.shape[1], device=points.device)
+    targets = centres.tolist()
+
+    def run() -> Tensor:
+        best.fill_(torch.inf)
+        for centre in targets:
+            for axis in range(3):
+                torch.sub(points[axis], centre[axis], out=difference)
+                if axis == 0:
+                    torch.mul(difference, difference, out=distance)
+                else:
+                    distance.addcmul_(difference, difference)
+            torch.minimum(best, distance, out=best)
+        return best
+
+    return run
+
+
+# ---- processes ---------------------------------------------------------------------------------------------------
+
+
+def in_processes(points: Array, centres: Array, count: int, stack: ExitStack) -> tuple[SpeedRung, ...]:
+    """Plain Python in a Pool; the compiled loop by every way in which processes are given data; Dask."""
+    numba = find_spec("numba") is not None
+    started: list[Workers] = []
+
+    def workers() -> Workers:
+        if not started:
+            started.append(Workers.start(count, points, centres))
+            stack.callback(started[0].close)
+        return started[0]
+
+    listed, targets, places = tuples(points), tuples(centres.T), bounds(points.shape[1], count)
+    lists = [(listed[first:last], targets) for first, last in places]
+    arrays = [(np.ascontiguousarray(points[:, first:last]), centres) for first, last in places]
+    of_results = sum(pickled_bytes([np.empty(last - first, np.float32)]) for first, last in places)
+
+    def loops_in_pool() -> list[float]:
+        return [each for part in workers().pool.starmap(nearest.in_python, lists) for each in part]
+
+    def of_lists() -> int:
+        return pickled_bytes(lists) + pickled_bytes(
+            nearest.in_python(part[:1], targets) * len(part) for part, _ in lists
+        )
+
+    def of_arrays() -> int:
+        return pickled_bytes(arrays) + of_results
+
+    def compiled_in_pool() -> Array:
+        from rooftop.ladder.nearest_loops import of_part
+
+        return np.concatenate(workers().pool.starmap(of_part, arrays))
+
+    def shared() -> Array:
+        workers().distances.fill(np.nan)
+        return workers().through_shared_memory(places)
+
+    parts = [part for part, _ in arrays]
+    compiled: tuple[tuple[str, Callable[[], Any], Callable[[], int], str], ...] = (
+        ("Pool, compiled", compiled_in_pool, of_arrays, "a call takes far longer than its bytes take to copy"),
+        (
+            "Queue, compiled",
+            lambda: np.concatenate(workers().through_queue(parts, centres)),
+            of_arrays,
+            "parts take unequal times: whoever is free takes the next",
+        ),
+        (
+            "Pipe, compiled",
+            lambda: np.concatenate(workers().through_pipes(parts, centres)),
+            of_arrays,
+            "each process has its own part: the least that copying costs",
+        ),
+        (
+            "share_memory_, compiled",
+            shared,
+            lambda: pickled_bytes(places) + pickled_bytes([True] * count),
+            "processes must be, and the data are large: nothing but a message is copied",
+        ),
+    )
+    return (
+        SpeedRung(
+            "loops in a Pool",
+            PROCESSES,
+            loops_in_pool,
+            ALL,
+            "the code cannot be compiled (strings, dicts): as many times faster as there are cores, at most",
+            of_lists,
+            note=f"{count} processes",
+        ),
+        *(
+            SpeedRung(name, PROCESSES, run if numba else None, ALL, stop, copied, note="" if numba else NEEDS_NUMBA)
+            for name, run, copied, stop in compiled
+        ),
+        *in_dask(points, centres, listed, targets, lists, of_lists, count, workers),
+    )
+
+
+def in_dask(
+    points: Array,
+    centres: Array,
+    listed: list[Any],
+    targets: list[Any],
+    lists: Sequence[tuple[Any, Any]],
+    of_lists: Callable[[], int],
+    count: int,
+    workers: Callable[[], Workers],
+) -> tuple[SpeedRung, ...]:
+    """Its three collections on one machine: a bag in the Pool's processes, an array and delayed calls in threads."""
+    names = {
+        "bag": "the data are Python objects from many files",
+        "array": "the arrays are larger than memory",
+        "delayed": "the calls depend on each other, or one machine is not enough",
+    }
+    numba, dask = find_spec("numba") is not None, find_spec("dask") is not None
+    missing = dict.fromkeys(names, "" if dask else NEEDS_DASK)
+    missing["delayed"] = missing["delayed"] or ("" if numba else NEEDS_NUMBA)
+
+    def bag() -> list[float]:
+        import dask.bag
+
+        found = dask.bag.from_sequence(listed, npartitions=count).map_partitions(nearest.in_python, targets)
+        return found.compute(scheduler="processes", pool=workers().pool, chunksize=1)  # type: ignore[no-any-return]
+
+    def array() -> Array:
+        import dask.array
+
+        parts = dask.array.from_array(points, chunks=(3, -(-points.shape[1] // count)))
+        found = parts.map_blocks(nearest.in_place, centres, drop_axis=0, dtype=np.float32, meta=np.empty(0, np.float32))
+        return found.compute(scheduler="threads", num_workers=count)  # type: ignore[no-any-return]
+
+    def calls() -> Array:
+        from dask.base import compute
+        from dask.delayed import delayed
+
+        from rooftop.ladder.nearest_loops import of_part
+
+        parts = [delayed(of_part)(points[:, first:last], centres) for first, last in bounds(points.shape[1], count)]
+        return np.concatenate(compute(*parts, scheduler="threads", num_workers=count))
+
+    runs: dict[str, tuple[Callable[[], Any], Callable[[], int], str]] = {
+        "bag": (bag, of_lists, "plain Python in processes"),
+        "array": (array, lambda: 0, "NumPy in threads"),
+        "delayed": (calls, lambda: 0, "Numba in threads"),
+    }
+    return tuple(
+        SpeedRung(
+            name,
+            DASK,
+            None if missing[name] else runs[name][0],
+            ALL,
+            stop,
+            runs[name][1],
+            note=missing[name] or runs[name][2],
+        )
+        for name, stop in names.items()
+    )
+
+
+# ---- a GPU -------------------------------------------------------------------------------------------------------
+
+
+def on_gpu(points: Array, centres: Array, device: torch.device) -> tuple[SpeedRung, ...]:
+    """The same operators of PyTorch, a kernel, and the kernel with what must come and go."""
+    names: dict[str, tuple[str, str]] = {
+        "in place, on the GPU": (PYTORCH, "the data are on the GPU, and the rest of the program takes longer"),
+        "one kernel": (CUDA, "near the roof of the GPU"),
+        "one kernel, with transfers": (CUDA, "the GPU has more to do with the data than this: copies cost the time"),
+    }
+    x, targets = torch.from_numpy(points), torch.from_numpy(centres)
+    if device.type != "cuda" and not cuda.runs_on(x):
+        return tuple(SpeedRung(name, tool, None, GPU, stop, note=NEEDS_GPU) for name, (tool, stop) in names.items())
+    there, centres_there = x.to(device), targets.to(device)
+    result = torch.empty(x.shape[1], device=device)
+    pinned = device.type == "cuda"
+    given, taken = (x.pin_memory() if pinned else x), torch.empty(x.shape[1], pin_memory=pinned)
+
+    def one_kernel() -> Tensor:
+        grid = max(1, -(-result.numel() // (POINTS * THREADS)))
+        compiled = kernel(FILE, f"nearest<{POINTS}>", device)
+        compiled.launch(grid, THREADS, there, centres_there, result, result.numel(), centres.shape[0])
+        return result
+
+    def with_transfers() -> Tensor:
+        there.copy_(given, non_blocking=True)
+        taken.copy_(one_kernel(), non_blocking=True)
+        if pinned:
+            torch.cuda.current_stream(device).synchronize()
+        return taken
+
+    runs: tuple[tuple[Callable[[], Tensor], Clock], ...] = (
+        (torch_call(there, centres_there), "graph"),
+        (one_kernel, "graph"),
+        (with_transfers, "device"),
+    )
+    bytes_moved = x.nbytes + result.nbytes
+    return tuple(
+        SpeedRung(name, tool, run, GPU, stop, (lambda: bytes_moved) if clock == "device" else None, clock)
+        for (name, (tool, stop)), (run, clock) in zip(names.items(), runs, strict=True)
+    )

@@ -1,0 +1,177 @@
+"""Processes that compute parts of the python ladder's work, by each way in which Python hands data to them.
+
+What is copied is counted: an object that goes through a Pool, a Queue or a Pipe is pickled, written to a pipe by one
+process and read by the other, then unpickled. Tensors after `share_memory_` lie in memory that both processes map.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from multiprocessing.pool import Pool
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, cast
+
+from rooftop.ladder.nearest import Array
+
+MOST = 16  # processes: more teach nothing more
+JOIN_S = 10.0
+ANSWER_S = 120.0  # of a queue: a worker that has died answers never
+SERVER = "forkserver"
+
+
+def context() -> BaseContext:
+    """How processes are started: never by fork, which copies locks that other threads hold.
+
+    Where there is a fork server, it imports what the workers need, once for all of them.
+    """
+    if SERVER not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    found = multiprocessing.get_context(SERVER)
+    found.set_forkserver_preload(["rooftop.ladder.worker_processes", "rooftop.ladder.nearest_loops", "torch"])
+    return found
+
+
+def bounds(count: int, parts: int) -> list[tuple[int, int]]:
+    """(first, last) of as many consecutive parts of range(count)."""
+    return [(count * n // parts, count * (n + 1) // parts) for n in range(parts)]
+
+
+def pickled_bytes(objects: Iterable[object]) -> int:
+    """What these objects are as the bytes that go through a pipe."""
+    return sum(len(ForkingPickler.dumps(each)) for each in objects)
+
+
+def by_queue(tasks: Any, results: Any) -> None:
+    """A worker: (number, points, centres) from one queue, (number, distances) to the other, until None comes."""
+    from rooftop.ladder.nearest_loops import of_part
+
+    for number, points, centres in iter(tasks.get, None):
+        results.put((number, of_part(points, centres)))
+
+
+def by_pipe(connection: Connection) -> None:
+    """A worker: (points, centres) from a pipe, distances back, until None comes."""
+    from rooftop.ladder.nearest_loops import of_part
+
+    for points, centres in iter(connection.recv, None):
+        connection.send(of_part(points, centres))
+
+
+def by_shared_memory(connection: Connection, points: Any, centres: Any, nearest: Any) -> None:
+    """A worker on tensors that its parent sees, too: (first, last) from a pipe, True back, until None comes."""
+    from rooftop.ladder.nearest_loops import for_vectors
+
+    arrays = points.numpy(), centres.numpy(), nearest.numpy()
+    for first, last in iter(connection.recv, None):
+        for_vectors(*arrays, first, last)
+        connection.send(True)
+
+
+@dataclass
+class Workers:
+    """Running processes, as many of each kind.
+
+    Attributes:
+        count: of each kind.
+        pool: for `starmap`.
+        tasks, results: queues of `by_queue`.
+        pipes: to the workers of `by_pipe`. shared: to those of `by_shared_memory`.
+        distances: what the latter write, (n,) float32.
+    """
+
+    count: int
+    pool: Pool
+    tasks: Any
+    results: Any
+    pipes: Sequence[Connection]
+    shared: Sequence[Connection]
+    distances: Array
+    _stack: ExitStack
+
+    @classmethod
+    def start(cls, count: int, points: Array, centres: Array) -> Workers:
+        """Start them. The points and centres that are shared are copied once, here."""
+        import torch
+        import torch.multiprocessing  # teaches pickle to send handles of shared tensors, not their data
+
+        started, stack = context(), ExitStack()
+        try:
+            pool = stack.enter_context(started.Pool(count))
+            tasks, results = (_queue(stack, started) for _ in range(2))
+            for _ in range(count):
+                stack.callback(_end, _begin(started, by_queue, tasks, results), tasks.put)
+            pipes = [_with_pipe(stack, started, by_pipe) for _ in range(count)]
+            tensors = [
+                torch.from_numpy(points).clone(),
+                torch.from_numpy(centres).clone(),
+                torch.empty(points.shape[1]),
+            ]
+            for tensor in tensors:
+                tensor.share_memory_()
+            shared = [_with_pipe(stack, started, by_shared_memory, *tensors) for _ in range(count)]
+        except BaseException:
+            stack.close()
+            raise
+        return cls(count, pool, tasks, results, pipes, shared, tensors[2].numpy(), stack)
+
+    def close(self) -> None:
+        """End them all, and wait for that."""
+        self._stack.close()
+
+    def through_queue(self, parts: Sequence[Array], centres: Array) -> list[Array]:
+        """Each part to whichever worker is free; their distances in order."""
+        for number, part in enumerate(parts):
+            self.tasks.put((number, part, centres))
+        found = dict(self.results.get(timeout=ANSWER_S) for _ in parts)
+        return [found[number] for number in range(len(parts))]
+
+    def through_pipes(self, parts: Sequence[Array], centres: Array) -> list[Array]:
+        """Part n to worker n; their distances in order."""
+        for pipe, part in zip(self.pipes, parts, strict=True):
+            pipe.send((part, centres))
+        return [pipe.recv() for pipe in self.pipes]
+
+    def through_shared_memory(self, parts: Sequence[tuple[int, int]]) -> Array:
+        """Which part is whose goes through the pipes, nothing else."""
+        for pipe, part in zip(self.shared, parts, strict=True):
+            pipe.send(part)
+        for pipe in self.shared:
+            pipe.recv()
+        return self.distances
+
+
+def _queue(stack: ExitStack, started: BaseContext) -> Any:
+    found = started.Queue()
+    stack.callback(found.join_thread)
+    stack.callback(found.close)
+    return found
+
+
+def _begin(started: BaseContext, target: Any, *arguments: Any) -> Any:
+    process = cast(Any, started).Process(target=target, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def _with_pipe(stack: ExitStack, started: BaseContext, target: Any, *arguments: Any) -> Connection:
+    here, there = started.Pipe()
+    process = _begin(started, target, there, *arguments)
+    there.close()
+    stack.callback(here.close)
+    stack.callback(_end, process, here.send)
+    return here
+
+
+def _end(process: Any, tell: Any) -> None:
+    """Ask it to end, and end it if it does not."""
+    if process.is_alive():
+        tell(None)
+    process.join(JOIN_S)
+    if process.is_alive():
+        process.terminate()
+        process.join(JOIN_S)
