@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from rooftop.models.classification import guessed
-from rooftop.models.detection import found_objects, resized
 
 from rooftop.cluster import map_items, model_target
 from rooftop.cluster.model_targets import PackedModel
 from rooftop.errors import InputError, TargetError
 from rooftop.models import classify, detr_resnet50, model_entry
+from rooftop.models.detr.detection import found_objects, resized
 from rooftop.models.images import normalized, read_image
+from rooftop.models.vision.classification import guessed
 
 pq = pytest.importorskip("pyarrow.parquet")
 
