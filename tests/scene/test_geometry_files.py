@@ -388,6 +388,12 @@ def test_a_tree_that_names_clusters_outside_of_a_page_is_found_with_the_page(pat
         {"grid_exponent": 500},
         {"depth": 100_000},
         {"depth": 0},
+        {"groups": 10**12},
+        {"triangles": 0},
+        {"clusters": -1},
+        {"levels": [5]},
+        {"levels": []},
+        {"origin": [float("inf"), 0, 0]},
     ],
 )
 def test_a_description_that_lacks_something_is_refused(path: Path, tmp_path: Path, change: dict[str, object]) -> None:

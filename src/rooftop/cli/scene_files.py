@@ -115,7 +115,9 @@ def _words(material: dict[str, Any]) -> str:
     color = "#" + "".join(f"{round(255 * part):02x}" for part in material["color"])
     texture = material["texture"]
     image = "" if texture is None else f", a texture of {texture['width']} x {texture['height']}"
-    return f"{material['name']} {color}{image}".strip()
+    name = material["name"].encode("utf-8", "backslashreplace").decode()  # a name may be anything that JSON can say
+    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in name)
+    return f"{shown} {color}{image}".strip()
 
 
 def _summary(report: BuildReport) -> list[str]:

@@ -169,7 +169,7 @@ def map_items(
             raise InputError(f"{made.name} takes photographs, not items of kind {kind}")
         kind = "image"
     kind, files = find_inputs(inputs, kind)
-    if (own := next((path for path in files if path.resolve().is_relative_to(Path(out).resolve())), None)) is not None:
+    if Path(out).is_dir() and (own := _inside(files, Path(out))) is not None:
         raise InputError(f"{own} is in {out}, where the results go: give another name")
     decoding = Decoding(kind, frames, step, stride, point_columns)
     arguments = {**decoding.arguments(), **made.arguments}
@@ -190,6 +190,11 @@ def map_items(
                 pool.close(at_once)
         parts.flush()
         return run.report(time.monotonic() - begun)
+
+
+def _inside(files: Sequence[Path], folder: Path) -> Path | None:
+    """The first of some files that is in a folder."""
+    return next((path for path in files if path.resolve().is_relative_to(folder.resolve())), None)
 
 
 def _workers(

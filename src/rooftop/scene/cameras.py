@@ -7,15 +7,14 @@ OpenCV's conventions throughout.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-MAX_SIDE = 16384  # pixels
-LEAST, MOST = 1e-30, 1e30  # of lengths: float32 has them, and products of two with what a mesh has
+from rooftop.scene.arguments import LEAST, MOST, number_in, real_numbers, short, whole_pixels
+
 MOST_ASIDE = 2.0**19  # pixels from the picture's corner to where the axis passes: half of what the rasterizer can reach
 
 
@@ -168,20 +167,6 @@ def affine(matrix: ArrayLike, name: str) -> NDArray[np.float64]:
     return values
 
 
-def real_numbers(values: ArrayLike, name: str, expected: str) -> NDArray[np.float64]:
-    """A copy, in float64.
-
-    Raises:
-        ValueError: they are not all numbers, or complex.
-    """
-    try:
-        if np.iscomplexobj(values):
-            raise TypeError("complex")
-        return np.array(values, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}={values!r}: expected {expected}") from error
-
-
 def checked_cameras(cameras: object) -> tuple[Camera, ...]:
     """One camera, or several in order.
 
@@ -189,11 +174,11 @@ def checked_cameras(cameras: object) -> tuple[Camera, ...]:
         ValueError: what was given is none.
     """
     if not isinstance(cameras, Camera | Iterable):
-        raise ValueError(f"cameras={cameras!r}: expected a scene.Camera, or a list of them")
+        raise ValueError(f"cameras={short(cameras)}: expected a scene.Camera, or a list of them")
     views = (cameras,) if isinstance(cameras, Camera) else tuple(cameras)
     wrong = [view for view in views if not isinstance(view, Camera)]
     if wrong:
-        raise ValueError(f"cameras has {wrong[0]!r}: expected scene.Camera, such as Camera.look_at makes")
+        raise ValueError(f"cameras has {short(wrong[0])}: expected scene.Camera, such as Camera.look_at makes")
     return views
 
 
@@ -238,25 +223,3 @@ def _cross(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64
     """Of two vectors; `np.cross`, made for many, takes ten times as long."""
     (ax, ay, az), (bx, by, bz) = a.tolist(), b.tolist()
     return np.array((ay * bz - az * by, az * bx - ax * bz, ax * by - ay * bx))
-
-
-def whole_pixels(name: str, value: object) -> int:
-    """A number of pixels."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or not 1 <= operator.index(value) <= MAX_SIDE:
-        raise ValueError(f"{name}={value!r}: expected a whole number of pixels from 1 to {MAX_SIDE}")
-    return operator.index(value)
-
-
-def number_in(name: str, value: object, low: float, high: float) -> float:
-    """A number from `low` to `high`.
-
-    Raises:
-        ValueError: it is none, or outside; the message begins with `name`.
-    """
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if isinstance(value, bool | str | bytes) or not low <= number <= high:
-        raise ValueError(f"{name}={value!r}: expected a number from {low:g} to {high:g}")
-    return number

@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 import struct
+import sys
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +30,7 @@ from rooftop.scene.materials import IMAGES, TABLE, Material
 Words = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 
+LEVEL = ("clusters", "triangles", "error")  # what is said of a level of detail
 _NEEDED: dict[str, type | tuple[type, ...]] = {
     "origin": list,
     "bounds": list,
@@ -387,7 +389,7 @@ def _sections(path: Path, data: mmap.mmap) -> tuple[int, dict[str, tuple[int, in
 def _meta(path: Path, data: mmap.mmap, start: int, length: int) -> dict[str, Any]:
     try:
         meta = json.loads(data[start : start + length])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GeometryFileError(path, f"its description is no JSON ({error})", start) from None
     if isinstance(meta, dict):
         meta.setdefault("has_colors", False)  # files from before there were any
@@ -397,16 +399,34 @@ def _meta(path: Path, data: mmap.mmap, start: int, length: int) -> dict[str, Any
     for name, shape in (("origin", (3,)), ("bounds", (2, 3))):
         if not _are_numbers(meta[name], shape):
             raise GeometryFileError(path, f"its description has no {name} of shape {shape}", start)
-    for name, low, high in (("grid_exponent", -126, 100), ("uv_exponent", -126, 100), ("depth", 1, layouts.MAX_DEPTH)):
+    most = len(data) // 4  # of what takes a word or more
+    for name, low, high in (
+        ("grid_exponent", -126, 100),
+        ("uv_exponent", -126, 100),
+        ("depth", 1, layouts.MAX_DEPTH),
+        ("clusters", 1, most),
+        ("groups", 1, most),
+        ("triangles", 1, 2**62),
+    ):
         if not low <= meta[name] <= high:
             raise GeometryFileError(path, f"its description says {name} {meta[name]}, not {low} to {high}", start)
-    return meta
+    if not meta["levels"] or not all(_is_level(level) for level in meta["levels"]):
+        raise GeometryFileError(path, f"its description lacks {', '.join(LEVEL)} of each level", start)
+    found: dict[str, Any] = meta
+    return found
+
+
+def _is_level(level: object) -> bool:
+    """Whether this describes a level of detail."""
+    if not isinstance(level, dict) or not _are_numbers([level.get(name) for name in LEVEL], (len(LEVEL),)):
+        return False
+    return all(isinstance(level[name], int) and level[name] > 0 for name in ("clusters", "triangles"))
 
 
 def _are_numbers(values: object, shape: tuple[int, ...]) -> bool:
-    """Whether these are nested lists of finite numbers."""
+    """Whether these are nested lists of numbers that a float can be."""
     if not shape:
-        return isinstance(values, int | float) and math.isfinite(values)
+        return isinstance(values, int | float) and abs(values) <= sys.float_info.max
     return isinstance(values, list) and len(values) == shape[0] and all(_are_numbers(v, shape[1:]) for v in values)
 
 

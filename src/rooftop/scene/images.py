@@ -14,6 +14,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from rooftop.errors import InputError
+from rooftop.scene.arguments import short
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -121,23 +122,29 @@ def _opened(content: bytes, name: str) -> Image.Image:
         raise InputError(f"{name} is too large ({error}); {_LIMIT}") from error
     except Exception as error:  # whatever a decoder meets
         expected = ", ".join(FORMATS)
-        raise InputError(f"{name} is no image that can be read ({error}); expected {expected}") from error
+        why = str(error).partition(" <_io.")[0]  # Pillow names the memory where it looked
+        raise InputError(f"{name} is no image that can be read ({why}); expected {expected}") from error
 
 
 def _check_size(size: tuple[int, int], name: str) -> None:
     width, height = size
-    if min(size) < 1 or max(size) > MOST_SIDE or width * height > MOST_TEXELS:
+    if min(size) < 1:
+        raise InputError(f"{name} is {width} x {height}: it has no texel")
+    if max(size) > MOST_SIDE or width * height > MOST_TEXELS:
         raise InputError(f"{name} is {width} x {height}; {_LIMIT}")
 
 
 def _in_rgb(image: Image.Image) -> Image.Image:
-    """Any mode in 8 bits of red, green and blue; 16 bits are rounded to these."""
+    """Any mode in 8 bits of red, green and blue; 16 bits of grey are rounded to these, those of colours are cut off by
+    Pillow."""
     if image.mode in ("I;16", "I;16L", "I;16B", "I"):
         rounded = np.rint(np.asarray(image.convert("I")).clip(0, 65535) / 257)
         return Image.fromarray(rounded.astype(np.uint8)).convert("RGB")
     if image.mode == "F":
         return Image.fromarray(np.rint(255 * np.asarray(image).clip(0, 1)).astype(np.uint8)).convert("RGB")
-    if "A" in image.mode or "transparency" in image.info:
+    if image.mode == "La":  # which Pillow converts to nothing else
+        image = image.convert("LA")
+    if "A" in image.mode or "a" in image.mode or "transparency" in image.info:
         return image.convert("RGBA").convert("RGB")
     return image.convert("RGB")
 
@@ -145,9 +152,11 @@ def _in_rgb(image: Image.Image) -> Image.Image:
 def _of_array(image: Any) -> Bytes:
     """(H, W, 3) of an array or tensor."""
     detached = image.detach().cpu() if hasattr(image, "detach") else image
+    if str(getattr(detached, "dtype", "")) == "torch.bfloat16":  # which NumPy has not
+        detached = detached.float()
     array = np.asarray(detached)
     if array.dtype.kind not in "uif":
-        raise TypeError(f"texture={image!r}: expected a path, a PIL image, or an array of uint8 or floats")
+        raise TypeError(f"texture={short(image)}: expected a path, a PIL image, or an array of uint8 or floats")
     if array.ndim == 2:
         array = array[:, :, None]
     if array.ndim != 3 or array.shape[2] not in (1, 3, 4):
@@ -160,4 +169,6 @@ def _of_array(image: Any) -> Bytes:
         array = np.rint(255 * array.astype(np.float64))
     elif array.dtype != np.uint8:
         raise TypeError(f"texels are uint8, or floats from 0 to 1, not {array.dtype}")
-    return np.ascontiguousarray(np.broadcast_to(array, (*array.shape[:2], 3)), np.uint8)
+    return np.array(
+        np.broadcast_to(array, (*array.shape[:2], 3)), np.uint8, order="C"
+    )  # a copy: the caller's may change

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rooftop.scene.cameras import LEAST, MOST, Camera, number_in, real_numbers, whole_pixels
+from rooftop.scene.arguments import LEAST, MOST, number_in, real_numbers, short, whole_number, whole_pixels
+from rooftop.scene.cameras import Camera
 
 MOST_CASCADES = 8
 UNIFORM = 0.2  # of the way from logarithmic borders of cascades to equal ones
@@ -57,8 +58,7 @@ class DirectionalLight:
     def __post_init__(self) -> None:
         object.__setattr__(self, "direction", _direction("direction", self.direction))
         object.__setattr__(self, "color", _color(self.color))
-        if isinstance(self.cascades, bool) or self.cascades not in range(1, MOST_CASCADES + 1):
-            raise ValueError(f"cascades={self.cascades!r}: expected a whole number from 1 to {MOST_CASCADES}")
+        object.__setattr__(self, "cascades", whole_number("cascades", self.cascades, 1, MOST_CASCADES))
         object.__setattr__(self, "size", _map_size(self.size))
         if self.distance is not None:
             object.__setattr__(self, "distance", number_in("distance", self.distance, LEAST, MOST))
@@ -125,7 +125,7 @@ class SpotLight:
         object.__setattr__(self, "direction", _direction("direction", self.direction))
         object.__setattr__(self, "angle_degrees", number_in("angle_degrees", self.angle_degrees, 1e-2, 160.0))
         object.__setattr__(self, "color", _color(self.color))
-        object.__setattr__(self, "range", number_in("range", self.range, LEAST, MOST))
+        object.__setattr__(self, "range", number_in("range", self.range, LEAST / NEAR_OF_RANGE, MOST))
         object.__setattr__(self, "size", _map_size(self.size))
         object.__setattr__(self, "soft", number_in("soft", self.soft, 0.0, 1.0))
 
@@ -149,7 +149,7 @@ class PointLight:
     def __post_init__(self) -> None:
         object.__setattr__(self, "position", _point("position", self.position))
         object.__setattr__(self, "color", _color(self.color))
-        object.__setattr__(self, "range", number_in("range", self.range, LEAST, MOST))
+        object.__setattr__(self, "range", number_in("range", self.range, LEAST / NEAR_OF_RANGE, MOST))
         object.__setattr__(self, "size", _map_size(self.size))
 
     def maps(self, cameras: Sequence[Camera], bounds: Floats) -> list[Camera]:
@@ -208,26 +208,26 @@ def _direction(name: str, value: ArrayLike) -> tuple[float, ...]:
     vector = np.array(_point(name, value))
     length = np.linalg.norm(vector / (abs(vector).max() or 1.0))
     if length == 0:
-        raise ValueError(f"{name}={value!r}: expected a direction, not zeros")
+        raise ValueError(f"{name}={short(value)}: expected a direction, not zeros")
     return tuple((vector / abs(vector).max() / length).tolist())
 
 
 def _point(name: str, value: ArrayLike) -> tuple[float, ...]:
     vector = real_numbers(value, name, "three finite numbers")
     if vector.shape != (3,) or not (abs(vector) <= MOST).all():
-        raise ValueError(f"{name}={value!r}: expected three finite numbers")
+        raise ValueError(f"{name}={short(value)}: expected three finite numbers")
     return tuple(vector.tolist())
 
 
 def _color(value: ArrayLike) -> tuple[float, ...]:
     color = real_numbers(value, "color", "three numbers, 0 or more")
     if color.shape != (3,) or not ((color >= 0) & (color <= MOST)).all():
-        raise ValueError(f"color={value!r}: expected three finite numbers, 0 or more")
+        raise ValueError(f"color={short(value)}: expected three finite numbers, 0 or more")
     return tuple(color.tolist())
 
 
 def _map_size(value: object) -> int:
     size = whole_pixels("size", value)
     if size < 16:
-        raise ValueError(f"size={value!r}: a shadow map has at least 16 texels along an edge")
+        raise ValueError(f"size={short(value)}: a shadow map has at least 16 texels along an edge")
     return size

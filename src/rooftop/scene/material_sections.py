@@ -52,7 +52,7 @@ def read_materials(
         table = json.loads(data[start : start + length])
         textures = [_texture(path, data, sections, number, each) for number, each in enumerate(table["images"])]
         found = tuple(_material(row, textures) for row in table["materials"])
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError, RecursionError) as error:
         what = f"section {TABLE} says what cannot be ({type(error).__name__}: {error})"
         raise GeometryFileError(path, what, start) from error
     if not isinstance(numbers, int) or len(found) < numbers:

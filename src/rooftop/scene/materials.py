@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rooftop.scene.arguments import real_numbers, short
+
 if TYPE_CHECKING:
     from rooftop.scene.images import Texture
 
@@ -48,17 +50,20 @@ class Material:
         magnified: str = "linear",
         name: str = "",
     ) -> None:
-        try:
-            numbers = np.asarray(color, np.float64)
-        except (TypeError, ValueError):
-            numbers = np.zeros(0)
+        numbers = real_numbers(color, "color", "red, green and blue, from 0 to 1 each")
         if numbers.shape != (3,) or not np.isfinite(numbers).all() or numbers.min() < 0 or numbers.max() > 1:
-            raise ValueError(f"color={color!r}: expected red, green and blue, from 0 to 1 each; nothing is transparent")
-        both = (wrap, wrap) if isinstance(wrap, str) else tuple(wrap)
+            raise ValueError(
+                f"color={short(color)}: expected red, green and blue, from 0 to 1 each; nothing is transparent"
+            )
+        both = tuple(wrap) if isinstance(wrap, Sequence) and not isinstance(wrap, str) else (wrap, wrap)
         if len(both) != 2 or any(each not in WRAPS for each in both):
-            raise ValueError(f"wrap={wrap!r}: expected one of {', '.join(WRAPS)}, or a pair of these, of u and of v")
+            raise ValueError(
+                f"wrap={short(wrap)}: expected one of {', '.join(WRAPS)}, or a pair of these, of u and of v"
+            )
         if magnified not in MAGNIFIED:
-            raise ValueError(f"magnified={magnified!r}: expected one of {', '.join(MAGNIFIED)}")
+            raise ValueError(f"magnified={short(magnified)}: expected one of {', '.join(MAGNIFIED)}")
+        if not isinstance(name, str):
+            raise TypeError(f"name={short(name)}: expected words")
         self.color: tuple[float, float, float] = (float(numbers[0]), float(numbers[1]), float(numbers[2]))
         self.texture: Texture | None = None
         if texture is not None:
@@ -93,7 +98,7 @@ def checked_materials(materials: Sequence[Material], numbers: int, whose: str) -
     wrong = [each for each in given if not isinstance(each, Material)]
     if wrong:
         raise TypeError(
-            f"materials of {whose}: expected a list of scene.Material, one for each number, got {wrong[0]!r}"
+            f"materials of {whose}: expected a list of scene.Material, one for each number, got {short(wrong[0])}"
         )
     if len(given) < numbers:
         raise ValueError(

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rooftop.scene.cameras import affine, real_numbers
+from rooftop.scene.arguments import real_numbers, short, whole_number
+from rooftop.scene.cameras import affine
 from rooftop.scene.geometry import Geometry
 from rooftop.scene.instances import REMOVED, Instances, first_flat
 from rooftop.scene.lights import DirectionalLight, Light, PointLight, SpotLight
@@ -87,8 +88,7 @@ class Scene:
 
     def add_instances(self, mesh: int, transforms: ArrayLike) -> range:
         """As many instances as there are transforms, (N, 4, 4); their numbers."""
-        if isinstance(mesh, bool) or not hasattr(mesh, "__index__") or not 0 <= mesh < len(self.meshes):
-            raise ValueError(f"mesh={mesh!r}: expected what add_mesh returned, 0 to {len(self.meshes) - 1}")
+        mesh = whole_number("mesh", mesh, 0, len(self.meshes) - 1, "what add_mesh returned,")
         matrices = _checked(transforms)
         if self.placed.count + len(matrices) > MAX_INSTANCES:
             raise ValueError(
@@ -140,7 +140,7 @@ class Scene:
         whole = given.ndim == 1 and (given.dtype.kind in "iu" or not len(given))
         if not whole or (expected is not None and len(given) != expected):
             many = "whole numbers" if expected is None else f"{expected} whole numbers, one for each transform"
-            raise ValueError(f"instances={instances!r}: expected {many}")
+            raise ValueError(f"instances={short(instances)}: expected {many}")
         wrong = given[(given < 0) | (given >= self.placed.count)]
         if len(wrong):
             raise ValueError(f"instance={wrong[0]}: expected {_up_to(self.placed.count)}")
@@ -176,8 +176,7 @@ class Scene:
         Raises:
             ValueError: there is no such light, or this is none.
         """
-        if isinstance(number, bool) or not hasattr(number, "__index__") or not 0 <= number < len(self._lights):
-            raise ValueError(f"light={number!r}: expected what add_light returned, 0 to {len(self._lights) - 1}")
+        number = whole_number("light", number, 0, len(self._lights) - 1, "what add_light returned,")
         self._lights[number] = _light(light)
 
     def instances(self) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
@@ -205,7 +204,7 @@ class Scene:
 
 def _light(light: object) -> Light:
     if not isinstance(light, DirectionalLight | SpotLight | PointLight):
-        raise ValueError(f"light={light!r}: expected a scene.DirectionalLight, SpotLight or PointLight")
+        raise ValueError(f"light={short(light)}: expected a scene.DirectionalLight, SpotLight or PointLight")
     return light
 
 

@@ -125,6 +125,8 @@ def _build(
     target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into")
+    if target.is_dir():
+        raise InputError(f"{target} is a folder: expected the name of a file, such as {target / 'mesh.rtg'}")
     show = progress or (lambda what, fraction: None)
     show("checking the mesh", 0.0)
     sections = _sections(material_table, materials, uv is not None)

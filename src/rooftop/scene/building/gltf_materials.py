@@ -10,14 +10,14 @@ Source: the glTF 2.0 specification of the Khronos Group (3.8 and 3.9), and its r
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 from rooftop.errors import InputError
+from rooftop.scene.arguments import short
+from rooftop.scene.building.gltf_uris import content_of
 from rooftop.scene.building.part_materials import AS_IT_IS, PartMaterial
 from rooftop.scene.images import Texture
 from rooftop.scene.materials import Material, to_displayed
@@ -55,7 +55,7 @@ class GltfMaterials:
         self.found = [self._material(number, each) for number, each in enumerate(document.get("materials", ()))]
 
     def _material(self, number: int, described: Document) -> PartMaterial:
-        name = described.get("name", "")
+        name = str(described.get("name", ""))
         called = f"material {number}" + (f" ({name})" if name else "")
         factor, info = _base_color(described)
         color = to_displayed([min(max(float(part), 0.0), 1.0) for part in factor[:3]]).tolist()
@@ -101,14 +101,10 @@ class GltfMaterials:
         uri = image.get("uri")
         if uri is None:
             return self._view(image["bufferView"]), f"image {image.get('name', '')}".rstrip()
-        if uri.startswith("data:"):
-            return base64.b64decode(uri.partition(",")[2]), "an image in the file"
-        file = (self._path.parent / unquote(uri)).resolve()
-        if not file.is_relative_to(self._path.parent.resolve()) or not file.is_file():
-            raise InputError(
-                f"{self._path}: {called} names the image {uri}, which is no file beside it: put it there, or {WITHOUT}"
-            )
-        return file.read_bytes(), uri
+        try:
+            return content_of(uri, self._path, f"{self._path}: {called} names the image"), short(uri)
+        except InputError as error:
+            raise InputError(f"{error}, or {WITHOUT}") from None
 
 
 def _base_color(described: Document) -> tuple[list[float], Document | None]:
@@ -126,6 +122,8 @@ def _placing(transform: Document) -> tuple[tuple[float, float, float], tuple[flo
         return AS_IT_IS
     (x, y), (wide, high) = transform.get("offset", (0.0, 0.0)), transform.get("scale", (1.0, 1.0))
     angle = transform.get("rotation", 0.0)
+    if not all(math.isfinite(each) for each in (x, y, wide, high, angle)):
+        raise InputError(f"KHR_texture_transform has numbers that are not finite: {short(transform)}; or {WITHOUT}")
     cosine, sine = math.cos(angle), math.sin(angle)
     # down(u, w) = (cosine wide u + sine high w + x, -sine wide u + cosine high w + y), of w = 1 - v; and v' = 1 - w'.
     return (

@@ -11,19 +11,18 @@ Source: the glTF 2.0 specification of the Khronos Group, and its registry of ext
 
 from __future__ import annotations
 
-import base64
 import json
 import struct
 import warnings
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
 
 from rooftop.errors import InputError
 from rooftop.scene.building.gltf_materials import GltfMaterials
+from rooftop.scene.building.gltf_uris import content_of
 from rooftop.scene.building.part_materials import PartMaterial
 
 Array = npt.NDArray[Any]
@@ -240,12 +239,7 @@ class _Plain:
             with self._path.open("rb") as whole:
                 whole.seek(begin)
                 return whole.read(size)
-        if uri.startswith("data:"):
-            return base64.b64decode(uri.partition(",")[2])
-        file = (self._path.parent / unquote(uri)).resolve()
-        if not file.is_relative_to(self._path.parent.resolve()) or not file.is_file():
-            raise InputError(f"{self._path} names {uri}, which is no file beside it")
-        return file.read_bytes()
+        return content_of(uri, self._path, f"{self._path} names")
 
     def _glb(self) -> bytes:
         """A GLB with a single buffer: all original buffers, then the new values."""

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from rooftop.scene.cameras import MAX_SIDE
+from rooftop.scene.arguments import MAX_SIDE
 
 MOST_LEVELS = (MAX_SIDE - 1).bit_length() + 1  # of hierarchical z: level 0 is the pixels, the last one is a texel
 

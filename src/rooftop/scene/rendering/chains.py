@@ -37,7 +37,7 @@ class Chains:
         self._chains: dict[tuple[Canvas, bool], Chain] = {}
         self._places = 0
         # The cameras' sizes and their depths of the frame before, and those of the last frame that came to its end.
-        self._depths: tuple[Sizes, torch.Tensor] = (), torch.empty(0, device=device)
+        self._depths: tuple[Sizes, torch.Tensor] = (), torch.empty(0, dtype=torch.float32, device=device)
         self._settled: tuple[Sizes, torch.Tensor] = self._depths
         self._room: Mapping[str, int] = ROOM
 
@@ -47,10 +47,10 @@ class Chains:
         sizes = canvas.sizes[: canvas.cameras]
         if sizes and sizes != self._depths[0]:
             self._chains.clear()
-            before = (
-                self._settled[1] if sizes == self._settled[0] else torch.empty(canvas.hzb_texels, device=self.device)
-            )
-            self._depths = sizes, before
+            known, depths = self._settled
+            if sizes != known:
+                depths = torch.empty(canvas.hzb_texels, dtype=torch.float32, device=self.device)
+            self._depths = sizes, depths
         if places != self._places:
             self._chains.clear()
             self._places = places

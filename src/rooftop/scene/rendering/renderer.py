@@ -11,7 +11,8 @@ import torch
 import warp as wp
 from torch import Tensor
 
-from rooftop.scene.cameras import MOST, Camera, checked_cameras, real_numbers, same_size
+from rooftop.scene.arguments import MOST, real_numbers, short
+from rooftop.scene.cameras import Camera, checked_cameras, same_size
 from rooftop.scene.gbuffers import OUTPUTS, FrameStats, GBuffer
 from rooftop.scene.rendering import buffers, cuda_sources
 from rooftop.scene.rendering.canvases import Canvas
@@ -166,7 +167,7 @@ class Renderer:
         Raises:
             ValueError, GeometryFileError: as of `render`.
         """
-        views = checked_cameras(cameras)
+        views, outputs = checked_cameras(cameras), _checked_outputs(outputs)
         if not views:
             return ()
         stats, pictures = self._frame(views, outputs, timings, wait)
@@ -262,7 +263,7 @@ class Renderer:
         drawn now keeps its pages; without `pool_bytes` there is nothing to do.
 
         Args:
-            cameras: of the same size, the nearest in time first.
+            cameras: of any sizes, the nearest in time first.
 
         Raises:
             ValueError: the cameras are wrong, or lists would be too large.
@@ -271,17 +272,18 @@ class Renderer:
         views = checked_cameras(cameras)
         if not views:
             return  # the path is at its end
-        canvas = Canvas((same_size(views),), 1)
-        _check_sizes(canvas, self.scene.placed.count)
+        for view in views:
+            _check_sizes(Canvas(((view.width, view.height),), 1), self.scene.placed.count)
         if self.pool_bytes is None or not len(self.scene):
             return
         meshes, pool = self._meshes_now(), self.pool
         assert pool is not None
         pool.begin()
-        chain = self._ahead.of(canvas, self._place(meshes).places)
         pixel_error = _checked_error(self.pixel_error)
+        places = self._place(meshes).places
         pool.requests.clear()
         for view in views:
+            chain = self._ahead.of(Canvas(((view.width, view.height),), 1), places)
             chain.inputs.look((view,), (view,))
             while True:
                 chain.memory.frame.pixel_error = pixel_error
@@ -383,7 +385,7 @@ def _filled(pool: Pool, history: bool) -> tuple[bool, bool]:
 def _checked_outputs(outputs: Sequence[str]) -> tuple[str, ...]:
     names = tuple(outputs) if isinstance(outputs, Iterable) and not isinstance(outputs, str) else (None,)
     if any(name not in OUTPUTS for name in names):
-        raise ValueError(f"outputs={outputs!r}: expected a list of {', '.join(OUTPUTS)}")
+        raise ValueError(f"outputs={short(outputs)}: expected a list of {', '.join(OUTPUTS)}")
     return tuple(str(name) for name in names)
 
 
@@ -408,10 +410,10 @@ def _checked_error(pixel_error: Any) -> float:
     """
     try:
         number = float(pixel_error)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         number = -1.0
     if isinstance(pixel_error, bool | str) or not 0 <= number <= MOST:
-        raise ValueError(f"pixel_error={pixel_error!r}: expected a number of pixels, 0 or more")
+        raise ValueError(f"pixel_error={short(pixel_error)}: expected a number of pixels, 0 or more")
     return number
 
 
@@ -423,7 +425,7 @@ def _checked_light(light: Any) -> tuple[float, ...]:
     """
     direction = real_numbers(light, "light", "three numbers that are not all 0")
     if direction.shape != (3,) or not np.isfinite(direction).all() or not direction.any():
-        raise ValueError(f"light={light!r}: expected a direction, three finite numbers that are not all 0")
+        raise ValueError(f"light={short(light)}: expected a direction, three finite numbers that are not all 0")
     direction /= abs(direction).max()  # so that no square is too large or too small
     return tuple((direction / np.linalg.norm(direction)).tolist())
 

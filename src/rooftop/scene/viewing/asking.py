@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rooftop.errors import InputError, did_you_mean
-from rooftop.scene.cameras import MAX_SIDE
+from rooftop.scene.arguments import MAX_SIDE
 from rooftop.scene.viewing.viewpoints import Viewpoint, checked_moves, finite_numbers
 
 MOST_PIXELS = 2**25  # a picture of 7680 x 4320

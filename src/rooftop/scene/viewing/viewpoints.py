@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rooftop.errors import InputError, did_you_mean
-from rooftop.scene.cameras import MOST, Camera
+from rooftop.scene.arguments import MOST
+from rooftop.scene.cameras import Camera
 from rooftop.scene.framing import NEAR, THREE_QUARTERS, around, distance_that_frames, outward
 
 Floats = NDArray[np.float64]

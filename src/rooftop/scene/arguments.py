@@ -1,0 +1,77 @@
+"""Numbers that users give, checked: what was given, and what was expected."""
+
+from __future__ import annotations
+
+import math
+import operator
+import reprlib
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+MAX_SIDE = 16384  # pixels
+LEAST, MOST = 1e-30, 1e30  # of lengths: float32 has them, and products of two with what a mesh has
+
+MOST_SHOWN = 200  # letters of what was given
+
+_shortened = reprlib.Repr()
+_shortened.maxstring = _shortened.maxother = 80
+_shortened.maxlist = _shortened.maxtuple = 6
+
+
+def short(value: object) -> str:
+    """What was given, as a message shows it: of what is long the beginning and the end."""
+    if isinstance(value, np.ndarray) or type(value).__module__ == "torch":
+        return f"{type(value).__name__} of shape {tuple(value.shape)}" if getattr(value, "ndim", 0) else repr(value)  # type: ignore[attr-defined]
+    text = _shortened.repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN // 2]}...{text[-MOST_SHOWN // 2 :]}"
+
+
+def real_numbers(values: ArrayLike, name: str, expected: str) -> NDArray[np.float64]:
+    """A copy, in float64.
+
+    Raises:
+        ValueError: they are not all numbers, or complex.
+    """
+    try:
+        array = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+        if array.dtype.kind not in "uifbO":
+            raise TypeError(f"{array.dtype}")
+        return np.array(array, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name}={short(values)}: expected {expected}") from error
+
+
+def whole_number(name: str, value: object, low: int, high: int, what: str = "a whole number") -> int:
+    """A whole number from `low` to `high`: a Python or NumPy integer.
+
+    Raises:
+        ValueError: it is none, or outside; the message begins with `name`.
+    """
+    try:
+        number = None if isinstance(value, bool | np.bool_) else operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # what PyTorch and NumPy raise for fractions and several numbers
+        number = None
+    if number is None or not low <= number <= high:
+        raise ValueError(f"{name}={short(value)}: expected {what} from {low} to {high}")
+    return number
+
+
+def whole_pixels(name: str, value: object) -> int:
+    """A number of pixels."""
+    return whole_number(name, value, 1, MAX_SIDE, "a whole number of pixels")
+
+
+def number_in(name: str, value: object, low: float, high: float) -> float:
+    """A number from `low` to `high`.
+
+    Raises:
+        ValueError: it is none, or outside; the message begins with `name`.
+    """
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.nan
+    if isinstance(value, bool | str | bytes) or not low <= number <= high:
+        raise ValueError(f"{name}={short(value)}: expected a number from {low:g} to {high:g}")
+    return number

@@ -1,0 +1,102 @@
+"""What users give to scenes: what is wrong is refused with what was given, and what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rooftop.errors import InputError
+from rooftop.scene import Camera, DirectionalLight, Geometry, Material, PointLight, Renderer, Scene, SpotLight, build
+from rooftop.scene.arguments import short
+
+AHEAD = Camera.look_at((0, 0, 0.5), (5, 0, 0), width=40, height=30)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: DirectionalLight((1, 0, -1), cascades=2.0), "cascades=2.0: expected a whole number from 1 to 8"),  # type: ignore[arg-type]
+        (lambda: DirectionalLight((1, 0, -1), cascades=np.True_), "cascades="),  # type: ignore[arg-type]
+        (lambda: DirectionalLight((1, 0, -1), cascades=np.array([1, 2])), "cascades=ndarray of shape"),  # type: ignore[arg-type]
+        (lambda: PointLight((0, 0, 0), range=1e-30), "range=1e-30: expected a number from 1e-27"),
+        (lambda: SpotLight((0, 0, 0), (0, 0, 1), range=1e-28), "range=1e-28: expected a number from 1e-27"),
+        (lambda: Material(("1", "0", "0")), "color=.*expected red, green and blue"),  # type: ignore[arg-type]
+        (lambda: Material([10**400] * 3), "color=.*expected red, green and blue"),
+        (lambda: Material(wrap=5), "wrap=5: expected one of repeat, clamp, mirror"),  # type: ignore[arg-type]
+        (lambda: Material(texture=np.zeros((0, 0, 3), np.uint8)), "the texture is 0 x 0: it has no texel"),
+        (lambda: Renderer(Scene(), "cpu", pixel_error=10**400), "pixel_error=1000.*expected a number of pixels"),
+        (lambda: Renderer(Scene(), "cpu").render_each([], outputs="depth"), "outputs='depth': expected a list"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises((ValueError, InputError), match=words):
+        make()
+
+
+def test_meshes_and_lights_are_named_by_whole_numbers(cube: Geometry) -> None:
+    scene = Scene()
+    scene.add_mesh(cube)
+    scene.add_light(PointLight((0, 0, 3)))
+    for wrong in (torch.tensor(0.5), np.array(0.7), 0.0, True, -1, 1, "0"):
+        with pytest.raises(ValueError, match=r"mesh=.*expected what add_mesh returned, from 0 to 0"):
+            scene.add_instance(wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"light=.*expected what add_light returned, from 0 to 0"):
+            scene.set_light(wrong, PointLight((0, 0, 3)))  # type: ignore[arg-type]
+    assert scene.add_instance(np.int64(0)) == 0
+    assert scene.add_instance(torch.tensor(0), torch.eye(4, requires_grad=True)) == 1  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected"):
+        scene.add_instance(0, [["1", "0", "0", "0"]] * 4)
+
+
+def test_messages_are_short(cube: Geometry) -> None:
+    scene = Scene()
+    scene.add_mesh(cube)
+    for wrong in (
+        lambda: scene.remove_all([0.0] * 100_000),  # type: ignore[list-item]
+        lambda: scene.add_instances(0, [[[1.0]], *[[[1.0] * 4] * 4] * 10_000]),
+        lambda: Material(texture=b"0" * 100_000),
+    ):
+        with pytest.raises((TypeError, ValueError)) as raised:
+            wrong()
+        assert len(str(raised.value)) < 400
+    assert short(np.zeros((3, 4))) == "ndarray of shape (3, 4)"
+    assert short(2.5) == "2.5"
+
+
+def test_texels_are_the_caller_s_own() -> None:
+    for given in (np.zeros((2, 2, 3), np.uint8), torch.zeros(2, 2, 3, dtype=torch.uint8), np.zeros((2, 2), np.uint8)):
+        texture = Material(texture=given).texture
+        given[:] = 255
+        assert texture is not None
+        assert not texture.texels().any()
+    half = Material(texture=torch.full((2, 2, 3), 0.5, dtype=torch.bfloat16)).texture
+    assert half is not None
+    assert (half.texels() == 128).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_does_not_matter(cube: Geometry, device: str, dtype: torch.dtype) -> None:
+    scene = Scene()
+    scene.add_instance(scene.add_mesh(cube), np.diag([1, 1, 1, 1.0]) + np.eye(4)[:, [3]] @ [[0, 0, 0, 0]])
+    scene.add_light(DirectionalLight((1, 0, -1), size=32, cascades=1))
+    outputs = ("depth", "color", "normal", "shadow", "overdraw")
+    expected = Renderer(scene, device).render(AHEAD, outputs)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        streamed = Renderer(scene, device, pool_bytes=1 << 20)
+        streamed.prefetch([AHEAD, Camera.look_at((0, 0, 0.5), (5, 0, 0), width=30, height=30)])
+        for renderer in (Renderer(scene, device), streamed):
+            frame = renderer.render(AHEAD, outputs)
+            assert all(torch.equal(frame[name].nan_to_num(-7), expected[name].nan_to_num(-7)) for name in outputs)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_folder_is_no_geometry_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is a folder: expected the name of a file"):
+        build(np.eye(3), [[0, 1, 2]], tmp_path)
