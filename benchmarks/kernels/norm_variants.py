@@ -101,7 +101,7 @@ def run(problem: Problem, variant: Variant) -> Callable[[], object] | None:
 
     def forward() -> object:
         tables.FORWARD = () if variant is None else (variant,)  # type: ignore[assignment]
-        return launches.forward(p.x, None, None, p.weight, p.bias, 1e-5, rms=False)
+        return launches.forward(p.x, None, None, p.weight, p.bias, 1e-5, rms=False, dtype=p.x.dtype)
 
     def backward() -> object:
         tables.BACKWARD = () if variant is None else (variant,)  # type: ignore[assignment]

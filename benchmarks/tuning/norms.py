@@ -36,7 +36,7 @@ def both(direction: str, rows: int, columns: int) -> Both:
         return _backward(dy, residual if adds else None, x, weight, bias)
 
     def ours() -> list[Tensor]:
-        found = launches.forward(x, residual if adds else None, None, weight, bias, EPSILON, rms)
+        found = launches.forward(x, residual if adds else None, None, weight, bias, EPSILON, rms, x.dtype)
         return list(found[: 2 if adds else 1])
 
     def plain() -> list[Tensor]:

@@ -93,7 +93,8 @@ def for_features(count: int, features: Tensor, gradient: Tensor, weight: Tensor)
 
 
 def for_weight(count: int, features: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
-    return weight_gradient(gradient, features, surface(count), lists_of(count))
+    table = surface(count)
+    return weight_gradient(gradient, features, table.shape[1], table, None, lists_of(count))
 
 
 def sorting(count: int, features: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
@@ -101,7 +102,8 @@ def sorting(count: int, features: Tensor, gradient: Tensor, weight: Tensor) -> T
 
 
 def listing(count: int, features: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
-    return weight_gradient(gradient, features, surface(count), None)
+    table = surface(count)
+    return weight_gradient(gradient, features, table.shape[1], table, None, None)
 
 
 # ---- other orders of rows ----------------------------------------------------------------------------------------
