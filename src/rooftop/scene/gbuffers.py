@@ -54,11 +54,11 @@ class FrameStats:
     """What a frame had to do.
 
     Attributes:
-        clusters, triangles: drawn, over all views and the shadow maps that were drawn.
+        clusters, triangles: drawn, over all views. Shadow maps are not counted, here and in `levels`.
         levels: of detail that were drawn, 0 the finest.
         occluded: instances, nodes, groups and clusters that the frame before hid, and of which the second pass asked.
         second_pass_clusters: of `clusters`, those that the second pass has found to be visible after all.
-        large_triangles: drawn in tiles.
+        large_triangles: drawn in tiles, in shadow maps too.
         shadow_maps: that were drawn for this frame; the others are those of the frames before.
         stage_ms: milliseconds of each stage, where they were asked for.
         streaming: of the pages, where the renderer has a pool.

@@ -88,7 +88,7 @@ class Scene:
 
     def add_instances(self, mesh: int, transforms: ArrayLike) -> range:
         """As many instances as there are transforms, (N, 4, 4); their numbers."""
-        mesh = whole_number("mesh", mesh, 0, len(self.meshes) - 1, "what add_mesh returned,")
+        mesh = _given_by("add_mesh", "mesh", mesh, len(self.meshes))
         matrices = _checked(transforms)
         if self.placed.count + len(matrices) > MAX_INSTANCES:
             raise ValueError(
@@ -176,7 +176,7 @@ class Scene:
         Raises:
             ValueError: there is no such light, or this is none.
         """
-        number = whole_number("light", number, 0, len(self._lights) - 1, "what add_light returned,")
+        number = _given_by("add_light", "light", number, len(self._lights))
         self._lights[number] = _light(light)
 
     def instances(self) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
@@ -200,6 +200,17 @@ class Scene:
         if not len(self):
             raise ValueError("the scene has no instances: add_instance puts a mesh into it")
         return self._bounds.of(self.placed, self.meshes)
+
+
+def _given_by(method: str, name: str, number: object, count: int) -> int:
+    """A number that a method has returned, of so many.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if not count:
+        raise ValueError(f"{name}={short(number)}: there are none yet, {method} returns their numbers")
+    return whole_number(name, number, 0, count - 1, f"what {method} returned,")
 
 
 def _light(light: object) -> Light:

@@ -102,7 +102,8 @@ PASS = wp.constant(64)
 GROUPS, VISIBLE = wp.constant(0), wp.constant(1)
 HIDDEN_INSTANCES, HIDDEN_CHILDREN, HIDDEN_CLUSTERS = wp.constant(2), wp.constant(3), wp.constant(4)
 LARGE, PIECES, TILES = wp.constant(5), wp.constant(6), wp.constant(7)
-DRAWN_TRIANGLES, DRAWN_LEVELS = wp.constant(8), wp.constant(9)  # the latter a bit for each level of detail
+# Of the cameras alone; levels are a bit for each level of detail.
+DRAWN_TRIANGLES, DRAWN_LEVELS, DRAWN_CLUSTERS = wp.constant(8), wp.constant(9), wp.constant(13)
 # And of persistent_cull alone (10 to 12): places claimed in the queue, nodes finished, places claimed among the
 # groups. Its queue counts as level 0.
 LEVEL = wp.constant(16)  # and on, to the end: nodes of each level of a tree, which has at most layouts.MAX_DEPTH

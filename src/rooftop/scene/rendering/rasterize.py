@@ -11,6 +11,7 @@ import warp as wp
 
 from rooftop.scene.rendering.buffers import (
     DEPTH_SHIFT,
+    DRAWN_CLUSTERS,
     DRAWN_LEVELS,
     DRAWN_TRIANGLES,
     LARGE,
@@ -507,10 +508,13 @@ def rank_clusters(resident: Resident, frame: Frame, second: wp.int32, stride: wp
 
 @wp.func
 def count_cluster(resident: Resident, frame: Frame, second: wp.int32, item: wp.int64):
-    """For the statistics: its triangles, and its level of detail."""
+    """For the statistics: the cluster, its triangles, and its level of detail, if a camera sees it."""
+    if pair_of(item) // frame.instances >= frame.cameras:
+        return
     mesh = resident.instance_mesh[pair_of(item) % frame.instances]
     page = what_of(item) >> CLUSTER_INDEX_BITS
     head = head_of(resident, mesh, page, what_of(item) & CLUSTER_INDEX_MASK)
+    wp.atomic_add(frame.counters, second * PASS + DRAWN_CLUSTERS, 1)
     wp.atomic_add(frame.counters, second * PASS + DRAWN_TRIANGLES, triangles_of(resident, head))
     wp.atomic_or(frame.counters, second * PASS + DRAWN_LEVELS, 1 << (level_of(resident, head) & 31))
 

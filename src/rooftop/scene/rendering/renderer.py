@@ -451,7 +451,7 @@ def _stats(counters: list[int], shadow_maps: int, stage_ms: dict[str, float]) ->
     first, second = counters[: buffers.PASS], counters[buffers.PASS :]
     levels = first[buffers.DRAWN_LEVELS] | second[buffers.DRAWN_LEVELS]
     return FrameStats(
-        clusters=first[buffers.VISIBLE] + second[buffers.VISIBLE],
+        clusters=first[buffers.DRAWN_CLUSTERS] + second[buffers.DRAWN_CLUSTERS],
         triangles=first[buffers.DRAWN_TRIANGLES] + second[buffers.DRAWN_TRIANGLES],
         levels=tuple(level for level in range(32) if levels >> level & 1),
         occluded=sum(first[k] for k in (buffers.HIDDEN_INSTANCES, buffers.HIDDEN_CHILDREN, buffers.HIDDEN_CLUSTERS)),
