@@ -759,7 +759,7 @@ def test_outputs_that_were_not_asked_for_are_named(ball: Geometry) -> None:
         (lambda: Camera.from_intrinsics(np.eye(3), 2 * np.eye(3), 3, 3), "shape \\(3, 3\\)"),
         (lambda: Camera.from_intrinsics(np.eye(3), np.diag([2, 2, 2, 1]), 3, 3), "a rotation and a shift"),
         (lambda: Camera.parallel((1, 0, 0), (0, 0, 0), view_height=-1), "view_height=-1"),
-        (lambda: Scene().add_instance(0), "mesh=0: expected what add_mesh returned"),
+        (lambda: Scene().add_instance(0), "mesh=0: there are none yet"),
         (lambda: Scene().bounds(), "no instances"),
         (lambda: Renderer(Scene(), "cpu").render([]), "no cameras"),
         (lambda: Renderer(Scene(), "cpu").render([AHEAD, Camera.look_at((1, 0, 0), (0, 0, 0))]), "same size"),
@@ -782,8 +782,8 @@ def test_outputs_that_were_not_asked_for_are_named(ball: Geometry) -> None:
         (lambda: Renderer(Scene(), "cpu", light=(1, 0)), "light=\\(1, 0\\): expected a direction"),
         (lambda: Renderer(Scene(), "cpu", light=(1, 0, np.nan)), "three finite numbers that are not all 0"),
         (lambda: Renderer(Scene(), "cpu", light="up"), "light='up': expected three numbers"),  # type: ignore[arg-type]
-        (lambda: Renderer(Scene(), "cpu", pixel_error=np.ones(2)), "pixel_error=array"),  # type: ignore[arg-type]
-        (lambda: Camera.look_at((1, 0, 0), (0, 0, 0), fov_y_degrees=np.ones(2)), "fov_y_degrees=array"),  # type: ignore[arg-type]
+        (lambda: Renderer(Scene(), "cpu", pixel_error=np.ones(2)), "pixel_error=ndarray of shape"),  # type: ignore[arg-type]
+        (lambda: Camera.look_at((1, 0, 0), (0, 0, 0), fov_y_degrees=np.ones(2)), "fov_y_degrees=ndarray of shape"),  # type: ignore[arg-type]
         (lambda: Renderer(Scene(), "cpu").render([WIDE] * 7), "at most 2\\^30 pixels"),
         (lambda: Renderer(Scene(), "cpu").render(None), "cameras=None: expected a scene.Camera"),  # type: ignore[arg-type]
         (lambda: Renderer(Scene(), "cpu").render(["cam"]), "cameras has 'cam'"),  # type: ignore[list-item]
