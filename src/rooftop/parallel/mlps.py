@@ -34,7 +34,7 @@ class ParallelMLP(nn.Module):
         selective: whether backward makes the activated features again (`rooftop.parallel.recomputing`).
 
     Raises:
-        ValueError: hidden features that cannot be split among the ranks, or an activation that there is not.
+        ValueError: hidden features that cannot be split among the ranks, or an unknown activation.
     """
 
     def __init__(

@@ -169,6 +169,5 @@ def _of_array(image: Any) -> Bytes:
         array = np.rint(255 * array.astype(np.float64))
     elif array.dtype != np.uint8:
         raise TypeError(f"texels are uint8, or floats from 0 to 1, not {array.dtype}")
-    return np.array(
-        np.broadcast_to(array, (*array.shape[:2], 3)), np.uint8, order="C"
-    )  # a copy: the caller's may change
+    # Copied: the caller may reuse the array.
+    return np.array(np.broadcast_to(array, (*array.shape[:2], 3)), np.uint8, order="C")

@@ -1,4 +1,4 @@
-"""The instances of a scene: where each is, and which have changed since a reader last looked."""
+"""The instances of a scene, with a log of changes for renderers that keep copies."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Number = TypeVar("Number", bound=np.generic)
 
-REMOVED = -1  # the mesh of an instance that is no more
-GROWTH = 1.5  # of memory that is full
-FEW_CHANGES = 1024  # are remembered in any case; more, up to half as many as there are instances
+REMOVED = -1  # in place of the mesh of a removed instance
+GROWTH = 1.5  # factor by which a full array grows
+FEW_CHANGES = 1024  # rows that the log always keeps; it keeps more, up to half the instances
 
 
 class Instances:
-    """By number: the mesh of each instance, and its transform. A number stays that of its instance, and is given away
-    once.
+    """The mesh and transform of each instance, by number. Numbers never change and are never reused.
 
     Attributes:
-        count: numbers that have been given away, those of removed instances among them.
-        live: instances that there are.
-        changes: of instances that were there already: moved or removed.
+        count: instances ever added, removed ones included.
+        live: instances not removed.
+        changes: the log of moves and removals.
     """
 
     def __init__(self) -> None:
@@ -34,16 +33,16 @@ class Instances:
 
     @property
     def mesh_of(self) -> NDArray[np.int32]:
-        """(count,): REMOVED for those that are no more. What is read here changes with the scene."""
+        """(count,), REMOVED for removed instances. A view, not a copy."""
         return self._mesh_of[: self.count]
 
     @property
     def transforms(self) -> Floats:
-        """(count, 4, 4), object to world. What is read here changes with the scene."""
+        """(count, 4, 4), object to world. A view, not a copy."""
         return self._transforms[: self.count]
 
     def add(self, mesh: int, transforms: Floats) -> range:
-        """As many instances as there are transforms, (N, 4, 4); their numbers."""
+        """Add one instance for each transform (N, 4, 4); returns their numbers."""
         first, self.count = self.count, self.count + len(transforms)
         self._mesh_of = grown(self._mesh_of, self.count)
         self._transforms = grown(self._transforms, self.count)
@@ -54,20 +53,19 @@ class Instances:
         return range(first, self.count)
 
     def move(self, numbers: NDArray[np.int64], transforms: Floats) -> None:
-        """Instances that there are, each once, to where transforms (N, 4, 4) say; who is there has not moved."""
+        """Set transforms (N, 4, 4) of existing instances, each named once. Unchanged transforms are not logged."""
         moved = (self._transforms[numbers] != transforms).any((1, 2))
         self._transforms[numbers] = transforms
         self.changes.note(numbers[moved], self.count)
 
     def remove(self, numbers: NDArray[np.int64]) -> None:
-        """Instances that there are, each once."""
+        """Remove existing instances, each named once."""
         self._mesh_of[numbers] = REMOVED
         self.live -= len(numbers)
         self.changes.note(numbers, self.count)
 
     def changed(self, version: int, known: int) -> NDArray[np.int64]:
-        """The numbers of what has changed or come since a reader was at `version`, and knew `known` of them; in
-        order."""
+        """Instances changed or added since a reader saw `version` and `known` instances, in ascending order."""
         if known == self.count and version == self.changes.version:
             return np.zeros(0, np.int64)
         rows = self.changes.since(version)
@@ -77,11 +75,10 @@ class Instances:
 
 
 class Changes:
-    """The rows that were changed lately, by versions: each change makes a new one. Readers come as they like; who was
-    away for long is told that anything may have changed.
+    """A bounded log of changed rows. Each change gets a new version; a reader that is too far behind must reread all.
 
     Attributes:
-        version: of now.
+        version: the current one.
     """
 
     def __init__(self) -> None:
@@ -91,7 +88,7 @@ class Changes:
         self._from = 0  # the version since when it tells all
 
     def note(self, rows: NDArray[np.int64], count: int) -> None:
-        """A change of these rows, of so many that there are."""
+        """Log a change of these rows, out of `count`."""
         if not len(rows):
             return
         self.version += 1
@@ -102,7 +99,7 @@ class Changes:
             self._logged -= len(forgotten)
 
     def since(self, version: int) -> NDArray[np.int64] | None:
-        """The rows that have changed after a version, each once, in order; None: any may have."""
+        """Rows changed after a version, unique and ascending; None if the log no longer reaches back that far."""
         if version < self._from:
             return None
         rows = [changed for made, changed in self._log if made > version]
@@ -110,7 +107,7 @@ class Changes:
 
 
 def grown(array: NDArray[Number], count: int) -> NDArray[Number]:
-    """An array with room for `count` rows: the same if it has that."""
+    """The array itself if it has `count` rows, else a larger copy."""
     if count <= len(array):
         return array
     room = max(count, int(GROWTH * len(array)))
@@ -120,7 +117,7 @@ def grown(array: NDArray[Number], count: int) -> NDArray[Number]:
 
 
 def most_stretch(linear: Floats) -> Floats:
-    """(N,): the largest factor by which maps (N, 3, 3) make anything longer, by the roots of a cubic."""
+    """(N,): the largest singular value of each linear map (N, 3, 3), in closed form."""
     squared = linear.transpose(0, 2, 1) @ linear
     mean = np.trace(squared, axis1=1, axis2=2) / 3
     rest = squared - mean[:, None, None] * np.eye(3)
@@ -132,7 +129,8 @@ def most_stretch(linear: Floats) -> Floats:
 
 
 def first_flat(linear: Floats, ratio: float, least: float) -> int | None:
-    """The first of maps (N, 3, 3) that stretches nowhere by `least`, or somewhere less than `ratio` of its most."""
+    """The first linear map (N, 3, 3) whose largest singular value is below `least`, or whose smallest is below `ratio`
+    times its largest; None if there is none."""
     size = np.sqrt((linear * linear).sum((1, 2)))  # at least the most, and at most sqrt(3) of it
     # The least is at least |determinant| / most^2: who is upright by that needs no singular values.
     doubtful = np.flatnonzero((abs(np.linalg.det(linear)) < 2 * ratio * size**3) | (size < 2 * least))

@@ -230,7 +230,7 @@ def conv_act(
 
     Raises:
         TypeError: no dense tensors, dtypes that do not fit, or sizes that are no integers.
-        ValueError: shapes, sizes or devices that do not fit, or an activation that there is not.
+        ValueError: shapes, sizes or devices that do not fit, or an unknown activation.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     prepared = _prepared("conv_act", input, weight, bias, residual, stride, padding, dilation, groups, activation)

@@ -287,7 +287,7 @@ def linear_act(
 
     Raises:
         TypeError: no dense tensors, or dtypes that do not fit.
-        ValueError: shapes or devices that do not fit, or an activation that there is not.
+        ValueError: shapes or devices that do not fit, or an unknown activation.
         NotImplementedError: forward-mode differentiation.
     """
     if activation == "none" and residual is None and _is_torchs(input, weight, bias):
@@ -326,7 +326,7 @@ def activation_of(before: Tensor, activation: str) -> Tensor:
         activation: as of `linear_act`.
 
     Raises:
-        ValueError: an activation that there is not.
+        ValueError: an unknown activation.
     """
     check_choice("activation_of", "activation", activation, ACTIVATIONS)
     y: Tensor = _activation(before.detach().reshape(-1, before.shape[-1]), activation)

@@ -78,7 +78,7 @@ def check_same_dtype(name: str, first: str, tensor: Tensor, hint: str, **others:
 
 
 def check_choice(name: str, argument: str, given: object, choices: Sequence[str], also: str = "") -> None:
-    """ValueError where it is none of these words; `also` stands in front of them: "None or "."""
+    """Raise ValueError unless `given` is one of `choices`. The message has `also`, such as "None or ", before them."""
     if given not in choices:
         raise ValueError(
             f"{name}: {argument} must be {also}one of {', '.join(choices)}, got {given!r}{did_you_mean(given, choices)}"

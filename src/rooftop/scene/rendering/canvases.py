@@ -1,4 +1,4 @@
-"""The pictures of a frame, of different sizes, one behind another in memory."""
+"""The memory layout of a frame's pictures, whose sizes may differ: one after another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Canvas:
-    """Of which size each view is: the cameras' first, then shadow maps.
+    """Sizes of all views: cameras first, then shadow maps.
 
     Attributes:
         sizes: (width, height) of each view, in pixels.
@@ -36,7 +36,7 @@ class Canvas:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Of each view its first texel, and at the end how many texels there are."""
+        """The first texel of each view, and the total at the end."""
         ends = np.cumsum([width * height for width, height in self.sizes], dtype=np.int64)
         return [0, *ends.tolist()]
 
@@ -52,7 +52,7 @@ class Canvas:
 
     @cached_property
     def same(self) -> int:
-        """How many texels each camera's view has, if they all are of one size; else 0."""
+        """Texels of a camera's view if all cameras have the same size, else 0."""
         first, *others = self.sizes[: self.cameras] or ((0, 0),)
         return first[0] * first[1] if all(size == first for size in others) else 0
 
@@ -64,17 +64,17 @@ class Canvas:
 
     @cached_property
     def levels(self) -> int:
-        """Of hierarchical z, of the camera that has most."""
+        """The most levels of hierarchical z that any camera has."""
         return max(map(levels_of, self.sizes[: self.cameras]), default=1)
 
     @property
     def hzb_steps(self) -> list[tuple[int, int]]:
-        """The levels that are reduced at once: one, and the next if there is one."""
+        """Levels reduced by one launch: a level and, if there is one, the next."""
         return [(level, min(level + 1, self.levels - 1)) for level in range(1, self.levels, 2)]
 
     @cached_property
     def hzb_at(self) -> Ints:
-        """(cameras, MOST_LEVELS): where each level of each view begins; of level 0, and of those that it has not, 0."""
+        """(cameras, MOST_LEVELS): where each level of each view begins; 0 for level 0 and for levels it lacks."""
         table, at = np.zeros((self.cameras, MOST_LEVELS), np.int32), 0
         for view, size in enumerate(self.sizes[: self.cameras]):
             for level in range(1, levels_of(size)):
@@ -84,16 +84,16 @@ class Canvas:
 
     @cached_property
     def hzb_texels(self) -> int:
-        """Of all levels of all cameras, from the first on."""
+        """Texels of levels 1 and up of all cameras."""
         return sum(texels_of(size, k) for size in self.sizes[: self.cameras] for k in range(1, levels_of(size)))
 
 
 def levels_of(size: tuple[int, int]) -> int:
-    """Of hierarchical z of a picture, with that of its pixels."""
+    """Levels of hierarchical z for a picture of this size, level 0 (its pixels) included."""
     return (max(size) - 1).bit_length() + 1
 
 
 def texels_of(size: tuple[int, int], level: int) -> int:
-    """Of a level of a picture."""
+    """Texels of one level of a picture."""
     width, height = size
     return (((width - 1) >> level) + 1) * (((height - 1) >> level) + 1)

@@ -1,4 +1,4 @@
-"""Chains of launches: what each draws into, kept for the frames to come."""
+"""Memory of chains of launches, kept from frame to frame."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MOST_TEXELS = 2**27  # of chains that are kept beside the last one: 8 bytes each
 
 @dataclass
 class Chain:
-    """Where the launches of a frame find the views, and what they work with."""
+    """The views and the working memory of one chain of launches."""
 
     inputs: Inputs
     memory: FrameMemory
 
 
 class Chains:
-    """The chains of a renderer, the last one last.
+    """A renderer's chains, least recently used first.
 
     Args:
         device: of the renderer.
@@ -42,8 +42,14 @@ class Chains:
         self._room: Mapping[str, int] = ROOM
 
     def of(self, canvas: Canvas, places: int, fragments: bool = False) -> Chain:
-        """That for such pictures, so many places for instances, and with or without counted triangles. All that have
-        the same cameras share their depths of the frame before."""
+        """The chain for these pictures, made if it is not kept. Chains with the same camera sizes share the depths of
+        the previous frame.
+
+        Args:
+            canvas: the pictures.
+            places: capacity for instances.
+            fragments: whether triangles are counted for each pixel.
+        """
         sizes = canvas.sizes[: canvas.cameras]
         if sizes and sizes != self._depths[0]:
             self._chains.clear()
@@ -64,17 +70,17 @@ class Chains:
         return chain
 
     def widen(self, chain: Chain, room: Mapping[str, int]) -> None:
-        """More room for lists, which new chains get from the beginning."""
+        """Give a chain's lists more room. New chains start with as much."""
         chain.memory = chain.memory.with_room(room)
         self._room = room
 
     def settle(self, chain: Chain) -> None:
-        """A frame is drawn: its depths become those of the frame before."""
+        """Call after each frame: its depths become those of the previous frame."""
         chain.memory.turn_over()
         self._settled = self._depths
 
     def forget_graphs(self) -> None:
-        """They know where something was that is elsewhere now."""
+        """Drop captured graphs: they hold addresses that are no longer valid."""
         for chain in self._chains.values():
             chain.memory.graphs.clear()
 

@@ -1,4 +1,4 @@
-"""The instances on the device: what a change touches is sent, and nothing else."""
+"""The scene's instances on the device. Only rows that changed are uploaded."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ WIDTHS = {  # of a row of each tensor
 
 
 class Placed:
-    """The instances of a scene, as the frames of a renderer have them. They stay where they are in memory while there
-    are not more of them: launches that are captured in a graph find them there.
+    """A renderer's copy of the scene's instances. Addresses change only when capacity grows, so captured CUDA graphs
+    stay valid.
 
     Attributes:
-        places: for how many instances there is memory; those that are not there, or no more, have no mesh.
-        resident: `buffers.Resident`, of these instances and of the meshes.
+        places: capacity, in instances. Unused places and removed instances have no mesh.
+        resident: `buffers.Resident`: these instances and the meshes.
     """
 
     resident: Uploaded
@@ -42,7 +42,7 @@ class Placed:
         self._moved: list[Tensor] = []  # since the frame before
 
     def update(self, instances: Instances, meshes: Meshes) -> None:
-        """Send what has changed. Where instances were in the frame before is kept until `settle`."""
+        """Upload what has changed. Transforms of the previous frame are kept until `settle`."""
         grew = instances.count > self.places
         if grew:
             self._grow(instances.count)
@@ -56,13 +56,13 @@ class Placed:
         self._version, self._sent = instances.changes.version, instances.count
 
     def settle(self) -> None:
-        """A frame is drawn: the next asks where instances are now as where they were before."""
+        """Call after each frame: current transforms become those of the previous frame."""
         for sent in self._moved:
             launch_warp(init_context.settle_instances, (len(sent),), self.resident.values, sent, device=self.device)
         self._moved, self._framed = [], self._sent
 
     def _grow(self, count: int) -> None:
-        """Memory for more; for some that may yet come, unless these are the first."""
+        """Grow the capacity, with room to spare except for the first upload."""
         self.places = max(count, int(GROWTH * self.places))
         for name, before in self._tensors.items():
             self._tensors[name] = torch.zeros(self.places, *before.shape[1:], dtype=before.dtype, device=self.device)
@@ -70,7 +70,7 @@ class Placed:
         self._tensors["instance_mesh"][self._sent :] = REMOVED
 
     def _send(self, instances: Instances, rows: NDArray[np.int64]) -> None:
-        """One array of numbers, which a kernel puts where they belong."""
+        """Upload rows as one array; a kernel scatters them into place."""
         sent = np.empty((len(rows), init_context.SENT))
         sent[:, 0], sent[:, 1] = rows, instances.mesh_of[rows]
         sent[:, 2:] = instances.transforms[rows].reshape(-1, 16)[:, :12]

@@ -24,9 +24,8 @@ from rooftop.scene.rendering.memory import MOST_THREADS
 from rooftop.scene.rendering.stages import Stages
 from rooftop.scene.rendering.uploads import LENS, Meshes, Uploaded, lens_of, uploaded
 
-MOST_AT_ONCE = (
-    2**26
-)  # texels, and instances over all maps, of maps that are drawn together: as many are in memory twice
+# Limit for shadow maps drawn in one batch: their texels, and views times instances. Memory for each is allocated.
+MOST_AT_ONCE = 2**26
 
 
 @dataclass(frozen=True)

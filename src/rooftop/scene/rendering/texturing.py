@@ -1,10 +1,10 @@
 """The base colour of what a pixel shows: its material's colour, texture and the colours of its vertices.
 
-A pixel's footprint on the texture is a parallelogram: its sides are how far the texture coordinates move from a pixel
-to the next, exact for the plane of the triangle (not differences of neighbouring pixels). The axes of the ellipse in it
-are cut into `ACROSS` pieces across, and into as many along as makes them square, at most `MOST_ALONG`. Each piece is
-looked up in the levels whose texels are as wide as it is, between two levels by both, and between texels by four:
-trilinear, anisotropic filtering, with the taps along a line of McCormack et al. 1999, "Feline". All of it is in linear
+A pixel's footprint on the texture is a parallelogram. Its sides are the changes of the texture coordinates from this
+pixel to the next; they are exact for the plane of the triangle, not differences of neighbouring pixels. The ellipse
+inside it is cut into `ACROSS` pieces along its short axis, and along its long axis into enough to make the pieces
+square, at most `MOST_ALONG`. Each piece is one trilinear lookup, at the mip level whose texels are as wide as it is.
+This is anisotropic filtering with samples along a line, as in McCormack et al. 1999, "Feline". All of it is in linear
 light.
 """
 
@@ -31,16 +31,14 @@ wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 class Surfaces:
     """The materials of a scene, written by surfaces.py."""
 
-    mesh_rows: wp.array2d(
-        dtype=wp.int32
-    )  # (meshes, 3): the first of its rows, how many; whether its colours are linear
+    # (meshes, 3): the mesh's first row, its number of rows, and 1 if its vertex colours are linear
+    mesh_rows: wp.array2d(dtype=wp.int32)
     rows: wp.array2d(dtype=wp.int32)  # (rows, 4), as named below
     factors: wp.array2d(dtype=wp.float32)  # (rows, 3), in linear light
     images: wp.array2d(dtype=wp.int32)  # (images, 2): the first level, how many there are
     levels: wp.array2d(dtype=wp.int32)  # (levels, 3): the first texel, width, height
-    texels: wp.array(
-        dtype=wp.int32
-    )  # red, green, blue in 8 bits each from the lowest on, as displayed; rows from the top
+    # sRGB, 8 bits each: red in the lowest byte, then green and blue; the top row first
+    texels: wp.array(dtype=wp.int32)
     linear: wp.array(dtype=wp.float32)  # (256,) what 8 bits are in linear light
 
 
@@ -114,7 +112,7 @@ def slopes_of(
         right[2] = -normal[0] * right[0] / normal[2]
         down[2] = -normal[1] * down[1] / normal[2]
     else:
-        # A point of the plane is depth * looking. As `looking` moves, so does the depth.
+        # Points of the plane are depth * looking, and the depth changes with the direction.
         along = wp.dot(normal, looking)
         depth = wp.dot(normal, at) / along
         right = depth * (right - looking * (wp.dot(normal, right) / along))

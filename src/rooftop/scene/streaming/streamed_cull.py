@@ -68,7 +68,7 @@ def cull_clusters(
     requests: Requests,
     stride: wp.int32,
 ):
-    """The clusters of those groups whose pages are there; those that are drawn become visible."""
+    """Cull the clusters of groups whose pages are resident, and list those to draw as visible."""
     count = wp.min(frame.counters[second * PASS + GROUPS], frame.groups.shape[0])
     for i in range(wp.tid(), LANES * count, stride):
         pair = pair_of(frame.groups[i // LANES])

@@ -30,7 +30,7 @@ class Asked:
         window: the size for which home and framed views are made; other than `size`, where a smaller picture will do
             while the camera moves.
         show: what, of `modes.MODES`.
-        light: from where it comes; None for where the renderer has it.
+        light: the direction to the light; None keeps the renderer's own.
         pixel_error: as of `Renderer`; None for as it was started.
         format: "jpeg" or "png".
         quality: of JPEG, 1 to 100.
