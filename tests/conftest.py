@@ -37,8 +37,12 @@ from rooftop.analysis import profiling, repeating
 from rooftop.hardware import Ceilings, cpu_probes, measure_ceilings, pulse
 from rooftop.launch import INTERPRETED, cuda, nvrtc
 
-hypothesis.settings.register_profile("untimed", deadline=None)  # a first call imports and compiles
-hypothesis.settings.load_profile("untimed")
+# A first call imports and compiles. The same tree gives the same result; `--hypothesis-profile=random` looks further.
+hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("random", deadline=None)
+hypothesis.settings.load_profile("same")
+
+SCRIPTS = tuple(str(Path(__file__).parents[1] / name) + os.sep for name in ("benchmarks", "examples"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -56,6 +60,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """What is there before the first test (a million objects of torch and its like) is not looked through for garbage
     after each test that makes much of it."""
+    if left := [each for each in sys.path if os.path.join(each, "").startswith(SCRIPTS)]:
+        raise pytest.UsageError(f"a test module has put {left} into sys.path for all tests; let its tests do so")
     gc.collect()
     gc.freeze()
 
@@ -119,6 +125,16 @@ def threads_of_torch() -> Iterator[None]:
     left = torch.get_num_threads()
     torch.set_num_threads(1)
     assert left == 1, f"torch was left with {left} threads"
+
+
+@pytest.fixture(autouse=True)
+def names_of_scripts() -> Iterator[None]:
+    """A script puts its folder into `sys.path`. Left there, benchmarks/sparse.py is what others import as `sparse`."""
+    yield
+    sys.path[:] = [each for each in sys.path if not os.path.join(each, "").startswith(SCRIPTS)]
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(SCRIPTS):
+            del sys.modules[name]
 
 
 TORCHVISION = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -12,18 +13,12 @@ import pytest
 from rooftop.models import GptConfig
 from rooftop.train import save_training
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+Script = Callable[[str], ModuleType]
 TINY = GptConfig(vocabulary=31, layers=1, width=16, heads=2, kv_heads=2, hidden=32, positions=64)
 
 
-def named(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(FOLDER)
-    __import__(name)
-    return sys.modules[name]
-
-
-def test_what_a_save_costs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    benchmark = named("checkpoints", monkeypatch)
+def test_what_a_save_costs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
+    benchmark = script("checkpoints")
     monkeypatch.setattr(benchmark, "SMALL", TINY)
     words = ["--small", "--folder", str(tmp_path / "run"), "--out", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", ["checkpoints.py", *words, "--rounds", "2", "--steps", "1"])
@@ -35,9 +30,9 @@ def test_what_a_save_costs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [*(tmp_path / "run").iterdir()] == []
 
 
-def test_what_is_left_of_a_kill_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_of_a_kill_is_looked_at(tmp_path: Path, script: Script) -> None:
     """The kills themselves are in tests/train/test_savers.py."""
-    kills = named("checkpoint_kills", monkeypatch)
+    kills = script("checkpoint_kills")
     assert kills.step_in(tmp_path / "nowhere") == 0
     tokens = kills.Tokens([kills.np.arange(500) % 31], "counting")
     trainer = kills.GptTrainer(

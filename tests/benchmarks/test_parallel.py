@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,13 +12,7 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-def named(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(FOLDER)
-    __import__(name)
-    return sys.modules[name]
+Script = Callable[[str], ModuleType]
 
 
 VARIANTS = {
@@ -56,9 +51,9 @@ VARIANTS = {
 
 
 @pytest.mark.usefixtures("fork")
-def test_every_variant_trains_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_variant_trains_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
     """In forks of a process that has imported torch: each of its own takes longer for that than to train."""
-    parallel, out = named("parallel", monkeypatch), tmp_path / "parallel.json"
+    parallel, out = script("parallel"), tmp_path / "parallel.json"
     forking = get_context("forkserver")
     monkeypatch.setattr(parallel.mp, "get_context", lambda method: forking)
     cases = [case for case, _ in VARIANTS]
@@ -81,16 +76,16 @@ def test_every_variant_trains_the_same_model(tmp_path: Path, monkeypatch: pytest
         assert rows[0]["losses"][2] < rows[0]["losses"][0] - 1e-3  # steps are made
 
 
-def test_other_losses_fail_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    parallel = named("parallel", monkeypatch)
+def test_other_losses_fail_a_row(script: Script) -> None:
+    parallel = script("parallel")
     assert parallel.disagreement([10.4, 10.0, 9.5], [10.41, 10.04, 9.45]) == ""
     assert "first losses" in parallel.disagreement([10.4, 10.0, 9.5], [10.43, 10.0, 9.5])
     assert "first losses" in parallel.disagreement([10.4, 10.0, 9.5], [10.4, float("nan"), 9.5])
 
 
-def test_a_failed_variant_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_variant_leaves_the_others(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
     """Processes are started again for what is left."""
-    parallel = named("parallel", monkeypatch)
+    parallel = script("parallel")
     starts: list[list[str]] = []
 
     def in_processes(jobs: list[Any]) -> Any:
@@ -107,8 +102,8 @@ def test_a_failed_variant_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> 
     assert starts == [["good", "bad", "late"], ["late"]]
 
 
-def test_exposed_is_what_no_computation_covers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    timelines = named("timelines", monkeypatch)
+def test_exposed_is_what_no_computation_covers(tmp_path: Path, script: Script) -> None:
+    timelines = script("timelines")
     path = tmp_path / "trace.json"
 
     def event(cat: str, name: str, begin: float, duration: float) -> dict[str, Any]:

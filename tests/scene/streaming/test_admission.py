@@ -58,7 +58,7 @@ def test_any_changed_word_of_a_head(knot: Geometry, device: str, data: st.DataOb
     end = begin + size * int(words[layouts.PAGE_CLUSTERS])
     for _ in range(data.draw(st.integers(0, 2))):
         at = data.draw(st.integers(0, end - 1))
-        words[at] = data.draw(VALUES | st.integers(0, 2**31 - 1) | st.just(int(words[at]) + 1))
+        words[at] = data.draw(VALUES | st.integers(0, 2**31 - 1) | st.just(min(int(words[at]) + 1, 2**31 - 1)))
     groups, reach = knot.meta["groups"], int(knot.page_reach[page])
     expected = _wrong_in_page(words, knot.attributes, groups) is not None or words[0] < reach
     assert refused(words, reach, knot.attributes, groups, device) == expected
