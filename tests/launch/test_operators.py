@@ -16,7 +16,7 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftop.kernels import fused, layer_norm
-from rooftop.launch import operators
+from rooftop.launch import fast_path
 
 
 class Names(TorchDispatchMode):
@@ -40,9 +40,9 @@ class Own(Tensor):
 
 def test_a_plain_call_is_plain() -> None:
     x = torch.randn(3, requires_grad=True)
-    assert operators._is_plain((x, torch.nn.Parameter(x), None, 1e-5, [True, False], [x, x]))
+    assert fast_path.is_plain((x, torch.nn.Parameter(x), None, 1e-5, [True, False], [x, x]))
     with torch.no_grad(), torch.autocast("cpu"):
-        assert operators._is_plain((x,))
+        assert fast_path.is_plain((x,))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_plain_call_is_plain() -> None:
     ],
 )
 def test_arguments_that_the_dispatcher_must_see(argument: object) -> None:
-    assert not operators._is_plain((argument,))
+    assert not fast_path.is_plain((argument,))
 
 
 @pytest.mark.parametrize(
@@ -70,15 +70,15 @@ def test_arguments_that_the_dispatcher_must_see(argument: object) -> None:
     ],
 )
 def test_autograd_is_asked_for_by_any_tensor(arguments: tuple[object, ...], expected: bool) -> None:
-    assert operators._require_grad(arguments) == expected
+    assert fast_path.requires_grad(arguments) == expected
 
 
 @pytest.mark.parametrize("context", [Names(), Watching(), FakeTensorMode(), torch.inference_mode(), profile()])
 def test_contexts_that_must_see_the_operator(context: AbstractContextManager[object]) -> None:
     x = torch.randn(3)
     with context:
-        assert not operators._is_plain((x,))
-    assert operators._is_plain((x,))
+        assert not fast_path.is_plain((x,))
+    assert fast_path.is_plain((x,))
 
 
 IMPORTED_WITHIN_A_MODE = """
@@ -93,10 +93,10 @@ class Names(TorchDispatchMode):
 seen = []
 with Names():
     import rooftop.kernels
-    from rooftop.launch import operators
-assert operators._is_plain((torch.ones(3),))
+    from rooftop.launch import fast_path
+assert fast_path.is_plain((torch.ones(3),))
 with Names():
-    assert not operators._is_plain((torch.ones(3),))
+    assert not fast_path.is_plain((torch.ones(3),))
     rooftop.kernels.softmax(torch.ones(3, 5))
 assert "rooftop.softmax.default" in seen, seen
 """
@@ -111,7 +111,7 @@ def test_where_it_was_imported_does_not_matter() -> None:
 
 def test_transforms_must_see_the_operator() -> None:
     def seen(x: Tensor) -> Tensor:
-        assert not operators._is_plain((x,))
+        assert not fast_path.is_plain((x,))
         return x.sum()
 
     torch.func.grad(seen)(torch.randn(3))
@@ -134,7 +134,7 @@ def test_both_ways_give_the_same(grad: bool, monkeypatch: pytest.MonkeyPatch) ->
     for way in (nullcontext(), monkeypatch.context()):
         with way as patch:
             if patch is not None:
-                patch.setattr(operators, "_is_plain", lambda arguments: False)
+                patch.setattr(fast_path, "is_plain", lambda arguments: False)
             y = layer_norm(x, 6, weight)
             found.append([y.detach(), *(torch.autograd.grad(y.square().sum(), x) if grad else ())])
             assert y.requires_grad == grad
@@ -149,7 +149,7 @@ def test_both_ways_give_the_same_for_lists_of_tensors(monkeypatch: pytest.Monkey
     for way in (nullcontext(), monkeypatch.context()):
         with way as patch:
             if patch is not None:
-                patch.setattr(operators, "_is_plain", lambda arguments: False)
+                patch.setattr(fast_path, "is_plain", lambda arguments: False)
             product, positive, unused = function(x, y, 0.5)
             assert [each.requires_grad for each in (product, positive, unused)] == [True, False, True]
             (first,) = torch.autograd.grad(product.square().sum(), x, create_graph=True)
@@ -160,7 +160,7 @@ def test_both_ways_give_the_same_for_lists_of_tensors(monkeypatch: pytest.Monkey
 
 def test_what_is_computed_on_the_cpu_alone() -> None:
     x, weight = torch.ones(3), torch.ones(3, requires_grad=True)
-    computed_on_cpu = operators.computed_on_cpu
+    computed_on_cpu = fast_path.computed_on_cpu
     assert computed_on_cpu(x, None)
     assert not computed_on_cpu(x, weight)
     with torch.no_grad():

@@ -14,7 +14,7 @@ from rooftop.kernels import trilinear_interpolate_cuda
 from rooftop.kernels.lookups import cuda_interpolations as module
 from rooftop.kernels.lookups.cuda_interpolations import kernel_for, trilinear_reference
 from rooftop.kernels.operands.cuda_texts import cuda_text
-from rooftop.launch import count_launches, cuda, operators
+from rooftop.launch import count_launches, cuda, fast_path, operators
 from rooftop.testing import assert_as_accurate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -167,7 +167,7 @@ def test_an_eager_call_past_the_dispatcher_gives_the_same_bits(monkeypatch: pyte
     features, points = tensors(6, 8)
     assert "trilinear_interpolate_cuda" in operators._recorded
     direct = forward_and_gradients(trilinear_interpolate_cuda, features, points, torch.ones(6, 8))
-    monkeypatch.setattr(operators, "_is_plain", lambda arguments: False)
+    monkeypatch.setattr(fast_path, "is_plain", lambda arguments: False)
     dispatched = forward_and_gradients(trilinear_interpolate_cuda, features, points, torch.ones(6, 8))
     assert len(direct) == 3
     assert all(map(torch.equal, direct, dispatched))

@@ -34,7 +34,7 @@ from rooftop.kernels.matmuls.tables import (
     choose,
 )
 from rooftop.kernels.operands.activations import ACTIVATIONS
-from rooftop.launch import INTERPRETED, count_launches, operators
+from rooftop.launch import INTERPRETED, count_launches, fast_path, operators
 from rooftop.launch.triton_launch import launch
 from rooftop.nn import LinearAct
 from rooftop.testing import assert_as_accurate
@@ -565,7 +565,7 @@ def test_an_eager_call_past_the_dispatcher_gives_the_same_bits(
     given_, dy = operands(5, 8, 16, residual=residual), torch.randn(5, 8)
     assert "linear_act" in operators._recorded
     direct = output_and_gradients(linear_act, given_, activation, dy)
-    monkeypatch.setattr(operators, "_is_plain", lambda arguments: False)
+    monkeypatch.setattr(fast_path, "is_plain", lambda arguments: False)
     dispatched = output_and_gradients(linear_act, given_, activation, dy)
     assert direct.keys() == dispatched.keys()
     assert all(torch.equal(direct[name], dispatched[name]) for name in direct)

@@ -42,6 +42,7 @@ from rooftop.kernels.operands.autocasting import result_dtype
 from rooftop.kernels.operands.checks import check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.references import by_reference, without_kernels
+from rooftop.launch.fast_path import transformed
 from rooftop.launch.operators import (
     by_formula,
     differentiable,
@@ -49,7 +50,6 @@ from rooftop.launch.operators import (
     in_pytorch,
     keeps_for_backward,
     operator,
-    transformed,
     without_autocast,
 )
 from rooftop.launch.symbolic import recorded_whole

@@ -35,15 +35,14 @@ from rooftop.kernels.operands.autocasting import under_autocast
 from rooftop.kernels.operands.checks import check_choice, check_same_dtype, check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.padded_rows import LEAST_PADDED, missing_columns, padded
+from rooftop.launch.fast_path import computed_on_cpu, unwatched
 from rooftop.launch.operators import (
     by_formula,
-    computed_on_cpu,
     differentiable,
     differentiable_by_formula,
     in_pytorch,
     keeps_for_backward,
     operator,
-    unwatched,
     without_autocast,
 )
 from rooftop.launch.symbolic import recorded_whole

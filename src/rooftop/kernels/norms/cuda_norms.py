@@ -19,22 +19,14 @@ import torch
 from torch import Tensor
 
 from rooftop.kernels.norms.norms import check_norm, contiguous
-from rooftop.kernels.norms.sum_norms import (
-    add_layer_norm_formula,
-    add_layer_norm_reference,
-    adds,
-    differentiate_layer_norm,
-    fake_add_layer_norm,
-    flat_arguments,
-    save_layer_norm,
-)
+from rooftop.kernels.norms.sum_norms import AddLayerNorm, adds, flat_arguments
 from rooftop.kernels.norms.tables import CUDA, CUDA_LONG_WARPS
 from rooftop.kernels.operands.autocasting import result_dtype
 from rooftop.kernels.operands.cuda_texts import cuda_text
 from rooftop.kernels.operands.dtypes import CPP_TYPES
 from rooftop.kernels.operands.strided_rows import unit_columns
 from rooftop.launch import cuda
-from rooftop.launch.operators import by_formula, differentiable, in_pytorch, operator
+from rooftop.launch.operators import declare
 from rooftop.launch.symbolic import recorded_whole
 
 CUDA_FILES = ("norms/pieces.cu", "norms/cuda_norms.cu")
@@ -46,14 +38,9 @@ def _forward(
     x: Tensor, residual: Tensor | None, parameters: Sequence[Tensor | None], eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, residual (M, N) with unit column stride; parameters: input_bias, weight, bias, contiguous."""
-    with_sum = adds(residual, parameters[0])
-    if x.dtype == torch.float64 or x.shape[1] == 0 or not cuda.runs_on(x):
-        input_bias, weight, bias = parameters
-        y, total, mean, rstd = add_layer_norm_reference(x, residual, input_bias, weight, bias, eps, dtype)
-        return y, total if with_sum else x.new_empty(0), mean, rstd
     rows, columns = x.shape
     y = torch.empty((rows, columns), dtype=dtype, device=x.device)
-    written = torch.empty((rows, columns), dtype=x.dtype, device=x.device) if with_sum else None
+    written = torch.empty((rows, columns), dtype=x.dtype, device=x.device) if adds(residual, parameters[0]) else None
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
     parameters = _alike(parameters, x.dtype)
     name, grid, block = kernel_for(x, residual, parameters, dtype)
@@ -99,28 +86,22 @@ def _width(columns: int, tensors: Sequence[Tensor]) -> int:
     return width
 
 
-# ---- registration ----------------------------------------------------------------------------------------------
+# ---- operator --------------------------------------------------------------------------------------------------
 
 
-@operator("add_layer_norm_cuda")
-def _add_layer_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    input_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    parameters = [contiguous(t) for t in (input_bias, weight, bias)]
-    residual = unit_columns(residual) if residual is not None else None
-    return _forward(unit_columns(x), residual, parameters, eps, dtype)
+class AddLayerNormCuda(AddLayerNorm):
+    """`AddLayerNorm` by the kernel in CUDA C++."""
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x, residual, input_bias, weight, bias, eps, dtype = self
+        if x.dtype == torch.float64 or x.shape[1] == 0 or not cuda.runs_on(x):
+            return self.in_pytorch()
+        parameters = [contiguous(t) for t in (input_bias, weight, bias)]
+        residual = unit_columns(residual) if residual is not None else None
+        return _forward(unit_columns(x), residual, parameters, eps, dtype)
 
 
-torch.library.register_fake("rooftop::add_layer_norm_cuda", fake_add_layer_norm)
-by_formula("add_layer_norm_cuda", add_layer_norm_formula)
-in_pytorch("add_layer_norm_cuda", add_layer_norm_reference)
-differentiable("add_layer_norm_cuda", differentiate_layer_norm, save_layer_norm)  # its cost is the twin's, too
+_add_layer_norm = declare("add_layer_norm_cuda", AddLayerNormCuda, slopes=2)
 
 
 # ---- public ----------------------------------------------------------------------------------------------------
@@ -144,6 +125,7 @@ def add_layer_norm_cuda(
     """
     name, parameters = "add_layer_norm_cuda", {"weight": weight, "bias": bias, "input_bias": input_bias}
     shape = check_norm(name, normalized_shape, input, residual, **parameters)
-    flat, *terms = flat_arguments(shape, input, residual, input_bias, weight, bias)
-    y, total, _, _ = _add_layer_norm(flat, *terms, eps, result_dtype("layer_norm", input))
+    flat, (added, of_input, scale, shift) = flat_arguments(shape, input, residual, input_bias, weight, bias)
+    dtype = result_dtype("layer_norm", input)
+    y, total, _, _ = _add_layer_norm(flat, added, of_input, scale, shift, eps, dtype)
     return y.reshape(input.shape), total.reshape(input.shape) if adds(residual, input_bias) else input

@@ -11,39 +11,232 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.cost import Cost, distinct_bytes, precision_of
 from rooftop.kernels.norms import launches
 from rooftop.kernels.operands.autocasting import result_dtype
 from rooftop.kernels.operands.checks import check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.references import without_kernels
 from rooftop.kernels.operands.strided_rows import unit_columns
-from rooftop.launch.operators import (
-    by_formula,
-    differentiable,
-    differentiable_by_formula,
-    in_pytorch,
-    operator,
-)
+from rooftop.launch.operators import declare
 from rooftop.launch.symbolic import recorded_whole
 
-# ---- reference -------------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------
+
+Gradients = tuple[Tensor | None, ...]
 
 
-def layer_norm_reference(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, rstd) of rows x (M, N) by PyTorch's operator, y in `dtype`; statistics float32, of float64 float64."""
-    inside, columns = accumulator_dtype(x.dtype), x.shape[1]
-    x = x.to(dtype)
-    weight, bias = _alike(x, weight, inside), None if bias is None else bias.to(inside)
-    y, mean, rstd = torch.native_layer_norm(x, [columns], weight, bias, eps)
-    return y, mean.to(inside).reshape(-1), rstd.to(inside).reshape(-1)
+class Statistics(NamedTuple):
+    """What backward needs of rows x (M, N): `mean` is None of an RMS norm."""
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor
+
+    def gradients(self, dy: Tensor, dtotal: Tensor | None, mask: list[bool]) -> Gradients:
+        """(dx, dweight, dbias); see `NormBackward`."""
+        dx, *parameters = norm_backward(dy, dtotal, *self, mask)
+        return (dx, *(t if wanted else None for t, wanted in zip(parameters, mask, strict=True)))
+
+
+class LayerNorm(NamedTuple):
+    """(y, mean, rstd) of rows x (M, N), y in `dtype`; statistics are float32, of float64 float64."""
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    dtype: torch.dtype
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight, bias, eps, dtype = self
+        x, weight, bias = unit_columns(x), contiguous(weight), contiguous(bias)
+        if runs_reference(x):
+            return LayerNorm(x, weight, bias, eps, dtype).in_pytorch()
+        y, _, mean, rstd = launches.forward(x, None, None, weight, bias, eps, rms=False, dtype=dtype)
+        assert mean is not None
+        return y, mean, rstd
+
+    def fake(self) -> tuple[Tensor, Tensor, Tensor]:
+        statistics = self.x.new_empty(self.x.shape[0], dtype=accumulator_dtype(self.x.dtype))
+        return self.x.new_empty(self.x.shape, dtype=self.dtype), statistics, torch.empty_like(statistics)
+
+    def in_pytorch(self) -> tuple[Tensor, Tensor, Tensor]:
+        inside, columns = accumulator_dtype(self.x.dtype), self.x.shape[1]
+        x = self.x.to(self.dtype)
+        weight = _alike(x, self.weight, inside)
+        bias = None if self.bias is None else self.bias.to(inside)
+        y, mean, rstd = torch.native_layer_norm(x, [columns], weight, bias, self.eps)
+        return y, mean.to(inside).reshape(-1), rstd.to(inside).reshape(-1)
+
+    def formula(self) -> tuple[Tensor, None, None]:
+        """Written out: the third derivatives of PyTorch's function are wrong (2.13)."""
+        values = self.x.to(accumulator_dtype(self.x.dtype))
+        centred = values - values.mean(1, keepdim=True)
+        y = centred * (centred.square().mean(1, keepdim=True) + self.eps).rsqrt()
+        y = y if self.weight is None else y * self.weight
+        return (y if self.bias is None else y + self.bias).to(self.dtype), None, None
+
+    def keep(self, made: tuple[Tensor, Tensor, Tensor]) -> Statistics:
+        return Statistics(self.x, self.weight, self.bias, made[1], made[2])
+
+    @staticmethod
+    def gradients(kept: Statistics, wanted: Sequence[bool], dy: Tensor) -> Gradients:
+        return kept.gradients(dy, None, list(wanted[1:3]))
+
+    def cost(self, made: tuple[Tensor, ...]) -> Cost:
+        """Statistics 3 an element, centring and scaling 2, weight and bias 1 each."""
+        flops = (5 + (self.weight is not None) + (self.bias is not None)) * self.x.numel()
+        read = distinct_bytes([self.x, self.weight, self.bias])
+        return Cost(read, distinct_bytes(made), {precision_of(self.x.dtype): flops})
+
+
+class RmsNorm(NamedTuple):
+    """(y, rstd) of rows x (M, N), likewise."""
+
+    x: Tensor
+    weight: Tensor | None
+    eps: float
+    dtype: torch.dtype
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        x, weight, eps, dtype = self
+        x, weight = unit_columns(x), contiguous(weight)
+        if runs_reference(x):
+            return RmsNorm(x, weight, eps, dtype).in_pytorch()
+        y, _, _, rstd = launches.forward(x, None, None, weight, None, eps, rms=True, dtype=dtype)
+        return y, rstd
+
+    def fake(self) -> tuple[Tensor, Tensor]:
+        rstd = self.x.new_empty(self.x.shape[0], dtype=accumulator_dtype(self.x.dtype))
+        return self.x.new_empty(self.x.shape, dtype=self.dtype), rstd
+
+    def in_pytorch(self) -> tuple[Tensor, Tensor]:
+        """In the order in which PyTorch computes it."""
+        values = self.x.to(accumulator_dtype(self.x.dtype))
+        rstd = (values.square().mean(1, keepdim=True) + self.eps).rsqrt()
+        y = values * rstd
+        return (y if self.weight is None else y * self.weight).to(self.dtype), rstd.squeeze(1)
+
+    def formula(self) -> tuple[Tensor, None]:
+        inside = accumulator_dtype(self.x.dtype)
+        weight = None if self.weight is None else self.weight.to(inside)
+        y = torch.nn.functional.rms_norm(self.x.to(inside), self.x.shape[1:], weight, self.eps)
+        return y.to(self.dtype), None
+
+    def keep(self, made: tuple[Tensor, Tensor]) -> Statistics:
+        return Statistics(self.x, self.weight, None, None, made[1])
+
+    @staticmethod
+    def gradients(kept: Statistics, wanted: Sequence[bool], dy: Tensor) -> Gradients:
+        return kept.gradients(dy, None, [wanted[1], False])[:2]
+
+    def cost(self, made: tuple[Tensor, ...]) -> Cost:
+        """Squares and their sum 2 an element, scaling 1, weight 1."""
+        flops = (3 + (self.weight is not None)) * self.x.numel()
+        return Cost(distinct_bytes([self.x, self.weight]), distinct_bytes(made), {precision_of(self.x.dtype): flops})
+
+
+class NormBackward(NamedTuple):
+    """(dx, dweight, dbias) of all the norms; `mask`: which of weight and bias need a gradient, the others are empty.
+
+    dtotal: a gradient that flows to x past the norm. mean: None of an RMS norm.
+    """
+
+    dy: Tensor
+    dtotal: Tensor | None
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor
+    mask: list[bool]
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor]:
+        dy, dtotal, x, weight, bias, mean, rstd, mask = self
+        dweight, dbias = self._parameter_gradients()
+        dy, x, weight = unit_columns(dy), unit_columns(x), contiguous(weight)
+        dtotal = None if dtotal is None else unit_columns(dtotal)
+        if runs_reference(x):
+            dx, *sums = NormBackward(dy, dtotal, x, weight, bias, mean, rstd, mask).reference()
+            dweight, dbias = (t if s is None else s.to(t.dtype) for s, t in zip(sums, (dweight, dbias), strict=True))
+            return dx, dweight, dbias
+        wanted = (dweight if mask[0] else None, dbias if mask[1] else None)
+        dx = launches.backward(dy, dtotal, x, weight, mean, rstd, *wanted)
+        return dx, dweight, dbias
+
+    def fake(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.x.new_empty(self.x.shape), *self._parameter_gradients()
+
+    def _parameter_gradients(self) -> tuple[Tensor, Tensor]:
+        """Memory for the gradients of weight and bias; nothing where none is wanted."""
+        weight, bias = (t if wanted else None for t, wanted in zip((self.weight, self.bias), self.mask, strict=True))
+        nothing = self.x.new_empty(0)
+        return (
+            nothing if weight is None else self.x.new_empty(weight.shape, dtype=weight.dtype),
+            nothing.clone() if bias is None else self.x.new_empty(bias.shape, dtype=bias.dtype),
+        )
+
+    def reference(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(dx, dweight, dbias) in plain PyTorch, the latter two in the statistics' dtype and None where not wanted."""
+        dy, dtotal, x, weight, _, mean, rstd, mask = self
+        if mean is None:
+            dx, dweight = _rms_norm_gradients(dy.to(rstd.dtype), x.to(rstd.dtype), weight, rstd[:, None])
+            dbias = None
+        elif x.dtype == rstd.dtype:
+            scale = None if weight is None else weight.to(x.dtype)
+            beside = (mean[:, None], rstd[:, None], scale, x.new_empty(x.shape[1]), [True, mask[0], mask[1]])
+            dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(dy.to(x.dtype), x, [x.shape[1]], *beside)
+        else:
+            dx, dweight, dbias = _layer_norm_gradients(dy.to(rstd.dtype), x.to(rstd.dtype), weight, mean, rstd[:, None])
+        dx = (dx if dtotal is None else dx + dtotal).to(x.dtype)
+        return dx, dweight if mask[0] else None, dbias if mask[1] else None
+
+    def formula(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """As functions of dy, x and weight: of x also through the statistics."""
+        dy, dtotal, x, weight, bias, mean, rstd, mask = self
+        slope, values = dy.to(rstd.dtype), x.to(rstd.dtype)
+        centred = values if mean is None else values - values.mean(1, keepdim=True)
+        square = centred.square().mean(1, keepdim=True)
+        rate = (square - square.detach() + rstd.detach()[:, None].pow(-2)).rsqrt()  # rstd, and how it depends on x
+        normal = centred * rate
+        dweight = (slope * normal).sum(0).to(weight.dtype) if weight is not None and mask[0] else None
+        dbias = slope.sum(0).to(bias.dtype) if bias is not None and mask[1] else None
+        weighted = slope if weight is None else slope * weight
+        along = 0.0 if mean is None else weighted.mean(1, keepdim=True)
+        dx = (weighted - along - normal * (weighted * normal).mean(1, keepdim=True)) * rate
+        return (dx if dtotal is None else dx + dtotal).to(x.dtype), dweight, dbias
+
+    def cost(self, made: tuple[Tensor, Tensor, Tensor]) -> Cost:
+        """Normalizing 2 an element (RMS: 1), dx 7 (5), weight 1, dtotal 1, 2 and 1 for the sums of weight and bias."""
+        dy, dtotal, x, weight, _, mean, rstd, mask = self
+        per_element = 9 if mean is not None else 6
+        per_element += (weight is not None) + (dtotal is not None) + 2 * mask[0] + mask[1]
+        written = [made[0], *(t for t, wanted in zip(made[1:], mask, strict=True) if wanted)]
+        read = distinct_bytes([dy, dtotal, x, weight, mean, rstd])
+        return Cost(read, distinct_bytes(written), {precision_of(x.dtype): per_element * x.numel()})
+
+
+_layer_norm = declare("layer_norm", LayerNorm)
+_rms_norm = declare("rms_norm", RmsNorm)
+norm_backward = declare("norm_backward", NormBackward)
+
+
+def runs_reference(x: Tensor) -> bool:
+    """Whether plain PyTorch computes it, and no kernel: also rows of no elements, which have nothing to launch for."""
+    return x.dtype == torch.float64 or x.shape[1] == 0 or without_kernels(x.device)
+
+
+def contiguous(parameter: Tensor | None) -> Tensor | None:
+    """The parameter, copied where it has gaps; None stays None."""
+    return parameter.contiguous() if parameter is not None else None
 
 
 def _alike(x: Tensor, weight: Tensor | None, inside: torch.dtype) -> Tensor | None:
@@ -51,40 +244,6 @@ def _alike(x: Tensor, weight: Tensor | None, inside: torch.dtype) -> Tensor | No
     if weight is None and x.dtype != inside:
         return torch.ones(x.shape[1], dtype=inside, device=x.device)
     return None if weight is None else weight.to(inside)
-
-
-def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(y, rstd), likewise, in the order in which PyTorch computes it."""
-    values = x.to(accumulator_dtype(x.dtype))
-    rstd = (values.square().mean(1, keepdim=True) + eps).rsqrt()
-    y = values * rstd
-    return (y if weight is None else y * weight).to(dtype), rstd.squeeze(1)
-
-
-def norm_backward_reference(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    mask: Sequence[bool],
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(dx + dtotal, dweight, dbias), the latter two of (N,) in the statistics' dtype and None where `mask` is False.
-
-    mean: None of an RMS norm.
-    """
-    if mean is None:
-        dx, dweight = _rms_norm_gradients(dy.to(rstd.dtype), x.to(rstd.dtype), weight, rstd[:, None])
-        dbias = None
-    elif x.dtype == rstd.dtype:
-        beside = (mean[:, None], rstd[:, None], None if weight is None else weight.to(x.dtype), x.new_empty(x.shape[1]))
-        dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-            dy.to(x.dtype), x, [x.shape[1]], *beside, [True, mask[0], mask[1]]
-        )
-    else:
-        dx, dweight, dbias = _layer_norm_gradients(dy.to(rstd.dtype), x.to(rstd.dtype), weight, mean, rstd[:, None])
-    return (dx if dtotal is None else dx + dtotal).to(x.dtype), dweight if mask[0] else None, dbias if mask[1] else None
 
 
 def _layer_norm_gradients(
@@ -104,222 +263,6 @@ def _rms_norm_gradients(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tens
     gradient = dy if weight is None else dy * weight
     dmean = (gradient * x).sum(1, keepdim=True) * -0.5 * rstd.pow(3) / x.shape[1]  # of the mean square
     return gradient * rstd + dmean * (2 * x), dweight
-
-
-def runs_reference(x: Tensor) -> bool:
-    """Whether plain PyTorch computes it, and no kernel: also rows of no elements, which have nothing to launch for."""
-    return x.dtype == torch.float64 or x.shape[1] == 0 or without_kernels(x.device)
-
-
-# ---- registration ----------------------------------------------------------------------------------------------
-
-
-@operator("layer_norm")
-def _layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    x, weight, bias = unit_columns(x), contiguous(weight), contiguous(bias)
-    if runs_reference(x):
-        return layer_norm_reference(x, weight, bias, eps, dtype)
-    y, _, mean, rstd = launches.forward(x, None, None, weight, bias, eps, rms=False, dtype=dtype)
-    assert mean is not None
-    return y, mean, rstd
-
-
-@torch.library.register_fake("rooftop::layer_norm")
-def _(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    statistics = x.new_empty(x.shape[0], dtype=accumulator_dtype(x.dtype))
-    return x.new_empty(x.shape, dtype=dtype), statistics, torch.empty_like(statistics)
-
-
-@operator("rms_norm")
-def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    x, weight = unit_columns(x), contiguous(weight)
-    if runs_reference(x):
-        return rms_norm_reference(x, weight, eps, dtype)
-    y, _, _, rstd = launches.forward(x, None, None, weight, None, eps, rms=True, dtype=dtype)
-    return y, rstd
-
-
-@torch.library.register_fake("rooftop::rms_norm")
-def _(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[0], dtype=accumulator_dtype(x.dtype))
-
-
-in_pytorch("layer_norm", layer_norm_reference)
-in_pytorch("rms_norm", rms_norm_reference)
-
-
-@operator("norm_backward")
-def norm_backward(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias) of all the norms; `mask`: which of weight and bias need a gradient, the others are empty.
-
-    dtotal: a gradient that flows to x past the norm. mean: None of an RMS norm.
-    """
-    dweight, dbias = _parameter_gradients(x, weight, bias, mask)
-    dy, x, weight = unit_columns(dy), unit_columns(x), contiguous(weight)
-    dtotal = None if dtotal is None else unit_columns(dtotal)
-    if runs_reference(x):
-        dx, *sums = norm_backward_reference(dy, dtotal, x, weight, mean, rstd, mask)
-        dweight, dbias = (t if s is None else s.to(t.dtype) for s, t in zip(sums, (dweight, dbias), strict=True))
-        return dx, dweight, dbias
-    wanted = (dweight if mask[0] else None, dbias if mask[1] else None)
-    dx = launches.backward(dy, dtotal, x, weight, mean, rstd, *wanted)
-    return dx, dweight, dbias
-
-
-@torch.library.register_fake("rooftop::norm_backward")
-def _(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    dweight, dbias = _parameter_gradients(x, weight, bias, mask)
-    return x.new_empty(x.shape), dweight, dbias
-
-
-def _parameter_gradients(x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Sequence[bool]) -> list[Tensor]:
-    """Memory for the gradients of weight and bias; nothing where none is wanted."""
-    wanted = [t if needed else None for t, needed in zip((weight, bias), mask, strict=True)]
-    return [x.new_empty(0) if t is None else x.new_empty(t.shape, dtype=t.dtype) for t in wanted]
-
-
-def contiguous(parameter: Tensor | None) -> Tensor | None:
-    """The parameter, copied where it has gaps; None stays None."""
-    return parameter.contiguous() if parameter is not None else None
-
-
-Context = torch.autograd.function.FunctionCtx
-
-
-def _save_layer_norm(ctx: Context, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
-    x, weight, bias, *_ = inputs
-    _, mean, rstd = output
-    ctx.save_for_backward(x, weight, bias, mean, rstd)
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.set_materialize_grads(False)  # statistics have no gradient: no zeros for them
-
-
-def _differentiate_layer_norm(
-    ctx: Context, dy: Tensor | None, _mean: Tensor | None, _rstd: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    x, weight, bias, mean, rstd = ctx.saved_tensors  # type: ignore[attr-defined]
-    if dy is None:
-        return (None,) * 5
-    mask = list(ctx.needs_input_grad[1:3])  # type: ignore[attr-defined]
-    dx, dweight, dbias = norm_backward(dy, None, x, weight, bias, mean, rstd, mask)
-    return dx, dweight if mask[0] else None, dbias if mask[1] else None, None, None
-
-
-def _save_rms_norm(ctx: Context, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
-    x, weight, *_ = inputs
-    _, rstd = output
-    ctx.save_for_backward(x, weight, rstd)
-    ctx.mark_non_differentiable(rstd)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate_rms_norm(ctx: Context, dy: Tensor | None, _rstd: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, weight, rstd = ctx.saved_tensors  # type: ignore[attr-defined]
-    if dy is None:
-        return (None,) * 4
-    mask = [ctx.needs_input_grad[1], False]  # type: ignore[attr-defined]
-    dx, dweight, _ = norm_backward(dy, None, x, weight, None, None, rstd, mask)
-    return dx, dweight if mask[0] else None, None, None
-
-
-differentiable("layer_norm", _differentiate_layer_norm, _save_layer_norm)
-differentiable("rms_norm", _differentiate_rms_norm, _save_rms_norm)
-
-
-def layer_norm_formula(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, None, None]:
-    """The operator written out, without statistics: the third derivatives of PyTorch's function are wrong (2.13)."""
-    values = x.to(accumulator_dtype(x.dtype))
-    centred = values - values.mean(1, keepdim=True)
-    y = centred * (centred.square().mean(1, keepdim=True) + eps).rsqrt()
-    y = y if weight is None else y * weight
-    return (y if bias is None else y + bias).to(dtype), None, None
-
-
-def rms_norm_formula(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, None]:
-    """Likewise."""
-    inside = accumulator_dtype(x.dtype)
-    weight = None if weight is None else weight.to(inside)
-    return torch.nn.functional.rms_norm(x.to(inside), x.shape[1:], weight, eps).to(dtype), None
-
-
-def _backward_formula(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    mask: list[bool],
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dx, dweight and dbias as functions of dy, x and weight: of x also through the statistics."""
-    slope, values = dy.to(rstd.dtype), x.to(rstd.dtype)
-    centred = values if mean is None else values - values.mean(1, keepdim=True)
-    square = centred.square().mean(1, keepdim=True)
-    rate = (square - square.detach() + rstd.detach()[:, None].pow(-2)).rsqrt()  # rstd, and how it depends on x
-    normal = centred * rate
-    dweight = (slope * normal).sum(0).to(weight.dtype) if weight is not None and mask[0] else None
-    dbias = slope.sum(0).to(bias.dtype) if bias is not None and mask[1] else None
-    weighted = slope if weight is None else slope * weight
-    along = 0.0 if mean is None else weighted.mean(1, keepdim=True)
-    dx = (weighted - along - normal * (weighted * normal).mean(1, keepdim=True)) * rate
-    return (dx if dtotal is None else dx + dtotal).to(x.dtype), dweight, dbias
-
-
-by_formula("layer_norm", layer_norm_formula)
-by_formula("rms_norm", rms_norm_formula)
-differentiable_by_formula("norm_backward", _backward_formula)
-
-
-@cost_of("rooftop::layer_norm")
-def _layer_norm_cost(call: Call) -> Cost:
-    """Statistics 3 an element, centring and scaling 2, weight and bias 1 each."""
-    x, weight, bias = call["x"], call["weight"], call["bias"]
-    flops = (5 + (weight is not None) + (bias is not None)) * x.numel()
-    return Cost(distinct_bytes([x, weight, bias]), distinct_bytes(call.out), {precision_of(x.dtype): flops})
-
-
-@cost_of("rooftop::rms_norm")
-def _rms_norm_cost(call: Call) -> Cost:
-    """Squares and their sum 2 an element, scaling 1, weight 1."""
-    x, weight = call["x"], call["weight"]
-    flops = (3 + (weight is not None)) * x.numel()
-    return Cost(distinct_bytes([x, weight]), distinct_bytes(call.out), {precision_of(x.dtype): flops})
-
-
-@cost_of("rooftop::norm_backward")
-def _backward_cost(call: Call) -> Cost:
-    """Normalizing 2 an element (RMS: 1), dx 7 (5), weight 1, dtotal 1, 2 and 1 for the sums of weight and bias."""
-    x, weight, mask = call["x"], call["weight"], call["mask"]
-    per_element = 9 if call["mean"] is not None else 6
-    per_element += (weight is not None) + (call["dtotal"] is not None) + 2 * mask[0] + mask[1]
-    read = [call["dy"], call["dtotal"], x, weight, call["mean"], call["rstd"]]
-    written = [call.out[0], *(t for t, wanted in zip(call.out[1:], mask, strict=True) if wanted)]
-    return Cost(distinct_bytes(read), distinct_bytes(written), {precision_of(x.dtype): per_element * x.numel()})
 
 
 # ---- public ----------------------------------------------------------------------------------------------------
@@ -351,11 +294,11 @@ def layer_norm(
     shape = check_norm("layer_norm", normalized_shape, input, None, weight=weight, bias=bias)
     dtype = result_dtype("layer_norm", input)
     if input.dim() == 2 and len(shape) == 1:
-        return _layer_norm(input, weight, bias, eps, dtype)[0]  # type: ignore[no-any-return]
+        return _layer_norm(input, weight, bias, eps, dtype)[0]
     rows, columns = sizes_of(input, shape)
     weight, bias = (t.reshape(columns) if t is not None else None for t in (weight, bias))
     y, _, _ = _layer_norm(input.reshape(rows, columns), weight, bias, eps, dtype)
-    return y.reshape(input.shape)  # type: ignore[no-any-return]
+    return y.reshape(input.shape)
 
 
 @recorded_whole
@@ -380,11 +323,11 @@ def rms_norm(
     shape = check_norm("rms_norm", normalized_shape, input, None, weight=weight)
     eps, dtype = rms_eps(input, eps), result_dtype("rms_norm", input)
     if input.dim() == 2 and len(shape) == 1:
-        return _rms_norm(input, weight, eps, dtype)[0]  # type: ignore[no-any-return]
+        return _rms_norm(input, weight, eps, dtype)[0]
     rows, columns = sizes_of(input, shape)
     weight = weight.reshape(columns) if weight is not None else None
     y, _ = _rms_norm(input.reshape(rows, columns), weight, eps, dtype)
-    return y.reshape(input.shape)  # type: ignore[no-any-return]
+    return y.reshape(input.shape)
 
 
 # ---- what all norms check and do with their arguments ------------------------------------------------------------

@@ -9,33 +9,153 @@ float32 and rounded once; what is normalized is the rounded sum, so y is exactly
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.cost import Cost, distinct_bytes, precision_of
 from rooftop.kernels.norms import launches
 from rooftop.kernels.norms.norms import (
+    Gradients,
+    LayerNorm,
+    RmsNorm,
+    Statistics,
     check_norm,
     contiguous,
-    layer_norm_formula,
-    layer_norm_reference,
-    norm_backward,
     rms_eps,
-    rms_norm_formula,
-    rms_norm_reference,
     runs_reference,
     sizes_of,
 )
 from rooftop.kernels.operands.autocasting import result_dtype
 from rooftop.kernels.operands.dtypes import accumulator_dtype
 from rooftop.kernels.operands.strided_rows import unit_columns
-from rooftop.launch.operators import by_formula, computed_on_cpu, differentiable, in_pytorch, operator
+from rooftop.launch.fast_path import computed_on_cpu
+from rooftop.launch.operators import declare
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED
 
-# ---- reference -------------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------
+
+
+class Kept(NamedTuple):
+    """What backward needs: the sum's norm, whether it was a sum, and the dtype of the input bias."""
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor
+    adds: bool
+    input_bias_dtype: torch.dtype | None
+
+    def gradients(
+        self, wanted: Sequence[bool], dy: Tensor | None, dtotal: Tensor | None, mask: list[bool]
+    ) -> Gradients:
+        """Of x, residual, input_bias, weight and bias."""
+        dtotal = dtotal if self.adds else None  # where nothing is added the caller gives x back, not the operator
+        dx, dweight, dbias = dtotal, None, None
+        if dy is not None:
+            dx, dweight, dbias = Statistics(*self[:5]).gradients(dy, dtotal, mask)
+        dinput_bias = None
+        if wanted[2] and dx is not None:
+            dinput_bias = dx.sum(0, dtype=accumulator_dtype(dx.dtype)).to(self.input_bias_dtype)
+        return dx if wanted[0] else None, dx if wanted[1] else None, dinput_bias, dweight, dbias
+
+
+class AddLayerNorm(NamedTuple):
+    """(y, total, mean, rstd) of rows x (M, N), y in `dtype`; total is empty where nothing is added."""
+
+    x: Tensor
+    residual: Tensor | None
+    input_bias: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    dtype: torch.dtype
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x, residual, input_bias, weight, bias, eps, dtype = self
+        if runs_reference(x):
+            return self.in_pytorch()
+        residual = unit_columns(residual) if residual is not None else None
+        parameters = contiguous(input_bias), contiguous(weight), contiguous(bias)
+        y, total, mean, rstd = launches.forward(unit_columns(x), residual, *parameters, eps, False, dtype)
+        assert mean is not None
+        return y, x.new_empty(0) if total is None else total, mean, rstd
+
+    def fake(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        y, mean, rstd = LayerNorm(self.x, self.weight, self.bias, self.eps, self.dtype).fake()
+        total = self.x.new_empty(self.x.shape if adds(self.residual, self.input_bias) else 0)
+        return y, total, mean, rstd
+
+    def in_pytorch(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        total = add_reference(self.x, self.residual, self.input_bias)
+        y, mean, rstd = LayerNorm(total, *self[3:]).in_pytorch()
+        return y, total if adds(self.residual, self.input_bias) else self.x.new_empty(0), mean, rstd
+
+    def formula(self) -> tuple[Tensor, Tensor, None, None]:
+        total = add_reference(self.x, self.residual, self.input_bias)
+        return LayerNorm(total, *self[3:]).formula()[0], total, None, None
+
+    def keep(self, made: tuple[Tensor, Tensor, Tensor, Tensor]) -> Kept:
+        return _kept(self.x, self.residual, self.input_bias, self.weight, self.bias, made[1], *made[2:])
+
+    @staticmethod
+    def gradients(kept: Kept, wanted: Sequence[bool], dy: Tensor | None, dtotal: Tensor | None) -> Gradients:
+        return kept.gradients(wanted, dy, dtotal, list(wanted[3:5]))
+
+    def cost(self, made: tuple[Tensor, ...]) -> Cost:
+        """1 an element for each term and for weight and bias, 5 for the layer norm."""
+        return _cost(5, self[:5], made)
+
+
+class AddRmsNorm(NamedTuple):
+    """(y, total, rstd), likewise."""
+
+    x: Tensor
+    residual: Tensor | None
+    input_bias: Tensor | None
+    weight: Tensor | None
+    eps: float
+    dtype: torch.dtype
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor]:
+        x, residual, input_bias, weight, eps, dtype = self
+        if runs_reference(x):
+            return self.in_pytorch()
+        residual = unit_columns(residual) if residual is not None else None
+        parameters = contiguous(input_bias), contiguous(weight), None
+        y, total, _, rstd = launches.forward(unit_columns(x), residual, *parameters, eps, True, dtype)
+        return y, x.new_empty(0) if total is None else total, rstd
+
+    def fake(self) -> tuple[Tensor, Tensor, Tensor]:
+        y, rstd = RmsNorm(self.x, self.weight, self.eps, self.dtype).fake()
+        return y, self.x.new_empty(self.x.shape if adds(self.residual, self.input_bias) else 0), rstd
+
+    def in_pytorch(self) -> tuple[Tensor, Tensor, Tensor]:
+        total = add_reference(self.x, self.residual, self.input_bias)
+        y, rstd = RmsNorm(total, *self[3:]).in_pytorch()
+        return y, total if adds(self.residual, self.input_bias) else self.x.new_empty(0), rstd
+
+    def formula(self) -> tuple[Tensor, Tensor, None]:
+        total = add_reference(self.x, self.residual, self.input_bias)
+        return RmsNorm(total, *self[3:]).formula()[0], total, None
+
+    def keep(self, made: tuple[Tensor, Tensor, Tensor]) -> Kept:
+        return _kept(self.x, self.residual, self.input_bias, self.weight, None, made[1], None, made[2])
+
+    @staticmethod
+    def gradients(kept: Kept, wanted: Sequence[bool], dy: Tensor | None, dtotal: Tensor | None) -> Gradients:
+        return kept.gradients(wanted, dy, dtotal, [wanted[3], False])[:4]
+
+    def cost(self, made: tuple[Tensor, ...]) -> Cost:
+        """1 an element for each term and for the weight, 3 for the RMS norm."""
+        return _cost(3, self[:4], made)
+
+
+_add_layer_norm = declare("add_layer_norm", AddLayerNorm, slopes=2)
+_add_rms_norm = declare("add_rms_norm", AddRmsNorm, slopes=2)
 
 
 def add_reference(x: Tensor, residual: Tensor | None, input_bias: Tensor | None) -> Tensor:
@@ -46,209 +166,25 @@ def add_reference(x: Tensor, residual: Tensor | None, input_bias: Tensor | None)
     return total.to(x.dtype)
 
 
-def add_layer_norm_reference(
-    x: Tensor,
-    residual: Tensor | None,
-    input_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, total, mean, rstd) of rows x (M, N) in plain PyTorch; total is empty where nothing is added."""
-    total = add_reference(x, residual, input_bias)
-    y, mean, rstd = layer_norm_reference(total, weight, bias, eps, dtype)
-    return y, total if adds(residual, input_bias) else x.new_empty(0), mean, rstd
-
-
-def add_rms_norm_reference(
-    x: Tensor,
-    residual: Tensor | None,
-    input_bias: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, total, rstd), likewise."""
-    total = add_reference(x, residual, input_bias)
-    y, rstd = rms_norm_reference(total, weight, eps, dtype)
-    return y, total if adds(residual, input_bias) else x.new_empty(0), rstd
-
-
-# ---- registration ----------------------------------------------------------------------------------------------
-
-
 def adds(residual: Tensor | None, input_bias: Tensor | None) -> bool:
     """Whether the sum is another tensor than x."""
     return residual is not None or input_bias is not None
 
 
-@operator("add_layer_norm")
-def _add_layer_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    input_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, total, mean, rstd); total is empty where nothing is added."""
-    if runs_reference(x):
-        return add_layer_norm_reference(x, residual, input_bias, weight, bias, eps, dtype)
-    residual = unit_columns(residual) if residual is not None else None
-    parameters = contiguous(input_bias), contiguous(weight), contiguous(bias)
-    y, written, average, rstd = launches.forward(unit_columns(x), residual, *parameters, eps, False, dtype)
-    assert average is not None
-    return y, x.new_empty(0) if written is None else written, average, rstd
+def _kept(
+    x: Tensor, residual: Tensor | None, input_bias: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    total: Tensor, mean: Tensor | None, rstd: Tensor,
+) -> Kept:  # fmt: skip
+    summed = adds(residual, input_bias)
+    dtype = input_bias.dtype if input_bias is not None else None
+    return Kept(total if summed else x, weight, bias, mean, rstd, summed, dtype)
 
 
-@torch.library.register_fake("rooftop::add_layer_norm")
-def fake_add_layer_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    input_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Also of the twin in CUDA C++."""
-    statistics = x.new_empty(x.shape[0], dtype=accumulator_dtype(x.dtype))
-    total = x.new_empty(x.shape if adds(residual, input_bias) else 0)
-    return x.new_empty(x.shape, dtype=dtype), total, statistics, torch.empty_like(statistics)
-
-
-@operator("add_rms_norm")
-def _add_rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    input_bias: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, total, rstd), likewise."""
-    if runs_reference(x):
-        return add_rms_norm_reference(x, residual, input_bias, weight, eps, dtype)
-    residual = unit_columns(residual) if residual is not None else None
-    parameters = contiguous(input_bias), contiguous(weight), None
-    y, written, _, rstd = launches.forward(unit_columns(x), residual, *parameters, eps, True, dtype)
-    return y, x.new_empty(0) if written is None else written, rstd
-
-
-@torch.library.register_fake("rooftop::add_rms_norm")
-def _(
-    x: Tensor,
-    residual: Tensor | None,
-    input_bias: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    total = x.new_empty(x.shape if adds(residual, input_bias) else 0)
-    return x.new_empty(x.shape, dtype=dtype), total, x.new_empty(x.shape[0], dtype=accumulator_dtype(x.dtype))
-
-
-in_pytorch("add_layer_norm", add_layer_norm_reference)
-in_pytorch("add_rms_norm", add_rms_norm_reference)
-
-
-def save_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Also of the twin in CUDA C++."""
-    x, residual, input_bias, weight, bias, *_ = inputs
-    _, total, mean, rstd = output
-    _save(ctx, adds(residual, input_bias), input_bias)
-    ctx.save_for_backward(total if ctx.adds else x, weight, bias, mean, rstd)
-    ctx.mark_non_differentiable(mean, rstd)
-
-
-def _save_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, residual, input_bias, weight, *_ = inputs
-    _, total, rstd = output
-    _save(ctx, adds(residual, input_bias), input_bias)
-    ctx.save_for_backward(total if ctx.adds else x, weight, None, None, rstd)
-    ctx.mark_non_differentiable(rstd)
-
-
-def _save(ctx: Any, adds: bool, input_bias: Tensor | None) -> None:
-    ctx.adds = adds
-    ctx.input_bias_dtype = input_bias.dtype if input_bias is not None else None
-    ctx.set_materialize_grads(False)  # a total that is not used further must not cost a pass over zeros
-
-
-def differentiate_layer_norm(
-    ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_statistics: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Also of the twin in CUDA C++."""
-    wants = ctx.needs_input_grad  # x, residual, input_bias, weight, bias, eps, dtype
-    return (*_gradients(ctx, dy, dtotal, [wants[3], wants[4]]), None, None)
-
-
-def _differentiate_rms_norm(
-    ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_statistics: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    return (*_gradients(ctx, dy, dtotal, [ctx.needs_input_grad[3], False])[:4], None, None)
-
-
-def _gradients(
-    ctx: Any, dy: Tensor | None, dtotal: Tensor | None, mask: list[bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Of x, residual, input_bias, weight, bias."""
-    total, weight, bias, mean, rstd = ctx.saved_tensors
-    wants = ctx.needs_input_grad
-    dtotal = dtotal if ctx.adds else None  # what nothing was added to is given back by the caller, not by the operator
-    dx, dweight, dbias = dtotal, None, None
-    if dy is not None:
-        dx, *dparameters = norm_backward(dy, dtotal, total, weight, bias, mean, rstd, mask)
-        dweight, dbias = (t if wanted else None for t, wanted in zip(dparameters, mask, strict=True))
-    dinput_bias = None
-    if wants[2] and dx is not None:
-        dinput_bias = dx.sum(0, dtype=accumulator_dtype(dx.dtype)).to(ctx.input_bias_dtype)
-    return dx if wants[0] else None, dx if wants[1] else None, dinput_bias, dweight, dbias
-
-
-def add_layer_norm_formula(
-    x: Tensor,
-    residual: Tensor | None,
-    input_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, None, None]:
-    """Also of the twin in CUDA C++."""
-    total = add_reference(x, residual, input_bias)
-    return layer_norm_formula(total, weight, bias, eps, dtype)[0], total, None, None
-
-
-def _add_rms_norm_formula(
-    x: Tensor,
-    residual: Tensor | None,
-    input_bias: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, None]:
-    total = add_reference(x, residual, input_bias)
-    return rms_norm_formula(total, weight, eps, dtype)[0], total, None
-
-
-by_formula("add_layer_norm", add_layer_norm_formula)
-by_formula("add_rms_norm", _add_rms_norm_formula)
-differentiable("add_layer_norm", differentiate_layer_norm, save_layer_norm)
-differentiable("add_rms_norm", _differentiate_rms_norm, _save_rms_norm)
-
-
-@cost_of("rooftop::add_layer_norm", "rooftop::add_layer_norm_cuda", "rooftop::add_rms_norm")
-def _cost(call: Call) -> Cost:
-    """1 an element for each term and for weight and bias, 5 for the layer norm or 3 for the RMS norm."""
-    layer = "bias" in call
-    terms = [call[name] for name in ("residual", "input_bias", "weight", *(("bias",) if layer else ()))]
-    flops = (5 if layer else 3) + sum(t is not None for t in terms)
-    x = call["x"]
-    read = distinct_bytes([x, *terms])
-    return Cost(read, distinct_bytes(call.out), {precision_of(x.dtype): flops * x.numel()})
+def _cost(flops: int, read: Sequence[Tensor | None], made: Sequence[Tensor]) -> Cost:
+    x, *terms = read
+    assert x is not None
+    flops += sum(t is not None for t in terms)
+    return Cost(distinct_bytes(read), distinct_bytes(made), {precision_of(x.dtype): flops * x.numel()})
 
 
 # ---- public ----------------------------------------------------------------------------------------------------
@@ -287,8 +223,9 @@ def add_layer_norm(
         return y, total if adds(residual, input_bias) else input
     name, parameters = "add_layer_norm", {"weight": weight, "bias": bias, "input_bias": input_bias}
     shape = check_norm(name, normalized_shape, input, residual, **parameters)
-    flat, *terms = flat_arguments(shape, input, residual, input_bias, weight, bias)
-    y, total, _, _ = _add_layer_norm(flat, *terms, eps, result_dtype("layer_norm", input))
+    flat, (added, of_input, scale, shift) = flat_arguments(shape, input, residual, input_bias, weight, bias)
+    dtype = result_dtype("layer_norm", input)
+    y, total, _, _ = _add_layer_norm(flat, added, of_input, scale, shift, eps, dtype)
     return y.reshape(input.shape), total.reshape(input.shape) if adds(residual, input_bias) else input
 
 
@@ -308,8 +245,8 @@ def add_rms_norm(
     """
     name, parameters = "add_rms_norm", {"weight": weight, "input_bias": input_bias}
     shape = check_norm(name, normalized_shape, input, residual, **parameters)
-    flat, *terms = flat_arguments(shape, input, residual, input_bias, weight)
-    y, total, _ = _add_rms_norm(flat, *terms, rms_eps(input, eps), result_dtype("rms_norm", input))
+    flat, (added, of_input, scale) = flat_arguments(shape, input, residual, input_bias, weight)
+    y, total, _ = _add_rms_norm(flat, added, of_input, scale, rms_eps(input, eps), result_dtype("rms_norm", input))
     return y.reshape(input.shape), total.reshape(input.shape) if adds(residual, input_bias) else input
 
 
@@ -330,8 +267,9 @@ def _is_plain_sum(
 
 def flat_arguments(
     shape: tuple[int, ...], input: Tensor, residual: Tensor | None, *parameters: Tensor | None
-) -> list[Tensor | None]:
-    """input and residual as (M, N), parameters as (N,)."""
+) -> tuple[Tensor, list[Tensor | None]]:
+    """input as (M, N), and residual as (M, N) and parameters as (N,)."""
     rows, columns = sizes_of(input, shape)
-    flat = [t.reshape(rows, columns) if t is not None else None for t in (input, residual)]
-    return [*flat, *(t.reshape(columns) if t is not None else None for t in parameters)]
+    others = [None if residual is None else residual.reshape(rows, columns)]
+    others += [None if t is None else t.reshape(columns) for t in parameters]
+    return input.reshape(rows, columns), others

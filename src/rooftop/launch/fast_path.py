@@ -1,0 +1,162 @@
+"""Calls of operators that go past PyTorch's dispatcher, straight to the implementation.
+
+A call through the dispatcher of an operator that is written in Python costs the host more time than the launch of a
+small kernel. A call that nothing watches or transforms does not need it. Whatever has to see the operator does:
+torch.compile, modes (FakeTensor, counting), transforms, the profiler.
+
+`benchmarks/calls.py` measures what it saves. Where the row "dispatcher" of its table costs less than a tenth of a call,
+this file can go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_LISTS = (list, tuple)
+_NO_TENSORS = frozenset((type(None), bool, int, float, str))  # most arguments that are no tensors
+# Looked up once: they are asked at every call.
+_include_set = torch._C._dispatch_tls_local_include_set
+_is_included = torch._C._dispatch_tls_is_dispatch_key_included
+_VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")  # of `is_grads_batched`; `torch.func` has another
+_function_modes = torch._C._len_torch_function_stack
+_profiler_enabled = torch._C._autograd._profiler_enabled
+with ThreadPoolExecutor(1) as _thread:  # a new one has neither modes, nor transforms, nor inference mode; this one may
+    _UNWATCHED = _thread.submit(_include_set).result()
+
+# ---- what has to see a call ---------------------------------------------------------------------------------------
+
+
+def is_plain(arguments: Sequence[Any]) -> bool:
+    """Whether nothing but autograd has to know of a call."""
+    return _include_set() == _UNWATCHED and _function_modes() == 0 and not _profiler_enabled() and _are_plain(arguments)
+
+
+def _are_plain(arguments: Sequence[Any]) -> bool:
+    """Whether the tensors among them, and in lists among them, are PyTorch's own, with values as memory has them."""
+    for argument in arguments:
+        kind = type(argument)
+        if kind in _PLAIN:
+            if argument.is_meta or argument.is_neg() or argument._is_zerotensor():
+                return False
+        elif kind in _NO_TENSORS:
+            continue
+        elif isinstance(argument, Tensor) or (isinstance(argument, _LISTS) and not _are_plain(argument)):
+            return False
+    return True
+
+
+def requires_grad(arguments: Sequence[Any]) -> bool:
+    """Whether a tensor among them does, or one in a list among them."""
+    for argument in arguments:
+        kind = type(argument)
+        if kind in _NO_TENSORS:
+            continue
+        if isinstance(argument, Tensor):
+            if argument.requires_grad:
+                return True
+        elif isinstance(argument, _LISTS) and requires_grad(argument):
+            return True
+    return False
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation is at work."""
+    return forward_ad._current_level >= 0
+
+
+def transformed(arguments: Sequence[Any]) -> bool:
+    """Whether a transform of `torch.func` or forward-mode differentiation is at work on a tensor among them, or
+    autograd takes a batch of gradients at once."""
+    if _is_included(_VMAP_MODE):
+        return True
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            if torch._C._functorch.is_functorch_wrapped_tensor(argument):
+                return True
+            if in_forward_mode() and forward_ad.unpack_dual(argument).tangent is not None:
+                return True
+        elif isinstance(argument, _LISTS) and transformed(argument):
+            return True
+    return False
+
+
+def unwatched(*arguments: Any) -> bool:
+    """Whether nothing but autograd would notice by which operators something is computed with these: no compiler, mode,
+    transform or profiler, and no tensor of another kind."""
+    return not torch.compiler.is_compiling() and not in_forward_mode() and is_plain(arguments)
+
+
+def computed_on_cpu(*tensors: Any) -> bool:
+    """Whether these are dense tensors on the CPU, nothing notices by which operators something is computed with them,
+    and no gradient will be asked for: PyTorch's own functions do, and the host saves the way through an operator."""
+    recorded = torch.is_grad_enabled()
+    for t in tensors:
+        if t is None:
+            continue
+        if type(t) not in _PLAIN or not t.is_cpu or t.layout != torch.strided or (recorded and t.requires_grad):
+            return False
+    return not torch.is_autocast_enabled("cpu") and unwatched(*tensors)
+
+
+# ---- autograd without the dispatcher ------------------------------------------------------------------------------
+
+
+def recording(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that autograd records.
+
+    Args:
+        name: of the operator.
+        forward: (ctx, *arguments) to the results.
+        backward: (ctx, wanted, *slopes) to gradients of the arguments; `wanted` says which need one.
+    """
+
+    def backward_of(ctx: Any, *slopes: Any) -> Any:
+        return backward(ctx, ctx.needs_input_grad, *slopes)
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_of)}
+    made: Any = type(f"GeneratedBackwardFor_rooftop_{name}_default", (torch.autograd.Function,), methods)
+    # What Function.apply does before it calls this only concerns transforms, and those go through the dispatcher.
+    return super(torch.autograd.Function, made).apply  # type: ignore[no-any-return]
+
+
+def recording_lists(
+    name: str, forward: Callable[..., Any], backward: Callable[..., Any], gives_list: bool
+) -> Callable[..., Any]:
+    """The same where arguments or results are lists of tensors, which autograd only sees one by one."""
+
+    def forward_of_each(ctx: Any, counts: Sequence[int | None], *flat: Any) -> Any:
+        """`counts`: for each argument how many tensors it has if it is a list of them."""
+        ctx.counts, rest = counts, iter(flat)
+        output = forward(ctx, *(next(rest) if n is None else list(islice(rest, n)) for n in counts))
+        return tuple(output) if gives_list else output
+
+    def backward_of_each(ctx: Any, wanted: Sequence[bool], *slopes: Any) -> tuple[Any, ...]:
+        rest = iter(wanted[1:])
+        of_arguments = [next(rest) if n is None else list(islice(rest, n)) for n in ctx.counts]
+        found = backward(ctx, of_arguments, list(slopes)) if gives_list else backward(ctx, of_arguments, *slopes)
+        flat: list[Tensor | None] = [None]  # of `counts`
+        for count, gradient in zip(ctx.counts, found, strict=True):
+            flat += [gradient] if count is None else [None] * count if gradient is None else gradient
+        return tuple(flat)
+
+    record = recording(name, forward_of_each, backward_of_each)
+
+    def recorded(*arguments: Any) -> Any:
+        counts: list[int | None] = []
+        flat: list[Any] = []
+        for each in arguments:
+            is_list = isinstance(each, list | tuple) and all(isinstance(item, Tensor) for item in each)
+            counts.append(len(each) if is_list else None)
+            flat += each if is_list else [each]
+        output = record(counts, *flat)
+        return list(output) if gives_list else output
+
+    return recorded
