@@ -254,7 +254,8 @@ def interpreted(interpreting: subprocess.Popen[str], tmp_path: Path) -> Callable
 
 
 PRELOADED = (
-    *("torch._dynamo", "torch.distributed.run", "torch.distributed.device_mesh", "torch.profiler", "pytest"),
+    *("torch._inductor.compile_fx", "torch.distributed.run", "torch.distributed.device_mesh", "torch.profiler"),
+    "pytest",
     *("rooftop.cli.analyze", "rooftop.analysis.page", "rooftop.parallel.processes"),
 )
 Fork = Callable[..., BaseProcess]
