@@ -127,9 +127,14 @@ MASKS: dict[str, Callable[[int], Tensor] | None] = {
 }
 
 
-@pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("leading", [(), (8,), (2, 4), (2, 2, 2)], ids=lambda leading: f"{len(leading) + 2}D")
+@pytest.mark.parametrize(
+    ("leading", "mask", "train"),  # each pair of them
+    [
+        pytest.param(leading, mask, (i + j) % 2 == 1, id=f"{len(leading) + 2}D-{mask}-{(i + j) % 2 == 1}")
+        for i, leading in enumerate([(), (8,), (2, 4), (2, 2, 2)])
+        for j, mask in enumerate(MASKS)
+    ],
+)
 def test_attention_of_any_dimensions(leading: tuple[int, ...], mask: str, train: bool, h200: Ceilings) -> None:
     """Two products forward; backward four, or five where one kernel computes the scores again."""
     length, width = 64, 32

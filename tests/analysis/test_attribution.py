@@ -173,16 +173,24 @@ class Recomputed(nn.Module):
         return x
 
 
+def in_a_thread(run: Callable[..., None], *arguments: Any) -> None:
+    thread = threading.Thread(target=run, args=arguments)
+    thread.start()
+    thread.join()
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_number_of_two_threads_is_that_of_the_node_that_can_still_be_run(reentrant: bool) -> None:
     """As on a GPU, where the numbers of both threads begin at 0: here the other thread comes to those of this one, and
-    no frame of `backward` is on its stack."""
+    no frame of `backward` is on its stack. Both threads are new, so that few nodes are made on the way to a number."""
     number = torch._C._autograd._get_sequence_nr
     run_backward = torch.autograd.Variable._execution_engine.run_backward
     net, x, slope = Recomputed(reentrant), torch.randn(3, 4, requires_grad=True), torch.ones(3, 4)
 
-    def elsewhere(ahead: int) -> list[Record]:
-        tracker, found, one = ModuleTracker(net), list[Record](), torch.ones(1, requires_grad=True)
+    def elsewhere(ahead: int, found: list[Record]) -> None:
+        tracker, one = ModuleTracker(net), torch.ones(1, requires_grad=True)
+        for _ in range(20):
+            one.neg()  # the other thread must be able to stay behind
 
         def backward() -> None:
             while number() < first + ahead:
@@ -193,13 +201,11 @@ def test_a_number_of_two_threads_is_that_of_the_node_that_can_still_be_run(reent
 
         with tracker, CountingMode(tracker.locate):
             first, y = number(), net(x)
-            thread = threading.Thread(target=backward)
-            thread.start()
-            thread.join()
-        return found
+            in_a_thread(backward)
 
     for ahead in range(-12, 16):
-        records = elsewhere(ahead)
+        records: list[Record] = []
+        in_a_thread(elsewhere, ahead, records)
         assert sorted(scopes(records, "mm", "backward")) == ["layers.0"] * 2 + ["layers.1"] * 2, ahead
         assert scopes(records, "tanh_backward", "backward") == ["", ""], ahead
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor.graph import GraphLowering
 from torch.func import functional_call
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rooftop import models
@@ -35,10 +37,9 @@ PROGRAMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_as_torch_decides(name: str, train: bool, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@cache
+def observed(name: str, train: bool) -> tuple[list[MeasuredOperator], GraphModule]:
+    """A program's operators, and its graph as a compiler gets it: the same wherever the program would run."""
     module, x = PROGRAMS[name]().train(train), torch.randn(2, 3, 32, 32)
 
     def phase() -> tuple[str, str]:
@@ -56,6 +57,14 @@ def test_as_torch_decides(name: str, train: bool, on_gpu: bool, monkeypatch: pyt
         return found
 
     graph = make_fx(forward, tracing_mode="fake")(module.state_dict(), x)
+    return operators, graph
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_as_torch_decides(name: str, train: bool, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    operators, graph = observed(name, train)
     if on_gpu:
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     expected = GraphLowering.decide_layout_opt(graph, is_inference=not train)

@@ -22,7 +22,8 @@ from rooftop.analysis import Report, fake_tensors
 from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware import ceilings_of
 from rooftop.hardware.ceilings import Ceilings
-from rooftop.models import resnet18, resnet50
+from rooftop.models import resnet18
+from rooftop.models.vision.resnet import BasicBlock, ResNet
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +50,7 @@ def mean_logit(output: Any) -> Tensor:
 
 
 def convolutional() -> tuple[nn.Module, Tensor, dict[str, Any]]:
-    return resnet18(), torch.randn(4, 3, 32, 32), {}
+    return ResNet(BasicBlock, (1, 1, 1, 1)), torch.randn(4, 3, 32, 32), {}
 
 
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
@@ -103,16 +104,16 @@ def test_the_totals_are_those_of_a_run(train: bool, build: Build, ceilings: Ceil
 @pytest.mark.parametrize("train", [False, True])
 def test_fake_weights_give_the_same_prediction_at_once(train: bool, transformers: ModuleType, h200: Ceilings) -> None:
     def residual() -> tuple[nn.Module, Tensor, dict[str, Any]]:
-        return resnet50(), torch.randn(8, 3, 224, 224), {}
+        return resnet18(), torch.randn(8, 3, 224, 224), {}
 
-    for build in (residual, language(transformers, n_layer=4, n_embd=768, n_head=12, vocab_size=50257)):
+    for build in (residual, language(transformers, n_layer=2, n_embd=768, n_head=12, vocab_size=50257)):
         totals = []
         for context in (nullcontext(), fake_tensors()):
             with context:
                 model, x, extra = build()
                 began = time.process_time()
                 report = rooftop.predict(model, x, ceilings=h200, train=train, **(extra if train else {}))
-                assert time.process_time() - began < 10
+                assert time.process_time() - began < 5
             totals.append((report.summary, counts(report)))
         assert totals[0] == totals[1]
 
@@ -282,10 +283,10 @@ def test_the_report_says_that_it_is_predicted(h200: Ceilings, tmp_path: Path) ->
     assert Report.from_json(tmp_path / "r.json") == report
 
 
-def test_a_decoder_of_2_billion_parameters(transformers: ModuleType, h200: Ceilings, tmp_path: Path) -> None:
-    """A training step of 2048 tokens of a quarter of the 32 layers that one of 7 billion has, against the usual 6 flops
+def test_a_decoder_of_a_billion_parameters(transformers: ModuleType, h200: Ceilings, tmp_path: Path) -> None:
+    """A training step of 2048 tokens of an eighth of the 32 layers that one of 7 billion has, against the usual 6 flops
     for each parameter and token, and attention."""
-    layers = 8
+    layers = 4
     config = transformers.LlamaConfig(
         hidden_size=4096, intermediate_size=11008, num_hidden_layers=layers, num_attention_heads=32, vocab_size=32000
     )
@@ -301,7 +302,7 @@ def test_a_decoder_of_2_billion_parameters(transformers: ModuleType, h200: Ceili
             dtype=torch.bfloat16,
         )
     parameters = report.summary.parameters
-    assert parameters == 6_738_415_616 - 24 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096)
+    assert parameters == 6_738_415_616 - 28 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096)
     products = 6 * (parameters - 32000 * 4096) * 2048  # the embedding is looked up
     attention = layers * (4 + 10) * 2048 * 2048 / 2 * 4096  # two products forward, five backward, half of them masked
     assert report.summary.flops == pytest.approx(products + attention, rel=0.03)

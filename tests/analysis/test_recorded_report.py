@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -25,13 +26,17 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
 
 
-def train(model: nn.Module, steps: int, pause_s: float = 0.0) -> None:
+def train(model: nn.Module, steps: int, pause_s: float = 0.0) -> list[float]:
+    """Returns how long each step took, in ms."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    ends = [time.perf_counter()]
     for _ in range(steps):
         time.sleep(pause_s)
         model(torch.ones(8, 32)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+        ends.append(time.perf_counter())
+    return [1e3 * (end - begin) for begin, end in pairwise(ends)]
 
 
 def recorded(program: Callable[[], Any], ceilings: Ceilings | None) -> Recording:
@@ -83,24 +88,29 @@ def test_the_start_up_is_told_apart_and_is_no_part_of_a_step(ceilings: Ceilings)
 def test_a_slow_first_step_is_not_in_the_wall_time(ceilings: Ceilings) -> None:
     """Its data set is read in it, as by a loader's first batch."""
 
+    took: list[float] = []
+
     def program() -> None:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        began = time.perf_counter()
         for step in range(NEEDED + 3):
             loss = model(torch.ones(8, 32)).sum()
             time.sleep(0.2 if step == 0 else 0.003)
             loss.backward()
             optimizer.step()
+            took.append(1e3 * (time.perf_counter() - began) - sum(took))
 
     report = report_of(program, ceilings)
-    assert report.summary.wall_ms < 50
+    assert report.summary.wall_ms < 1.5 * max(took[1:])  # whatever else the machine does
     assert times_in(note_of(report, "Its first steps took").partition("first steps took")[2])[0] > 200
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 def test_few_steps_are_told_with_the_duration_of_each(steps: int, ceilings: Ceilings) -> None:
     model = net()
-    report = report_of(lambda: train(model, steps, pause_s=0.03), ceilings)
+    took: list[float] = []
+    report = report_of(lambda: took.extend(train(model, steps, pause_s=0.03)), ceilings)
     said = "There was only 1 step." if steps == 1 else f"There were only {steps} steps."
     assert said in note_of(report, said)
     told = note_of(report, "Its first steps took").partition("first steps took")[2]
@@ -108,7 +118,7 @@ def test_few_steps_are_told_with_the_duration_of_each(steps: int, ceilings: Ceil
     assert len(durations) == min(steps, 3)
     assert all(ms > 29 for ms in durations[1:])  # the first begins where its module is called
     assert told.count("(watched)") == min(steps, 2)
-    assert (30 if steps > 2 else 0) < report.summary.wall_ms < 90
+    assert (30 if steps > 2 else 0) < report.summary.wall_ms < 1.5 * max(took)
     if steps == 3:
         assert report.summary.wall_ms == pytest.approx(durations[2], rel=0.05)
     assert report.modules.find("(optimizer)").calls == 1

@@ -61,7 +61,7 @@ dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(20):
-    time.sleep(0.02 * dist.get_rank())
+    time.sleep(0.06 * dist.get_rank())
     model(torch.randn(4, 8)).sum().backward()
     optimizer.step()
 dist.destroy_process_group()

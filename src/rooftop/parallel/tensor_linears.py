@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -288,7 +289,7 @@ def _column_product(
     return _ColumnProduct.apply(x, weight, bias, activation, group, split, None)  # type: ignore[no-any-return]
 
 
-@torch.compiler.disable
+@_disable_dynamo  # which, unlike torch.compiler.disable, does not import the compiler before it is needed
 def _deferrable_product(
     x: Tensor,
     weight: Tensor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,10 +30,16 @@ def law(*inputs: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Call
 FLOAT, LONG = 4, 8
 
 
+@cache
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """torch makes the table anew at each call, which takes twice as long as a trace."""
+    table: dict[Any, Callable[..., Any]] = core_aten_decompositions().materialize()  # type: ignore[attr-defined]
+    return table
+
+
 def traced(function: Callable[..., Any], *inputs: Tensor, mode: str = "fake") -> fx.Graph:
     """The graph of aten operators that inductor would be given, decomposed as far."""
-    table = core_aten_decompositions()
-    graph: fx.Graph = make_fx(function, tracing_mode=mode, decomposition_table=table)(*inputs).graph
+    graph: fx.Graph = make_fx(function, tracing_mode=mode, decomposition_table=decompositions())(*inputs).graph
     return graph
 
 

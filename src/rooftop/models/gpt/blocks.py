@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from rooftop.models.gpt.switches import GptConfig
 from rooftop.nn import Embedding, LayerNorm, RMSNorm
@@ -170,7 +171,7 @@ class Block(nn.Module):
         x, normed = summed_and_normed(self.mlp_norm, x, self.attention(normed, rotation, cache))
         return x, self.mlp(normed)
 
-    @torch.compiler.disable  # which chooses by itself what backward computes again
+    @_disable_dynamo  # the compiler chooses by itself what backward computes again; imported when it is called
     def _selective(
         self, x: Tensor, update: Tensor | None, rotation: Rotation | None, cache: Remembered | None
     ) -> tuple[Tensor, Tensor]:
