@@ -207,8 +207,8 @@ BUILDS = "ROOFTOP_TESTS_BUILDS"
 
 INTERPRETING = """
 import gc, json, os, signal, sys
-import hypothesis.strategies, pytest, torch, torch._dynamo, triton
-import rooftop.analysis, rooftop.kernels, rooftop.nn, rooftop.testing
+import pytest, torch, torch._dynamo, triton
+import rooftop.analysis.profiling, rooftop.kernels, rooftop.nn, rooftop.testing
 
 gc.collect()
 gc.freeze()
