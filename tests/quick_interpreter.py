@@ -25,6 +25,7 @@ def quicken() -> None:
     interpreter._patch_lang = _replace_the_language
     interpreter._patch_attr = _replace
     interpreter._get_np_dtype = _numpy_dtype
+    interpreter._convert_float = _converted
     interpreter.ReduceOps.generic_reduce = _reduce
     core.block_type.__init__ = _init_block_type
     core.block_type.with_element_ty = _with_element_ty
@@ -42,6 +43,7 @@ def quicken() -> None:
 
 _patch_lang = interpreter._patch_lang
 _get_np_dtype = interpreter._get_np_dtype
+_convert_float = interpreter._convert_float
 _unwrap_if_constexpr = core._unwrap_if_constexpr
 _dtype_eq = core.dtype.__eq__
 _binary_op_type_checking_impl = Semantic.binary_op_type_checking_impl
@@ -79,6 +81,26 @@ def _numpy_dtype(dtype: Any) -> Any:
     if name not in _dtypes:
         _dtypes[name] = _get_np_dtype(dtype.scalar)
     return _dtypes[name]
+
+
+def _converted(input: Any, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> Any:
+    """Between bfloat16 and float32 without rounding, bits are moved; those of denormals the interpreter moves its own
+    way."""
+    names = (input_dtype.name, output_dtype.name)
+    if rounding_mode is None and names == ("bf16", "fp32"):
+        bits = input.view(numpy.uint16).astype(numpy.uint32) << 16
+        if not _has_denormals(bits):
+            return bits
+    if rounding_mode is None and names == ("fp32", "bf16"):
+        bits = input.view(numpy.uint32)
+        if not _has_denormals(bits):
+            return (bits >> 16).astype(numpy.uint16)
+    return _convert_float(input, input_dtype, output_dtype, rounding_mode)
+
+
+def _has_denormals(bits: Any) -> bool:
+    """Of float32: the sign is shifted out, 0 becomes the largest number."""
+    return bool((((bits << 1) - 1) < (1 << 24) - 1).any())
 
 
 def _unwrapped(value: Any) -> Any:

@@ -50,6 +50,7 @@ def serve(connection: Connection) -> None:
     """One task after another, until the other end is closed."""
     faulthandler.enable()  # where a process that ends without an answer was
     torch.set_num_threads(1)
+    gc.freeze()  # what is there before the first task (torch and its like) is not looked through after each
     while True:
         try:
             task = pickle.loads(connection.recv_bytes())
@@ -92,6 +93,8 @@ def loaded(name: str, file: str) -> ModuleType:
         assert spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
+        gc.collect()
+        gc.freeze()
     return sys.modules[name]
 
 
