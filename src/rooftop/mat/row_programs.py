@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rooftop.launch.numba_loops import in_threads
+from rooftop.launch.strides import merged
 from rooftop.mat.conversions import store_64
 from rooftop.mat.exactness import Bounds, BoundsOf, depth_bounds, limits_in, trusted
 from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, same_number, topological
@@ -57,7 +58,7 @@ class RowProgram:
             return
         channels = target.shape[-1]
         tensors = [each.view(torch.uint8) if each.dtype == torch.bool else each for each in tensors]
-        views = merged([*tensors, target])
+        views = in_few_dims([*tensors, target])
         blocks = list(blocks_of(views, channels))
         most = target.numel() // _LEAST_PER_THREAD
         in_threads(lambda first, last: self._run_blocks(views, blocks[first:last], channels), len(blocks), most)
@@ -100,18 +101,9 @@ def _pattern(numbers: tuple[int | float, ...], shape: torch.Size, dtype: torch.d
 # ---- blocks ----------------------------------------------------------------------------------------------------
 
 
-def merged(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors with those dimensions as one that all of them walk through as one."""
-    shape = tensors[0].shape
-    dims: list[tuple[int, tuple[int, ...]]] = []
-    for axis, size in enumerate(shape):
-        if size == 1 and (dims or axis < len(shape) - 1):
-            continue
-        steps = tuple(each.stride(axis) for each in tensors)
-        if dims and all(outer == size * inner for outer, inner in zip(dims[-1][1], steps, strict=True)):
-            dims[-1] = (dims[-1][0] * size, steps)
-        else:
-            dims.append((size, steps))
+def in_few_dims(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors with those dimensions as one that all of them walk through as one; one at least."""
+    dims = merged(tensors[0].shape, *(each.stride() for each in tensors)) or [(1, (1,) * len(tensors))]
     sizes = [size for size, _ in dims]
     return [
         each.as_strided(sizes, [steps[n] for _, steps in dims], each.storage_offset()) for n, each in enumerate(tensors)

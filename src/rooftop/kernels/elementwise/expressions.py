@@ -12,6 +12,7 @@ import numbers
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -19,6 +20,8 @@ from weakref import WeakValueDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from rooftop.launch import trees
 
 Operands = tuple["Expression", ...]
 Gradients = tuple["Expression | None", ...]
@@ -314,18 +317,10 @@ def equal(a: Any, b: Any) -> Expression:
 
 def topological(outputs: Iterable[Expression]) -> list[Expression]:
     """All nodes under these, operands before what uses them, each once."""
-    order: list[Expression] = []
-    seen: set[int] = set()
-    stack: list[tuple[Expression, bool]] = [(each, False) for each in reversed(list(outputs))]
-    while stack:
-        node, done = stack.pop()
-        if done:
-            order.append(node)
-        elif id(node) not in seen:
-            seen.add(id(node))
-            stack.append((node, True))
-            stack.extend((each, False) for each in reversed(node.operands))
-    return order
+    return trees.topological(outputs, _OPERANDS)
+
+
+_OPERANDS: Callable[[Expression], Operands] = attrgetter("operands")
 
 
 def arguments_of(outputs: Iterable[Expression]) -> list[int]:

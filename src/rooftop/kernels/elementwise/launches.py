@@ -29,6 +29,7 @@ from rooftop.kernels.elementwise.tables import FlatConfig
 from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.kernels.operands.strided_rows import unit
 from rooftop.kernels.reductions.launches import reduce_into, viewed
+from rooftop.launch.strides import Dims, merged
 from rooftop.launch.triton_launch import launch, processors
 
 MOST_DIMS = 5  # after merging
@@ -75,9 +76,6 @@ def launch_program(
     for i, result, full, over in zip(chosen, results, stored, sums, strict=True):
         if plan.kept[i] and not over:
             _sum_into(result, full, [d for d, keep in enumerate(plan.kept[i]) if keep == "0"])
-
-
-Dims = list[tuple[int, tuple[int, ...]]]  # (size, a stride for each tensor), the outermost dimension first
 
 
 def _launch_tiles(
@@ -182,15 +180,8 @@ def merged_dims(y: Tensor, tensors: Sequence[Tensor]) -> Dims:
         (0,) * (y.dim() - t.dim()) + tuple(s if n > 1 else 0 for n, s in zip(t.shape, t.stride(), strict=True))
         for t in tensors
     ]
-    dims: Dims = []
-    for d in sorted(range(y.dim()), key=y.stride, reverse=True):
-        size, moves = y.shape[d], tuple(each[d] for each in strides)
-        if size == 1:
-            continue
-        if dims and all(outer == size * inner for outer, inner in zip(dims[-1][1], moves, strict=True)):
-            dims[-1] = (dims[-1][0] * size, moves)
-        else:
-            dims.append((size, moves))
+    order = sorted(range(y.dim()), key=y.stride, reverse=True)
+    dims = merged([y.shape[d] for d in order], *([each[d] for d in order] for each in strides))
     return dims or [(1, (0,) * len(tensors))]
 
 

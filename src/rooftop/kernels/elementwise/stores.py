@@ -37,13 +37,14 @@ from rooftop.kernels.elementwise.expression_sources import (
 from rooftop.kernels.elementwise.expression_texts import text_of
 from rooftop.kernels.elementwise.expression_types import NUMBER, Kind
 from rooftop.kernels.elementwise.expressions import arguments_of, topological
-from rooftop.kernels.elementwise.launches import Dims, merged_dims
+from rooftop.kernels.elementwise.launches import merged_dims
 from rooftop.kernels.elementwise.programs import Number, Plan, plan_of, planned
 from rooftop.kernels.elementwise.tables import STORES, TURNED
 from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.kernels.operands.repeating_numbers import COLUMNS as TABLE
 from rooftop.kernels.operands.repeating_numbers import table_of
 from rooftop.kernels.operands.strided_rows import LINE_BYTES, from_line
+from rooftop.launch.strides import Dims
 from rooftop.launch.triton_launch import Repeated, require_triton
 
 MOST_DIMS = 5
