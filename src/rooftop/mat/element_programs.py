@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rooftop.kernels.elementwise import expressions
-from rooftop.kernels.elementwise.expression_texts import text_of
 from rooftop.kernels.elementwise.expressions import NAMES, Expression, apply, argument, constant
+from rooftop.kernels.elementwise.programs import Program
 from rooftop.mat.conversions import Scaling
 from rooftop.mat.exactness import Bounds, BoundsOf, depth_bounds, limits_in, rounded_bounds, trusted
 from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, same_number, topological
@@ -51,7 +51,6 @@ class Numbers:
         result: what is stored.
         about: within which numbers it is before it is rounded and saturated, whatever was rounded on the way; None if
             that is not known.
-        kinds: a letter for each argument.
         rows: numbers that differ from channel to channel.
         rows_dtype: of their tensors.
         numbers: those that do not, as they are given.
@@ -72,14 +71,10 @@ class Numbers:
         self.dtype, self.name = dtype, NAMES[dtype]
         self.floating = dtype.is_floating_point
 
-    @property
-    def kinds(self) -> str:
-        return "t" * self.first_number + "n" * len(self.numbers)
-
     @cached_property
-    def text(self) -> str:
-        """The program, as `rooftop.kernels` reads it."""
-        return f"{self.kinds}: {text_of([self.result])}"
+    def program(self) -> Program:
+        """What `rooftop.kernels` computes."""
+        return Program("t" * self.first_number + "n" * len(self.numbers), (self.result,), ("",))
 
     @cached_property
     def operations(self) -> int:

@@ -15,9 +15,16 @@ from typing import Any
 
 import torch
 
-from rooftop.kernels.elementwise.expression_texts import text_of
 from rooftop.kernels.elementwise.expression_types import NUMBER, Kind, Types, computed_in, summand, wrapped
-from rooftop.kernels.elementwise.expressions import DTYPES, NAMES, OPERATIONS, Expression, arguments_of, topological
+from rooftop.kernels.elementwise.expressions import (
+    DTYPES,
+    NAMES,
+    OPERATIONS,
+    Expression,
+    arguments_of,
+    text_of,
+    topological,
+)
 from rooftop.kernels.operands.dtypes import HALVES
 
 

@@ -23,8 +23,7 @@ from rooftop.kernels.elementwise.expression_sources import (
     source_of,
     stride_names,
 )
-from rooftop.kernels.elementwise.expression_types import Kind
-from rooftop.kernels.elementwise.programs import Plan, plan_of
+from rooftop.kernels.elementwise.programs import Plan
 from rooftop.kernels.elementwise.tables import FlatConfig
 from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.kernels.operands.strided_rows import unit
@@ -37,9 +36,7 @@ MOST_DIMS = 5  # after merging
 # ---- launch ---------------------------------------------------------------------------------------------------
 
 
-def launch_program(
-    text: str, plan: Plan, chosen: tuple[int, ...], arguments: list[Any], y: Tensor, results: list[Tensor]
-) -> None:
+def launch_program(plan: Plan, chosen: tuple[int, ...], arguments: list[Any], y: Tensor, results: list[Tensor]) -> None:
     """One kernel for outputs whose elements, before any are summed, have the shape and strides of y."""
     used = sorted({number for i in chosen for number in plan.used[i]})
     tensors = {i: arguments[i] for i in used if isinstance(arguments[i], Tensor)}
@@ -63,7 +60,7 @@ def launch_program(
         for r, i, over in zip(results, chosen, sums, strict=True)
     ]
     layout = layout_of(dims, tensors, len(arguments), y, sums if any(sums) else ())
-    kernel = _kernel(text, plan.kinds, torch.get_default_dtype(), chosen, layout)
+    kernel = _kernel(plan, chosen, layout)
     given = [int(a) if isinstance(a := arguments[i], bool) else a for i in used]
     if layout.outer_dims == 0:
         config = flat_config([*tensors.values(), *stored])
@@ -196,19 +193,14 @@ def layout_of(dims: Dims, tensors: dict[int, Tensor], arguments: int, y: Tensor,
 
 
 @functools.lru_cache(maxsize=4096)
-def source_for(
-    text: str, kinds: tuple[Kind | None, ...], default: torch.dtype, chosen: tuple[int, ...], layout: Layout
-) -> tuple[str, str]:
-    """(source, name) of the kernel for some of a program's outputs."""
-    plan = plan_of(text, kinds, default)
+def source_for(plan: Plan, chosen: tuple[int, ...], layout: Layout) -> tuple[str, str]:
+    """(source, name) of the kernel for some of a plan's outputs."""
     outputs = [plan.outputs[i] for i in chosen]
-    source = source_of(outputs, [plan.results[i] for i in chosen], plan.types, kinds, layout)  # type: ignore[arg-type]
+    source = source_of(outputs, [plan.results[i] for i in chosen], plan.types, plan.kinds, layout)  # type: ignore[arg-type]
     return source, kernel_name(outputs)
 
 
 @functools.lru_cache(maxsize=4096)
-def _kernel(
-    text: str, kinds: tuple[Kind | None, ...], default: torch.dtype, chosen: tuple[int, ...], layout: Layout
-) -> Any:
+def _kernel(plan: Plan, chosen: tuple[int, ...], layout: Layout) -> Any:
     """The compiled kernel of `source_for`."""
-    return compiled(*source_for(text, kinds, default, chosen, layout))
+    return compiled(*source_for(plan, chosen, layout))
