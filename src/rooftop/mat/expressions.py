@@ -289,6 +289,11 @@ def same_number(a: float, b: float) -> bool:
     return (a == b and (a != 0 or math.copysign(1.0, a) == math.copysign(1.0, b))) or (a != a and b != b)
 
 
+def is_one(each: MatExpr) -> bool:
+    """Whether a node is one number for all channels."""
+    return each._operation == "numbers" and all(same_number(value, each._value[0]) for value in each._value)
+
+
 def with_operands(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr:
     """The same operation of other operands."""
     return node(each._operation, operands, each._type, each._sizes, each._device, each._value)
