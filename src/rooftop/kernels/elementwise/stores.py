@@ -29,10 +29,12 @@ from rooftop.kernels.elementwise.expression_sources import (
     Layout,
     block_function,
     calls_of_block,
+    columns_of_tile,
     compiled,
     flat_kernel,
-    helpers_of,
+    index_lines,
     kernel_name,
+    module_of,
 )
 from rooftop.kernels.elementwise.expression_types import NUMBER
 from rooftop.kernels.elementwise.expressions import arguments_of, text_of, topological
@@ -260,10 +262,7 @@ def _source_of(plan: Plan, layout: Layout) -> tuple[str, str]:
     numbers = [f"a{i}" for i in used if (kind := plan.kinds[i]) is not None and kind.rank == NUMBER]
     name = kernel_name(plan.outputs).replace("fused_", "store_", 1)
     write = _flat if layout.outer_dims == 0 else _lines if layout.lines else _tiles
-    lines = write(body, plan, used, name, numbers)
-    helpers = helpers_of(lines)
-    imported = [f"from rooftop.kernels.operands.triton_kernels.scalars import {', '.join(helpers)}"] if helpers else []
-    return "\n".join(["import triton", "import triton.language as tl", *imported, "", "", *lines]) + "\n", name
+    return module_of(write(body, plan, used, name, numbers)), name
 
 
 def _flat(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:
@@ -309,7 +308,14 @@ def _lines(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str
         "    blocks = tl.cdiv(elements, BLOCK)",
         "    start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK",
         f"    row = (tl.program_id(0) // blocks){wide}",
-        *(f"    {line}" for line in [*_indices(layout), *moved, *calls_of_block(", ".join(given))]),
+        *(
+            f"    {line}"
+            for line in [
+                *index_lines(layout.outer_dims, range(layout.outer_dims)),
+                *moved,
+                *calls_of_block(", ".join(given)),
+            ]
+        ),
     ]
 
 
@@ -334,15 +340,6 @@ def _row_of(tensor: str, access: Access) -> str:
 
 def _leads(every: Mapping[str, Access]) -> list[str]:
     return [f"{tensor}_lead" for tensor, access in every.items() if access.column != 3]
-
-
-def _indices(layout: Layout) -> list[str]:
-    """Lines that say where in each outer dimension a row is."""
-    lines = []
-    for d in range(layout.outer_dims):
-        divided = "".join(f" // size{later}" for later in range(layout.outer_dims - 1, d, -1))
-        lines.append(f"index{d} = row{divided}" + (f" % size{d}" if d else ""))
-    return lines
 
 
 def _tiles(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:
@@ -370,11 +367,8 @@ def _tiles(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str
         f"@triton.jit(do_not_specialize={[*numbers, *_leads(every)]})",
         f"def {name}({', '.join(names)}, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):",
         f'    """{text_of(plan.outputs)}"""',
-        "    columns = units * UNIT",
-        "    blocks = tl.cdiv(columns, COLUMNS)",
-        "    part, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks",
-        f"    column = block{wide} * COLUMNS + tl.arange(0, COLUMNS)",
+        *columns_of_tile(wide),
         f"    row = part{wide} * ROWS + tl.arange(0, ROWS)",
         "    inside = (row < rows)[:, None] & (column < columns)[None, :]",
-        *(f"    {line}" for line in [*_indices(layout), *body.lines, *stores]),
+        *(f"    {line}" for line in [*index_lines(layout.outer_dims, range(layout.outer_dims)), *body.lines, *stores]),
     ]
