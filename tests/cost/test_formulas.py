@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rooftop.cost import Call, Cost, CountingMode
-from rooftop.cost.registry import formula_for
+from rooftop.cost.lookup import formula_for
 
 aten = torch.ops.aten
 

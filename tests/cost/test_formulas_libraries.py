@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rooftop.cost import Call, CountingMode, covered_operators
 from rooftop.cost.formulas.library_attentions import windowed_pairs
 from rooftop.cost.formulas.softmaxes import SOFTMAX_FLOPS
-from rooftop.cost.registry import formula_for
+from rooftop.cost.lookup import formula_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*quantize.*deprecated"),
@@ -562,7 +562,7 @@ def test_every_operator_that_pytorch_counts_has_a_formula() -> None:
     from torch.utils.flop_counter import flop_registry
 
     counted = {getattr(func, "_qualified_op_name", str(func)) for func in flop_registry}
-    by_their_functions = {"flex_attention", "flex_attention_backward"}  # see `registry.later_cost`
+    by_their_functions = {"flex_attention", "flex_attention_backward"}  # see `lookup.later_cost`
     assert counted - by_their_functions <= set(covered_operators())
 
 

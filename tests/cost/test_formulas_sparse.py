@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rooftop.cost import FREE, Call, Cost, CountingMode
-from rooftop.cost.registry import formula_for
+from rooftop.cost.lookup import formula_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state"),

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rooftop.cost import FREE, Call, Cost, CountingMode, cost_of, covered_operators
-from rooftop.cost.registry import _FORMULAS, formula_for
+from rooftop.cost.lookup import formula_for
+from rooftop.cost.registry import FORMULAS
 
 aten = torch.ops.aten
 
@@ -44,7 +45,7 @@ def test_formulas_count_the_elements_of_arguments_that_operators_have() -> None:
     counted = {
         name: inspect.getclosurevars(formula).nonlocals.get("per")
         for name in covered_operators()
-        if not name.startswith("torchvision::") and (formula := _FORMULAS[name]).__name__ == "formula"
+        if not name.startswith("torchvision::") and (formula := FORMULAS[name]).__name__ == "formula"
     }
     assert sum(argument is not None for argument in counted.values()) > 30
     for name, argument in counted.items():

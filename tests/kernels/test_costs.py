@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import rooftop
 from rooftop import kernels
 from rooftop.cost import CountingMode
-from rooftop.cost.registry import formula_for
+from rooftop.cost.lookup import formula_for
 from rooftop.hardware import ceilings_of
 from rooftop.kernels.attentions.states import merge_into
 from rooftop.kernels.matmuls import matmuls

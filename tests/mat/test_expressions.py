@@ -257,6 +257,14 @@ def test_an_error_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None
         (Mat(1000, 1000, CV_32F, 1) + Mat(1000, 1000, CV_32F, 2)).to_mat()
 
 
+@pytest.mark.parametrize("numbers", [Scalar(0.0, 0.25, -0.0), 0.0])
+def test_of_two_zeros_the_same_one_is_chosen_wherever_the_number_stands(numbers: Any) -> None:
+    m = Mat(np.array([0.0, -0.0, -0.0], np.float32).repeat(300).reshape(20, 15, 3))
+    for choose in (mat.minimum, mat.maximum):
+        chosen = [choose(m, numbers).numpy(), choose(numbers, m).numpy()]
+        assert chosen[0].tobytes() == chosen[1].tobytes()
+
+
 def test_empty_and_one_dimensional() -> None:
     assert Mat(Mat(0, 3, CV_8U) + 1).empty()
     assert Mat(Mat() + Mat()).empty()

@@ -11,7 +11,8 @@ from rooftop.cost.accounting import (
     tensor_bytes,
 )
 from rooftop.cost.counting import CallSpec, CountingMode, Record, TensorSpec
-from rooftop.cost.registry import cost_of, covered_operators
+from rooftop.cost.lookup import covered_operators
+from rooftop.cost.registry import cost_of
 from rooftop.cost.roofs import Roof, raise_ceilings, roof
 
 __all__ = [

@@ -25,7 +25,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx.experimental import proxy_tensor
 
 from rooftop.cost.accounting import PRECISIONS, Call, Cost, counted_device_type, distinct_bytes, tensors_in
-from rooftop.cost.registry import formula_for, later_cost
+from rooftop.cost.lookup import formula_for, later_cost
 from rooftop.hardware.interruptions import pass_on
 from rooftop.hardware.observing import ObservingMode
 from rooftop.hardware.source_lines import current_user_line

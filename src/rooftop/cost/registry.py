@@ -12,7 +12,6 @@ An operator without a formula is *uncovered*: its time is listed, and no roof is
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -20,9 +19,9 @@ from rooftop.cost.accounting import Call, Cost
 
 Formula = Callable[[Call], Cost]
 
-_FORMULAS: dict[str, Formula] = {}
+FORMULAS: dict[str, Formula] = {}
 # Counting asks at every operator that a program executes; emptied when a formula is added.
-_RESOLVED: dict[torch._ops.OpOverload, Formula | None] = {}
+RESOLVED: dict[torch._ops.OpOverload, Formula | None] = {}
 
 
 def cost_of(*names: str) -> Callable[[Formula], Formula]:
@@ -36,42 +35,10 @@ def cost_of(*names: str) -> Callable[[Formula], Formula]:
         for name in names:
             if "::" not in name:
                 raise ValueError(f"cost_of({name!r}): expected 'namespace::operator', e.g. 'aten::mm'")
-            if name in _FORMULAS:
+            if name in FORMULAS:
                 raise ValueError(f"cost_of({name!r}): this operator has a formula already")
-            _FORMULAS[name] = formula
-        _RESOLVED.clear()
+            FORMULAS[name] = formula
+        RESOLVED.clear()
         return formula
 
     return register
-
-
-def formula_for(func: torch._ops.OpOverload) -> Formula | None:
-    """The formula of an operator, None if it has none."""
-    try:
-        return _RESOLVED[func]
-    except KeyError:
-        from rooftop.cost import formulas  # noqa: F401  (registers those of aten on first use)
-
-        name = func._schema.name
-        _RESOLVED[func] = _FORMULAS.get(name) or _FORMULAS.get(name.removesuffix("_"))
-        return _RESOLVED[func]
-
-
-def covered_operators() -> list[str]:
-    """Names of all operators that have a formula, sorted."""
-    from rooftop.cost import formulas  # noqa: F401
-
-    return sorted(_FORMULAS)
-
-
-def later_cost(func: Any, args: tuple[Any, ...], out: Any) -> Callable[[], Cost] | None:
-    """What computes the cost of an operator that takes functions after the step: it may look at values, for which the
-    host would wait. None if it has no formula.
-    """
-    from rooftop.cost.formulas import flex_attention
-
-    if func.name() == "flex_attention":
-        return flex_attention.forward(args, out)
-    if func.name() == "flex_attention_backward":
-        return flex_attention.backward(args, out)
-    return None

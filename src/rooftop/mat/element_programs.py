@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from rooftop.kernels.elementwise import expressions
-from rooftop.kernels.elementwise.expression_texts import text_of
 from rooftop.kernels.elementwise.expressions import NAMES, Expression, apply, argument, constant
+from rooftop.kernels.elementwise.programs import Program
 from rooftop.mat.conversions import Scaling
 from rooftop.mat.exactness import Bounds, BoundsOf, depth_bounds, limits_in, rounded_bounds, trusted
-from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, same_number, topological
+from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, is_one, same_number, topological
 from rooftop.mat.remembered import remember
 from rooftop.mat.type_codes import CV_16U, CV_32U, CV_64S, CV_64U, DEPTHS, CV_Bool
 
@@ -51,7 +51,6 @@ class Numbers:
         result: what is stored.
         about: within which numbers it is before it is rounded and saturated, whatever was rounded on the way; None if
             that is not known.
-        kinds: a letter for each argument.
         rows: numbers that differ from channel to channel.
         rows_dtype: of their tensors.
         numbers: those that do not, as they are given.
@@ -72,14 +71,10 @@ class Numbers:
         self.dtype, self.name = dtype, NAMES[dtype]
         self.floating = dtype.is_floating_point
 
-    @property
-    def kinds(self) -> str:
-        return "t" * self.first_number + "n" * len(self.numbers)
-
     @cached_property
-    def text(self) -> str:
-        """The program, as `rooftop.kernels` reads it."""
-        return f"{self.kinds}: {text_of([self.result])}"
+    def program(self) -> Program:
+        """What `rooftop.kernels` computes."""
+        return Program("t" * self.first_number + "n" * len(self.numbers), (self.result,), ("",))
 
     @cached_property
     def operations(self) -> int:
@@ -195,7 +190,7 @@ class ElementProgram(Numbers):
         if dtype == torch.float64:
             self.about = rounded_bounds(root, bounds)
         for each in nodes:
-            if each._operation == "numbers" and not _is_one(each) and self._row_of(each) is None:
+            if each._operation == "numbers" and not is_one(each) and self._row_of(each) is None:
                 self.rows.append(self._numbers(each))
         if for_kernel and self.rows and not self.floating:
             self.rows_dtype = _narrowest([number for row in self.rows for number in row], dtype)
@@ -224,7 +219,7 @@ class ElementProgram(Numbers):
 
     def _number(self, each: MatExpr) -> Expression:
         numbers = self._numbers(each)
-        if not _is_one(each):
+        if not is_one(each):
             row = self._row_of(each)
             assert row is not None
             return self.cast(argument(self.first_row + row))
@@ -247,7 +242,7 @@ class ElementProgram(Numbers):
             a, b = of if each._operands[0]._operation != "numbers" else of[::-1]
             if not self.floating:
                 return apply("minimum" if operation == "min" else "maximum", a, b)
-            if any(operand._operation == "numbers" and _is_one(operand) for operand in each._operands):
+            if any(map(is_one, each._operands)):
                 kept = apply("le" if operation == "min" else "ge", a, b)  # of two zeros a, as torch.clamp has it
                 return apply("where", kept, a, apply("where", apply("ne", a, a), a, b))  # NaN where either is
             chosen = apply("lt" if operation == "min" else "gt", a, b)
@@ -333,8 +328,3 @@ def _stored_64(x: Expression, depth: int) -> Expression:
     upper = apply("sub", upper, 1)
     bits = apply("where", apply("ge", x, top), upper, converted(x, 0.0))
     return apply("where", apply("ge", x, 2 * top), -1, bits)
-
-
-def _is_one(each: MatExpr) -> bool:
-    """Whether all channels have the same number."""
-    return all(same_number(value, each._value[0]) for value in each._value)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from torch import Tensor, device
 
+from rooftop.launch import trees
 from rooftop.mat.allocation import same_device
 from rooftop.mat.blocks import block_on
 from rooftop.mat.headers import Sizes
@@ -263,22 +265,10 @@ def leaf(m: Header) -> MatExpr:
 
 def topological(root: MatExpr) -> list[MatExpr]:
     """All nodes, operands before what uses them, each once."""
-    order: list[MatExpr] = []
-    done: set[int] = set()
-    stack = [root]
-    while stack:
-        each = stack[-1]
-        ready = True
-        for operand in each._operands[::-1]:
-            if id(operand) not in done:
-                stack.append(operand)
-                ready = False
-        if ready:
-            stack.pop()
-            if id(each) not in done:
-                done.add(id(each))
-                order.append(each)
-    return order
+    return trees.topological([root], _OPERANDS)
+
+
+_OPERANDS: Callable[[MatExpr], tuple[MatExpr, ...]] = attrgetter("_operands")
 
 
 def rebuilt(root: MatExpr, change: Callable[[MatExpr, tuple[MatExpr, ...]], MatExpr | None]) -> MatExpr:
@@ -297,6 +287,11 @@ def rebuilt(root: MatExpr, change: Callable[[MatExpr, tuple[MatExpr, ...]], MatE
 def same_number(a: float, b: float) -> bool:
     """Whether two are equal, zeros with their signs; NaN is the same as NaN."""
     return (a == b and (a != 0 or math.copysign(1.0, a) == math.copysign(1.0, b))) or (a != a and b != b)
+
+
+def is_one(each: MatExpr) -> bool:
+    """Whether a node is one number for all channels."""
+    return each._operation == "numbers" and all(same_number(value, each._value[0]) for value in each._value)
 
 
 def with_operands(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr:

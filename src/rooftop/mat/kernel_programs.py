@@ -111,4 +111,4 @@ def _run(
 ) -> Stored | None:
     rows = [row_of(numbers, program.rows_dtype) for numbers in program.rows]
     into = target if depth == CV_Bool else signed(target)
-    return store_fused(program.text, [signed(each) for each in tensors], program.numbers, into, rows)
+    return store_fused(program.program, [signed(each) for each in tensors], program.numbers, into, rows)

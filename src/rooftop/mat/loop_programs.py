@@ -27,7 +27,7 @@ from rooftop.mat.conversions import Scaling
 from rooftop.mat.element_programs import ConversionProgram, ElementProgram, conversion_program, signed
 from rooftop.mat.planning import ExpressionPlan
 from rooftop.mat.remembered import remember
-from rooftop.mat.row_programs import merged
+from rooftop.mat.row_programs import in_few_dims
 
 PATIENCE_SECONDS = 0.3
 """What compiling 20 operations takes, about: a form is compiled once blocks of rows have taken as long."""
@@ -72,7 +72,7 @@ def _run(
     target: Tensor,
     otherwise: Callable[[], None],
 ) -> None:
-    views = merged([*(signed(each) for each in tensors), signed(target)])
+    views = in_few_dims([*(signed(each) for each in tensors), signed(target)])
     arrays, places = _distinct(views)
     narrow = views[0].dim() > 1 and views[0].shape[-1] < LEAST_COLUMNS
     if narrow or len(arrays) > _MOST_ARRAYS or any(x.dtype not in _KNOWN or x.stride(-1) != 1 for x in arrays):

@@ -17,12 +17,12 @@ from torch import Tensor
 from rooftop.kernels.operands.repeating_numbers import COLUMNS as TABLE
 from rooftop.kernels.operands.repeating_numbers import table_of
 from rooftop.kernels.operands.strided_rows import LINE_BYTES, from_line
+from rooftop.launch.strides import Dims, merged
 from rooftop.launch.triton_launch import Repeated, require_triton
 from rooftop.mat.remembered import remember
 
 _NUMBERS = 2048  # of a program: of bytes two words a thread, and of wider ones more, as fewer programs start sooner
 _WARPS = 2
-Line = tuple[int, int, int]  # steps of source, target and mask
 _launches: dict[Any, list[Repeated]] = {}
 _MOST_LAUNCHES = 1024
 
@@ -98,18 +98,12 @@ def _launches_of(source: Tensor, target: Tensor, mask: Tensor, leads: Sequence[i
         yield Repeated(masked_copy, grid, target.device, [0, 0, 0, *given], (0, 1, 2), **constants)
 
 
-def _dims(source: Tensor | None, target: Tensor, mask: Tensor) -> tuple[list[tuple[int, Line]], int]:
+def _dims(source: Tensor | None, target: Tensor, mask: Tensor) -> tuple[Dims, int]:
     """The dimensions of elements, outermost first, with the steps of source, target and mask, those merged that all
     walk through as if they were one; and how many numbers lie side by side in the last one, which is left out."""
-    dims: list[tuple[int, Line]] = []
-    for d, size in enumerate(target.shape[:-1]):
-        steps = (0 if source is None else source.stride(d), target.stride(d), mask.stride(d))
-        if size == 1:
-            continue
-        if dims and all(before == size * step for before, step in zip(dims[-1][1], steps, strict=True)):
-            dims[-1] = (dims[-1][0] * size, steps)
-        else:
-            dims.append((size, steps))
+    nowhere = (0,) * target.dim()
+    strides = [nowhere if source is None else source.stride(), target.stride(), mask.stride()]
+    dims = merged(target.shape[:-1], *(each[:-1] for each in strides))
     channels = target.shape[-1]
     beside = (0 if source is None else channels, channels, mask.shape[-1])
     if dims and dims[-1][1] == beside:

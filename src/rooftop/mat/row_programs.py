@@ -3,6 +3,11 @@
 A block's intermediate values stay in the cache, so that of the whole expression only the Mats are read from memory and
 the result written, however many operations there are. Blocks are so small that torch runs each operation in the thread
 that calls it; large Mats are divided among as many threads as torch would use.
+
+Every operation writes into a register: a tensor of a block's size that is made once. Operations that return new
+tensors take 1.3 times as long (geometric mean over the operations of `benchmarks/mat.py` in uint8 and float32, whole
+images and regions, on one thread and on two of an EPYC with 512 KB of L2 a core), up to 2 times for sums of bytes:
+memory that is freed goes back to the system, and comes anew page by page.
 """
 
 from __future__ import annotations
@@ -10,15 +15,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rooftop.launch.numba_loops import in_threads
+from rooftop.launch.strides import merged
 from rooftop.mat.conversions import store_64
 from rooftop.mat.exactness import Bounds, BoundsOf, depth_bounds, limits_in, trusted
-from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, same_number, topological
+from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, is_one, topological
 from rooftop.mat.type_codes import DEPTHS, CV_Bool
 
 BLOCK = 1 << 15  # elements: the most that torch computes in one thread. 16 KB to 256 KB an operand: within an L2
@@ -31,18 +38,16 @@ Step = tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...], int | None]
 
 @dataclass
 class RowProgram:
-    """Steps on registers: first the leaves, then the target, then rows of numbers, then scratch.
+    """Steps on registers: first the leaves, then the target, then numbers, then scratch.
 
     Attributes:
         dtype: that is computed in.
-        leaves: of the expression, in the order of their registers.
-        patterns: numbers of the channels, as an operand.
+        numbers: one that all channels have (), or one for each (channels,).
         scratch: dtypes of the other registers.
     """
 
     dtype: torch.dtype
-    leaves: list[MatExpr]
-    patterns: list[tuple[int | float, ...]] = field(default_factory=list)
+    numbers: list[Tensor] = field(default_factory=list)
     scratch: list[torch.dtype] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
 
@@ -55,21 +60,20 @@ class RowProgram:
         """
         if not target.numel():
             return
-        channels = target.shape[-1]
         tensors = [each.view(torch.uint8) if each.dtype == torch.bool else each for each in tensors]
-        views = merged([*tensors, target])
-        blocks = list(blocks_of(views, channels))
+        views = in_few_dims([*tensors, target])
+        blocks = list(blocks_of(views, target.shape[-1]))
         most = target.numel() // _LEAST_PER_THREAD
-        in_threads(lambda first, last: self._run_blocks(views, blocks[first:last], channels), len(blocks), most)
+        in_threads(lambda first, last: self._run_blocks(views, blocks[first:last]), len(blocks), most)
 
-    def _run_blocks(self, views: list[Tensor], share: list[Block], channels: int) -> None:
+    def _run_blocks(self, views: list[Tensor], share: list[Block]) -> None:
         rooms = [torch.empty(BLOCK + 512, dtype=dtype, device="cpu") for dtype in self.scratch]
         shaped: dict[torch.Size, list[Tensor]] = {}
         for registers in _parts(views, share):
             shape = registers[0].shape
             if shape not in shaped:
-                patterns = [_pattern(numbers, shape, self.dtype, channels) for numbers in self.patterns]
-                shaped[shape] = patterns + [room[: shape.numel()].view(shape) for room in rooms]
+                shaped[shape] = [_along(numbers, shape) for numbers in self.numbers]
+                shaped[shape] += [room[: shape.numel()].view(shape) for room in rooms]
             registers += shaped[shape]
             for function, places, numbers, out in self.steps:
                 given = [registers[place] for place in places]
@@ -91,27 +95,17 @@ def _parts(views: list[Tensor], share: list[Block]) -> Iterator[list[Tensor]]:
         yield list(parts)  # one call for all blocks: slicing each took a third of the time
 
 
-def _pattern(numbers: tuple[int | float, ...], shape: torch.Size, dtype: torch.dtype, channels: int) -> Tensor:
-    """The numbers of the channels along the last dimension of a block, which begins at the first channel."""
-    row = torch.tensor(numbers, dtype=dtype, device="cpu").repeat(shape[-1] // channels)
-    return row.expand(shape).contiguous()
+def _along(numbers: Tensor, shape: torch.Size) -> Tensor:
+    """Those of the channels along the last dimension of a block, which begins at the first channel; one as it is."""
+    return numbers.repeat(shape[-1] // len(numbers)).expand(shape).contiguous() if numbers.dim() else numbers
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------
 
 
-def merged(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors with those dimensions as one that all of them walk through as one."""
-    shape = tensors[0].shape
-    dims: list[tuple[int, tuple[int, ...]]] = []
-    for axis, size in enumerate(shape):
-        if size == 1 and (dims or axis < len(shape) - 1):
-            continue
-        steps = tuple(each.stride(axis) for each in tensors)
-        if dims and all(outer == size * inner for outer, inner in zip(dims[-1][1], steps, strict=True)):
-            dims[-1] = (dims[-1][0] * size, steps)
-        else:
-            dims.append((size, steps))
+def in_few_dims(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors with those dimensions as one that all of them walk through as one; one at least."""
+    dims = merged(tensors[0].shape, *(each.stride() for each in tensors)) or [(1, (1,) * len(tensors))]
     sizes = [size for size, _ in dims]
     return [
         each.as_strided(sizes, [steps[n] for _, steps in dims], each.storage_offset()) for n, each in enumerate(tensors)
@@ -120,42 +114,22 @@ def merged(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def blocks_of(views: Sequence[Tensor], channels: int) -> Iterator[Block]:
     """Blocks of at most `BLOCK` elements that begin at a first channel, in order."""
-    shape = views[0].shape
-    turned = len(shape) > 1 and any(view.stride(-1) > view.stride(-2) for view in views if view.dim() > 1)
+    *outer, last = shape = views[0].shape
+    turned = len(shape) > 1 and any(view.stride(-1) > view.stride(-2) for view in views)
     turned = turned or (len(shape) > 2 and any(view.stride(-2) > view.stride(-3) for view in views))
-    yield from _cut(tuple(shape), channels, _TILE_COLUMNS * channels if turned else BLOCK)
-
-
-def _cut(shape: tuple[int, ...], channels: int, columns: int) -> Iterator[Block]:
-    *outer, last = shape
-    width = max(min(columns, BLOCK) // channels * channels, channels)
+    columns = min(_TILE_COLUMNS * channels if turned else BLOCK, BLOCK)
+    most = BLOCK
+    width = max(columns // channels * channels, channels)
     if last == channels and outer:  # channels that merge with nothing stay together
-        width = channels
-        wide = max(columns // channels, 1)
-    else:
-        wide = 1 << 62
-    inner = min(width, last)
-    if not outer:
-        for first in range(0, last, width):
-            yield (slice(first, first + width),)
-        return
+        most, width = max(columns // channels, 1), channels
     # Chunks of each dimension: as many indices as fit beside the whole chunks after it.
-    chunks = [inner]
-    room = max(BLOCK // inner, 1)
-    for n, size in enumerate(reversed(outer)):
-        chunk = max(min(size, room, wide if n == 0 else 1 << 62), 1)
-        chunks.insert(0, chunk)
-        room = max(room // chunk, 1)
-    yield from _boxes(shape, chunks)
-
-
-def _boxes(shape: tuple[int, ...], chunks: list[int]) -> Iterator[Block]:
-    if not shape:
-        yield ()
-        return
-    for first in range(0, shape[0], chunks[0]):
-        for rest in _boxes(shape[1:], chunks[1:]):
-            yield (slice(first, first + chunks[0]), *rest)
+    chunks = [min(width, last)]
+    room = max(BLOCK // chunks[0], 1)
+    for size in reversed(outer):
+        chunks.insert(0, min(size, room, most))
+        room, most = max(room // chunks[0], 1), BLOCK
+    cuts = zip(shape, chunks, strict=True)
+    return product(*([slice(n, n + chunk) for n in range(0, size, chunk)] for size, chunk in cuts))
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------
@@ -169,30 +143,35 @@ def row_program(root: MatExpr, bounds: BoundsOf, dtype: torch.dtype, depth: int)
     return _Writer(root, bounds, dtype).written(depth)
 
 
-Value = int | float | int  # a register or, in `_Writer.numbers`, what stands for one
-
-
 class _Writer:
-    """Writes the steps; `places` are the registers of nodes that have been computed."""
+    """Writes the steps; `places` are the registers of nodes that have been computed, and of numbers."""
 
     def __init__(self, root: MatExpr, bounds: BoundsOf, dtype: torch.dtype) -> None:
         self.nodes = topological(root)
         self.root, self.dtype = root, dtype
         self.bounds = trusted(bounds, dtype)
+        self.program = RowProgram(dtype)
         leaves = [each for each in self.nodes if each._operation == "mat"]
-        self.program = RowProgram(dtype, leaves)
-        self.leaves = {id(each): n for n, each in enumerate(leaves)}
+        self.places = {id(each): n for n, each in enumerate(leaves)}
         self.target = len(leaves)
-        self.patterns: dict[str, int] = {}
-        for each in self.nodes:  # patterns have registers before scratch does
-            for numbers in self._patterns_of(each):
-                if _key(numbers) not in self.patterns:
-                    self.patterns[_key(numbers)] = self.target + 1 + len(self.patterns)
-                    self.program.patterns.append(numbers)
-        self.first_scratch = self.target + 1 + len(self.patterns)
+        for each in self.nodes:  # numbers have registers before scratch does
+            for operand in each._operands:
+                if operand._operation == "numbers":
+                    self.places[id(operand)] = self.target + 1 + len(self.program.numbers)
+                    row = torch.tensor(self._numbers(operand, each._operation in BITWISE), dtype=dtype, device="cpu")
+                    self.program.numbers.append(row[0] if is_one(operand) else row)
+        self.first_scratch = self.target + 1 + len(self.program.numbers)
         self.free: dict[torch.dtype, list[int]] = {}
-        self.places: dict[int, int] = {}
         self.uses = Counter(id(operand) for each in self.nodes for operand in each._operands)
+
+    def _numbers(self, each: MatExpr, as_bits: bool) -> tuple[int | float, ...]:
+        """As the dtype has them; those whose bits are meant as their depth stores them."""
+        if not as_bits:
+            return tuple(float(value) if self.dtype.is_floating_point else int(value) for value in each._value)
+        if each.depth() == CV_Bool:
+            return tuple(int(value != 0) for value in each._value)
+        low, high = DEPTHS[each.depth()].limits or (0, 0)
+        return tuple(min(max(int(value), low), high) for value in each._value)
 
     # Registers.
 
@@ -209,245 +188,158 @@ class _Writer:
         if register >= self.first_scratch:
             self.free[self.program.scratch[register - self.first_scratch]].append(register)
 
-    def step(self, function: Callable[..., Any], *places: int, numbers: tuple[Any, ...] = (), out: int | None) -> None:
+    def step(
+        self, function: Callable[..., Any], *places: int, numbers: tuple[Any, ...] = (), out: int | None = None
+    ) -> None:
         self.program.steps.append((function, places, numbers, out))
 
-    # Numbers.
-
-    def number(self, each: MatExpr) -> int | float | None:
-        """The number that all channels have, in the dtype that is computed in; None where they differ."""
-        if each._operation != "numbers" or not all(same_number(value, each._value[0]) for value in each._value):
-            return None
-        return self.cast(each._value[0])
-
-    def cast(self, value: int | float) -> int | float:
-        return float(value) if self.dtype.is_floating_point else int(value)
-
-    def _patterns_of(self, each: MatExpr) -> list[tuple[int | float, ...]]:
-        """The numbers among the operands that must be an operand of torch's: those that differ, and those in front."""
-        found = []
-        for n, operand in enumerate(each._operands):
-            if operand._operation == "numbers":
-                plain = self.number(operand) is not None
-                in_front = n == 0 and each._operation in ("sub", "div")
-                if not plain or in_front or each._operation in BITWISE:
-                    found.append(self._stored_numbers(operand) if each._operation in BITWISE else operand._value)
-        return found
-
-    def _stored_numbers(self, each: MatExpr) -> tuple[int | float, ...]:
-        """As numbers of their depth, whose bits are meant."""
-        if each.depth() == CV_Bool:
-            return tuple(int(value != 0) for value in each._value)
-        low, high = DEPTHS[each.depth()].limits or (0, 0)
-        return tuple(min(max(int(value), low), high) for value in each._value)
+    def copied(self, place: int, dtype: torch.dtype) -> int:
+        """The same numbers in scratch of a dtype."""
+        room = self.room(dtype)
+        self.step(Tensor.copy_, room, place)
+        return room
 
     # Nodes.
 
     def written(self, depth: int) -> RowProgram:
-        direct = self._is_stored_as_it_is(depth)
+        known, limits = self.bounds[id(self.root)], depth_bounds(depth)
+        fits = limits is None or (known is not None and limits.contain(known))
+        direct = fits and self.dtype == DEPTHS[depth].dtype and self.root._operation != "mat"
         for each in self.nodes:
             if each._operation == "mat":
-                self._load(each)
+                if self.dtype != (torch.uint8 if each.depth() == CV_Bool else DEPTHS[each.depth()].dtype):
+                    self.places[id(each)] = self.copied(self.places[id(each)], self.dtype)
             elif each._operation != "numbers":
                 self._compute(each, self.target if direct and each is self.root else None)
-        if self.places[id(self.root)] != self.target:
+        if not direct:
             self._store(self.places[id(self.root)], depth)
         return self.program
 
-    def _is_stored_as_it_is(self, depth: int) -> bool:
-        """Whether the last operation can write into the target."""
-        if self.root._operation == "mat" or self.dtype != DEPTHS[depth].dtype:
-            return False
-        known, limits = self.bounds[id(self.root)], depth_bounds(depth)
-        return limits is None or (known is not None and limits.contain(known))
+    def _compute(self, each: MatExpr, target: int | None) -> None:
+        operation, places = each._operation, [self.places[id(operand)] for operand in each._operands]
+        if operation in COMPARISONS:
+            truth = self.room(torch.bool)
+            self.step(_FUNCTIONS[operation], *places, out=truth)
+            self.step(_TRUTH_OF.get(self.dtype, _truth), self._result(each, target), truth)
+            self.give_back(truth)
+        elif operation in BITWISE:
+            self._bits(each, places, target)
+        elif operation == "div" and (DEPTHS[each.depth()].limits is not None or each.depth() == CV_Bool):
+            self._divide(each, places, target)
+        elif operation in ("min", "max"):
+            self._extreme(each, target)
+        else:
+            self.step(_FUNCTIONS[operation], *places, out=self._result(each, target))
 
-    def _load(self, each: MatExpr) -> None:
-        place = self.leaves[id(each)]
-        dtype = torch.uint8 if each.depth() == CV_Bool else DEPTHS[each.depth()].dtype
-        if dtype != self.dtype:
-            place, leaf = self.room(self.dtype), place
-            self.step(Tensor.copy_, place, leaf, out=None)
-        self.places[id(each)] = place
+    def _extreme(self, each: MatExpr, target: int | None) -> None:
+        """Numbers are the second operand: of two zeros torch may give either."""
+        mat, other = each._operands if each._operands[0]._operation != "numbers" else each._operands[::-1]
+        if is_one(other):
+            function = torch.clamp_max if each._operation == "min" else torch.clamp_min
+            place, (number, *_) = self.places[id(mat)], self._numbers(other, as_bits=False)
+            self.step(function, place, numbers=(number,), out=self._result(each, target))
+        else:
+            places = [self.places[id(mat)], self.places[id(other)]]
+            self.step(_FUNCTIONS[each._operation], *places, out=self._result(each, target))
 
-    def _place(self, operand: MatExpr, stored: bool = False) -> int:
-        if operand._operation == "numbers":
-            return self.patterns[_key(self._stored_numbers(operand) if stored else operand._value)]
-        return self.places[id(operand)]
-
-    def _done(self, each: MatExpr) -> None:
-        """Gives back the registers of operands that nobody needs after this."""
+    def _result(self, each: MatExpr, target: int | None) -> int:
+        """The register of a node that is computed next. Those of operands that nobody needs after it are free."""
         for operand in each._operands:
             self.uses[id(operand)] -= 1
-            if not self.uses[id(operand)] and operand._operation != "numbers":
+            if not self.uses[id(operand)]:
                 self.give_back(self.places[id(operand)])
+        self.places[id(each)] = self.room(self.dtype) if target is None else target
+        return self.places[id(each)]
 
-    def _compute(self, each: MatExpr, target: int | None) -> None:
-        operation = each._operation
-        if operation in COMPARISONS:
-            self._compare(each, target)
-        elif operation in BITWISE:
-            self._bits(each, target)
-        elif operation == "div":
-            self._divide(each, target)
-        else:
-            places, numbers, function = self._elementwise(each)
-            self._done(each)
-            out = self.room(self.dtype) if target is None else target
-            self.step(function, *places, numbers=numbers, out=out)
-            self.places[id(each)] = out
-
-    def _elementwise(self, each: MatExpr) -> tuple[list[int], tuple[Any, ...], Callable[..., Any]]:
-        operands = list(each._operands)
-        operation = each._operation
-        if operands[0]._operation == "numbers" and operation in ("add", "mul", "min", "max"):
-            operands.reverse()
-        number = self.number(operands[-1]) if len(operands) == 2 else None
-        if number is None:
-            return [self._place(operand) for operand in operands], (), _FUNCTIONS[operation]
-        return [self._place(operands[0])], (number,), _WITH_NUMBER.get(operation, _FUNCTIONS[operation])
-
-    def _compare(self, each: MatExpr, target: int | None) -> None:
-        left, right = each._operands
-        operation = each._operation
-        if left._operation == "numbers":
-            left, right, operation = right, left, _MIRRORED[operation]
-        number = self.number(right)
-        places = [self._place(left)] if number is not None else [self._place(left), self._place(right)]
-        truth = self.room(torch.bool)
-        self.step(_FUNCTIONS[operation], *places, numbers=() if number is None else (number,), out=truth)
-        self._done(each)
-        out = self.room(self.dtype) if target is None else target
-        self.step(_TRUTH_OF.get(self.dtype, _truth), out, truth, out=None)
-        self.give_back(truth)
-        self.places[id(each)] = out
-
-    def _divide(self, each: MatExpr, target: int | None) -> None:
-        """In integer depths what is divided by 0 is 0."""
-        left, right = each._operands
-        number = self.number(right)
-        checked = DEPTHS[each.depth()].limits is not None or each.depth() == CV_Bool
-        if checked and number == 0:
-            places, numbers, function = [self._place(left)], (0,), torch.mul
-            self._done(each)
-            out = self.room(self.dtype) if target is None else target
-            self.step(torch.zero_, out, out=None)
-            self.places[id(each)] = out
+    def _divide(self, each: MatExpr, places: list[int], target: int | None) -> None:
+        """What is divided by 0 is 0."""
+        right = each._operands[1]
+        if is_one(right) and right._value[0] == 0:
+            self.step(torch.zero_, self._result(each, target))
             return
-        zero = None
-        if checked and number is None:
-            zero = self.room(torch.bool)
-            self.step(torch.eq, self._place(right), numbers=(0,), out=zero)
-        places, numbers, function = self._elementwise(each)
-        self._done(each)
-        out = self.room(self.dtype) if target is None else target
-        self.step(function, *places, numbers=numbers, out=out)
-        if zero is not None:
-            self.step(_zero_where, out, zero, out=None)
-            self.give_back(zero)
-        self.places[id(each)] = out
+        if is_one(right):
+            self.step(torch.div, *places, out=self._result(each, target))
+            return
+        zero = self.room(torch.bool)
+        self.step(torch.eq, places[1], numbers=(0,), out=zero)
+        out = self._result(each, target)
+        self.step(torch.div, *places, out=out)
+        self.step(Tensor.masked_fill_, out, zero, numbers=(0,))
+        self.give_back(zero)
 
-    def _bits(self, each: MatExpr, target: int | None) -> None:
+    def _bits(self, each: MatExpr, places: list[int], target: int | None) -> None:
         """Of numbers as their depth stores them."""
         limits = depth_bounds(each.depth())
         assert limits is not None
-        whole = not self.dtype.is_floating_point
-        compute = self.dtype if whole else _INTEGER_OF[self.dtype]
-        places = []
+        integers = _INTEGER_OF.get(self.dtype, self.dtype)
         made = []
-        for operand in each._operands:
-            place = self._place(operand, stored=True)
+        for n, operand in enumerate(each._operands):
             known = self.bounds[id(operand)]
             if operand._operation != "numbers" and not (known is not None and limits.contain(known)):
-                stored = self.room(self.dtype)
-                self._within_limits(place, stored, known, each.depth())
-                place = stored
-                made.append(stored)
-            if not whole:
-                bits = self.room(compute)
-                self.step(Tensor.copy_, bits, place, out=None)
-                place = bits
-                made.append(bits)
-            places.append(place)
-        out = self.room(self.dtype) if target is None else target
-        bits_out = out if whole else self.room(compute)
+                places[n] = self._within_limits(places[n], self.dtype, known, each.depth())
+                made.append(places[n])
+            if integers != self.dtype:
+                places[n] = self.copied(places[n], integers)
+                made.append(places[n])
+        out = self._result(each, target)
+        bits = out if integers == self.dtype else self.room(integers)
         if each._operation == "not":  # also where the dtype is wider than the depth
-            ones = -1 if limits.low < 0 else int(limits.high)
-            self.step(torch.bitwise_xor, *places, numbers=(ones,), out=bits_out)
+            self.step(torch.bitwise_xor, *places, numbers=(-1 if limits.low < 0 else int(limits.high),), out=bits)
         else:
-            self.step(_FUNCTIONS[each._operation], *places, out=bits_out)
-        if not whole:
-            self.step(Tensor.copy_, out, bits_out, out=None)
-            self.give_back(bits_out)
+            self.step(_FUNCTIONS[each._operation], *places, out=bits)
+        if bits != out:
+            self.step(Tensor.copy_, out, bits)
+            made.append(bits)
         for place in made:
             self.give_back(place)
-        self._done(each)
-        self.places[id(each)] = out
 
     # The store.
 
-    def _within_limits(self, place: int, out: int, known: Bounds | None, depth: int) -> None:
-        """Rounded and saturated, in the dtype that is computed in."""
+    def _within_limits(self, place: int, dtype: torch.dtype, known: Bounds | None, depth: int) -> int:
+        """Rounded and saturated, in scratch of the dtype that it has."""
+        out = self.room(dtype)
+        limits = depth_bounds(depth)
+        assert limits is not None
         if depth == CV_Bool:
             truth = self.room(torch.bool)
             self.step(torch.ne, place, numbers=(0,), out=truth)
-            self.step(Tensor.copy_, out, truth, out=None)
+            self.step(Tensor.copy_, out, truth)
             self.give_back(truth)
-            return
-        low, high = limits_in(self.dtype, depth)
-        if self.dtype.is_floating_point and (known is None or known.unit):
+            return out
+        low, high = (float(each) if dtype.is_floating_point else each for each in limits_in(dtype, depth))
+        if dtype.is_floating_point and (known is None or known.unit):
             self.step(torch.round, place, out=out)
             place = out
-        limits = depth_bounds(depth)
-        assert limits is not None
         if known is None or not (limits.low <= known.low and known.high <= limits.high):
-            self.step(torch.clamp, place, numbers=(self.cast(low), self.cast(high)), out=out)
-            place = out
-        if place != out:
-            self.step(Tensor.copy_, out, place, out=None)
+            self.step(torch.clamp, place, numbers=(low, high), out=out)
         if known is None:
-            self.step(_nan_to, out, numbers=(float(low),), out=None)
+            self.step(Tensor.nan_to_num_, out, numbers=(low,))
+        return out
 
     def _store(self, place: int, depth: int) -> None:
-        target, known = DEPTHS[depth], self.bounds[id(self.root)]
+        target, known, dtype = DEPTHS[depth], self.bounds[id(self.root)], self.dtype
         limits = depth_bounds(depth)
         if depth == CV_Bool:
             self.step(torch.ne, place, numbers=(0,), out=self.target)
-        elif limits is None:
-            if target.size_bytes == 2 and not (known is not None and known.within(torch.float32)):
-                place = self._as(place, torch.float64) if self.dtype != torch.float32 else place
-                function = store_half if self.dtype != torch.float32 else Tensor.copy_
-                self.step(function, self.target, place, out=None)
-            else:
-                self.step(Tensor.copy_, self.target, place, out=None)
-        elif known is not None and limits.contain(known):
-            self.step(Tensor.copy_, self.target, place, out=None)
-        elif target.size_bytes == 8 and self.dtype.is_floating_point:
-            wide = self._as(place, torch.float64)
-            rounded = self.room(torch.float64)
-            self.step(torch.round, wide, out=rounded)
-            self.step(_store_64, self.target, rounded, numbers=(depth,), out=None)
-        else:
-            if self.dtype == torch.float32 and target.size_bytes == 4:  # whose limits float32 does not have
-                place, self.dtype = self._as(place, torch.float64), torch.float64
-            out = self.room(self.dtype)
-            self._within_limits(place, out, known, depth)
+            return
+        if limits is None:
+            is_half = target.size_bytes == 2 and not (known is not None and known.within(torch.float32))
+            if is_half and dtype != torch.float32:
+                place = place if dtype == torch.float64 else self.copied(place, torch.float64)
+                self.step(store_half, self.target, place)
+                return
+        elif known is None or not limits.contain(known):
+            if dtype == torch.float32 and target.size_bytes >= 4:  # which does not have the limits
+                place, dtype = self.copied(place, torch.float64), torch.float64
+            if target.size_bytes == 8 and dtype.is_floating_point:
+                rounded = self.room(torch.float64)
+                self.step(torch.round, place, out=rounded)
+                self.step(_store_64, self.target, rounded, numbers=(depth,))
+                return
+            place = self._within_limits(place, dtype, known, depth)
             if target.dtype in _BY_WAY_OF:
-                between = self.room(_BY_WAY_OF[target.dtype])
-                self.step(Tensor.copy_, between, out, out=None)
-                out = between
-            self.step(Tensor.copy_, self.target, out, out=None)
-
-    def _as(self, place: int, dtype: torch.dtype) -> int:
-        if self.dtype == dtype:
-            return place
-        other = self.room(dtype)
-        self.step(Tensor.copy_, other, place, out=None)
-        return other
-
-
-def _key(numbers: tuple[int | float, ...]) -> str:
-    """Another one for -0.0 than for 0.0."""
-    return repr(numbers)
+                place = self.copied(place, _BY_WAY_OF[target.dtype])
+        self.step(Tensor.copy_, self.target, place)
 
 
 def _truth(out: Tensor, truth: Tensor) -> None:
@@ -458,14 +350,6 @@ def _truth(out: Tensor, truth: Tensor) -> None:
 
 def _truth_of_bytes(out: Tensor, truth: Tensor) -> None:
     torch.neg(truth.view(torch.uint8), out=out)
-
-
-def _zero_where(out: Tensor, zero: Tensor) -> None:
-    out.masked_fill_(zero, 0)
-
-
-def _nan_to(x: Tensor, number: float) -> None:
-    x.nan_to_num_(nan=number)
 
 
 def _store_64(into: Tensor, rounded: Tensor, depth: int) -> None:
@@ -490,8 +374,6 @@ def store_half(into: Tensor, y: Tensor) -> None:
 _INTEGER_OF = {torch.float32: torch.int32, torch.float64: torch.int64}
 _BY_WAY_OF = {torch.uint16: torch.int32, torch.uint32: torch.int64}  # torch converts floats to them by way of others
 _TRUTH_OF = {torch.uint8: _truth_of_bytes}
-_MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
-_WITH_NUMBER: dict[str, Callable[..., Any]] = {"min": torch.clamp_max, "max": torch.clamp_min}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": torch.add,
     "sub": torch.sub,

@@ -26,9 +26,9 @@ from torch import Tensor
 from rooftop.cost import CountingMode
 from rooftop.kernels import add, axpy, fused, gelu, mul, relu, sigmoid, silu, tanh
 from rooftop.kernels.elementwise import expressions, tables
-from rooftop.kernels.elementwise.expression_texts import parse, text_of
+from rooftop.kernels.elementwise.expression_texts import parse
 from rooftop.kernels.elementwise.expression_types import NUMBER, SINGLE, TENSOR, Kind, promoted, types_of
-from rooftop.kernels.elementwise.expressions import DTYPES, argument
+from rooftop.kernels.elementwise.expressions import DTYPES, argument, text_of
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.testing import assert_as_accurate
 

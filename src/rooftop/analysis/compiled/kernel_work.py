@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from rooftop.analysis.compiled.dynamic_sizes import with_known_sizes
 from rooftop.cost.accounting import FREE, Call, Cost, distinct_bytes, distinct_elements, tensor_bytes, tensors_in
 from rooftop.cost.counting import title_of
-from rooftop.cost.registry import formula_for, later_cost
+from rooftop.cost.lookup import formula_for, later_cost
 from rooftop.hardware.interruptions import pass_on
 
 REDUCTIONS = {"sum", "mean", "amax", "amin", "var_mean", "var", "max", "min", "prod", "argmax", "argmin", "any", "all"}

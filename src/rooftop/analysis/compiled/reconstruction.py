@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost.accounting import Call
-from rooftop.cost.registry import formula_for
+from rooftop.cost.lookup import formula_for
 from rooftop.hardware.interruptions import pass_on
 
 DTYPES = {

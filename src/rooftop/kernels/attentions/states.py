@@ -17,8 +17,8 @@ from rooftop.kernels.operands.checks import check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import Constants, ElementsConfig, power_of_two
 from rooftop.kernels.operands.references import by_reference
-from rooftop.kernels.operands.strided_rows import merged
 from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
+from rooftop.launch.strides import merged
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import launch, require_triton
 
@@ -84,7 +84,7 @@ def row_places(*tensors: Tensor) -> tuple[int, int, list[int]]:
     sizes = tensors[0].shape[:3]
     distances = [merged(sizes, t.stride()[:3]) for t in tensors]
     if all(len(distance) <= 1 for distance in distances):
-        return 1, 1, [stride for d in distances for stride in (d[0][1] if d else 0, 0, 0)]
+        return 1, 1, [stride for d in distances for stride in (d[0][1][0] if d else 0, 0, 0)]
     return sizes[1], sizes[2], [stride for t in tensors for stride in t.stride()[:3]]
 
 

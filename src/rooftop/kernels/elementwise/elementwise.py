@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.kernels.elementwise.expression_texts import text_of
 from rooftop.kernels.elementwise.expression_types import Types, computed_in, summand, wrapped
 from rooftop.kernels.elementwise.expressions import (
     DTYPES,
@@ -33,6 +32,7 @@ from rooftop.kernels.elementwise.expressions import (
     argument,
     arguments_of,
     derivatives,
+    text_of,
     topological,
 )
 from rooftop.kernels.elementwise.launches import launch_program, layout_of, merged_dims, source_for
@@ -127,7 +127,7 @@ def _run(tensors: Sequence[Tensor], numbers: Sequence[Number], text: str) -> lis
         chosen = [i for i, y in enumerate(full) if y.shape == shape and y.stride() == strides]
         if math.prod(shape):
             y = full[chosen[0]]
-            launch_program(text, plan, tuple(chosen), arguments, y, [found[i] for i in chosen])
+            launch_program(plan, tuple(chosen), arguments, y, [found[i] for i in chosen])
         else:
             for i in chosen:
                 found[i].zero_()
@@ -391,14 +391,14 @@ class Fused:
         values = self._bound(arguments, keywords)
         kinds = "".join("t" if isinstance(each, Tensor) else "n" for each in values)
         tensors = [each for each in values if isinstance(each, Tensor)]
-        text = f"{kinds}: {self.text}"
-        plan, bound = planned(tensors, [each for each in values if not isinstance(each, Tensor)], text)
+        numbers = [each for each in values if not isinstance(each, Tensor)]
+        plan, bound = planned(tensors, numbers, f"{kinds}: {self.text}")
         shape = shape_of(bound, plan.used[0])
         y = empty(shape, strides_of(shape, bound, plan.used[0]), plan.results[0], tensors[0].to("meta"))
         of = {i: bound[i] for i in sorted(plan.used[0]) if isinstance(bound[i], Tensor)}
         layout = layout_of(merged_dims(y, list(of.values())), of, len(bound), y)
         same = tuple(i for i, used in enumerate(plan.used) if shape_of(bound, used) == shape)
-        return source_for(text, plan.kinds, torch.get_default_dtype(), same, layout)[0]
+        return source_for(plan, same, layout)[0]
 
     def _bound(self, arguments: tuple[Argument, ...], keywords: dict[str, Argument]) -> tuple[Argument, ...]:
         """All arguments in order, from positions, keywords and defaults."""

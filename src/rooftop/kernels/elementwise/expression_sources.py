@@ -15,9 +15,16 @@ from typing import Any
 
 import torch
 
-from rooftop.kernels.elementwise.expression_texts import text_of
 from rooftop.kernels.elementwise.expression_types import NUMBER, Kind, Types, computed_in, summand, wrapped
-from rooftop.kernels.elementwise.expressions import DTYPES, NAMES, OPERATIONS, Expression, arguments_of, topological
+from rooftop.kernels.elementwise.expressions import (
+    DTYPES,
+    NAMES,
+    OPERATIONS,
+    Expression,
+    arguments_of,
+    text_of,
+    topological,
+)
 from rooftop.kernels.operands.dtypes import HALVES
 
 
@@ -77,16 +84,15 @@ def source_of(
     names = [f"a{i}" for i in used] + [f"y{i}" for i in range(len(outputs))]
     numbers = [f"a{i}" for i in used if kinds[i].rank == NUMBER]
     write = _flat if layout.outer_dims == 0 else _tiles
-    lines = write(body, outputs, results, names, numbers, used)
-    helpers = helpers_of(lines)
-    imported = [f"from rooftop.kernels.operands.triton_kernels.scalars import {', '.join(helpers)}"] if helpers else []
-    return "\n".join(["import triton", "import triton.language as tl", *imported, "", "", *lines]) + "\n"
+    return module_of(write(body, outputs, results, names, numbers, used))
 
 
-def helpers_of(lines: Sequence[str]) -> list[str]:
-    """Those of `operands/triton_kernels/scalars.py` that a source calls."""
+def module_of(lines: Sequence[str]) -> str:
+    """The source of a module of these lines, with what they call of `operands/triton_kernels/scalars.py`."""
     called = set(re.findall(r"\b\w+(?=\()", "\n".join(lines)))
-    return [name for name in _HELPERS if name in called]
+    helpers = ", ".join(name for name in _HELPERS if name in called)
+    imported = [f"from rooftop.kernels.operands.triton_kernels.scalars import {helpers}"] if helpers else []
+    return "\n".join(["import triton", "import triton.language as tl", *imported, "", "", *lines]) + "\n"
 
 
 def kernel_name(outputs: Sequence[Expression]) -> str:
@@ -193,24 +199,31 @@ def _tiles(
     down = [i for i, over in enumerate(layout.sums) if over == "rows"]
     arguments = ", ".join([*names, "rows", "units", *(["steps"] if down else []), *sizes, *strides])
     wide = ".to(tl.int64)" if layout.wide else ""
-    indices = [
-        f"index{d} = row"
-        + "".join(f" // size{later}" for later in range(dims - 1, d, -1))
-        + (f" % size{d}" if d else "")
-        for d in range(dims)
-        if any(access.outer[d] for access in accesses.values())
-    ]
+    indices = index_lines(dims, [d for d in range(dims) if any(access.outer[d] for access in accesses.values())])
     return [
         f"@triton.jit(do_not_specialize={numbers})",
         f"def {kernel_name(outputs)}({arguments}, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):",
         f'    """{text_of(outputs)}"""',
+        *columns_of_tile(wide),
+        *_rows(
+            ["inside = (row < rows)[:, None] & (column < columns)[None, :]", *indices, *body.lines, *stores], down, wide
+        ),
+    ]
+
+
+def index_lines(dims: int, needed: Sequence[int]) -> list[str]:
+    """Lines that say where in outer dimensions, of `dims`, a row is."""
+    divided = {d: "".join(f" // size{later}" for later in range(dims - 1, d, -1)) for d in needed}
+    return [f"index{d} = row{by}" + (f" % size{d}" if d else "") for d, by in divided.items()]
+
+
+def columns_of_tile(wide: str) -> list[str]:
+    """Lines of a kernel in tiles that say which columns a program has."""
+    return [
         "    columns = units * UNIT",
         "    blocks = tl.cdiv(columns, COLUMNS)",
         "    part, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks",
         f"    column = block{wide} * COLUMNS + tl.arange(0, COLUMNS)",
-        *_rows(
-            ["inside = (row < rows)[:, None] & (column < columns)[None, :]", *indices, *body.lines, *stores], down, wide
-        ),
     ]
 
 

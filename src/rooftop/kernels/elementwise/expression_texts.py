@@ -1,4 +1,4 @@
-"""Elementwise expressions as text: `t0 = sigmoid(a1); a0 * t0 + 3`, written from a tree and read back as the same one.
+"""Elementwise expressions read from text: `t0 = sigmoid(a1); a0 * t0 + 3` gives the tree that `text_of` writes so.
 
 Grammar: statements `t0 = expression` separated by `;` and at last one expression or several with commas between them.
 In expressions arguments a0, a1, ..., names defined before, numbers, inf, nan, True, False, operators and calls by
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple, NoReturn
 
@@ -22,53 +22,7 @@ from rooftop.kernels.elementwise.expressions import (
     apply,
     argument,
     constant,
-    topological,
 )
-
-MOST_DEPTH = 16  # of the parentheses of a text that is written
-
-
-# ---- written -----------------------------------------------------------------------------------------------------
-
-
-def text_of(outputs: Sequence[Expression]) -> str:
-    """The canonical text: what is used more than once gets a name, then the results, separated by commas."""
-    nodes = topological(outputs)
-    uses: dict[int, int] = {}
-    for node in nodes:
-        for operand in node.operands:
-            uses[id(operand)] = uses.get(id(operand), 0) + 1
-    written: dict[int, str] = {}
-    depth: dict[int, int] = {}
-    statements: list[str] = []
-    for node in nodes:
-        text = _text_of_node(node, [written[id(each)] for each in node.operands])
-        deep = 1 + max((depth[id(each)] for each in node.operands), default=0)
-        if node.operands and (uses.get(id(node), 0) > 1 or deep > MOST_DEPTH):
-            statements.append(f"t{len(statements)} = {_bare(text)}")
-            text, deep = f"t{len(statements) - 1}", 0
-        written[id(node)], depth[id(node)] = text, deep
-    return "; ".join([*statements, ", ".join(_bare(written[id(each)]) for each in outputs)])
-
-
-def _text_of_node(node: Expression, operands: list[str]) -> str:
-    """With parentheses around operators and negative numbers."""
-    if node.operation == "argument":
-        return f"a{node.value}"
-    if node.operation == "constant":
-        return repr(node.value) if repr(node.value)[0] != "-" else f"({node.value!r})"
-    symbol = OPERATIONS[node.operation].symbol
-    if not symbol:
-        return f"{node.operation}({', '.join(map(_bare, operands))})"
-    return f"({symbol}{operands[0]})" if len(operands) == 1 else f"({operands[0]} {symbol} {operands[1]})"
-
-
-def _bare(text: str) -> str:
-    """Without the outermost parentheses."""
-    return text[1:-1] if text[0] == "(" else text
-
-
-# ---- read --------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1024)

@@ -12,6 +12,7 @@ import numbers
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -19,6 +20,8 @@ from weakref import WeakValueDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from rooftop.launch import trees
 
 Operands = tuple["Expression", ...]
 Gradients = tuple["Expression | None", ...]
@@ -190,8 +193,6 @@ class Expression:
         raise TypeError("expressions come from tracing a function (rooftop.kernels.fused) or from its text")
 
     def __repr__(self) -> str:
-        from rooftop.kernels.elementwise.expression_texts import text_of
-
         return f"Expression({text_of((self,))})"
 
     def __bool__(self) -> bool:
@@ -314,23 +315,58 @@ def equal(a: Any, b: Any) -> Expression:
 
 def topological(outputs: Iterable[Expression]) -> list[Expression]:
     """All nodes under these, operands before what uses them, each once."""
-    order: list[Expression] = []
-    seen: set[int] = set()
-    stack: list[tuple[Expression, bool]] = [(each, False) for each in reversed(list(outputs))]
-    while stack:
-        node, done = stack.pop()
-        if done:
-            order.append(node)
-        elif id(node) not in seen:
-            seen.add(id(node))
-            stack.append((node, True))
-            stack.extend((each, False) for each in reversed(node.operands))
-    return order
+    return trees.topological(outputs, _OPERANDS)
+
+
+_OPERANDS: Callable[[Expression], Operands] = attrgetter("operands")
 
 
 def arguments_of(outputs: Iterable[Expression]) -> list[int]:
     """Numbers of the arguments that are used, ascending."""
     return sorted(int(n.value) for n in topological(outputs) if n.operation == "argument")  # type: ignore[arg-type]
+
+
+# ---- as text ---------------------------------------------------------------------------------------------------------
+
+
+MOST_DEPTH = 16  # of parentheses
+
+
+def text_of(outputs: Sequence[Expression]) -> str:
+    """The canonical text: what is used more than once gets a name, then the results, separated by commas."""
+    nodes = topological(outputs)
+    uses: dict[int, int] = {}
+    for node in nodes:
+        for operand in node.operands:
+            uses[id(operand)] = uses.get(id(operand), 0) + 1
+    written: dict[int, str] = {}
+    depth: dict[int, int] = {}
+    statements: list[str] = []
+    for node in nodes:
+        text = _text_of_node(node, [written[id(each)] for each in node.operands])
+        deep = 1 + max((depth[id(each)] for each in node.operands), default=0)
+        if node.operands and (uses.get(id(node), 0) > 1 or deep > MOST_DEPTH):
+            statements.append(f"t{len(statements)} = {_bare(text)}")
+            text, deep = f"t{len(statements) - 1}", 0
+        written[id(node)], depth[id(node)] = text, deep
+    return "; ".join([*statements, ", ".join(_bare(written[id(each)]) for each in outputs)])
+
+
+def _text_of_node(node: Expression, operands: list[str]) -> str:
+    """With parentheses around operators and negative numbers."""
+    if node.operation == "argument":
+        return f"a{node.value}"
+    if node.operation == "constant":
+        return repr(node.value) if repr(node.value)[0] != "-" else f"({node.value!r})"
+    symbol = OPERATIONS[node.operation].symbol
+    if not symbol:
+        return f"{node.operation}({', '.join(map(_bare, operands))})"
+    return f"({symbol}{operands[0]})" if len(operands) == 1 else f"({operands[0]} {symbol} {operands[1]})"
+
+
+def _bare(text: str) -> str:
+    """Without the outermost parentheses."""
+    return text[1:-1] if text[0] == "(" else text
 
 
 # ---- what traced functions may use ---------------------------------------------------------------------------------

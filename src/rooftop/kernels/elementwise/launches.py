@@ -23,12 +23,12 @@ from rooftop.kernels.elementwise.expression_sources import (
     source_of,
     stride_names,
 )
-from rooftop.kernels.elementwise.expression_types import Kind
-from rooftop.kernels.elementwise.programs import Plan, plan_of
+from rooftop.kernels.elementwise.programs import Plan
 from rooftop.kernels.elementwise.tables import FlatConfig
 from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.kernels.operands.strided_rows import unit
 from rooftop.kernels.reductions.launches import reduce_into, viewed
+from rooftop.launch.strides import Dims, merged
 from rooftop.launch.triton_launch import launch, processors
 
 MOST_DIMS = 5  # after merging
@@ -36,9 +36,7 @@ MOST_DIMS = 5  # after merging
 # ---- launch ---------------------------------------------------------------------------------------------------
 
 
-def launch_program(
-    text: str, plan: Plan, chosen: tuple[int, ...], arguments: list[Any], y: Tensor, results: list[Tensor]
-) -> None:
+def launch_program(plan: Plan, chosen: tuple[int, ...], arguments: list[Any], y: Tensor, results: list[Tensor]) -> None:
     """One kernel for outputs whose elements, before any are summed, have the shape and strides of y."""
     used = sorted({number for i in chosen for number in plan.used[i]})
     tensors = {i: arguments[i] for i in used if isinstance(arguments[i], Tensor)}
@@ -62,7 +60,7 @@ def launch_program(
         for r, i, over in zip(results, chosen, sums, strict=True)
     ]
     layout = layout_of(dims, tensors, len(arguments), y, sums if any(sums) else ())
-    kernel = _kernel(text, plan.kinds, torch.get_default_dtype(), chosen, layout)
+    kernel = _kernel(plan, chosen, layout)
     given = [int(a) if isinstance(a := arguments[i], bool) else a for i in used]
     if layout.outer_dims == 0:
         config = flat_config([*tensors.values(), *stored])
@@ -75,9 +73,6 @@ def launch_program(
     for i, result, full, over in zip(chosen, results, stored, sums, strict=True):
         if plan.kept[i] and not over:
             _sum_into(result, full, [d for d, keep in enumerate(plan.kept[i]) if keep == "0"])
-
-
-Dims = list[tuple[int, tuple[int, ...]]]  # (size, a stride for each tensor), the outermost dimension first
 
 
 def _launch_tiles(
@@ -182,15 +177,8 @@ def merged_dims(y: Tensor, tensors: Sequence[Tensor]) -> Dims:
         (0,) * (y.dim() - t.dim()) + tuple(s if n > 1 else 0 for n, s in zip(t.shape, t.stride(), strict=True))
         for t in tensors
     ]
-    dims: Dims = []
-    for d in sorted(range(y.dim()), key=y.stride, reverse=True):
-        size, moves = y.shape[d], tuple(each[d] for each in strides)
-        if size == 1:
-            continue
-        if dims and all(outer == size * inner for outer, inner in zip(dims[-1][1], moves, strict=True)):
-            dims[-1] = (dims[-1][0] * size, moves)
-        else:
-            dims.append((size, moves))
+    order = sorted(range(y.dim()), key=y.stride, reverse=True)
+    dims = merged([y.shape[d] for d in order], *([each[d] for d in order] for each in strides))
     return dims or [(1, (0,) * len(tensors))]
 
 
@@ -205,19 +193,14 @@ def layout_of(dims: Dims, tensors: dict[int, Tensor], arguments: int, y: Tensor,
 
 
 @functools.lru_cache(maxsize=4096)
-def source_for(
-    text: str, kinds: tuple[Kind | None, ...], default: torch.dtype, chosen: tuple[int, ...], layout: Layout
-) -> tuple[str, str]:
-    """(source, name) of the kernel for some of a program's outputs."""
-    plan = plan_of(text, kinds, default)
+def source_for(plan: Plan, chosen: tuple[int, ...], layout: Layout) -> tuple[str, str]:
+    """(source, name) of the kernel for some of a plan's outputs."""
     outputs = [plan.outputs[i] for i in chosen]
-    source = source_of(outputs, [plan.results[i] for i in chosen], plan.types, kinds, layout)  # type: ignore[arg-type]
+    source = source_of(outputs, [plan.results[i] for i in chosen], plan.types, plan.kinds, layout)  # type: ignore[arg-type]
     return source, kernel_name(outputs)
 
 
 @functools.lru_cache(maxsize=4096)
-def _kernel(
-    text: str, kinds: tuple[Kind | None, ...], default: torch.dtype, chosen: tuple[int, ...], layout: Layout
-) -> Any:
+def _kernel(plan: Plan, chosen: tuple[int, ...], layout: Layout) -> Any:
     """The compiled kernel of `source_for`."""
-    return compiled(*source_for(text, kinds, default, chosen, layout))
+    return compiled(*source_for(plan, chosen, layout))

@@ -2,7 +2,8 @@
 
 The operator takes a program as text, "tnt: a0 * a1 + a2": which arguments are tensors and which are numbers, and the
 trees (`expression_texts.py`). "tt 1=01: a0, a0 * a1" sums result 1 over the first of two dimensions, which becomes 1.
-A plan adds dtypes. Both are kept, by text and dtypes; shapes and the results' layouts are found at each call.
+A plan adds dtypes. Both are kept: programs by their text, plans by the program and the arguments' dtypes. Shapes and
+the results' layouts are found at each call.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftop.kernels.elementwise.expression_texts import parse, text_of
+from rooftop.kernels.elementwise.expression_texts import parse
 from rooftop.kernels.elementwise.expression_types import (
     NUMBER,
     SINGLE,
@@ -27,7 +28,7 @@ from rooftop.kernels.elementwise.expression_types import (
     number_kind,
     types_of,
 )
-from rooftop.kernels.elementwise.expressions import DTYPES, NAMES, Expression, arguments_of, topological
+from rooftop.kernels.elementwise.expressions import DTYPES, NAMES, Expression, arguments_of, text_of, topological
 from rooftop.kernels.operands.checks import not_dense
 
 Number = bool | int | float
@@ -36,16 +37,16 @@ Argument = Tensor | Number
 
 @dataclass(frozen=True)
 class Program:
-    """A parsed operator argument: which arguments there are, and the trees.
+    """Which arguments there are, and the trees.
 
     `kinds` has a letter for each argument: t a tensor, n a number, - none (not used). `kept` has a digit for each
     dimension of an output that is summed: 1 if it stays, 0 if it becomes 1; nothing for other outputs.
     """
 
     kinds: str
-    autocast: bool
-    kept: tuple[str, ...]
     outputs: tuple[Expression, ...]
+    kept: tuple[str, ...]
+    autocast: bool = False
 
     def arguments(self, tensors: Sequence[Tensor], numbers: Sequence[Number]) -> tuple[Argument | None, ...]:
         """All arguments by number."""
@@ -74,12 +75,12 @@ def program_of(text: str) -> Program:
     for output in outputs:
         if not any(kinds[number] == "t" for number in arguments_of([output])):
             raise ValueError(f"fused: the result {text_of([output])} depends on no tensor")
-    return Program(kinds, autocast, tuple(kept), outputs)
+    return Program(kinds, outputs, tuple(kept), autocast)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """What follows from a program and its arguments' dtypes."""
+    """What follows from a program and its arguments' dtypes. Launches are kept by its identity."""
 
     outputs: tuple[Expression, ...]  # here, since types are by their identity
     kept: tuple[str, ...]
@@ -92,9 +93,8 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_of(text: str, kinds: tuple[Kind | None, ...], default: torch.dtype) -> Plan:
+def plan_of(program: Program, kinds: tuple[Kind | None, ...], default: torch.dtype) -> Plan:
     """The plan for arguments of these kinds, where floating point results of integers have the dtype `default`."""
-    program = program_of(text)
     types = types_of(program.outputs, kinds, program.autocast)
     nodes = [node for node in topological(program.outputs) if node.operands]
     double = any(types[id(node)].common == torch.float64 for node in nodes) or any(
@@ -121,15 +121,17 @@ def _kind(value: Argument | None) -> Kind | None:
     return None if value is None else number_kind(value)
 
 
-def planned(tensors: Sequence[Tensor], numbers: Sequence[Number], text: str) -> tuple[Plan, list[Any]]:
-    """The plan of a program and its arguments by number, on one device.
+def planned(tensors: Sequence[Tensor], numbers: Sequence[Number], program: Program | str) -> tuple[Plan, list[Any]]:
+    """The plan of a program, or of one by its text, and its arguments by number, on one device.
 
     Raises:
         TypeError: tensors that are not dense, or of a dtype that is not supported.
         ValueError: tensors on several devices, or shapes that do not broadcast.
     """
-    program = program_of(text)
+    if isinstance(program, str):
+        program = program_of(program)
     if len(tensors) != program.kinds.count("t") or len(numbers) != program.kinds.count("n"):
+        text = f"{program.kinds}: {text_of(program.outputs)}"
         raise ValueError(f"fused: {text!r} takes other arguments than {len(tensors)} tensors, {len(numbers)} numbers")
     device = _device(tensors)
     arguments = list(program.arguments(tensors, numbers))
@@ -143,7 +145,7 @@ def planned(tensors: Sequence[Tensor], numbers: Sequence[Number], text: str) -> 
         if each.device != device:
             arguments[i] = each.to(device)  # one number, from the CPU
     kinds = tuple(map(_kind, arguments))
-    plan = plan_of(text, kinds, torch.get_default_dtype())
+    plan = plan_of(program, kinds, torch.get_default_dtype())
     for number, dtype in plan.limits:
         check_limit(arguments[number], dtype)  # type: ignore[arg-type]
     return plan, arguments

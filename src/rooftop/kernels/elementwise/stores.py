@@ -29,21 +29,23 @@ from rooftop.kernels.elementwise.expression_sources import (
     Layout,
     block_function,
     calls_of_block,
+    columns_of_tile,
     compiled,
     flat_kernel,
-    helpers_of,
+    index_lines,
     kernel_name,
+    module_of,
 )
-from rooftop.kernels.elementwise.expression_texts import text_of
-from rooftop.kernels.elementwise.expression_types import NUMBER, Kind
-from rooftop.kernels.elementwise.expressions import arguments_of, topological
-from rooftop.kernels.elementwise.launches import Dims, merged_dims
-from rooftop.kernels.elementwise.programs import Number, Plan, plan_of, planned
+from rooftop.kernels.elementwise.expression_types import NUMBER
+from rooftop.kernels.elementwise.expressions import arguments_of, text_of, topological
+from rooftop.kernels.elementwise.launches import merged_dims
+from rooftop.kernels.elementwise.programs import Number, Plan, Program, planned
 from rooftop.kernels.elementwise.tables import STORES, TURNED
 from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.kernels.operands.repeating_numbers import COLUMNS as TABLE
 from rooftop.kernels.operands.repeating_numbers import table_of
 from rooftop.kernels.operands.strided_rows import LINE_BYTES, from_line
+from rooftop.launch.strides import Dims
 from rooftop.launch.triton_launch import Repeated, require_triton
 
 MOST_DIMS = 5
@@ -67,7 +69,7 @@ def row_of(numbers: Sequence[Number], dtype: torch.dtype) -> Row:
 
 
 def store_fused(
-    program: str,
+    program: Program | str,
     tensors: Sequence[Tensor],
     numbers: Sequence[Number],
     out: Tensor,
@@ -76,7 +78,7 @@ def store_fused(
     """Computes a program's one result into `out`.
 
     Args:
-        program: "ttn: a0 * a1 + a2", as `expression_texts.py` reads it, with t for tensors and n for numbers.
+        program: a tree, or its text "ttn: a0 * a1 + a2", with t for tensors and n for numbers.
         tensors: of the shape of `out`, with any strides, on its device.
         numbers: Python's. Floats are float32; one of float64 is an integer of the same bits, `float64_of_bits(a0)`.
         out: overlaps no tensor, or has the very same elements.
@@ -102,7 +104,7 @@ def store_fused(
     require_triton()
     given = [i for i, each in enumerate(arguments) if isinstance(each, Tensor)]
     periods = {i: len(each.numbers) for i, each in zip(given[len(tensors) :], tables, strict=True)}
-    stored = _store(program, plan, arguments, out, periods)
+    stored = _store(plan, arguments, out, periods)
     lasting = all(each.is_kept for each in tables)
     return stored if lasting and all(arguments[i] is each for i, each in zip(given, tensors, strict=False)) else None
 
@@ -147,24 +149,24 @@ _launches: dict[Any, Launch | None] = {}
 _MOST_LAUNCHES = 4096
 
 
-def _store(text: str, plan: Plan, arguments: list[Any], out: Tensor, periods: dict[int, int]) -> Stored | None:
+def _store(plan: Plan, arguments: list[Any], out: Tensor, periods: dict[int, int]) -> Stored | None:
     used = plan.used[0]
     moving = {i: x for i in used if isinstance(x := arguments[i], Tensor) and i not in periods}
     begins = {i: from_line(x) for i, x in moving.items()}
     into, lead = from_line(out)
     leads = (*(each for _, each in begins.values()), lead)
     lie = tuple((x.shape, x.stride()) for x in (*moving.values(), out))
-    key = (text, plan.kinds, torch.get_default_dtype(), lie, leads, tuple(periods.items()))
+    key = (plan, lie, leads, tuple(periods.items()))
     try:
         found = _launches[key]
     except KeyError:
         if len(_launches) >= _MOST_LAUNCHES:
             _launches.clear()
-        _launches[key] = found = _launch_of(text, plan, moving, out, leads, periods)
+        _launches[key] = found = _launch_of(plan, moving, out, leads, periods)
     if found is None:  # one dimension less, as many launches as it has indices
         for n in range(out.shape[0]):
             parts = [each[n] if i in moving else each for i, each in enumerate(arguments)]
-            _store(text, plan, parts, out[n], periods)
+            _store(plan, parts, out[n], periods)
         return None
     pointers = [*(begin for begin, _ in begins.values()), into]
     places = [place for place, i in enumerate(used) if i in moving] + [len(used)]
@@ -181,7 +183,7 @@ def _store(text: str, plan: Plan, arguments: list[Any], out: Tensor, periods: di
 
 
 def _launch_of(
-    text: str, plan: Plan, moving: dict[int, Tensor], out: Tensor, leads: tuple[int, ...], periods: dict[int, int]
+    plan: Plan, moving: dict[int, Tensor], out: Tensor, leads: tuple[int, ...], periods: dict[int, int]
 ) -> Launch | None:
     """None where there are more dimensions than a kernel has."""
     dims = merged_dims(out, [*moving.values(), out])
@@ -206,7 +208,7 @@ def _launch_of(
     height = min(config.elements // width, power_of_two(rows))
     wide = max(*spans, out.numel()) >= 2**31
     layout = Layout(tuple(accesses), wide=wide, stored=every[-1], lines=bool(outer) and height == 1)
-    kernel = _kernel(text, plan.kinds, torch.get_default_dtype(), layout)
+    kernel = _kernel(plan, layout)
     constants = {"num_warps": config.warps, "enable_fp_fusion": False}
     if not outer:
         strides = [steps[n] for n, access in enumerate(every) if access.column == 2]
@@ -248,23 +250,19 @@ def _steps(access: Access | None) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _kernel(text: str, kinds: tuple[Kind | None, ...], default: torch.dtype, layout: Layout) -> Any:
-    return compiled(*store_source(text, kinds, default, layout))
+def _kernel(plan: Plan, layout: Layout) -> Any:
+    return compiled(*_source_of(plan, layout))
 
 
-def store_source(text: str, kinds: tuple[Kind | None, ...], default: torch.dtype, layout: Layout) -> tuple[str, str]:
-    """(source, name) of the kernel for arguments of these kinds that lie so."""
-    plan = plan_of(text, kinds, default)
+def _source_of(plan: Plan, layout: Layout) -> tuple[str, str]:
+    """(source, name) of the kernel for arguments that lie so."""
     _check_double(plan)
     body = Body(plan.types, layout, precise=True)
     used = arguments_of(plan.outputs)
-    numbers = [f"a{i}" for i in used if (kind := kinds[i]) is not None and kind.rank == NUMBER]
+    numbers = [f"a{i}" for i in used if (kind := plan.kinds[i]) is not None and kind.rank == NUMBER]
     name = kernel_name(plan.outputs).replace("fused_", "store_", 1)
     write = _flat if layout.outer_dims == 0 else _lines if layout.lines else _tiles
-    lines = write(body, plan, used, name, numbers)
-    helpers = helpers_of(lines)
-    imported = [f"from rooftop.kernels.operands.triton_kernels.scalars import {', '.join(helpers)}"] if helpers else []
-    return "\n".join(["import triton", "import triton.language as tl", *imported, "", "", *lines]) + "\n", name
+    return module_of(write(body, plan, used, name, numbers)), name
 
 
 def _flat(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:
@@ -310,7 +308,14 @@ def _lines(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str
         "    blocks = tl.cdiv(elements, BLOCK)",
         "    start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK",
         f"    row = (tl.program_id(0) // blocks){wide}",
-        *(f"    {line}" for line in [*_indices(layout), *moved, *calls_of_block(", ".join(given))]),
+        *(
+            f"    {line}"
+            for line in [
+                *index_lines(layout.outer_dims, range(layout.outer_dims)),
+                *moved,
+                *calls_of_block(", ".join(given)),
+            ]
+        ),
     ]
 
 
@@ -335,15 +340,6 @@ def _row_of(tensor: str, access: Access) -> str:
 
 def _leads(every: Mapping[str, Access]) -> list[str]:
     return [f"{tensor}_lead" for tensor, access in every.items() if access.column != 3]
-
-
-def _indices(layout: Layout) -> list[str]:
-    """Lines that say where in each outer dimension a row is."""
-    lines = []
-    for d in range(layout.outer_dims):
-        divided = "".join(f" // size{later}" for later in range(layout.outer_dims - 1, d, -1))
-        lines.append(f"index{d} = row{divided}" + (f" % size{d}" if d else ""))
-    return lines
 
 
 def _tiles(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:
@@ -371,11 +367,8 @@ def _tiles(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str
         f"@triton.jit(do_not_specialize={[*numbers, *_leads(every)]})",
         f"def {name}({', '.join(names)}, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):",
         f'    """{text_of(plan.outputs)}"""',
-        "    columns = units * UNIT",
-        "    blocks = tl.cdiv(columns, COLUMNS)",
-        "    part, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks",
-        f"    column = block{wide} * COLUMNS + tl.arange(0, COLUMNS)",
+        *columns_of_tile(wide),
         f"    row = part{wide} * ROWS + tl.arange(0, ROWS)",
         "    inside = (row < rows)[:, None] & (column < columns)[None, :]",
-        *(f"    {line}" for line in [*_indices(layout), *body.lines, *stores]),
+        *(f"    {line}" for line in [*index_lines(layout.outer_dims, range(layout.outer_dims)), *body.lines, *stores]),
     ]

@@ -1,9 +1,8 @@
-"""How operators look at strided tensors: as rows, in few dimensions, in groups of elements."""
+"""How operators look at strided tensors: as rows, in groups of elements."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -37,16 +36,3 @@ def rows_of(x: Tensor) -> Tensor:
 def unit_columns(x: Tensor) -> Tensor:
     """x (M, N), copied where the elements of a row lie apart; rows may."""
     return x if x.stride(1) == 1 else x.contiguous()
-
-
-def merged(sizes: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """(size, stride) of a view with as few dimensions as its strides allow."""
-    dims: list[tuple[int, int]] = []
-    for size, stride in zip(sizes, strides, strict=True):
-        if size == 1:
-            continue
-        if dims and dims[-1][1] == size * stride:
-            dims[-1] = (dims[-1][0] * size, stride)
-        else:
-            dims.append((size, stride))
-    return dims

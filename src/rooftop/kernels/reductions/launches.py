@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from rooftop.kernels.operands.launch_data import power_of_two
-from rooftop.kernels.operands.strided_rows import merged, unit
+from rooftop.kernels.operands.strided_rows import unit
 from rooftop.kernels.reductions import tables
 from rooftop.kernels.reductions.tables import AllConfig, ColumnConfig, RowConfig, SplitConfig
 from rooftop.launch.counters import counters
+from rooftop.launch.strides import merged
 from rooftop.launch.triton_launch import launch, launches_early, processors
 
 KINDS = ("ties", "absolute_ties", "sum", "mean", "norm1", "norm2", "amax", "amin", "norm_inf", "argmax", "argmin")
@@ -62,8 +63,10 @@ def view_of(shape: tuple[int, ...], strides: tuple[int, ...], dims: tuple[int, .
     """
     kept = [dim for dim in range(len(shape)) if dim not in dims]
     order = list(dims) if ordered else sorted(dims, key=lambda dim: -strides[dim] if strides[dim] else -math.inf)
-    keep = merged([shape[dim] for dim in kept], [strides[dim] for dim in kept])
-    reduce = merged([shape[dim] for dim in order], [strides[dim] for dim in order])
+    keep, reduce = (
+        [(size, step) for size, (step,) in merged([shape[dim] for dim in some], [strides[dim] for dim in some])]
+        for some in (kept, order)
+    )
     if len(keep) > 2 or len(reduce) > (1 if ordered else 2):
         return None
     results = [(*each, math.prod(size for size, _ in keep[i + 1 :])) for i, each in enumerate(keep)]

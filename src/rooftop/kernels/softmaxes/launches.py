@@ -10,8 +10,9 @@ from torch import Tensor
 
 from rooftop.kernels.operands.launch_data import WordConstants
 from rooftop.kernels.operands.row_tiles import group_of, long_tile, tile, tile_config
-from rooftop.kernels.operands.strided_rows import merged, rows_of, unit
+from rooftop.kernels.operands.strided_rows import rows_of, unit
 from rooftop.kernels.softmaxes import clusters, tables
+from rooftop.launch.strides import merged
 from rooftop.launch.triton_launch import launch, processors, require_triton
 
 
@@ -91,5 +92,5 @@ def _mask_arguments(mask: Tensor | None, shape: torch.Size, like: Tensor) -> tup
     if len(dims) > 3:
         full = full.contiguous()
         dims = merged(shape[:-1], full.stride()[:-1])
-    (_, outer), (middle, middle_stride), (inner, inner_stride) = [(1, 0)] * (3 - len(dims)) + dims
+    (_, (outer,)), (middle, (middle_stride,)), (inner, (inner_stride,)) = [(1, (0,))] * (3 - len(dims)) + dims
     return full, kind, (middle, inner, outer, middle_stride, inner_stride, full.stride(-1))

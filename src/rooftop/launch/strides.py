@@ -1,0 +1,26 @@
+"""Strided tensors in as few dimensions as they can be walked through in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Dims = list[tuple[int, tuple[int, ...]]]
+"""(size, a stride of each tensor), the outermost dimension first."""
+
+
+def merged(sizes: Sequence[int], *strides: Sequence[int]) -> Dims:
+    """The dimensions of tensors of one shape: neighbours that every tensor walks through as one are one.
+
+    Args:
+        sizes: of the dimensions, the outermost first. Those of size 1 are left out.
+        strides: of each tensor.
+    """
+    dims: Dims = []
+    for size, *steps in zip(sizes, *strides, strict=True):
+        if size == 1:
+            continue
+        if dims and all(outer == size * inner for outer, inner in zip(dims[-1][1], steps, strict=True)):
+            dims[-1] = (dims[-1][0] * size, tuple(steps))
+        else:
+            dims.append((size, tuple(steps)))
+    return dims
