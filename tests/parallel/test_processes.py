@@ -298,10 +298,10 @@ def test_no_rank_ends_before_the_last_has_ended(on_ranks: Run) -> None:
 
 
 def slow_to_hear(seconds: float) -> None:
-    poll = processes._poll
+    poll = processes.poll
     with pytest.MonkeyPatch.context() as patch, join(device="cpu") as world:
         if world.rank == 1:
-            patch.setattr(processes, "_poll", lambda done, until: time.sleep(seconds) or poll(done, until))
+            patch.setattr(processes, "poll", lambda done, until: time.sleep(seconds) or poll(done, until))
 
 
 def test_the_rank_that_holds_the_store_stays_until_all_have_heard(on_ranks: Run) -> None:
