@@ -70,8 +70,17 @@ class Operation:
 
     @property
     def words(self) -> str:
-        what = f" of {self.what}" if self.what else ""
-        return f"{self.name}{what} (number {self.number} of {ranks_in_words(self.ranks)})"
+        """ "all_reduce of 7 float32 (ranks 0-3)", for a message of which it is a part."""
+        return f"{self._called} ({ranks_in_words(self.ranks)})"
+
+    @property
+    def numbered(self) -> str:
+        """ "all_reduce of 7 float32 (number 5 of ranks 0-3)"."""
+        return f"{self._called} (number {self.number} of {ranks_in_words(self.ranks)})"
+
+    @property
+    def _called(self) -> str:
+        return f"{self.name} of {self.what}" if self.what else self.name
 
 
 def recorded() -> list[dict[str, Any]]:
@@ -184,8 +193,8 @@ class Lack:
         lacks, await_ = "lack" if len(self.by) > 1 else "lacks", "await" if len(self.awaited_by) > 1 else "awaits"
         waiting = f"{ranks_in_words(self.awaited_by)} {await_}"
         if not self.by:
-            return f"no rank lacks the {self.operation.words}, and yet {waiting} it"
-        return f"{ranks_in_words(self.by)} {lacks} the {self.operation.words}, which {waiting}"
+            return f"no rank lacks the {self.operation.numbered}, and yet {waiting} it"
+        return f"{ranks_in_words(self.by)} {lacks} the {self.operation.numbered}, which {waiting}"
 
 
 def lacks(unfinished_of: Mapping[int, Sequence[Operation]]) -> list[Lack]:
@@ -206,7 +215,7 @@ def lacks(unfinished_of: Mapping[int, Sequence[Operation]]) -> list[Lack]:
         for operation, waiting in in_it.values()
     ]
     held_up = {rank for each in found for rank in each.awaited_by}
-    return sorted(found, key=lambda each: (not (set(each.by) - held_up), not each.by, -len(each.awaited_by)))
+    return sorted(found, key=lambda each: (not each.by, len(held_up & set(each.by)), -len(each.awaited_by)))
 
 
 def lacking(unfinished_of: Mapping[int, Sequence[Operation]], by: Collection[int] = ()) -> str:

@@ -60,6 +60,8 @@ LATER_S = 30.0
 """A communication times out by itself so long after `timeout_s`, when it is said which rank lets the others wait."""
 BROKEN = re.compile(r"Connection (closed|reset|refused)|Broken pipe|[Tt]imed out|NCCL|recvValue")
 """What an error says that may come of another rank's end."""
+CUT = re.compile(r"Connection (closed|reset)|Broken pipe")
+"""What it says where a connection was cut."""
 
 
 @dataclass(frozen=True)
@@ -285,7 +287,11 @@ class _Ranks:
         failure = Failure(mine, ())
         if isinstance(error, RuntimeError) and not isinstance(error, RankError) and BROKEN.search(str(error)):
             note_interrupted()
-            failure = self.watch.gone(error) or failure
+            if (gone := self.watch.gone(error)) is not None:
+                failure = gone
+            elif CUT.search(str(error)):
+                mine = f"{mine}; all ranks are alive: see to the network between them"
+                failure = Failure(mine, ())
         return self.watch.tell(failure), mine
 
     def end(self, timeout_s: float) -> None:

@@ -81,13 +81,24 @@ def heard_by_a_thread() -> Iterator[Termination]:
         mouth.close()
 
 
+def _wait_for_the_fork() -> None:
+    if _active:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _go_on() -> None:
+    if _active:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
 def _as_before() -> None:
     """In a fork, such as a worker of a DataLoader: SIGTERM ends it as ever, and its parent does not hear of it."""
     for termination in _active:
         signal.set_wakeup_fd(-1)
         if termination.ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _go_on()
     _active.clear()
 
 
-os.register_at_fork(after_in_child=_as_before)
+os.register_at_fork(before=_wait_for_the_fork, after_in_parent=_go_on, after_in_child=_as_before)

@@ -71,6 +71,7 @@ STUCK_S = 2.0
 """Communication in which nothing has ended for so long is looked at: its recorder takes 0.1 s to read."""
 LEAVING_S = 60.0
 """So long a program may take to leave the block after a failure; then its process is ended."""
+ENDED = ("its process has ended", "their processes have ended")
 NO_TAG = (1 << 30) + 7  # of a message that nobody sends
 
 
@@ -225,7 +226,7 @@ class Watch:
         if state == GONE:
             ends_too = self._asked_at is not None and self.termination.ours
             gone = [] if ends_too else self._gone_here(store)
-            return self._gone(gone, "its process has ended", store) if gone else None
+            return self._gone(gone, ENDED[len(gone) > 1], store) if gone else None
         if self._stopped_s >= STOPPED_S:
             words = f"rank {self._next} of {self.size} has given no sign of life for {STOPPED_S:g} s: it is stopped"
             return Failure(words, (self._next,))
@@ -255,7 +256,7 @@ class Watch:
         if self._asked_at is None:
             self._asked_at, self._beats_then = time.monotonic(), beats(store, self.size)
             gone = self._gone_here(store)
-            return self._gone(gone, "its process has ended", store) if gone else None
+            return self._gone(gone, ENDED[len(gone) > 1], store) if gone else None
         if not self._beats_then or time.monotonic() - self._asked_at < SILENCE_S:
             return None
         silent, self._beats_then = self._silent_since(store, self._beats_then), {}
