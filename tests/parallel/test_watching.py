@@ -200,10 +200,30 @@ def test_what_is_slow_and_alive_is_named_and_goes_on(kind: str, on_ranks: Run) -
         assert not notes
         return
     assert 1 <= len(notes) <= 3  # each after twice as long
-    said = r"rooftop: note: for \d s rank 1 lacks the all_reduce of 3 float32 \(number 2 of ranks 0-1\), which rank 0 awaits"
-    assert re.match(
-        f"{said}; rank 1 is at .*test_watching.py:.*. All ranks end when this has lasted for 20 s", notes[0]
-    )
+    said = r"rooftop: note: for \d s rank 1 lacks the all_reduce of 3 float32 \(number 2 of ranks 0-1\), which rank 0 "
+    said += r"awaits; rank 1 is at .*test_watching.py:.*. All ranks end when this has lasted for 20 s"
+    assert re.match(said, notes[0])
+
+
+def with_a_broken_recorder() -> tuple[float, list[str]]:
+    def broken() -> None:
+        raise RuntimeError("CUDA error: operation not permitted")
+
+    with (
+        patch.object(watching, "progress", broken),
+        patch.object(watching, "print", create=True) as shown,
+        join(device="cpu", timeout_s=20.0),
+    ):
+        time.sleep(1.5)
+        value = float(start_sum(torch.ones(3), dist.group.WORLD)()[0])
+    return value, [call.args[0] for call in shown.call_args_list]
+
+
+def test_a_recorder_that_fails_fails_no_rank(on_ranks: Run) -> None:
+    for rank, (value, notes) in enumerate(on_ranks(2, with_a_broken_recorder, joined=False)):
+        assert value == 2.0
+        why = "CUDA error: operation not permitted"
+        assert notes == [f"rooftop: note: rank {rank} cannot read PyTorch's flight recorder ({why})"]
 
 
 # ---- the launcher ----------------------------------------------------------------------------------------------------
@@ -327,3 +347,36 @@ def test_a_wait_is_told_when_it_has_lasted() -> None:
     assert seen.look({**places, 3: Place("measuring", long=True)}, 22.0) is None
     assert seen.look({**places, 0: computing, 1: computing, 2: computing}, 50.0) is None
     assert seen.look(places, 60.0) is None  # it waits anew
+
+
+# ---- on GPUs ---------------------------------------------------------------------------------------------------------
+
+
+def hangs_on_gpus(how: str) -> None:
+    """Rank 1 of two hangs in Python, or is stopped, while the GPU of rank 0 waits for it, and not Python."""
+    with impatient(LEAVING_S=5.0), join(device="cuda", timeout_s=15.0) as world:
+        found = torch.ones(7, device=world.device)
+        dist.all_reduce(found)
+        torch.cuda.synchronize()
+        if world.rank == 1:
+            time.sleep(60) if how == "hang" else os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(found)
+        torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("how", ["hang", "stop"])
+def test_on_gpus_the_flight_recorder_says_what_a_rank_lacks(
+    how: str, on_ranks: Run, ranks_failed: type[Exception]
+) -> None:
+    with pytest.raises(ranks_failed) as caught:
+        on_ranks(2, hangs_on_gpus, how, joined=False, limit_s=45.0)
+    error = caught.value.errors[0]  # type: ignore[attr-defined]
+    if how == "hang":
+        assert re.match(
+            r"RankError: rank 1 of 2 hangs: for \d+ s rank 1 lacks the all_reduce of 7 float32 \(number 2", error
+        )
+    else:
+        assert re.match("RankError: rank 1 of 2 has given no sign of life for 8 s: it is stopped; rank 0 awaits", error)
+        assert "the all_reduce of 7 float32 (ranks 0-1)" in error

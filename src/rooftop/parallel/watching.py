@@ -126,7 +126,7 @@ class Watch:
         self._first_beat: tuple[int, float] = (-1, time.monotonic())
         self._looked_at = time.monotonic()
         self._waits, self._noted_s = Waits(self.size), 0.0
-        self._killed_before = oom_kills()
+        self._killed_before, self._recorder_works = oom_kills(), True
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -342,13 +342,19 @@ class Watch:
 
     def _operations(self, now: float, asked: bool) -> tuple[Operation, ...]:
         """What this rank has launched and has not ended, if nothing has ended for a while or somebody asks."""
-        if self.size == 1 or not dist.is_initialized():
+        if self.size == 1 or not self._recorder_works or not dist.is_initialized():
             return ()
-        moved = progress()
-        if moved != self._moved[0]:
-            self._moved = moved, now
-        waits = any(launched > ended for _, launched, ended in moved) and now - self._moved[1] >= STUCK_S
-        return unfinished(recorded(), ranks_of_groups()) if waits or asked else ()
+        try:
+            moved = progress()
+            if moved != self._moved[0]:
+                self._moved = moved, now
+            waits = any(launched > ended for _, launched, ended in moved) and now - self._moved[1] >= STUCK_S
+            return unfinished(recorded(), ranks_of_groups()) if waits or asked else ()
+        except RuntimeError as error:  # of CUDA: nothing of the training depends on the recorder
+            self._recorder_works = False
+            words = f"rooftop: note: rank {self.rank} cannot read PyTorch's flight recorder ({first_line(error)})"
+            print(words, file=sys.stderr, flush=True)
+            return ()
 
     def _wake(self, ranks: Iterable[int]) -> None:
         """Let stopped ranks of this machine go on: they hear of the failure and end. Launchers wait for that."""
