@@ -140,7 +140,7 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-STEPS = 120
+STEPS = 60
 OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """PyTorch 2.13 lets no launcher in later that the others do not know, where they share a store."""
 
@@ -218,7 +218,7 @@ def test_a_training_goes_on_with_the_launcher_that_is_left(fork: Fork, book: Pat
 
 def test_a_launcher_that_comes_again_takes_part(fork: Fork, book: Path) -> None:
     """With another count of restarts than the one that has stayed; ranks that are ended for it save first."""
-    port, steps = free_port(), 240
+    port, steps = free_port(), 200
     first, second = (launcher(number, port, steps, fork, book, OWN_STORES) for number in (1, 2))
     fewer = one_is_killed(first, second, book)
     wait_for_step(book / "lines", fewer + 20, [first])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +24,7 @@ from rooftop.parallel.flight_records import (
     recorded,
     unfinished,
 )
+from rooftop.parallel.watching import poll
 
 Run = Callable[..., list[Any]]
 
@@ -146,16 +148,22 @@ def test_each_recorder_that_a_build_has_is_read() -> None:
 
 
 def launched_alone() -> tuple[list[str], bool, list[str]]:
-    """What rank 0 has launched, and rank 1 not yet."""
-    work = None
+    """What rank 0 has launched, and rank 1 not yet. A thread of gloo notes the end of an operation a moment later."""
+    work, store = None, dist.distributed_c10d._get_default_store()
     dist.barrier()
+    ended = poll(lambda: not unfinished(recorded(), ranks_of_groups()), time.monotonic() + 10)
+    assert ended
     if dist.get_rank() == 0:
         work = dist.all_reduce(torch.ones(7), async_op=True)
     found = unfinished(recorded(), ranks_of_groups())
     waits = any(launched > ended for _, launched, ended in progress())
-    dist.get_rank() == 1 and dist.all_reduce(torch.ones(7))
+    store.set(f"read/{dist.get_rank()}", "1")
+    store.wait(["read/0", "read/1"])
+    if dist.get_rank() == 1:
+        dist.all_reduce(torch.ones(7))
     if work is not None:
         work.wait()
+    poll(lambda: not unfinished(recorded(), ranks_of_groups()), time.monotonic() + 10)
     return [each.words for each in found], waits, [each.words for each in unfinished(recorded(), ranks_of_groups())]
 
 
