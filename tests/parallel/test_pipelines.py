@@ -34,8 +34,8 @@ from rooftop.parallel import (
     gradients,
     join,
     pipelines,
-    processes,
     shards_of,
+    watching,
 )
 from rooftop.parallel.deferred import Deferral, Later, defer_weight_gradients
 from rooftop.parallel.dropouts import CounterDropouts, Place
@@ -487,7 +487,7 @@ def failing(name: str, stages: int | None, wrong: int, how: str) -> None:
     """Rank `wrong` raises, ends or is stopped at its second forward."""
     size = int(os.environ["WORLD_SIZE"])
     with (
-        patch.object(processes, "SILENT_S", 3.0),
+        patch.object(watching, "STOPPED_S", 3.0),
         join(device="cpu", timeout_s=50) as world,
     ):
         groups = Layout(pp=size).process_groups()
@@ -535,17 +535,19 @@ def test_a_rank_that_fails_is_named_at_all_with_what_was_awaited(
     said = {
         "raise": "failed: KeyError: 'no such voxel'; this rank was awaiting ",
         "kill": "is gone without an error (",
-        "stop": "has given no sign of life for 3 s: it is stopped, or gone; this rank was ",
+        "stop": "has given no sign of life for 3 s: it is stopped; rank ",
     }[how]
     assert sorted(errors) == [rank for rank in range(3) if rank != wrong]
     for error in errors.values():
         assert error.startswith(f"RankError: rank {wrong} of 3 {said}")
         assert re.search(r"awaiting .*(forward|backward|input gradient) of micro-batch \d at stage \d", error), error
+        if how != "raise":
+            assert re.search(r"; ranks? .* awaits? the .*; rank \d was last at .*, in \w+", error), error
 
 
 def replaying(name: str, graph: bool, how: str) -> None:
     """Rank 1 raises or is stopped between two steps, which rank 0 has launched by then."""
-    with patch.object(processes, "SILENT_S", 3.0), join(device="cuda", timeout_s=50) as world:
+    with patch.object(watching, "STOPPED_S", 3.0), join(device="cuda", timeout_s=50) as world:
         group, schedule = Layout(pp=2).process_groups()["pp"], schedule_of(name, 2, 4)
         weight, deferral = torch.ones(2, device=world.device, requires_grad=True), Deferral()
         options = {"shape": (2,), "dtype": torch.float32, "device": world.device, "deferral": deferral}

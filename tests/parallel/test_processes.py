@@ -237,6 +237,55 @@ def test_a_rank_that_cannot_start_is_named_at_all(on_ranks: Run, ranks_failed: t
     assert errors[0].startswith("RankError: rank 1 of 2 cannot start: it is process 1 on its machine")
 
 
+def started_anew(start: int, attempts: list[int]) -> tuple[int, int, list[float]]:
+    """A block of the ranks that launchers have started, whose counts of restarts differ."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempts[int(os.environ["RANK"])])
+    processes._joined.clear()  # as in a process of its own
+    with join(settings={"start": start}, device="cpu", patience_s=10.0) as world:
+        found = [torch.zeros(1) for _ in range(world.size)]
+        dist.all_gather(found, torch.full((1,), float(10 * start + world.rank)))
+    return world.rank, world.size, [each.item() for each in found]
+
+
+def in_a_row(starts: list[tuple[int, list[int]]]) -> list[tuple[int, int, list[float]]]:
+    """Starts of ever other numbers of ranks at one store; a rank that a start leaves out goes on to the next."""
+    rank, said = int(os.environ["RANK"]), []
+    waiting = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    for number, (size, attempts) in enumerate(starts):
+        if rank < size:
+            os.environ["WORLD_SIZE"] = str(size)
+            said.append(started_anew(number, attempts))
+        waiting.add(f"ended {number}", 1)
+        while waiting.add(f"ended {number}", 0) < len(starts[0][1]):
+            time.sleep(0.01)
+    return said
+
+
+def test_ranks_that_are_started_anew_meet_at_the_store_of_those_before(on_ranks: Run) -> None:
+    """Fewer, more again, and with launchers each of which has restarted another number of times."""
+    starts = [(4, [0, 0, 0, 0]), (2, [1, 1, 0, 0]), (4, [1, 1, 0, 0]), (4, [1, 1, 0, 0])]
+    found = on_ranks(4, in_a_row, starts, joined=False)
+    for rank, said in enumerate(found):
+        taking_part = [(number, size) for number, (size, _) in enumerate(starts) if rank < size]
+        assert said == [(rank, size, [10.0 * number + each for each in range(size)]) for number, size in taking_part]
+
+
+def after_a_start_that_did_not_meet(rank: int) -> tuple[int, int, list[float]]:
+    """What a rank has left behind that has ended in its roll call; then all start."""
+    if int(os.environ["RANK"]) == rank:
+        store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+        left = dist.PrefixStore("rooftop/0/0", store)  # type: ignore[attr-defined]
+        left.set(f"here/{rank}", '[{"start": "0"}, "", {}, "of a process that is gone"]')
+    time.sleep(0.5)
+    return started_anew(1, [0, 1, 0])
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_meeting_that_was_left_before_its_verdict_is_closed(rank: int, on_ranks: Run) -> None:
+    found = on_ranks(3, after_a_start_that_did_not_meet, rank, joined=False)
+    assert found == [(each, 3, [10.0, 11.0, 12.0]) for each in range(3)]
+
+
 # ---- within the block --------------------------------------------------------------------------------------------
 
 
@@ -298,10 +347,10 @@ def test_no_rank_ends_before_the_last_has_ended(on_ranks: Run) -> None:
 
 
 def slow_to_hear(seconds: float) -> None:
-    poll = processes._poll
+    poll = processes.poll
     with pytest.MonkeyPatch.context() as patch, join(device="cpu") as world:
         if world.rank == 1:
-            patch.setattr(processes, "_poll", lambda done, until: time.sleep(seconds) or poll(done, until))
+            patch.setattr(processes, "poll", lambda done, until: time.sleep(seconds) or poll(done, until))
 
 
 def test_the_rank_that_holds_the_store_stays_until_all_have_heard(on_ranks: Run) -> None:

@@ -23,7 +23,7 @@ from rooftop.models.gpt.configs import gpt_config
 from rooftop.models.gpt.stages import layers_of_stages
 from rooftop.models.gpt.switches import GptConfig
 from rooftop.models.gpt.weights import read_gpt_config
-from rooftop.parallel import Layout, Packing, Schedule, World, join, launched, simulate
+from rooftop.parallel import Layout, Packing, Schedule, World, join, launched, others_wait, report, simulate
 from rooftop.train import (
     GptTrainer,
     GptTraining,
@@ -71,6 +71,7 @@ def train_gpt(
     log_interval: int,
     with_roof: bool,
     dry_run: bool,
+    distributed_timeout_minutes: float,
     **options: Any,
 ) -> int:
     """Do what `rooftop.cli.commands.train:gpt` says; gives the exit status."""
@@ -128,7 +129,9 @@ def train_gpt(
         "roof": with_roof,
         "fully_shard": use_torch_fsdp2,
     }
-    with as_input_errors(), join(layout, settings=settings, device=device) as world:
+    timeout_s = 60 * distributed_timeout_minutes
+    with as_input_errors(), join(layout, settings=settings, device=device, timeout_s=timeout_s) as world:
+        report("making the model")
         trainer = GptTrainer(
             training,
             tokens,
@@ -139,6 +142,7 @@ def train_gpt(
             initial=init_from if found is None else None,
         )
         if found is not None:
+            report(f"loading {found}")
             load_training(found, trainer)
         if first:
             click.echo(heading(trainer, world, found))
@@ -365,7 +369,7 @@ def roof_here(trainer: GptTrainer) -> StepRoof | None:
     """Of rank 0, which measures its device while the others wait: they would disturb each other."""
     found = None
     if trainer.rank == 0:
-        with progress_bar() as progress:
+        with progress_bar() as progress, others_wait("measuring this machine"):
             ceilings = measure_ceilings(trainer.device, progress=progress)
         try:
             found = step_roof(trainer, ceilings)

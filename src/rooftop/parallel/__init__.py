@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from rooftop.parallel.mlps import ParallelMLP
     from rooftop.parallel.packings import Packing
     from rooftop.parallel.pipelines import Pipeline
+    from rooftop.parallel.places import others_wait, report
     from rooftop.parallel.processes import World, join
     from rooftop.parallel.randomness import Constant, Normal, Stream, Uniform, init_on_meta, materialize
     from rooftop.parallel.replicas import replicate
@@ -87,8 +88,10 @@ __all__ = [
     "join_of_ranks",
     "launched",
     "materialize",
+    "others_wait",
     "parallel_apply",
     "replicate",
+    "report",
     "scatter",
     "scattered_sum_of_ranks",
     "schedule_of",
@@ -115,6 +118,7 @@ _NAMES = {
     "mlps": "ParallelMLP",
     "packings": "Packing",
     "pipelines": "Pipeline",
+    "places": "others_wait report",
     "processes": "World join",
     "randomness": "Constant Normal Stream Uniform init_on_meta materialize",
     "replicas": "replicate",

@@ -26,6 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from rooftop.parallel.flight_records import ranks_in_words
+from rooftop.parallel.places import interrupted
+
 Group = ProcessGroup | None
 """The ranks that exchange; None: this one is by itself."""
 
@@ -50,7 +53,7 @@ def start_sum(x: Tensor, group: Group) -> Pending:
         return lambda: x
     total = x.contiguous()
     work = dist.all_reduce(total, group=group, async_op=True)
-    return lambda: _waited(work, total)
+    return lambda: _waited("all_reduce", group, work, total)
 
 
 def start_gather(x: Tensor, dim: int, group: Group) -> Pending:
@@ -60,7 +63,7 @@ def start_gather(x: Tensor, dim: int, group: Group) -> Pending:
     part = x.movedim(dim, 0).contiguous()
     joined = part.new_empty(part.shape[0] * group.size(), *part.shape[1:])
     work = _all_gather(joined, part, group=group, async_op=True)
-    return lambda: _waited(work, joined, part).movedim(0, dim)
+    return lambda: _waited("all_gather", group, work, joined, part).movedim(0, dim)
 
 
 def start_scattered_sum(x: Tensor, dim: int, group: Group) -> Pending:
@@ -75,11 +78,16 @@ def start_scattered_sum(x: Tensor, dim: int, group: Group) -> Pending:
     whole = x.movedim(dim, 0).contiguous()
     part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
     work = _reduce_scatter(part, whole, group=group, async_op=True)
-    return lambda: _waited(work, part, whole).movedim(0, dim)
+    return lambda: _waited("reduce_scatter", group, work, part, whole).movedim(0, dim)
 
 
-def _waited(work: Any, result: Tensor, *_kept_until_then: Tensor) -> Tensor:
-    work.wait()
+def _waited(name: str, group: ProcessGroup, work: Any, result: Tensor, *_kept_until_then: Tensor) -> Tensor:
+    try:
+        work.wait()
+    except RuntimeError:
+        shape, dtype = "x".join(map(str, result.shape)) or "one", str(result.dtype).removeprefix("torch.")
+        interrupted(f"{name} of {shape} {dtype} ({ranks_in_words(dist.get_process_group_ranks(group))})")
+        raise
     return result
 
 

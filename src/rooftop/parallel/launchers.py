@@ -31,7 +31,8 @@ class Launch:
         launcher: "torchrun", "slurm" or "alone".
         address, port: where the ranks meet; of no meaning alone.
         served: whether the launcher holds the store there; if not, rank 0 does.
-        attempt: how often the launcher has started all ranks anew.
+        attempt: how often the launcher has started all ranks anew; each launcher of several counts for itself.
+        elastic: whether this process was started by torchrun itself, with which it ends.
     """
 
     rank: int = 0
@@ -42,6 +43,7 @@ class Launch:
     port: int = 0
     served: bool = False
     attempt: int = 0
+    elastic: bool = False
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch:
@@ -70,6 +72,7 @@ def _by_torchrun(environment: Mapping[str, str]) -> Launch:
             _number("MASTER_PORT", environment),
             environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            "TORCHELASTIC_RUN_ID" in environment,
         )
     )
 

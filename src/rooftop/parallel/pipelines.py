@@ -19,7 +19,7 @@ A step waits for nothing on the host, so a CUDA graph can hold it, with its send
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rooftop.parallel.deferred import Deferral, Later
 from rooftop.parallel.exchanges import Group, place_in
+from rooftop.parallel.places import awaiting
 from rooftop.parallel.progress import Progress
 from rooftop.parallel.schedules import Instruction, Schedule
 from rooftop.parallel.transfers import AHEAD, Receive, Send, Transfer, program_of, stage_after
@@ -277,9 +278,10 @@ class _Step:
 
 @contextmanager
 def _noting(what: str) -> Iterator[None]:
-    """Adds to an exception what this rank did."""
+    """Adds to an exception what this rank did. Others may ask what it awaits."""
     try:
-        yield
+        with awaiting(what.removeprefix("awaiting ")) if what.startswith("awaiting ") else nullcontext():
+            yield
     except Exception as error:
         error.add_note(f"this rank was {what}")
         raise

@@ -6,32 +6,37 @@
 Whatever goes wrong, every rank raises, with the same words, and none waits for one that will not come:
 
 - before anything is communicated, each rank checks its own environment, layout and device;
-- at a roll call, rank 0 says who is missing, who cannot start, and whose settings differ;
+- at a roll call (`rooftop.parallel.roll_call`) it is said who is missing, who cannot start, and whose settings differ;
 - a rank that raises within the block says so, and the others raise when their communication with it breaks;
+- a rank that is killed, stopped or hangs is found by a thread of each rank (`rooftop.parallel.watching`);
 - the block ends at no rank before it has ended at all.
 
 All this goes through the store of torch.distributed and not through collectives, since one that has failed cannot be
-counted on to join one. What waits inside a communication is freed by a thread that watches the store: it aborts the
-communicators of NCCL, and breaks the connections of gloo. Each rank also watches the next one's signs of life, so that
-one that is stopped, or gone with its machine, is found although nothing of it breaks.
+counted on to join one. The keys of a block, one of each for a rank R and two for all:
+
+| key | |
+|---|---|
+| `beat/R` | counts up while it lives |
+| `place/R`, `told/R` | where it was last; that it has told so since somebody asked |
+| `seen/R` | it knows which rank failed |
+| `ended/R` | SIGTERM has ended it |
+| `done/R`, `left/R` | it has ended the block; it has heard that all have |
+| `asked` | all are to tell where they are |
+| `failed` | the first failure |
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import signal
-import socket
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import groupby
+from itertools import count
 from typing import Any
 
 import torch
@@ -40,28 +45,23 @@ import torch.distributed as dist
 from rooftop.errors import FAILURE
 from rooftop.parallel.captures import graphs_end_here
 from rooftop.parallel.errors import RankError
+from rooftop.parallel.flight_records import ranks_in_words
 from rooftop.parallel.launchers import Launch, launched
 from rooftop.parallel.layouts import Layout
-from rooftop.parallel.progress import all_places
+from rooftop.parallel.places import begin
+from rooftop.parallel.process_states import Process
+from rooftop.parallel.roll_call import LINGER_S, MeetingOver, RollCall, StoreEnded, say
+from rooftop.parallel.terminations import Termination, heard_by_a_thread
+from rooftop.parallel.watching import Failure, Watch, first_line, note_interrupted, poll
 
 PATIENCE_S = 20.0
 TIMEOUT_S = 600.0
-JUDGING = 1.2
-"""Rank 0 judges the roll call when its patience ends; another rank does so after this many times as long."""
-LINGER_S = 3.0
-"""A rank that holds the store, or has failed, stays this long for the others to hear why; they need a tenth of it."""
-WATCH_S = 0.2
-"""How often a rank gives a sign of life, and asks whether another one has failed."""
-SILENT_S = 20.0
-"""A rank without a sign of life for so long has failed. Signs come from a thread, whatever the rank computes; but code
-that keeps Python's lock keeps that thread from giving them."""
-NOTICING_S = 1.0
-"""In so long all ranks have noticed a failure: what is woken then can go on with nobody."""
-NO_TAG = (1 << 30) + 7  # of a message that nobody sends
-SILENCE_S = 3.0
-"""Where a connection has broken, a rank without a sign of life for so long is gone."""
+LATER_S = 30.0
+"""A communication times out by itself so long after `timeout_s`, when it is said which rank lets the others wait."""
 BROKEN = re.compile(r"Connection (closed|reset|refused)|Broken pipe|[Tt]imed out|NCCL|recvValue")
 """What an error says that may come of another rank's end."""
+CUT = re.compile(r"Connection (closed|reset)|Broken pipe")
+"""What it says where a connection was cut."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ def join(
         device: "cuda" or "cpu"; a GPU if there is one. On several GPUs a rank takes the one of its number on its
             machine, or the only one that SLURM lets it see.
         patience_s: how long after the first rank the last one may come.
-        timeout_s: of a collective, and between the first and the last rank that end the block.
+        timeout_s: for how long ranks may wait for one that is alive: in a communication, and between the first and the
+            last rank that end the block.
 
     Raises:
         ValueError: the launcher's variables or the layout are wrong. Nothing has been communicated.
@@ -122,12 +123,12 @@ def join(
     compared = {"layout": layout, "device": where.type, **(settings or {})}
     number = _joined[launch.address, launch.port, launch.attempt]
     _joined[launch.address, launch.port, launch.attempt] += 1
-    ranks = _at_the_store(launch, number, there, compared, problem, patience_s)
-    store = ranks.store
+    store, processes = _at_the_store(launch, number, there, compared, problem, patience_s)
     if where.type == "cuda":
         torch.cuda.set_device(where)
+    begin()
     try:
-        with ranks.watching():
+        with heard_by_a_thread() as termination, _ranks(launch, store, processes, termination, timeout_s) as ranks:
             if not there:
                 dist.distributed_c10d._world.group_count = 0  # one that could not start has been counted: keys differ
                 dist.init_process_group(
@@ -135,7 +136,7 @@ def join(
                     store=dist.PrefixStore("group", store),  # type: ignore[attr-defined]
                     rank=launch.rank,
                     world_size=launch.size,
-                    timeout=timedelta(seconds=timeout_s),
+                    timeout=timedelta(seconds=timeout_s + min(timeout_s, LATER_S)),
                     device_id=_bound_device(where),
                 )
             with nullcontext() if there or where.type != "cuda" else graphs_end_here():
@@ -145,6 +146,18 @@ def join(
         if not there and dist.is_initialized():
             dist.destroy_process_group()
             _forget_meshes()
+
+
+@contextmanager
+def _ranks(
+    launch: Launch, store: Any, processes: list[Process], termination: Termination, timeout_s: float
+) -> Iterator[_Ranks]:
+    """The ranks, which fail together within the block."""
+    launcher = os.getppid() if launch.elastic else None
+    watch = Watch(store, launch.rank, launch.size, processes, launcher, termination, timeout_s)
+    ranks = _Ranks(watch, holds_store=launch.rank == 0 and not launch.served)
+    with ranks.failing_together():
+        yield ranks
 
 
 def _forget_meshes() -> None:
@@ -157,9 +170,14 @@ def _forget_meshes() -> None:
 
 
 def _at_the_store(
-    launch: Launch, number: int, there: bool, settings: Mapping[str, object], problem: str, patience_s: float
-) -> _Ranks:
-    """The ranks of block `number`, after their roll call.
+    launch: Launch,
+    number: int,
+    there: bool,
+    settings: Mapping[str, object],
+    problem: str,
+    patience_s: float,
+) -> tuple[Any, list[Process]]:
+    """The store of block `number`, and the processes of the ranks, after their roll call.
 
     A rank may begin the next block before rank 0 has closed the store of the previous one, and connects to that store
     then. When it closes, the rank connects again.
@@ -167,22 +185,21 @@ def _at_the_store(
     until = time.monotonic() + patience_s
     while True:
         store = dist.distributed_c10d._get_default_store() if there else _opened(launch, patience_s)
-        store = dist.PrefixStore(f"rooftop/{launch.attempt}/{number}", store)  # type: ignore[attr-defined]
-        ranks = _Ranks(store, launch.rank, launch.size, holds_store=launch.rank == 0 and not launch.served)
         try:
-            ranks.call_the_roll(settings, problem, patience_s)
-            return ranks
-        except _StoreEnded:
+            for meeting in count():
+                place = dist.PrefixStore(f"rooftop/{number}/{meeting}", store)  # type: ignore[attr-defined]
+                call = RollCall(place, launch.rank, launch.size, holds_store=launch.rank == 0 and not launch.served)
+                try:
+                    return place, call.call(settings, problem, patience_s)
+                except MeetingOver:
+                    continue
+        except StoreEnded:
             may_be_old = number > 0 and launch.rank > 0 and not (there or launch.served)
             if not may_be_old or time.monotonic() >= until:
                 raise
 
 
-class _StoreEnded(RankError):
-    """The store ended during the roll call."""
-
-
-_joined: Counter[tuple[str, int, int]] = Counter()  # a launcher's store outlives a block: keys are used once
+_joined: Counter[tuple[str, int, int]] = Counter()  # blocks of this process, by the store at which its ranks meet
 _bound = False  # whether a group of this process was bound to its GPU
 
 
@@ -229,7 +246,7 @@ def _opened(launch: Launch, patience_s: float) -> Any:
         if holds:
             raise RankError(
                 f"rank 0 of {launch.size} cannot open the store at {place}, where the ranks meet; is MASTER_ADDR this "
-                f"machine, and MASTER_PORT free? ({_line(error)})"
+                f"machine, and MASTER_PORT free? ({first_line(error)})"
             ) from error
         raise RankError(
             f"rank 0 of {launch.size} did not come within {patience_s:g} s: nobody has opened the store at {place}, "
@@ -238,166 +255,44 @@ def _opened(launch: Launch, patience_s: float) -> Any:
 
 
 class _Ranks:
-    """What the ranks tell each other through a store. Keys, one of each for a rank:
+    """The ranks of a block, as one of them: what it raises when one has failed, and how it ends."""
 
-    here/R    its settings, and what stands against its start      beat/R  counts up while it lives
-    heard/R   it has heard a verdict that is not good              done/R  it has ended the block
-    seen/R    it knows which rank failed                           left/R  it has heard that all have ended the block
-
-    and two for all: `verdict` of the roll call ("" is good), and `failed`, the first failure within the block.
-    """
-
-    def __init__(self, store: Any, rank: int, size: int, holds_store: bool) -> None:
-        self.store, self.rank, self.size, self.holds_store = store, rank, size, holds_store
-        self.failure = ""
-        self._at = list[str]()  # where this rank's GPU was when another rank failed
-        self._stop = threading.Event()
-        self._noticed = threading.Event()
-
-    # ---- before ----
-
-    def call_the_roll(self, settings: Mapping[str, object], problem: str, patience_s: float) -> None:
-        """Until all ranks are here and agree.
-
-        Raises:
-            RankError: some are not or do not; the same at all that are here.
-        """
-        words = {name: repr(value) for name, value in settings.items()}
-        try:
-            self.store.set(f"here/{self.rank}", json.dumps([words, problem]))
-            if self.rank == 0:
-                self._judge(time.monotonic() + patience_s, patience_s)
-            verdict = self._verdict(patience_s)
-            if verdict:
-                self._say("heard", LINGER_S if self.holds_store else 0.0, self._present())
-        except RuntimeError as error:
-            raise _StoreEnded(
-                f"rank 0 of {self.size} ended during the roll call; see what it says ({_line(error)})"
-            ) from error
-        if verdict:
-            raise RankError(verdict)
-
-    def _verdict(self, patience_s: float) -> str:
-        try:
-            self.store.wait(["verdict"], timedelta(seconds=JUDGING * patience_s))
-        except RuntimeError:  # rank 0 is not here, and the store is the launcher's
-            self._judge(time.monotonic(), patience_s)
-        return str(self.store.get("verdict").decode())[1:]
-
-    def _judge(self, until: float, patience_s: float) -> None:
-        """Write the verdict, unless there is one. Its first letter only makes it a value: an empty one is none."""
-        everybody = [f"here/{rank}" for rank in range(self.size)]
-        _poll(lambda: self.store.check(everybody), until)
-        present = self._present()
-        entries = {rank: json.loads(self.store.get(f"here/{rank}")) for rank in present}
-        self.store.compare_set("verdict", "", "=" + self._said_of(entries, patience_s))
-
-    def _present(self) -> list[int]:
-        if self.store.check([f"here/{rank}" for rank in range(self.size)]):
-            return list(range(self.size))
-        return [rank for rank in range(self.size) if self.store.check([f"here/{rank}"])]
-
-    def _said_of(self, entries: Mapping[int, tuple[dict[str, str], str]], patience_s: float) -> str:
-        missing = [rank for rank in range(self.size) if rank not in entries]
-        if missing:
-            return (
-                f"{_ranks(missing)} of {self.size} did not come within {patience_s:g} s of rank {min(entries)}: look "
-                "at what they say, or give late ones more time with patience_s"
-            )
-        problems = {rank: problem for rank, (_, problem) in entries.items() if problem}
-        if problems:
-            return "; ".join(f"rank {rank} of {self.size} cannot start: {text}" for rank, text in problems.items())
-        names = dict.fromkeys(name for words, _ in entries.values() for name in words)
-        different = []
-        for name in names:
-            values: dict[str, list[int]] = {}
-            for rank, (words, _) in entries.items():
-                values.setdefault(words.get(name, "not given"), []).append(rank)
-            if len(values) > 1:
-                different.append(f"{name} is " + ", ".join(f"{value} at {_ranks(at)}" for value, at in values.items()))
-        if different:
-            return f"the ranks have different settings: {'; '.join(different)}. Start all of them with the same"
-        return ""
-
-    # ---- within ----
+    def __init__(self, watch: Watch, holds_store: bool) -> None:
+        self.watch, self.store, self.holds_store = watch, watch.store, holds_store
+        self.rank, self.size = watch.rank, watch.size
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def failing_together(self) -> Iterator[None]:
         """Hear of failures of other ranks, and let them hear of this one's."""
-        thread = threading.Thread(target=self._watch, args=(self.store.clone(),), name="rooftop ranks", daemon=True)
-        thread.start()
-        try:
-            yield
-        except BaseException as error:
-            mine = f"rank {self.rank} of {self.size} failed: {_reason(error)}"
-            if isinstance(error, RankError):  # says of whom it speaks
-                mine = str(error)
-            first = self._fail(self._gone_instead(error) or mine)
-            self._say("seen", LINGER_S, range(self.size))
-            if first.startswith(f"rank {self.rank} of {self.size} has given no sign"):
-                time.sleep(LINGER_S)  # the others speak first: a launcher ends all when one is gone
-            of_another = isinstance(error, RankError) and self._at  # the block has ended, as far as Python knows
-            if not isinstance(error, Exception) or (first == mine and not of_another):
-                setattr(error, FAILURE, first)
-                raise
-            raise _heard("; ".join([first, *(self._at or getattr(error, "__notes__", []))]), first) from error
-        finally:
-            self._stop.set()
-            thread.join(timeout=10 * WATCH_S)
-
-    def _watch(self, store: Any) -> None:
-        silent, following = "", _Signs((self.rank + 1) % self.size, self.size)
-        try:
-            store.set(f"process/{self.rank}", f"{os.getpid()} {socket.gethostname()}")
-            while not self._stop.wait(WATCH_S):
-                store.add(f"beat/{self.rank}", 1)
-                if silent := following.silent(store):
-                    store.compare_set("failed", "", silent)
-                if store.check(["failed"]):
-                    self.failure = store.get("failed").decode()
-                    store.set(f"seen/{self.rank}", "1")
-                    break
-        except RuntimeError as error:  # the store has ended
-            if not self._stop.is_set():
-                self.failure = f"rank 0 of {self.size}, or the launcher that held the store, is gone ({_line(error)})"
-        if self.failure:
-            self._at = all_places()  # a GPU that is freed goes on
-            self._noticed.set()
-            _abort_communication()
-        if silent:
-            time.sleep(NOTICING_S)
-            with suppress(RuntimeError):
-                following.wake(store)
-
-    def _fail(self, text: str) -> str:
-        """The first failure: this one, unless another rank's is known."""
-        if not self._noticed.is_set():
+        with self.watch.on():
             try:
-                return str(self.store.compare_set("failed", "", text).decode())
-            except RuntimeError:  # the store is gone with the rank that held it: the thread will say so
-                self._noticed.wait(2 * WATCH_S)
-        return self.failure or text
+                yield
+            except BaseException as error:
+                first, mine = self._first_failure(error)
+                say(self.store, "seen", self.rank, LINGER_S, range(self.size))
+                if first.startswith(f"rank {self.rank} of {self.size} has given no sign"):
+                    time.sleep(LINGER_S)  # the others speak first: a launcher ends all when one is gone
+                at = self.watch.at
+                of_another = isinstance(error, RankError) and at  # the block has ended, as far as Python knows
+                if not isinstance(error, Exception) or (first == mine and not of_another):
+                    setattr(error, FAILURE, first)
+                    raise
+                raise _heard("; ".join([first, *(at or getattr(error, "__notes__", []))]), first) from error
 
-    def _gone_instead(self, error: BaseException) -> str:
-        """Which ranks are gone without a word, if this error may come of that."""
-        if not isinstance(error, RuntimeError) or isinstance(error, RankError) or not BROKEN.search(str(error)):
-            return ""
-        try:
-            before = self._beats()
-            if self._noticed.wait(SILENCE_S):
-                return ""
-            silent = [rank for rank, beat in self._beats().items() if beat == before[rank] and rank != self.rank]
-            for rank in silent:
-                self.store.set(f"seen/{rank}", "1")  # nobody waits for it to see
-        except RuntimeError:
-            return ""
-        what = "are" if len(silent) > 1 else "is"
-        return f"{_ranks(silent)} of {self.size} {what} gone without an error ({_line(error)})" if silent else ""
-
-    def _beats(self) -> dict[int, int]:
-        return {rank: self.store.add(f"beat/{rank}", 0) for rank in range(self.size)}
-
-    # ---- after ----
+    def _first_failure(self, error: BaseException) -> tuple[str, str]:
+        """The first failure of all ranks, and how this rank has failed."""
+        mine = f"rank {self.rank} of {self.size} failed: {_reason(error)}"
+        if isinstance(error, RankError):  # says of whom it speaks
+            mine = str(error)
+        failure = Failure(mine, ())
+        if isinstance(error, RuntimeError) and not isinstance(error, RankError) and BROKEN.search(str(error)):
+            note_interrupted()
+            if (gone := self.watch.gone(error)) is not None:
+                failure = gone
+            elif CUT.search(str(error)):
+                mine = f"{mine}; all ranks are alive: see to the network between them"
+                failure = Failure(mine, ())
+        return self.watch.tell(failure), mine
 
     def end(self, timeout_s: float) -> None:
         """Until the block has ended at all ranks.
@@ -407,23 +302,14 @@ class _Ranks:
         """
         everybody = [f"done/{rank}" for rank in range(self.size)]
         self.store.set(f"done/{self.rank}", "1")
-        until = time.monotonic() + timeout_s
-        if not _poll(lambda: self._noticed.is_set() or self.store.check(everybody), until):
+        noticed, until = self.watch.noticed, time.monotonic() + timeout_s
+        if not poll(lambda: noticed.is_set() or self.store.check(everybody), until):
             late = [rank for rank in range(self.size) if not self.store.check([f"done/{rank}"])]
-            raise RankError(f"{_ranks(late)} of {self.size} did not end within {timeout_s:g} s of rank {self.rank}")
-        if self._noticed.is_set():
-            raise _heard(self.failure, self.failure)
-        self._say("left", PATIENCE_S if self.holds_store else 0.0, range(self.size))
-
-    def _say(self, key: str, linger_s: float, ranks: Iterable[int]) -> None:
-        """Set this rank's key, and stay a while until the others have set theirs."""
-        try:
-            self.store.set(f"{key}/{self.rank}", "1")
-            others = [f"{key}/{rank}" for rank in ranks]
-            if linger_s:
-                _poll(lambda: self.store.check(others), time.monotonic() + linger_s)
-        except RuntimeError:  # the store has ended: nobody is left to tell
-            return
+            who = f"{ranks_in_words(late)} of {self.size}"
+            raise RankError(f"{who} did not end within {timeout_s:g} s of rank {self.rank}")
+        if noticed.is_set():
+            raise _heard(self.watch.failure, self.watch.failure)
+        say(self.store, "left", self.rank, PATIENCE_S if self.holds_store else 0.0, range(self.size))
 
 
 def _heard(words: str, failure: str) -> RankError:
@@ -433,78 +319,5 @@ def _heard(words: str, failure: str) -> RankError:
     return error
 
 
-class _Signs:
-    """The signs of life of a rank, as another one sees them."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self._last, self._at = -1, time.monotonic()
-
-    def silent(self, store: Any) -> str:
-        """That it has given none for too long, in words; empty if it has, or has ended."""
-        beat, now = store.add(f"beat/{self.rank}", 0), time.monotonic()
-        if beat != self._last:
-            self._last, self._at = beat, now
-        if now - self._at < SILENT_S or store.check([f"done/{self.rank}"]):
-            return ""
-        return f"rank {self.rank} of {self.size} has given no sign of life for {SILENT_S:g} s: it is stopped, or gone"
-
-    def wake(self, store: Any) -> None:
-        """Let it go on if it is stopped on this machine: it hears of the failure and ends. Launchers wait for that."""
-        if store.check([f"process/{self.rank}"]):
-            process, host = store.get(f"process/{self.rank}").decode().split(" ", 1)
-            if host == socket.gethostname():
-                with suppress(OSError):
-                    os.kill(int(process), signal.SIGCONT)
-
-
-def _abort_communication() -> None:
-    """Free what waits in NCCL or gloo."""
-    if not dist.is_initialized():
-        return
-    groups = sorted(dist.distributed_c10d._world.pg_names.items(), key=lambda item: item[1], reverse=True)
-    for group, _ in groups:
-        if group.size() == 1:
-            continue
-        if "nccl" in dist.get_backend(group):
-            group.abort()
-        elif "gloo" in dist.get_backend(group):
-            _break_gloo(group)
-
-
-def _break_gloo(group: dist.ProcessGroup) -> None:
-    """A wait of gloo that times out breaks all connections of its group, and with them all other waits.
-
-    One for a rank that has gone already fails at once, and breaks no other.
-    """
-    for distance in range(1, group.size()):
-        other = (group.rank() + distance) % group.size()
-        with suppress(RuntimeError):
-            group.recv([torch.empty(1)], other, NO_TAG).wait(timedelta(milliseconds=1))
-
-
-def _poll(done: Callable[[], bool], until: float) -> bool:
-    """Whether it is done before a time (of `time.monotonic`); asks ever more rarely."""
-    pause_s = 0.001
-    while not done():
-        if time.monotonic() >= until:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.05)
-    return True
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    """[0, 1, 2, 5] -> "ranks 0-2, 5"."""
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0])]
-    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"{'rank' if len(runs) == 1 and len(runs[0]) == 1 else 'ranks'} {', '.join(words)}"
-
-
 def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_line(error)}" if str(error) else type(error).__name__
-
-
-def _line(error: BaseException) -> str:
-    """The first line, without the address of the C++ source."""
-    return re.sub(r"^\[[^]]*\.(cc|cpp|h|hpp):\d+\] ", "", (str(error).splitlines() or [""])[0])
+    return f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rooftop.errors import ModelRunError
+from rooftop.parallel import report
 from rooftop.train.gpt_trainer import GptTrainer
 from rooftop.train.savers import Saver
 from rooftop.train.speeds import StepRoof, peak_bytes
@@ -109,6 +110,7 @@ def _steps(
     began = time.perf_counter()
     stopping = False
     while trainer.step < until and not stopping:
+        report(f"step {trainer.step + 1}")
         waiting.append(trainer.advance())
         step = trainer.step
         stopping = saver is not None and saver.after_step(stop.requested)

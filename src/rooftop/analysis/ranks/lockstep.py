@@ -60,11 +60,12 @@ def first_to_say(message: str) -> bool:
     """Whether no other process of the same `torchrun` has asked this of the same message; alone, True.
 
     Needs no process group. `torchrun` ends all ranks as soon as one has ended: the first to fail has to say why,
-    whichever rank it is.
+    whichever rank it is. Each of several `torchrun`s asks for itself, and anew after a restart.
     """
+    start = "/".join(os.environ.get(name, "0") for name in ("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"))
     try:
         store = agent_store()
-        return store is None or bool(store.add(f"rooftop/said/{message}", 1) == 1)
+        return store is None or bool(store.add(f"rooftop/said/{start}/{message}", 1) == 1)
     except RuntimeError:  # better said twice than not at all
         return True
 

@@ -238,6 +238,15 @@ def command() -> None:
     help="Write a line of JSON for each step: step, loss, grad_norm, tokens_per_s, percent_of_roof and more. With "
     "--load those of steps after it are taken out, and made anew.",
 )
+@click.option(
+    "--distributed-timeout-minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="X",
+    default=10.0,
+    show_default=True,
+    help="For how long ranks may wait for one that is alive: then all end, and say which it is. One that is dead or "
+    "stopped ends all in 30 s.",
+)
 @size("--log-interval", default=10, show_default=True, help="Steps between lines.")
 @click.option("--roof/--no-roof", "with_roof", default=True, help="Whether to say how far from the roof it is.")
 @click.option(

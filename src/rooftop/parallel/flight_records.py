@@ -1,0 +1,236 @@
+"""What PyTorch's flight recorder says of communication: which operations a rank has launched that have not ended.
+
+    operations = unfinished(recorded(), ranks_of_groups())       # of this rank, oldest first
+    print(lacking({0: operations, 1: ()}))                       # rank 1 lacks the all_reduce ..., which rank 0 awaits
+
+PyTorch keeps the last operations of NCCL and of gloo in a ring of TORCH_FR_BUFFER_SIZE entries (2000; formerly
+TORCH_NCCL_TRACE_BUFFER_SIZE; 0: none) and gives them as a pickled dict. What is read of it:
+
+| key | |
+|---|---|
+| `pg_config` | NCCL: of each group, by its name, `ranks` as text, "[0, 1]" |
+| `pg_status` | of each group `last_enqueued_collective` and `last_completed_collective` |
+| `entries` | of each operation what follows |
+| `process_group` | (name, description) |
+| `profiling_name` | "nccl:all_reduce" |
+| `collective_seq_id`, `p2p_seq_id`, `is_p2p` | its number; whether it is a send or receive |
+| `input_sizes`, `input_dtypes` | of its tensors |
+| `time_created_ns` | when it was launched |
+| `state`, `retired` | "scheduled", "started" or "completed"; whether it has ended |
+
+Ranks count the collectives of a group in the same order, so equal numbers are the same collective.
+
+Source: https://docs.pytorch.org/tutorials/prototype/flight_recorder_tutorial.html
+"""
+
+from __future__ import annotations
+
+import ast
+import pickle
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch.distributed as dist
+
+RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
+"""Functions of torch's extension: NCCL's recorder, in builds that have it, and that of gloo, since PyTorch 2.9."""
+DTYPES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Byte": "uint8",
+    "Int": "int32",
+    "Long": "int64",
+}
+"""ATen's names of dtypes that are not torch's in lower case."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A communication that a rank has launched.
+
+    Attributes:
+        name: "all_reduce".
+        group: its name.
+        ranks: of the group.
+        number: which of the group's collectives, from 1; of a send or receive, which of these.
+        what: shape and dtype of its first tensor; "" without one.
+        between_two: a send or receive.
+    """
+
+    name: str
+    group: str
+    ranks: tuple[int, ...]
+    number: int
+    what: str = ""
+    between_two: bool = False
+
+    @property
+    def words(self) -> str:
+        """ "all_reduce of 7 float32 (ranks 0-3)", for a message of which it is a part."""
+        return f"{self._called} ({ranks_in_words(self.ranks)})"
+
+    @property
+    def numbered(self) -> str:
+        """ "all_reduce of 7 float32 (number 5 of ranks 0-3)"."""
+        return f"{self._called} (number {self.number} of {ranks_in_words(self.ranks)})"
+
+    @property
+    def _called(self) -> str:
+        return f"{self.name} of {self.what}" if self.what else self.name
+
+
+def recorded() -> list[dict[str, Any]]:
+    """The dumps of this process, of each recorder that this build of PyTorch has."""
+    return [pickle.loads(dump(True, False, False)) for dump in _recorders()]
+
+
+def progress() -> tuple[tuple[str, int, int], ...]:
+    """Of each group the last collective that was launched, and that has ended: cheap, a tenth of a millisecond."""
+    states = [pickle.loads(dump(False, False, True)).get("pg_status", {}) for dump in _recorders()]
+    return tuple(
+        (group, status["last_enqueued_collective"], status["last_completed_collective"])
+        for each in states
+        for group, status in each.items()
+    )
+
+
+def _recorders() -> list[Any]:
+    from torch._C import _distributed_c10d as extension
+
+    found = (getattr(extension, name, None) for name in RECORDERS)
+    return [each for each in found if each is not None]
+
+
+def ranks_of_groups() -> dict[str, tuple[int, ...]]:
+    """The ranks of each group of this process, by its name."""
+    world = dist.distributed_c10d._world
+    return {name: tuple(world.pg_group_ranks.get(group, ())) for group, name in list(world.pg_names.items())}
+
+
+def unfinished(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[int, ...]]) -> tuple[Operation, ...]:
+    """What a rank has launched that has not ended, oldest first.
+
+    Args:
+        dumps: of this rank.
+        groups: ranks by a group's name, where a dump does not say them.
+    """
+    found = [
+        (entry.get("time_created_ns") or 0, operation)
+        for dump in dumps
+        for entry, operation in _operations(dump, groups)
+        if not entry.get("retired") and entry.get("state") != "completed"
+    ]
+    return tuple(operation for _, operation in sorted(found, key=lambda pair: pair[0]))
+
+
+def newest(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[int, ...]]) -> Operation | None:
+    """What a rank has launched last: one that has failed counts as ended."""
+    found = [
+        (entry.get("time_created_ns") or 0, operation)
+        for dump in dumps
+        for entry, operation in _operations(dump, groups)
+    ]
+    return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _operations(
+    dump: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]
+) -> list[tuple[Mapping[str, Any], Operation]]:
+    said = {name: _ranks_of(config) for name, config in dump.get("pg_config", {}).items()}
+    found = []
+    for entry in dump.get("entries", ()):
+        group = str(entry["process_group"][0])
+        two = bool(entry.get("is_p2p"))
+        operation = Operation(
+            name=str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"]),
+            group=group,
+            ranks=said.get(group) or groups.get(group, ()),
+            number=int(entry["p2p_seq_id" if two else "collective_seq_id"]),
+            what=_tensor(entry),
+            between_two=two,
+        )
+        found.append((entry, operation))
+    return found
+
+
+def _ranks_of(config: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(ast.literal_eval(config.get("ranks") or "[]"))
+
+
+def _tensor(entry: Mapping[str, Any]) -> str:
+    sizes, dtypes = entry.get("input_sizes") or (), entry.get("input_dtypes") or ()
+    if not sizes:
+        return ""
+    shape = "x".join(map(str, sizes[0])) or "one"
+    dtype = DTYPES.get(dtypes[0], str(dtypes[0]).lower()) if dtypes else "numbers"
+    return f"{shape} {dtype}"
+
+
+# ---- of several ranks --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lack:
+    """A collective that some ranks of its group have not launched, or not reached.
+
+    Attributes:
+        operation: as the ranks that await it have it.
+        by: the ranks that lack it.
+        awaited_by: the ranks that wait in it.
+    """
+
+    operation: Operation
+    by: tuple[int, ...]
+    awaited_by: tuple[int, ...]
+
+    @property
+    def words(self) -> str:
+        """ "rank 2 lacks the all_reduce of 7 float32 (number 5 of ranks 0-3), which ranks 0-1, 3 await"."""
+        lacks, await_ = "lack" if len(self.by) > 1 else "lacks", "await" if len(self.awaited_by) > 1 else "awaits"
+        waiting = f"{ranks_in_words(self.awaited_by)} {await_}"
+        if not self.by:
+            return f"no rank lacks the {self.operation.numbered}, and yet {waiting} it"
+        return f"{ranks_in_words(self.by)} {lacks} the {self.operation.numbered}, which {waiting}"
+
+
+def lacks(unfinished_of: Mapping[int, Sequence[Operation]]) -> list[Lack]:
+    """All collectives that ranks wait in, first those that a rank lacks which waits in none itself.
+
+    A rank that lacks one may itself wait in another: it is held up, and is not the cause.
+
+    Args:
+        unfinished_of: by rank, what it has launched and has not ended.
+    """
+    in_it: dict[tuple[str, int], tuple[Operation, list[int]]] = {}
+    for rank, operations in unfinished_of.items():
+        for operation in operations:
+            if not operation.between_two:
+                in_it.setdefault((operation.group, operation.number), (operation, []))[1].append(rank)
+    found = [
+        Lack(operation, tuple(rank for rank in operation.ranks if rank not in waiting), tuple(sorted(waiting)))
+        for operation, waiting in in_it.values()
+    ]
+    held_up = {rank for each in found for rank in each.awaited_by}
+    return sorted(found, key=lambda each: (not each.by, len(held_up & set(each.by)), -len(each.awaited_by)))
+
+
+def lacking(unfinished_of: Mapping[int, Sequence[Operation]], by: Collection[int] = ()) -> str:
+    """What the recorders of several ranks say, in one line; "" if nobody waits.
+
+    Args:
+        unfinished_of: by rank, what it has launched and has not ended.
+        by: ranks that are asked for: what they lack comes first.
+    """
+    found = sorted(lacks(unfinished_of), key=lambda each: not set(by) & set(each.by))
+    return found[0].words if found else ""
+
+
+def ranks_in_words(ranks: Collection[int]) -> str:
+    """[0, 1, 2, 5] -> "ranks 0-2, 5"."""
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0])]
+    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"{'rank' if len(runs) == 1 and len(runs[0]) == 1 else 'ranks'} {', '.join(words)}"

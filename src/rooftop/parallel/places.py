@@ -1,0 +1,138 @@
+"""What this process is at, in words, for the other ranks: they name it when it fails, or when they wait for it.
+
+report("step 12")                         # its last line, as others will quote it
+with awaiting("the forward of rank 0"):   # what it waits for, where the flight recorder does not know
+    work.wait()
+with others_wait("measuring this machine"):
+    ...                                   # takes long, and is no hang
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Any
+
+from rooftop.hardware.source_lines import LIBRARIES
+from rooftop.parallel.flight_records import Operation
+from rooftop.parallel.progress import all_places
+
+TORCH, ROOFTOP = LIBRARIES
+STANDARD = f"{threading.__file__.rpartition('/')[0]}/"
+INSTALLED = "/site-packages/"
+WAITING = "this rank was awaiting "
+"""With which what a GPU says of its place begins if it waits there."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank is at.
+
+    Attributes:
+        reported: its last line, "step 12"; "" if it has reported nothing.
+        line: "train/gpt_trainer.py:231, in _gradients_of", the innermost line of its main thread outside of libraries.
+        awaited: what it waits for, in words, where its program or its GPU says so.
+        operations: communication that it has launched and that has not ended.
+        long: others are expected to wait for it.
+    """
+
+    reported: str = ""
+    line: str = ""
+    awaited: str = ""
+    operations: tuple[Operation, ...] = ()
+    long: bool = False
+
+    @property
+    def words(self) -> str:
+        """Where it was last: "step 12, train/gpt_trainer.py:231, in _gradients_of"."""
+        return ", ".join(each for each in (self.reported, self.line) if each)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Place:
+        found: dict[str, Any] = json.loads(text)
+        operations = tuple(Operation(**{**each, "ranks": tuple(each["ranks"])}) for each in found.pop("operations"))
+        return cls(operations=operations, **found)
+
+
+@dataclass
+class _Here:
+    reported: str = ""
+    awaited: str = ""
+    long: bool = False
+
+
+_here = _Here()
+
+
+def report(words: str) -> None:
+    """Say what this rank is at: the others quote it if this rank dies, stops or lets them wait."""
+    _here.reported = words
+
+
+@contextmanager
+def others_wait(words: str) -> Iterator[None]:
+    """Report work for which the other ranks wait, however long it takes: they do not complain of it."""
+    before = _here.reported, _here.long
+    _here.reported, _here.long = words, True
+    try:
+        yield
+    finally:
+        _here.reported, _here.long = before
+
+
+@contextmanager
+def awaiting(words: str) -> Iterator[None]:
+    """Within: this rank waits for that. After an error the words stay, for who asks what it was."""
+    _here.awaited = words
+    yield
+    _here.awaited = ""
+
+
+def interrupted(words: str) -> None:
+    """A wait for that has failed."""
+    _here.awaited = words
+
+
+def begin() -> None:
+    """Forget what was awaited before: a block begins."""
+    _here.awaited = ""
+
+
+def place_here(operations: tuple[Operation, ...]) -> Place:
+    """What this process is at now; asked by any thread."""
+    on_gpu = [each for each in all_places() if each.startswith(WAITING)]
+    awaited = on_gpu[0].removeprefix(WAITING) if on_gpu else _here.awaited
+    return Place(_here.reported, _line(), awaited, operations, _here.long)
+
+
+def _line() -> str:
+    """The innermost line of the main thread outside of PyTorch and Python's library; one of the user's, if any."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    ours: FrameType | None = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(ROOFTOP):
+            ours = ours or frame
+        elif INSTALLED not in file and not file.startswith((TORCH, STANDARD, "<")) and not _is_start(frame):
+            break
+        frame = frame.f_back
+    found = frame or ours
+    return "" if found is None else f"{_short(found.f_code.co_filename)}:{found.f_lineno}, in {found.f_code.co_name}"
+
+
+def _is_start(frame: FrameType) -> bool:
+    """The script that only starts `rooftop`."""
+    return frame.f_code.co_name == "<module>" and frame.f_code.co_filename.rpartition("/")[2] == "rooftop"
+
+
+def _short(file: str) -> str:
+    """A path from the package on, or the last two parts of it."""
+    return file.removeprefix(ROOFTOP) if file.startswith(ROOFTOP) else "/".join(file.split("/")[-2:])

@@ -1,0 +1,61 @@
+"""Processes as other processes of the same machine see them: running, stopped or gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+ALIVE, STOPPED, GONE = "alive", "stopped", "gone"
+OOM_KILLS = Path("/proc/vmstat")
+"""Its line oom_kill counts what the kernel has killed for lack of memory."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process.
+
+    Attributes:
+        machine: on which, and in which namespace of numbers: containers of one machine count apart.
+        number: its PID.
+        began: when, in ticks since the machine started: numbers are used again. 0: not known.
+    """
+
+    machine: str
+    number: int
+    began: int
+
+    @classmethod
+    def here(cls) -> Process:
+        found = _stat(os.getpid())
+        if found is None:  # no /proc
+            return cls(f"{socket.gethostname()} {os.getpid()}", os.getpid(), 0)
+        namespace = os.readlink("/proc/self/ns/pid")
+        return cls(f"{socket.gethostname()} {namespace}", os.getpid(), found[1])
+
+    def state(self) -> str:
+        """ALIVE, STOPPED (by a signal; not by a debugger) or GONE. Only of a process of this machine."""
+        found = _stat(self.number)
+        if found is None or found[1] != self.began or found[0] in "ZXx":
+            return GONE
+        return STOPPED if found[0] == "T" else ALIVE
+
+
+def _stat(number: int) -> tuple[str, int] | None:
+    """(state, when it began); None: there is no such process."""
+    try:
+        text = Path(f"/proc/{number}/stat").read_text()
+    except OSError:
+        return None
+    parts = text.rpartition(")")[2].split()  # the name before may hold anything
+    return parts[0], int(parts[19])
+
+
+def oom_kills() -> int:
+    """How many processes the kernel of this machine has killed for lack of memory; 0 where it does not say."""
+    try:
+        lines = OOM_KILLS.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

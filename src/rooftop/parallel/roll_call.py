@@ -1,0 +1,148 @@
+"""The roll call: all ranks are there, can start, and have the same settings; or each of them hears who is not.
+
+Ranks meet in a store. A launcher's store outlives them: when it starts all ranks anew, perhaps others and fewer, what
+the ones before have written is still there. So ranks have meetings, numbered. A rank goes to the first meeting that has
+no verdict yet. If a process of its own number was there already, which then has ended, it closes that meeting, and all
+go on to the next one. The count of restarts in the environment would not do: each launcher has its own.
+
+Keys of a meeting:
+
+| key | |
+|---|---|
+| `here/R` | the settings of rank R, what stands against its start, its process |
+| `verdict` | "=" and what is wrong ("=" alone: nothing), or `GO_ON`: to the next meeting |
+| `processes` | those of all ranks, by rank |
+| `heard/R` | rank R has heard a verdict that is not good |
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from rooftop.parallel.errors import RankError
+from rooftop.parallel.flight_records import ranks_in_words
+from rooftop.parallel.process_states import Process
+from rooftop.parallel.watching import first_line, poll
+
+JUDGING = 1.2
+"""Rank 0 judges the roll call when its patience ends; another rank does so after this many times as long."""
+LINGER_S = 3.0
+"""A rank that holds the store, or has failed, stays this long for the others to hear why; they need a tenth of it."""
+GO_ON = "go on"
+
+
+class StoreEnded(RankError):
+    """The store ended during the roll call."""
+
+
+class MeetingOver(Exception):
+    """There is a verdict on other processes: the next meeting may be that of this one."""
+
+
+@dataclass(frozen=True)
+class RollCall:
+    """A meeting, as one rank comes to it.
+
+    Attributes:
+        store: of the meeting.
+        holds_store: whether it ends with this process.
+    """
+
+    store: Any
+    rank: int
+    size: int
+    holds_store: bool
+
+    def call(self, settings: Mapping[str, object], problem: str, patience_s: float) -> list[Process]:
+        """Until all ranks are here and agree; gives their processes, by rank.
+
+        Raises:
+            RankError: some are not or do not; the same at all that are here.
+            MeetingOver: of other processes.
+        """
+        words = {name: repr(value) for name, value in settings.items()}
+        mine = json.dumps([words, problem, asdict(Process.here()), secrets.token_hex(8)])
+        try:
+            if self.store.check(["verdict"]):
+                raise MeetingOver
+            if self.store.compare_set(f"here/{self.rank}", "", mine).decode() != mine:
+                self.store.compare_set("verdict", "", GO_ON)
+                raise MeetingOver
+            if self.rank == 0:
+                self._judge(time.monotonic() + patience_s, patience_s)
+            verdict = self._verdict(patience_s)
+            if verdict == GO_ON:
+                raise MeetingOver
+            if verdict != "=":
+                say(self.store, "heard", self.rank, LINGER_S if self.holds_store else 0.0, self._present())
+                raise RankError(verdict[1:])
+            return [Process(**each) for each in json.loads(self.store.get("processes"))]
+        except RankError:
+            raise
+        except RuntimeError as error:
+            raise StoreEnded(
+                f"rank 0 of {self.size} ended during the roll call; see what it says ({first_line(error)})"
+            ) from error
+
+    def _verdict(self, patience_s: float) -> str:
+        try:
+            self.store.wait(["verdict"], timedelta(seconds=JUDGING * patience_s))
+        except RuntimeError:  # rank 0 is not here, and the store is the launcher's
+            self._judge(time.monotonic(), patience_s)
+        return str(self.store.get("verdict").decode())
+
+    def _judge(self, until: float, patience_s: float) -> None:
+        """Write the verdict, unless there is one."""
+        everybody = [f"here/{rank}" for rank in range(self.size)]
+        poll(lambda: self.store.check(["verdict"]) or self.store.check(everybody), until)
+        entries = {rank: json.loads(self.store.get(f"here/{rank}")) for rank in self._present()}
+        wrong = self._said_of({rank: (words, problem) for rank, (words, problem, *_) in entries.items()}, patience_s)
+        if not wrong:
+            self.store.set("processes", json.dumps([process for _, (_, _, process, _) in sorted(entries.items())]))
+        self.store.compare_set("verdict", "", "=" + wrong)
+
+    def _present(self) -> list[int]:
+        if self.store.check([f"here/{rank}" for rank in range(self.size)]):
+            return list(range(self.size))
+        return [rank for rank in range(self.size) if self.store.check([f"here/{rank}"])]
+
+    def _said_of(self, entries: Mapping[int, tuple[dict[str, str], str]], patience_s: float) -> str:
+        missing = [rank for rank in range(self.size) if rank not in entries]
+        if missing:
+            return (
+                f"{ranks_in_words(missing)} of {self.size} did not come within {patience_s:g} s of rank "
+                f"{min(entries)}: look at what they say, or give late ones more time with patience_s"
+            )
+        problems = {rank: problem for rank, (_, problem) in entries.items() if problem}
+        if problems:
+            return "; ".join(f"rank {rank} of {self.size} cannot start: {text}" for rank, text in problems.items())
+        different = list(_differences([(rank, words) for rank, (words, _) in entries.items()]))
+        if different:
+            return f"the ranks have different settings: {'; '.join(different)}. Start all of them with the same"
+        return ""
+
+
+def _differences(entries: Sequence[tuple[int, Mapping[str, str]]]) -> Iterable[str]:
+    for name in dict.fromkeys(name for _, words in entries for name in words):
+        values: dict[str, list[int]] = {}
+        for rank, words in entries:
+            values.setdefault(words.get(name, "not given"), []).append(rank)
+        if len(values) > 1:
+            yield f"{name} is " + ", ".join(f"{value} at {ranks_in_words(at)}" for value, at in values.items())
+
+
+def say(store: Any, key: str, rank: int, linger_s: float, ranks: Iterable[int]) -> None:
+    """Set a rank's key, and stay a while until the others have set theirs."""
+    try:
+        store.set(f"{key}/{rank}", "1")
+        others = [f"{key}/{each}" for each in ranks]
+        if linger_s:
+            poll(lambda: store.check(others), time.monotonic() + linger_s)
+    except RuntimeError:  # the store has ended: nobody is left to tell
+        return

@@ -1,0 +1,104 @@
+"""SIGTERM, heard by a thread at once, although the main thread may be inside of a communication or a kernel launch.
+
+A launcher sends it to all ranks as soon as one of them is gone. By default a process ends there and then, before it has
+said which. Within `heard_by_a_thread` it does not end: the thread that asks `Termination` decides.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Termination:
+    """Whether this process was asked to end.
+
+    Attributes:
+        handler: what hears SIGTERM for us; None: the program's own handler does, or nobody asked us to.
+    """
+
+    handler: object = None
+    _ears: socket.socket | None = None
+    _heard: bool = field(default=False)
+
+    @property
+    def asked(self) -> bool:
+        """Whether SIGTERM has come; asked by one thread."""
+        if self._ears is not None and not self._heard:
+            with suppress(BlockingIOError):
+                self._heard = signal.SIGTERM in self._ears.recv(4096)
+        return self._heard
+
+    @property
+    def ours(self) -> bool:
+        """Whether nobody else in the program acts on it."""
+        return self.handler is not None and signal.getsignal(signal.SIGTERM) is self.handler
+
+
+_active: list[Termination] = []
+
+
+@contextmanager
+def heard_by_a_thread() -> Iterator[Termination]:
+    """Within: SIGTERM is heard by who asks. A handler of the program's own is called, too.
+
+    Outside of the main thread, or where the program hears signals by a file already (asyncio), nothing is changed.
+    """
+    termination = Termination()
+    if threading.current_thread() is not threading.main_thread():
+        yield termination
+        return
+    ears, mouth = socket.socketpair()
+    ears.setblocking(False)
+    mouth.setblocking(False)
+    before = signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
+    if before != -1:
+        signal.set_wakeup_fd(before)
+        ears.close()
+        mouth.close()
+        yield termination
+        return
+    termination._ears = ears
+    default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if default:
+        termination.handler = lambda number, frame: None
+        signal.signal(signal.SIGTERM, termination.handler)  # type: ignore[arg-type]
+    _active.append(termination)
+    try:
+        yield termination
+    finally:
+        _active.remove(termination)
+        signal.set_wakeup_fd(-1)
+        if default and termination.ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        ears.close()
+        mouth.close()
+
+
+def _wait_for_the_fork() -> None:
+    if _active:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _go_on() -> None:
+    if _active:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _as_before() -> None:
+    """In a fork, such as a worker of a DataLoader: SIGTERM ends it as ever, and its parent does not hear of it."""
+    for termination in _active:
+        signal.set_wakeup_fd(-1)
+        if termination.ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _go_on()
+    _active.clear()
+
+
+os.register_at_fork(before=_wait_for_the_fork, after_in_parent=_go_on, after_in_child=_as_before)

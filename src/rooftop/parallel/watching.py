@@ -1,0 +1,441 @@
+"""The thread of each rank that sees to it that no rank waits for one that will not come.
+
+| what it sees | how | after |
+|---|---|---|
+| a failure that another rank has told | in the store | 0.2 s |
+| a rank of this machine whose process is gone | /proc | 0.2 s |
+| one that a signal has stopped | /proc | `STOPPED_S` |
+| a machine without a sign of life, or a rank alone on it | its ranks count in the store | `SILENT_S` |
+| the end of the launcher that started this rank | the number of its parent | 0.2 s |
+| SIGTERM: the launcher ends all, since one is gone | `rooftop.parallel.terminations` | 0.2 s |
+| ranks that wait for one that is alive | flight recorders and places | `NOTE_S`: a note; `timeout_s`: an end |
+
+Each rank watches the next one on its machine, and the first rank of a machine the next machine. A rank that is alive is
+given `timeout_s`: it may compile, save or read, or keep Python's lock and so its own thread from counting.
+
+Who finds a failure asks all others what they wait for, and tells the failure in the store with that. Then each rank
+frees what waits in NCCL or gloo. A rank whose main thread does not end by itself is ended.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rooftop.parallel.flight_records import (
+    Operation,
+    newest,
+    progress,
+    ranks_in_words,
+    ranks_of_groups,
+    recorded,
+    unfinished,
+)
+from rooftop.parallel.places import Place, interrupted, place_here
+from rooftop.parallel.process_states import GONE, STOPPED, Process, oom_kills
+from rooftop.parallel.progress import all_places
+from rooftop.parallel.terminations import Termination
+from rooftop.parallel.waits import Waits, context
+
+WATCH_S = 0.2
+"""How often a rank gives a sign of life, and asks whether another one has failed."""
+SILENT_S = 20.0
+"""A rank on another machine without a sign of life for so long has failed. Signs come from a thread, whatever the rank
+computes; but code that keeps Python's lock keeps that thread from giving them."""
+STOPPED_S = 8.0
+"""A rank of this machine that a signal has stopped for so long has failed."""
+SILENCE_S = 3.0
+"""Where a connection has broken, or all are asked to end, a rank without a sign of life for so long is gone."""
+NOTICING_S = 1.0
+"""In so long all ranks have noticed a failure: what is woken then can go on with nobody."""
+TELLING_S = 1.0
+"""Who has found a failure waits so long for the others to tell what they await."""
+PLACE_S = 0.4
+"""How often a rank tells where it is, if that has changed."""
+LOOK_S = 1.0
+"""How often one of them looks who waits for whom."""
+STUCK_S = 2.0
+"""Communication in which nothing has ended for so long is looked at: its recorder takes 0.1 s to read."""
+LEAVING_S = 60.0
+"""So long a program may take to leave the block after a failure; then its process is ended."""
+ENDED = ("its process has ended", "their processes have ended")
+NO_TAG = (1 << 30) + 7  # of a message that nobody sends
+
+
+@dataclass(frozen=True)
+class Failure:
+    """That ranks have failed, in words without what others await."""
+
+    words: str
+    culprits: tuple[int, ...]
+
+
+@dataclass
+class Watch:
+    """A rank's watch over the others.
+
+    Attributes:
+        store: of the block, of this thread.
+        processes: of all ranks.
+        launcher: the process that started this rank and ends it; None: nobody known.
+        termination: whether this process is asked to end.
+        timeout_s: for how long ranks may wait for one that is alive.
+        failure: the first one, once it is noticed.
+        at: where this rank's GPU was then.
+        noticed: that there is one.
+    """
+
+    store: Any
+    rank: int
+    size: int
+    processes: Sequence[Process]
+    launcher: int | None
+    termination: Termination
+    timeout_s: float
+    failure: str = ""
+    at: list[str] = field(default_factory=list)
+    noticed: threading.Event = field(default_factory=threading.Event)
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        machines = list(dict.fromkeys(process.machine for process in self.processes))
+        here = self.processes[self.rank].machine
+        self._here = [rank for rank, process in enumerate(self.processes) if process.machine == here]
+        self._next = self._here[(self._here.index(self.rank) + 1) % len(self._here)]
+        there = machines[(machines.index(here) + 1) % len(machines)]
+        ours = self.rank == self._here[0] and there != here
+        self._there = _Signs([r for r, each in enumerate(self.processes) if ours and each.machine == there])
+        self._stopped_s, self._looked_there_at = 0.0, time.monotonic()
+        self._asked_at: float | None = None
+        self._beats_then = dict[int, int]()
+        self._told: tuple[float, Place | None] = (float("-inf"), None)
+        self._moved: tuple[object, float] = ((), time.monotonic())
+        self._first_beat: tuple[int, float] = (-1, time.monotonic())
+        self._looked_at = time.monotonic()
+        self._waits, self._noted_s = Waits(self.size), 0.0
+        self._killed_before, self._recorder_works = oom_kills(), True
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Watch, within."""
+        thread = threading.Thread(target=self._run, args=(self.store.clone(),), name="rooftop ranks", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            thread.join(timeout=10 * WATCH_S)
+
+    # ---- asked by the main thread ----
+
+    def tell(self, failure: Failure) -> str:
+        """The first failure of all ranks: this one, unless another is known."""
+        if not self.noticed.is_set():
+            try:
+                return self._tell(self.store, failure)
+            except RuntimeError:  # the store is gone with who held it: the thread will say so
+                self.noticed.wait(2 * WATCH_S)
+        return self.failure or failure.words
+
+    def gone(self, error: BaseException) -> Failure | None:
+        """Which ranks are gone without a word, if an error of this rank may come of that. Takes `SILENCE_S`."""
+        try:
+            before = beats(self.store, self.size)
+            if self.noticed.wait(SILENCE_S):
+                return None
+            silent = self._silent_since(self.store, before)
+        except RuntimeError:
+            return None
+        return self._gone(silent, str(error)) if silent else None
+
+    # ---- the thread ----
+
+    def _run(self, store: Any) -> None:
+        failure: Failure | None = None
+        try:
+            self._tell_place(store)
+            while not self._stop.wait(WATCH_S):
+                store.add(f"beat/{self.rank}", 1)
+                if (failure := self._found(store)) is not None:
+                    self._tell(store, failure)
+                if store.check(["failed"]):
+                    self.failure = store.get("failed").decode()
+                    store.set(f"seen/{self.rank}", "1")
+                    break
+                self._tell_place(store, asked=store.check(["asked"]))
+        except RuntimeError as error:  # the store has ended
+            if not self._stop.is_set():
+                self.failure = (
+                    f"rank 0 of {self.size}, or the launcher that held the store, is gone ({first_line(error)})"
+                )
+        if not self.failure:
+            return
+        self.at = all_places()  # a GPU that is freed goes on
+        self.noticed.set()
+        abort_communication()
+        if failure is not None:
+            time.sleep(NOTICING_S)
+            self._wake(failure.culprits)
+        self._leave()
+
+    def _found(self, store: Any) -> Failure | None:
+        return (
+            self._neighbour(store)
+            or self._other_machine(store)
+            or self._launcher_gone()
+            or self._asked_to_end(store)
+            or self._let_wait(store)
+        )
+
+    def _leave(self) -> None:
+        """End this process if its main thread does not leave the block: it may hang where nothing frees it."""
+        until, asked_until = time.monotonic() + LEAVING_S, float("inf")
+        while not self._stop.wait(WATCH_S):
+            if self.termination.asked and asked_until == float("inf"):
+                asked_until = time.monotonic() + SILENCE_S
+            if time.monotonic() < min(until, asked_until):
+                continue
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+            words = f"rank {self.rank} of {self.size} does not end by itself ({self.failure}); it is ended at:"
+            print(f"rooftop: {words}\n{stack}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    # ---- what there is to find ----
+
+    def _neighbour(self, store: Any) -> Failure | None:
+        if self._next == self.rank:
+            return None
+        state, now = self.processes[self._next].state(), time.monotonic()
+        # A look that was late counts as one in time: a scheduler may have stopped both.
+        passed_s, self._looked_there_at = min(now - self._looked_there_at, 2 * WATCH_S), now
+        self._stopped_s = self._stopped_s + passed_s if state == STOPPED else 0.0
+        if state == GONE:
+            ends_too = self._asked_at is not None and self.termination.ours
+            gone = [] if ends_too else self._gone_here(store)
+            return self._gone(gone, ENDED[len(gone) > 1], store) if gone else None
+        if self._stopped_s >= STOPPED_S:
+            words = f"rank {self._next} of {self.size} has given no sign of life for {STOPPED_S:g} s: it is stopped"
+            return Failure(words, (self._next,))
+        return None
+
+    def _gone_here(self, store: Any) -> list[int]:
+        gone = [rank for rank in self._here if rank != self.rank and self.processes[rank].state() == GONE]
+        return [rank for rank in gone if not store.check([f"done/{rank}"])]
+
+    def _other_machine(self, store: Any) -> Failure | None:
+        silent_s = self._there.silent_s(store)
+        if silent_s < SILENT_S or store.check([f"done/{self._there.ranks[0]}"]):
+            return None
+        has, are = ("have", "they are") if len(self._there.ranks) > 1 else ("has", "it is")
+        words = f"{ranks_in_words(self._there.ranks)} of {self.size} {has} given no sign of life for {SILENT_S:g} s"
+        return Failure(f"{words}: {are} stopped, or gone", tuple(self._there.ranks))
+
+    def _launcher_gone(self) -> Failure | None:
+        if self.launcher is None or os.getppid() == self.launcher:
+            return None
+        words = f"{ranks_in_words(self._here)} of {self.size}: the launcher (torchrun) that started"
+        return Failure(f"{words} {'them' if len(self._here) > 1 else 'it'} is gone", tuple(self._here))
+
+    def _asked_to_end(self, store: Any) -> Failure | None:
+        if not self.termination.asked:
+            return None
+        if self._asked_at is None:
+            self._asked_at, self._beats_then = time.monotonic(), beats(store, self.size)
+            gone = self._gone_here(store)
+            return self._gone(gone, ENDED[len(gone) > 1], store) if gone else None
+        if not self._beats_then or time.monotonic() - self._asked_at < SILENCE_S:
+            return None
+        silent, self._beats_then = self._silent_since(store, self._beats_then), {}
+        if silent:
+            return self._gone(silent, "this rank is asked to end", store)
+        if self.termination.ours:
+            store.set(f"ended/{self.rank}", "SIGTERM")
+            os._exit(128 + signal.SIGTERM)
+        return None
+
+    def _silent_since(self, store: Any, before: dict[int, int]) -> list[int]:
+        now = beats(store, self.size)
+        alive = {rank for rank in self._here if self.processes[rank].state() != GONE}
+        silent = [rank for rank, beat in now.items() if beat == before[rank] and rank not in alive]
+        return [rank for rank in silent if not store.check([f"done/{rank}"])]
+
+    def _gone(self, ranks: Sequence[int], why: str, store: Any = None) -> Failure:
+        ended = [rank for rank in ranks if store is not None and store.check([f"ended/{rank}"])]
+        if ended:
+            was = "were" if len(ended) > 1 else "was"
+            return Failure(f"{ranks_in_words(ended)} of {self.size} {was} ended by SIGTERM", tuple(ended))
+        what = "are" if len(ranks) > 1 else "is"
+        killed = oom_kills() - self._killed_before
+        memory = "; meanwhile the kernel of this machine has killed a process for lack of memory" if killed > 0 else ""
+        words = f"{ranks_in_words(ranks)} of {self.size} {what} gone without an error ({first_line(why)}{memory})"
+        return Failure(words, tuple(ranks))
+
+    def _let_wait(self, store: Any) -> Failure | None:
+        """Rank 0 looks who waits for whom, and rank 1 where that gives no signs of life."""
+        now = time.monotonic()
+        if self.rank > 1 or now - self._looked_at < LOOK_S:
+            return None
+        self._looked_at = now
+        if self.rank == 1:
+            beat = store.add("beat/0", 0)
+            if beat != self._first_beat[0]:
+                self._first_beat = beat, now
+            if now - self._first_beat[1] < SILENCE_S:
+                return None
+        wait = self._waits.look(places_of(store, range(self.size)), now)
+        if wait is None:
+            self._noted_s = 0.0
+            return None
+        if wait.seconds >= self.timeout_s:
+            who = f"{ranks_in_words(wait.culprits)} of {self.size} {'hang' if len(wait.culprits) > 1 else 'hangs'}"
+            return Failure(f"{who if wait.culprits else 'all ranks hang'}: {wait.words}", wait.culprits)
+        if wait.seconds >= 2 * self._noted_s:
+            self._noted_s = wait.seconds
+            words = f"rooftop: note: {wait.words}. All ranks end when this has lasted for {self.timeout_s:g} s"
+            print(words, file=sys.stderr, flush=True)
+        return None
+
+    # ---- what ranks tell ----
+
+    def _tell(self, store: Any, failure: Failure) -> str:
+        """Tell all ranks of a failure, with what they await; gives the first one."""
+        words = failure.words
+        if failure.culprits:
+            self._tell_place(store, asked=True)
+            store.set("asked", "1")
+            others = [rank for rank in range(self.size) if rank not in failure.culprits]
+            told = [f"told/{rank}" for rank in others]
+            poll(
+                lambda: self.noticed.is_set() or store.check(["failed"]) or store.check(told),
+                time.monotonic() + TELLING_S,
+            )
+            words += context(places_of(store, range(self.size)), failure.culprits)
+            for rank in failure.culprits:
+                store.set(f"seen/{rank}", "1")  # nobody waits for it to see
+        return str(store.compare_set("failed", "", words).decode())
+
+    def _tell_place(self, store: Any, asked: bool = False) -> None:
+        now, (when, before) = time.monotonic(), self._told
+        asked = asked and not store.check([f"told/{self.rank}"])
+        if not asked and now - when < PLACE_S:
+            return
+        place = place_here(self._operations(now, asked))
+        if asked or place != before:
+            store.set(f"place/{self.rank}", place.to_json())
+        if asked:
+            store.set(f"told/{self.rank}", "1")
+        self._told = now, place
+
+    def _operations(self, now: float, asked: bool) -> tuple[Operation, ...]:
+        """What this rank has launched and has not ended, if nothing has ended for a while or somebody asks."""
+        if self.size == 1 or not self._recorder_works or not dist.is_initialized():
+            return ()
+        try:
+            moved = progress()
+            if moved != self._moved[0]:
+                self._moved = moved, now
+            waits = any(launched > ended for _, launched, ended in moved) and now - self._moved[1] >= STUCK_S
+            return unfinished(recorded(), ranks_of_groups()) if waits or asked else ()
+        except RuntimeError as error:  # of CUDA: nothing of the training depends on the recorder
+            self._recorder_works = False
+            words = f"rooftop: note: rank {self.rank} cannot read PyTorch's flight recorder ({first_line(error)})"
+            print(words, file=sys.stderr, flush=True)
+            return ()
+
+    def _wake(self, ranks: Iterable[int]) -> None:
+        """Let stopped ranks of this machine go on: they hear of the failure and end. Launchers wait for that."""
+        for rank in ranks:
+            if rank in self._here and self.processes[rank].state() == STOPPED:
+                with suppress(OSError):
+                    os.kill(self.processes[rank].number, signal.SIGCONT)
+
+
+class _Signs:
+    """The signs of life of the ranks of another machine."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        self.ranks = ranks
+        self._last, self._silent_s, self._at = 0, 0.0, time.monotonic()
+
+    def silent_s(self, store: Any) -> float:
+        """For how long none of them has given any. A look that was late counts as one in time: the store was."""
+        if not self.ranks:
+            return 0.0
+        total = sum(beats(store, self.ranks).values())
+        now = time.monotonic()
+        self._silent_s = 0.0 if total != self._last else self._silent_s + min(now - self._at, 2 * WATCH_S)
+        self._last, self._at = total, now
+        return self._silent_s
+
+
+def beats(store: Any, ranks: int | Iterable[int]) -> dict[int, int]:
+    """How many signs of life each rank has given."""
+    return {rank: store.add(f"beat/{rank}", 0) for rank in (range(ranks) if isinstance(ranks, int) else ranks)}
+
+
+def places_of(store: Any, ranks: Iterable[int]) -> dict[int, Place]:
+    """Where ranks were when they last told it; without those that have told nothing."""
+    there = [rank for rank in ranks if store.check([f"place/{rank}"])]
+    return {rank: Place.from_json(store.get(f"place/{rank}")) for rank in there}
+
+
+def note_interrupted() -> None:
+    """Remember what this rank waited for when it failed: what it has said, or else the last thing that it launched."""
+    last = newest(recorded(), ranks_of_groups()) if dist.is_initialized() and not place_here(()).awaited else None
+    if last is not None:
+        interrupted(last.words)
+
+
+def abort_communication() -> None:
+    """Free what waits in NCCL or gloo."""
+    if not dist.is_initialized():
+        return
+    groups = sorted(dist.distributed_c10d._world.pg_names.items(), key=lambda item: item[1], reverse=True)
+    for group, _ in groups:
+        if group.size() == 1:
+            continue
+        if "nccl" in dist.get_backend(group):
+            group.abort()
+        elif "gloo" in dist.get_backend(group):
+            _break_gloo(group)
+
+
+def _break_gloo(group: dist.ProcessGroup) -> None:
+    """A wait of gloo that times out breaks all connections of its group, and with them all other waits.
+
+    One for a rank that has gone already fails at once, and breaks no other.
+    """
+    for distance in range(1, group.size()):
+        other = (group.rank() + distance) % group.size()
+        with suppress(RuntimeError):
+            group.recv([torch.empty(1)], other, NO_TAG).wait(timedelta(milliseconds=1))
+
+
+def poll(done: Callable[[], bool], until: float) -> bool:
+    """Whether it is done before a time (of `time.monotonic`); asks ever more rarely."""
+    pause_s = 0.001
+    while not done():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
+    return True
+
+
+def first_line(error: object) -> str:
+    """The first line of what an error says, without the address of the C++ source."""
+    return re.sub(r"^\[[^]]*\.(cc|cpp|h|hpp):\d+\] ", "", (str(error).splitlines() or [""])[0])

@@ -1,0 +1,233 @@
+"""`rooftop train gpt` under torchrun when a rank or a launcher dies: all end and say who, or go on with fewer ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rooftop.cli.main import main
+
+Fork = Callable[..., BaseProcess]
+
+AGENT = """
+import signal, sys
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
+from rooftop.cli.main import run
+
+at = sys.argv.index("train")
+config, *_ = config_from_args(parse_args([*sys.argv[1:at], "rooftop"]))
+config.start_method = "fork"
+sys.argv[1:at] = []
+
+def rank():
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # not what the agent does on them
+    run()
+
+elastic_launch(config, rank)()
+"""
+"""torchrun's own agent, whose ranks have imported torch before they begin: torchrun would import it in each of them."""
+
+WORDS = [
+    *(
+        "train",
+        "gpt",
+        "--device",
+        "cpu",
+        "--no-roof",
+        "--log-interval",
+        "1",
+        "--num-layers",
+        "1",
+        "--hidden-size",
+        "16",
+    ),
+    *("--num-attention-heads", "2", "--seq-length", "8", "--dropout", "0.1", "--data-path", "book.txt"),
+    *("--metrics", "lines"),
+]
+
+
+@pytest.fixture
+def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("up and down the stairs " * 400)
+    return tmp_path
+
+
+def losses(path: Path) -> dict[int, float]:
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {line["step"]: line["loss"] for line in found}
+
+
+def wait_for_step(path: Path, step: int, agents: list[BaseProcess], limit_s: float = 90.0) -> None:
+    until = time.monotonic() + limit_s
+    while max(losses(path), default=0) < step:
+        assert all(agent.is_alive() for agent in agents)
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def ranks_of(agent: BaseProcess) -> list[psutil.Process]:
+    return sorted(psutil.Process(agent.pid).children(), key=lambda process: process.pid)
+
+
+@pytest.mark.parametrize(
+    ("number", "more", "said"),
+    [
+        (signal.SIGKILL, [], "rank 2 of 4 is gone without an error"),
+        (signal.SIGKILL, ["--save", "run"], "rank 2 of 4 is gone without an error"),
+        (signal.SIGSTOP, [], "rank 2 of 4 has given no sign of life for 8 s: it is stopped"),
+    ],
+)
+def test_a_rank_that_dies_or_stops_ends_all_and_is_named(
+    number: signal.Signals, more: list[str], said: str, fork: Fork, book: Path
+) -> None:
+    """By default, without a flag that a user would have to know."""
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", "one", "--nproc-per-node", "4"]
+    words = [*where, *WORDS, *more, "--train-iters", "1000000"]
+    agent = fork(AGENT, *words, environment={}, folder=book, output=book / "out", errors=book / "err")
+    wait_for_step(book / "lines", 6, [agent])
+    ranks = ranks_of(agent)
+    began = time.monotonic()
+    ranks[2].send_signal(number)
+    agent.join(60)
+    assert agent.exitcode not in (None, 0)
+    assert all(ended(rank) for rank in ranks)
+    assert time.monotonic() - began < 30
+    errors = (book / "err").read_text()
+    (line,) = [line for line in errors.splitlines() if line.startswith("rooftop: error: ")]
+    assert said in line
+    assert re.search(r"; ranks? [013].* awaits? the all_reduce of .* \(ranks 0-3\)", line), line
+    assert re.search(r"; rank 2 was last at step \d+, \w+/\S+\.py:\d+, in \w+", line), line
+
+
+def test_sigterm_ends_all_ranks_without_an_error(fork: Fork, book: Path) -> None:
+    """Where nothing is saved there is nothing to wait for; a launcher that ends its ranks is no failure of one."""
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", "one", "--nproc-per-node", "2"]
+    words = [*where, *WORDS, "--train-iters", "1000000"]
+    agent = fork(AGENT, *words, environment={}, folder=book, output=book / "out", errors=book / "err")
+    wait_for_step(book / "lines", 3, [agent])
+    ranks = ranks_of(agent)
+    assert agent.pid is not None
+    os.kill(agent.pid, signal.SIGTERM)
+    agent.join(30)
+    assert agent.exitcode not in (None, 0)
+    assert all(ended(rank) for rank in ranks)
+    assert "rooftop: error" not in (book / "err").read_text()
+
+
+# ---- elastic ---------------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+STEPS = 60
+OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""PyTorch 2.13 lets no launcher in later that the others do not know, where they share a store."""
+
+
+def launcher(
+    number: int, port: int, steps: int, fork: Fork, book: Path, environment: dict[str, str] | None = None
+) -> BaseProcess:
+    """One of two launchers of a training on two machines, which a single one may go on with."""
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "two", "--nnodes", "1:2"]
+    soon = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+    where += ["--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-conf", soon]
+    words = ["--global-batch-size", "4", "--train-iters", str(steps), "--save", "run", "--load", "run"]
+    words = [*where, *WORDS, *words, "--save-interval", "10"]
+    said = {"output": book / f"out{number}", "errors": book / f"err{number}"}
+    return fork(AGENT, *words, environment=environment or {}, folder=book, **said)
+
+
+def starts(book: Path) -> list[tuple[int, int]]:
+    """(ranks, the step after which they went on) of each start."""
+    said = "".join(path.read_text() for path in sorted(book.glob("out?")))
+    parts = re.split(r"float32 on (\d) x cpu", said)[1:]
+    gone_on = (re.search(r"going on after step (\d+) of", part) for part in parts[1::2])
+    return [(int(size), int(found[1]) if found else 0) for size, found in zip(parts[::2], gone_on, strict=True)]
+
+
+def wait_for_start(book: Path, ranks: int, agent: BaseProcess) -> int:
+    """Until so many ranks have gone on; gives the step after which they did."""
+    until = time.monotonic() + 60
+    while True:
+        for size, step in starts(book):
+            if size == ranks and step > 0:
+                return step
+        assert agent.is_alive()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def one_is_killed(first: BaseProcess, second: BaseProcess, book: Path) -> int:
+    """Two launchers, of which the second dies; gives the step after which the other has gone on."""
+    wait_for_step(book / "lines", 25, [first, second])
+    orphans = ranks_of(second)
+    second.kill()
+    step = wait_for_start(book, 2, first)
+    assert step in (10, 20)  # that of step 20 may not have been whole yet
+    assert all(ended(rank) for rank in orphans)
+    said = (book / "err1").read_text() + (book / "err2").read_text()
+    assert "rank 2 of 4 " in said or "ranks 2-3 of 4 are gone without an error (their processes have ended); " in said
+    return step
+
+
+def go_on(step: int, until: int, fork: Fork, book: Path) -> dict[int, float]:
+    """Losses of two ranks that go on by themselves."""
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", "one", "--nproc-per-node", "2"]
+    words = ["--global-batch-size", "4", "--train-iters", str(until), "--load", f"run/step-{step:08d}"]
+    words = [*where, *WORDS[:-1], "again", *words]
+    again = fork(AGENT, *words, environment={}, folder=book, output=book / "again-out", errors=book / "again-err")
+    again.join(60)
+    assert again.exitcode == 0, (book / "again-err").read_text()
+    return losses(book / "again")
+
+
+def test_a_training_goes_on_with_the_launcher_that_is_left(fork: Fork, book: Path) -> None:
+    """From the last checkpoint, as two ranks do that go on by themselves."""
+    port = free_port()
+    first, second = (launcher(number, port, STEPS, fork, book) for number in (1, 2))
+    step = one_is_killed(first, second, book)
+    first.join(120)
+    assert first.exitcode == 0, (book / "err1").read_text()
+    found = losses(book / "lines")
+    assert sorted(found) == list(range(1, STEPS + 1))
+    assert go_on(step, STEPS, fork, book) == {at: loss for at, loss in found.items() if at > step}
+    assert main([*WORDS[:-1], "whole", "--global-batch-size", "4", "--train-iters", str(STEPS)]) == 0
+    assert losses(book / "whole") == pytest.approx(found, abs=1e-4)
+
+
+def test_a_launcher_that_comes_again_takes_part(fork: Fork, book: Path) -> None:
+    """With another count of restarts than the one that has stayed; ranks that are ended for it save first."""
+    port, steps = free_port(), 200
+    first, second = (launcher(number, port, steps, fork, book, OWN_STORES) for number in (1, 2))
+    fewer = one_is_killed(first, second, book)
+    wait_for_step(book / "lines", fewer + 20, [first])
+    third = launcher(3, port, steps, fork, book, OWN_STORES)
+    more = wait_for_start(book, 4, first)
+    assert more >= fewer + 20
+    for agent in (first, third):
+        agent.join(120)
+        assert agent.exitcode == 0, (book / "err1").read_text() + (book / "err3").read_text()
+    found = losses(book / "lines")
+    assert sorted(found) == list(range(1, steps + 1))
+    assert go_on(fewer, more, fork, book) == {at: loss for at, loss in found.items() if fewer < at <= more}

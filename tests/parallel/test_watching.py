@@ -1,0 +1,382 @@
+"""The watch of ranks over each other: whatever happens to one, all are told which, what the others await, and where it
+was; and what is only slow goes on."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rooftop.parallel import join, others_wait, process_states, report, waits, watching
+from rooftop.parallel.exchanges import start_sum
+from rooftop.parallel.flight_records import Operation
+from rooftop.parallel.places import Place, place_here
+from rooftop.parallel.process_states import ALIVE, GONE, STOPPED, Process
+from rooftop.parallel.terminations import heard_by_a_thread
+from rooftop.parallel.waits import Waits, context
+
+Run = Callable[..., list[Any]]
+
+
+@contextmanager
+def impatient(**constants: float) -> Iterator[None]:
+    """Shorter times than a user has."""
+    with ExitStack() as stack:
+        for name, value in {"NOTE_S": 0.5, **constants}.items():
+            module = waits if name == "NOTE_S" else watching
+            stack.enter_context(patch.object(module, name, value))
+        yield
+
+
+def errors_of(
+    run: Run, failed: type[Exception], *arguments: Any, limit_s: float = 25.0, **options: Any
+) -> dict[int, str]:
+    """What each rank raised, all of them in time."""
+    with pytest.raises(failed) as caught:
+        run(*arguments, joined=False, limit_s=limit_s, **options)
+    return caught.value.errors  # type: ignore[attr-defined]
+
+
+# ---- kinds of failures -----------------------------------------------------------------------------------------------
+
+
+def sums(wrong: int, what: str, kills: Path | None = None) -> None:
+    """All sum over and over; rank `wrong` does something else in its third step."""
+    with (
+        impatient(),
+        patch.object(process_states, "OOM_KILLS", kills or Path("/proc/vmstat")),
+        join(device="cpu", timeout_s=2.0 if what.startswith("hang") else 20.0) as world,
+    ):
+        for step in range(1, 9):
+            report(f"step {step}")
+            if step == 3 and world.rank == wrong:
+                time.sleep(1.0)  # twice as long as its last line may be old
+                FAULTS[what](kills)
+            start_sum(torch.ones(3), dist.group.WORLD)()
+
+
+def exits_with_zero(_: Path | None) -> None:
+    os._exit(0)
+
+
+def is_killed_for_memory(kills: Path | None) -> None:
+    assert kills is not None
+    kills.write_text("pgfault 7\noom_kill 5\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def loses_its_connections(_: Path | None) -> None:
+    """All sockets of gloo to other ranks, and not that of the store."""
+    port = int(os.environ["MASTER_PORT"])
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:  # not all are connected sockets
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.getpeername()[1] != port:
+                found.shutdown(socket.SHUT_RDWR)
+
+
+def hangs_in_python(_: Path | None) -> None:
+    time.sleep(60)
+
+
+def hangs_in_a_loader(_: Path | None) -> None:
+    """Of which nothing arrives."""
+    read, _write = os.pipe()
+    os.read(read, 1)
+
+
+FAULTS: dict[str, Callable[[Path | None], None]] = {
+    "exit": exits_with_zero,
+    "memory": is_killed_for_memory,
+    "network": loses_its_connections,
+    "hang in Python": hangs_in_python,
+    "hang in a loader": hangs_in_a_loader,
+}
+
+
+@pytest.mark.parametrize("what", ["exit", "memory"])
+def test_a_rank_that_ends_too_early_is_named(
+    what: str, on_ranks: Run, ranks_failed: type[Exception], tmp_path: Path
+) -> None:
+    (tmp_path / "vmstat").write_text("pgfault 7\noom_kill 4\n")
+    errors = errors_of(on_ranks, ranks_failed, 3, sums, 1, what, tmp_path / "vmstat")
+    assert errors.pop(1) == "died"
+    (error,) = set(errors.values())
+    memory = (
+        "; meanwhile the kernel of this machine has killed a process for lack of memory" if what == "memory" else ""
+    )
+    assert error.startswith(f"RankError: rank 1 of 3 is gone without an error (its process has ended{memory}); ")
+    assert "; ranks 0, 2 await the all_reduce of 3 float32 (ranks 0-2)" in error
+    assert re.search(r"; rank 1 was last at step \d, parallel/test_watching.py:\d+, in \w+$", error), error
+
+
+def test_a_rank_that_loses_the_network_ends_all(on_ranks: Run, ranks_failed: type[Exception]) -> None:
+    errors = errors_of(on_ranks, ranks_failed, 3, sums, 1, "network")
+    assert sorted(errors) == [0, 1, 2]
+    own = [error for error in errors.values() if error.startswith("RuntimeError: ")]
+    heard = {error for error in errors.values() if error.startswith("RankError: ")}
+    assert len(own) == 1, errors  # of the rank that was the first to say it
+    (line,) = heard
+    said = r"RankError: rank \d of 3 failed: RuntimeError: .*(Connection (closed|reset)|Broken pipe).*"
+    assert re.match(f"{said}; all ranks are alive: see to the network between them$", line), line
+
+
+@pytest.mark.parametrize("what", ["hang in Python", "hang in a loader"])
+def test_a_rank_that_hangs_is_named_and_ended(
+    what: str, on_ranks: Run, ranks_failed: type[Exception], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where nothing frees its main thread, the watch ends its process, and shows where that was."""
+    with patch.dict(os.environ, {"HANGS": what}):
+        errors = errors_of(on_ranks, ranks_failed, 3, leaving, 2, what)
+    assert errors.pop(2) == "died"
+    (error,) = set(errors.values())
+    said = (
+        r"rank 2 of 3 hangs: for [\d.]+ s rank 2 lacks the all_reduce of 3 float32 \(number \d of ranks 0-2\), which "
+    )
+    where = FAULTS[what].__name__
+    assert re.match(
+        f"RankError: {said}ranks 0-1 await; rank 2 is at step 3, .*test_watching.py:\\d+, in {where}", error
+    )
+
+
+def leaving(wrong: int, what: str) -> None:
+    with impatient(LEAVING_S=0.5, STUCK_S=0.4, LOOK_S=0.2):
+        sums(wrong, what)
+
+
+# ---- what is only slow -----------------------------------------------------------------------------------------------
+
+
+def slow(kind: str) -> tuple[float, list[str]]:
+    """Rank 1 takes 2.5 s between two sums. A rank is named after 0.5 s here, and ended if it is stopped for 1 s."""
+    with (
+        impatient(STOPPED_S=1.0, STUCK_S=0.2, LOOK_S=0.2, SILENT_S=1.0),
+        patch.object(watching, "print", create=True) as shown,
+        join(device="cpu", timeout_s=20.0) as world,
+    ):
+        total = start_sum(torch.ones(3), dist.group.WORLD)()
+        if world.rank == 1:
+            SLOW[kind]()
+        value = float(start_sum(total, dist.group.WORLD)()[0])
+    return value, [call.args[0] for call in shown.call_args_list]
+
+
+def computes() -> None:
+    until = time.monotonic() + 2.5
+    while time.monotonic() < until:
+        sum(range(1000))
+
+
+def keeps_the_lock() -> None:
+    """Of Python: not even the thread that watches runs."""
+    ctypes.PyDLL(None).usleep(2_500_000)
+
+
+def is_expected_to() -> None:
+    with others_wait("measuring this machine"):
+        time.sleep(2.5)
+
+
+SLOW: dict[str, Callable[[], None]] = {"computes": computes, "lock": keeps_the_lock, "expected": is_expected_to}
+
+
+@pytest.mark.parametrize("kind", SLOW)
+def test_what_is_slow_and_alive_is_named_and_goes_on(kind: str, on_ranks: Run) -> None:
+    (first, notes), (second, others) = on_ranks(2, slow, kind, joined=False)
+    assert first == second == 4.0
+    assert not others
+    if kind == "expected":
+        assert not notes
+        return
+    assert 1 <= len(notes) <= 3  # each after twice as long
+    said = r"rooftop: note: for \d s rank 1 lacks the all_reduce of 3 float32 \(number 2 of ranks 0-1\), which rank 0 "
+    said += r"awaits; rank 1 is at .*test_watching.py:.*. All ranks end when this has lasted for 20 s"
+    assert re.match(said, notes[0])
+
+
+def with_a_broken_recorder() -> tuple[float, list[str]]:
+    def broken() -> None:
+        raise RuntimeError("CUDA error: operation not permitted")
+
+    with (
+        patch.object(watching, "progress", broken),
+        patch.object(watching, "print", create=True) as shown,
+        join(device="cpu", timeout_s=20.0),
+    ):
+        time.sleep(1.5)
+        value = float(start_sum(torch.ones(3), dist.group.WORLD)()[0])
+    return value, [call.args[0] for call in shown.call_args_list]
+
+
+def test_a_recorder_that_fails_fails_no_rank(on_ranks: Run) -> None:
+    for rank, (value, notes) in enumerate(on_ranks(2, with_a_broken_recorder, joined=False)):
+        assert value == 2.0
+        why = "CUDA error: operation not permitted"
+        assert notes == [f"rooftop: note: rank {rank} cannot read PyTorch's flight recorder ({why})"]
+
+
+# ---- the launcher ----------------------------------------------------------------------------------------------------
+
+
+def orphaned() -> None:
+    """Rank 1 of two, while both compute."""
+    with join(device="cpu", timeout_s=20.0) as world, patch.object(os, "getppid", lambda: 1):
+        while True:
+            time.sleep(0.05)
+            dist.all_reduce(torch.full((1,), float(world.rank)))
+
+
+def test_a_rank_whose_launcher_is_gone_ends_all(on_ranks: Run, ranks_failed: type[Exception]) -> None:
+    """Its process lives on, and would train on beside those that start anew."""
+    environments = {rank: {"TORCHELASTIC_RUN_ID": "one"} if rank else {} for rank in range(2)}
+    errors = errors_of(on_ranks, ranks_failed, 2, orphaned, environments=environments)
+    for error in errors.values():
+        assert error.startswith("RankError: ranks 0-1 of 2: the launcher (torchrun) that started them is gone")
+
+
+# ---- SIGTERM ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_thread_hears_sigterm_and_forks_do_not() -> None:
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    with heard_by_a_thread() as termination:
+        assert not termination.asked
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+        assert not termination.asked
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert termination.asked
+        assert termination.ours
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_handler_of_the_program_is_called_as_ever() -> None:
+    heard = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        with heard_by_a_thread() as termination:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert heard == [signal.SIGTERM]
+            assert termination.asked
+            assert not termination.ours
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_is_alive_stopped_or_gone() -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, repr(Process.here()).encode())
+        time.sleep(30)
+        os._exit(0)
+    process = eval(os.read(read, 4096).decode())
+    assert process == Process(Process.here().machine, child, process.began)
+    assert process.state() == ALIVE
+    os.kill(child, signal.SIGSTOP)
+    os.waitpid(child, os.WUNTRACED)
+    assert process.state() == STOPPED
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert process.state() == GONE
+    assert Process(process.machine, os.getpid(), process.began + 1).state() == GONE  # a number that is used again
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def operation(number: int, ranks: tuple[int, ...] = (0, 1, 2, 3), group: str = "dp") -> Operation:
+    return Operation("all_reduce", group, ranks, number, "7 float32")
+
+
+def test_a_place_is_the_innermost_line_of_the_program() -> None:
+    report("step 7")
+    place = place_here((operation(5),))
+    assert re.fullmatch(r"step 7, parallel/test_watching.py:\d+, in test_a_place_is_.*", place.words)
+    assert Place.from_json(place.to_json()) == place
+    report("")
+
+
+def test_what_others_await_of_a_rank_that_failed() -> None:
+    places = {
+        0: Place("step 3", "net.py:7, in forward", "", (operation(5),)),
+        1: Place("step 3", "net.py:7, in forward", "", (operation(2, (0, 1), "tp"),)),
+        2: Place("step 3", "data.py:9, in read"),
+        3: Place("step 3", "", "the backward of rank 2"),
+    }
+    assert context(places, [2]) == (
+        "; rank 0 awaits the all_reduce of 7 float32 (ranks 0-3); rank 3 awaits the backward of rank 2"
+        "; rank 2 was last at step 3, data.py:9, in read"
+    )
+
+
+def test_a_wait_is_told_when_it_has_lasted() -> None:
+    """Of a rank that lacks what others await, and not of one that is held up itself, or is expected to take long."""
+    seen = Waits(4)
+    computing, reading = Place("step 3", "net.py:7, in forward"), Place("step 3", "data.py:9, in read")
+    places = {0: Place(operations=(operation(5),)), 1: Place(operations=(operation(5),)), 2: computing, 3: reading}
+    places[2] = Place(operations=(operation(8, (2, 3), "tp"),))
+    assert seen.look(places, 0.0) is None
+    assert seen.look(places, 19.0) is None
+    wait = seen.look(places, 21.0)
+    assert wait is not None
+    assert wait.culprits == (3,)
+    assert wait.words.startswith(
+        "for 21 s rank 3 lacks the all_reduce of 7 float32 (number 8 of ranks 2-3), which rank 2"
+    )
+    assert wait.words.endswith("; rank 3 is at step 3, data.py:9, in read")
+    assert seen.look({**places, 3: Place("measuring", long=True)}, 22.0) is None
+    assert seen.look({**places, 0: computing, 1: computing, 2: computing}, 50.0) is None
+    assert seen.look(places, 60.0) is None  # it waits anew
+
+
+# ---- on GPUs ---------------------------------------------------------------------------------------------------------
+
+
+def hangs_on_gpus(how: str) -> None:
+    """Rank 1 of two hangs in Python, or is stopped, while the GPU of rank 0 waits for it, and not Python."""
+    with impatient(LEAVING_S=5.0), join(device="cuda", timeout_s=15.0) as world:
+        found = torch.ones(7, device=world.device)
+        dist.all_reduce(found)
+        torch.cuda.synchronize()
+        if world.rank == 1:
+            time.sleep(60) if how == "hang" else os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(found)
+        torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("how", ["hang", "stop"])
+def test_on_gpus_the_flight_recorder_says_what_a_rank_lacks(
+    how: str, on_ranks: Run, ranks_failed: type[Exception]
+) -> None:
+    with pytest.raises(ranks_failed) as caught:
+        on_ranks(2, hangs_on_gpus, how, joined=False, limit_s=45.0)
+    error = caught.value.errors[0]  # type: ignore[attr-defined]
+    if how == "hang":
+        assert re.match(
+            r"RankError: rank 1 of 2 hangs: for \d+ s rank 1 lacks the all_reduce of 7 float32 \(number 2", error
+        )
+    else:
+        assert re.match("RankError: rank 1 of 2 has given no sign of life for 8 s: it is stopped; rank 0 awaits", error)
+        assert "the all_reduce of 7 float32 (ranks 0-1)" in error
