@@ -168,6 +168,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/parallel.json"))
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="so called only, of each case")
     parser.add_argument("--peers", choices=("none", "all"), default="all", help="what to stand beside")
     parser.add_argument("--seconds", type=float, default=2.0, help="to measure each variant")
     parser.add_argument("--timeline", type=Path, metavar="DIR", help="keep a chrome trace of a step of each variant")
@@ -188,7 +189,7 @@ def main() -> int:
         (case, variant)
         for case in fitting
         for variant in case.variants
-        if options.peers == "all" or variant not in PEERS
+        if (options.peers == "all" or variant not in PEERS) and variant in (options.variants or case.variants)
     ]
     timeline = str(options.timeline.resolve()) if options.timeline is not None else ""
     jobs = [

@@ -39,7 +39,7 @@ from rooftop.models.gpt.stages import GptStages, layers_of_stages, parallel_gpt_
 from rooftop.parallel import Layout, Pipeline, defer_weight_gradients, join, launched, schedule_of, simulate
 from rooftop.train import GptTrainer, GptTraining, Replayed, Tokens
 
-MICRO_BATCHES, STEPS, WARM_UP = 8, 5, 5
+LAYERS, MICRO_BATCHES, STEPS, WARM_UP = 24, 8, 5, 5
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 PEERS = {"1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B", "zbv": "ScheduleZBVZeroBubble"}
 
@@ -48,13 +48,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="+", choices=("step", "gradients"), default=("step", "gradients"))
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the model (default %(default)s)")
+    parser.add_argument("--ours", action="store_true", help="leave PyTorch's out")
     parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()))
     parser.add_argument("--quick", action="store_true", help="show on a CPU that the script runs, by gloo")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         return worker(options)
-    passed = [*(["--quick"] if options.quick else []), "--only", *options.only]
+    passed = ["--only", *options.only, "--schedules", *options.schedules, "--layers", str(options.layers)]
+    passed += [*(["--quick"] if options.quick else []), *(["--ours"] if options.ours else [])]
     try:
         keep = partial(written, out=options.out, quick=options.quick, complete=False)
         rows = rows_of(__file__, sorted({1, options.ranks}), passed, keep)
@@ -81,22 +85,23 @@ def worker(options: argparse.Namespace) -> int:
     with join(Layout(pp=launched().size), device=kind, timeout_s=100.0) as world:
         for what, make in (("step", steps), ("gradients", gradients)):
             if what in options.only:
-                found = make(world.device, options.quick)
-                told(({"ranks": world.size, "what": what, **row} for row in found), options.worker)
+                found = make(world.device, options)
+                rows = ({"ranks": world.size, "layers": options.layers, "what": what, **row} for row in found)
+                told(rows, options.worker)
     return 0
 
 
-def training_of(quick: bool, **changes: Any) -> GptTraining:
+def training_of(quick: bool, layers: int = LAYERS, **changes: Any) -> GptTraining:
+    """Of 24 layers, by default: llama-1b's 22 have no half of a half."""
     length = 64 if quick else 4096
-    config = replace(gpt_config("llama-1b"), positions=length, layers=24)  # of 22, which have no half of a half
+    config = replace(gpt_config("llama-1b"), positions=length, layers=layers)
     if quick:
-        config = replace(config, layers=4, width=64, heads=8, kv_heads=4, hidden=96, vocabulary=128)
+        config = replace(config, width=64, heads=8, kv_heads=4, hidden=96, vocabulary=128)
     dtype = torch.float32 if quick else torch.bfloat16
     return GptTraining(config=config, length=length, global_batch=MICRO_BATCHES, micro_batch=1, dtype=dtype, **changes)
 
 
-def layers_of(name: str, ranks: int, quick: bool) -> dict[str, int]:
-    layers = training_of(quick).config.layers
+def layers_of(name: str, ranks: int, layers: int) -> dict[str, int]:
     return {"layers_per_virtual_stage": layers // (2 * ranks)} if name == "interleaved" else {}
 
 
@@ -109,20 +114,20 @@ def ways(device: torch.device, name: str) -> dict[str, bool]:
 # ---- steps -------------------------------------------------------------------------------------------------------
 
 
-def steps(device: torch.device, quick: bool) -> Iterator[Row]:
+def steps(device: torch.device, options: argparse.Namespace) -> Iterator[Row]:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     variants: dict[str, tuple[Layout, dict[str, Any], bool]] = {}
-    for name in SCHEDULES if ranks > 1 else ("",):
+    for name in options.schedules if ranks > 1 else ("",):
         for way, replayed in ways(device, name).items():
             if ranks == 1:
                 variants[f"rooftop{way}"] = Layout(), {"cuda_graph": replayed}, False
                 continue
-            changes = {"pipeline_schedule": name, "cuda_graph": replayed} | layers_of(name, ranks, quick)
+            changes = {"pipeline_schedule": name, "cuda_graph": replayed} | layers_of(name, ranks, options.layers)
             variants[f"rooftop, {name}{way}"] = Layout(pp=ranks), changes, False
     if ranks > 1:
         variants["rooftop, FSDP2"] = Layout(ranks), {"sum_once": True}, True
     for name, (layout, changes, shared) in variants.items():
-        training = training_of(quick, **changes)
+        training = training_of(options.quick, options.layers, **changes)
         made = torch.Generator().manual_seed(0)
         numbers = torch.randint(training.config.vocabulary, (training.length * 64 + 1,), generator=made)
         trainer = GptTrainer(
@@ -150,19 +155,21 @@ def peak(device: torch.device) -> dict[str, float]:
 # ---- forward and backward alone ----------------------------------------------------------------------------------
 
 
-def gradients(device: torch.device, quick: bool) -> Iterator[Row]:
+def gradients(device: torch.device, options: argparse.Namespace) -> Iterator[Row]:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    training = training_of(quick)
+    training = training_of(options.quick, options.layers)
     made = torch.Generator().manual_seed(0)
     text = torch.randint(training.config.vocabulary, (MICRO_BATCHES, training.length + 1), generator=made).to(device)
     tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     groups = Layout(pp=ranks).process_groups()
-    for name in SCHEDULES[1:] if ranks > 1 else ("1f1b",):
+    for name in (name for name in options.schedules if name != "gpipe") if ranks > 1 else ("1f1b",):
         for way, replayed in ways(device, name).items():
             run, model = ours(name, training, groups, tokens, targets, replayed)
             yield measured(f"rooftop, {name}{way}" if ranks > 1 else f"rooftop{way}", run, model, device)
             del run, model
     peers: dict[str, Callable[[], tuple[Callable[[], object], nn.Module]]] = {}
+    if options.ours:
+        return
     if ranks == 1:
         peers["PyTorch, compiled"] = lambda: alone(training, tokens, targets)
     else:

@@ -280,7 +280,9 @@ def interpreted(interpreting: subprocess.Popen[str], tmp_path: Path) -> Callable
 
 
 PRELOADED = (
-    *("torch._inductor.compile_fx", "torch.distributed.run", "torch.distributed.device_mesh", "torch.profiler"),
+    # The compiler asks for GPUs as it is imported, after which no fork may use one.
+    "torch._dynamo" if torch.cuda.is_available() else "torch._inductor.compile_fx",
+    *("torch.distributed.run", "torch.distributed.device_mesh", "torch.profiler"),
     "pytest",
     *("rooftop.cli.analyze", "rooftop.analysis.page", "rooftop.parallel.processes"),
 )
@@ -295,6 +297,7 @@ def fork() -> Fork:
     context.set_forkserver_preload(list(PRELOADED))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KINETO_LOG_LEVEL", "99")
+        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asks without CUDA, which does not work after a fork
         forkserver.ensure_running()
 
     def start(

@@ -33,6 +33,6 @@ def test_documents_are_of_the_lengths_that_are_told(script: Script) -> None:
 def test_layers_of_an_interleaved_stage_divide_the_model(script: Script) -> None:
     pipelines = script("pipelines")
     config = pipelines.training_of(quick=False).config
-    (layers,) = pipelines.layers_of("interleaved", 2, quick=False).values()
+    (layers,) = pipelines.layers_of("interleaved", 2, config.layers).values()
     assert config.layers % (2 * layers) == 0
-    assert pipelines.layers_of("1f1b", 2, quick=False) == {}
+    assert pipelines.layers_of("1f1b", 2, config.layers) == {}
