@@ -3,13 +3,16 @@
 Ranks meet in a store. A launcher's store outlives them: when it starts all ranks anew, perhaps others and fewer, what
 the ones before have written is still there. So ranks have meetings, numbered. A rank goes to the first meeting that has
 no verdict yet. If a process of its own number was there already, which then has ended, it closes that meeting, and all
-go on to the next one. The count of restarts in the environment would not do: each launcher has its own.
+go on to the next one. Until that process comes, only a rank that answers counts as being there. The restarts counted in
+the environment would not do: each launcher has its own.
 
 Keys of a meeting:
 
 | key | |
 |---|---|
 | `here/R` | the settings of rank R, what stands against its start, its process |
+| `asked` | who is there? A rank that reads it answers |
+| `answer/R` | rank R is there |
 | `verdict` | "=" and what is wrong ("=" alone: nothing), or `GO_ON`: to the next meeting |
 | `processes` | those of all ranks, by rank |
 | `heard/R` | rank R has heard a verdict that is not good |
@@ -34,6 +37,8 @@ JUDGING = 1.2
 """Rank 0 judges the roll call when its patience ends; another rank does so after this many times as long."""
 LINGER_S = 3.0
 """A rank that holds the store, or has failed, stays this long for the others to hear why; they need a tenth of it."""
+ANSWER_S = 1.0
+"""What others take at most to answer who are waiting to be asked."""
 GO_ON = "go on"
 
 
@@ -72,10 +77,12 @@ class RollCall:
             if self.store.check(["verdict"]):
                 raise MeetingOver
             if self.store.compare_set(f"here/{self.rank}", "", mine).decode() != mine:
-                self.store.compare_set("verdict", "", GO_ON)
+                self._decide(GO_ON)
                 raise MeetingOver
             if self.rank == 0:
                 self._judge(time.monotonic() + patience_s, patience_s)
+            else:
+                self._answer(patience_s)
             verdict = self._verdict(patience_s)
             if verdict == GO_ON:
                 raise MeetingOver
@@ -90,27 +97,41 @@ class RollCall:
                 f"rank 0 of {self.size} ended during the roll call; see what it says ({first_line(error)})"
             ) from error
 
+    def _answer(self, patience_s: float) -> None:
+        try:
+            self.store.wait(["asked"], timedelta(seconds=JUDGING * patience_s))
+        except RuntimeError:  # rank 0 is not here, and the store is the launcher's
+            self._judge(time.monotonic() + ANSWER_S, patience_s)
+        self.store.set(f"answer/{self.rank}", "1")
+
     def _verdict(self, patience_s: float) -> str:
         try:
             self.store.wait(["verdict"], timedelta(seconds=JUDGING * patience_s))
-        except RuntimeError:  # rank 0 is not here, and the store is the launcher's
+        except RuntimeError:  # who has asked is gone
             self._judge(time.monotonic(), patience_s)
         return str(self.store.get("verdict").decode())
 
     def _judge(self, until: float, patience_s: float) -> None:
         """Write the verdict, unless there is one."""
-        everybody = [f"here/{rank}" for rank in range(self.size)]
+        self.store.set("asked", "1")
+        self.store.set(f"answer/{self.rank}", "1")
+        everybody = [f"answer/{rank}" for rank in range(self.size)]
         poll(lambda: self.store.check(["verdict"]) or self.store.check(everybody), until)
         entries = {rank: json.loads(self.store.get(f"here/{rank}")) for rank in self._present()}
         wrong = self._said_of({rank: (words, problem) for rank, (words, problem, *_) in entries.items()}, patience_s)
         if not wrong:
             self.store.set("processes", json.dumps([process for _, (_, _, process, _) in sorted(entries.items())]))
-        self.store.compare_set("verdict", "", "=" + wrong)
+        self._decide("=" + wrong)
+
+    def _decide(self, verdict: str) -> None:
+        """Unless it is decided; who waits to be asked waits no longer."""
+        self.store.compare_set("verdict", "", verdict)
+        self.store.set("asked", "1")
 
     def _present(self) -> list[int]:
-        if self.store.check([f"here/{rank}" for rank in range(self.size)]):
+        if self.store.check([f"answer/{rank}" for rank in range(self.size)]):
             return list(range(self.size))
-        return [rank for rank in range(self.size) if self.store.check([f"here/{rank}"])]
+        return [rank for rank in range(self.size) if self.store.check([f"answer/{rank}"])]
 
     def _said_of(self, entries: Mapping[int, tuple[dict[str, str], str]], patience_s: float) -> str:
         missing = [rank for rank in range(self.size) if rank not in entries]

@@ -63,6 +63,8 @@ NOTICING_S = 1.0
 """In so long all ranks have noticed a failure: what is woken then can go on with nobody."""
 TELLING_S = 1.0
 """Who has found a failure waits so long for the others to tell what they await."""
+ARRIVING_S = 0.6
+"""Who is asked and awaits nothing yet is given so long: it may be about to await those that have failed."""
 PLACE_S = 0.4
 """How often a rank tells where it is, if that has changed."""
 LOOK_S = 1.0
@@ -120,6 +122,7 @@ class Watch:
         self._there = _Signs([r for r, each in enumerate(self.processes) if ours and each.machine == there])
         self._stopped_s, self._looked_there_at = 0.0, time.monotonic()
         self._asked_at: float | None = None
+        self._asked_for_place_at: float | None = None
         self._beats_then = dict[int, int]()
         self._told: tuple[float, Place | None] = (float("-inf"), None)
         self._moved: tuple[object, float] = ((), time.monotonic())
@@ -315,14 +318,15 @@ class Watch:
         """Tell all ranks of a failure, with what they await; gives the first one."""
         words = failure.words
         if failure.culprits:
-            self._tell_place(store, asked=True)
             store.set("asked", "1")
             others = [rank for rank in range(self.size) if rank not in failure.culprits]
             told = [f"told/{rank}" for rank in others]
-            poll(
-                lambda: self.noticed.is_set() or store.check(["failed"]) or store.check(told),
-                time.monotonic() + TELLING_S,
-            )
+
+            def all_have_told() -> bool:
+                self._tell_place(store, asked=True)
+                return self.noticed.is_set() or store.check(["failed"]) or store.check(told)
+
+            poll(all_have_told, time.monotonic() + TELLING_S)
             words += context(places_of(store, range(self.size)), failure.culprits)
             for rank in failure.culprits:
                 store.set(f"seen/{rank}", "1")  # nobody waits for it to see
@@ -336,7 +340,9 @@ class Watch:
         place = place_here(self._operations(now, asked))
         if asked or place != before:
             store.set(f"place/{self.rank}", place.to_json())
-        if asked:
+        if asked and self._asked_for_place_at is None:
+            self._asked_for_place_at = now
+        if asked and (place.operations or place.awaited or now - (self._asked_for_place_at or now) >= ARRIVING_S):
             store.set(f"told/{self.rank}", "1")
         self._told = now, place
 
