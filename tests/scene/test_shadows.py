@@ -328,3 +328,25 @@ def test_maps_beyond_memory_are_refused(world: Scene) -> None:
     world.add_light(PointLight((0, 0, 0), size=16384))
     with pytest.raises(ValueError, match="6 shadow maps have 1,610,612,736 texels: a frame has at most 2\\^30"):
         Renderer(world, "cpu").render(CAMERA, ("shadow",))
+
+
+def test_a_frame_after_one_that_was_refused_has_its_own_maps(world: Scene, device: str) -> None:
+    world.add_light(LIGHTS["point"])
+    renderer = Renderer(world, device)
+    before = renderer.render(CAMERA, OUTPUTS)
+    world.set_light(0, PointLight((0, 0, 0), size=16384))
+    with pytest.raises(ValueError, match="6 shadow maps"):
+        renderer.render(CAMERA, OUTPUTS)
+    world.set_light(0, LIGHTS["point"])
+    after = renderer.render(CAMERA, OUTPUTS)
+    assert after.stats.shadow_maps == 0
+    assert torch.equal(shadow_of(before), shadow_of(after))
+
+
+def test_a_camera_that_is_made_again_sees_the_same_maps(world: Scene, device: str) -> None:
+    world.add_light(LIGHTS["directional"])
+    renderer = Renderer(world, device)
+    assert drawn(renderer, nudged(0.0)) == 2
+    kept = renderer._shadows.views
+    assert drawn(renderer, nudged(0.0)) == 0
+    assert renderer._shadows.views is kept

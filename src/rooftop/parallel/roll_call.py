@@ -6,12 +6,12 @@ no verdict yet. If a process of its own number was there already, which then has
 go on to the next one. Until that process comes, only a rank that answers counts as being there. The restarts counted in
 the environment would not do: each launcher has its own.
 
-Keys of a meeting:
+Keys of a meeting; none may be a key of `watching.py`, which uses the same store:
 
 | key | |
 |---|---|
 | `here/R` | the settings of rank R, what stands against its start, its process |
-| `asked` | who is there? A rank that reads it answers |
+| `who` | a rank wants to judge: each that reads this answers |
 | `answer/R` | rank R is there |
 | `verdict` | "=" and what is wrong ("=" alone: nothing), or `GO_ON`: to the next meeting |
 | `processes` | those of all ranks, by rank |
@@ -99,7 +99,7 @@ class RollCall:
 
     def _answer(self, patience_s: float) -> None:
         try:
-            self.store.wait(["asked"], timedelta(seconds=JUDGING * patience_s))
+            self.store.wait(["who"], timedelta(seconds=JUDGING * patience_s))
         except RuntimeError:  # rank 0 is not here, and the store is the launcher's
             self._judge(time.monotonic() + ANSWER_S, patience_s)
         self.store.set(f"answer/{self.rank}", "1")
@@ -113,7 +113,7 @@ class RollCall:
 
     def _judge(self, until: float, patience_s: float) -> None:
         """Write the verdict, unless there is one."""
-        self.store.set("asked", "1")
+        self.store.set("who", "1")
         self.store.set(f"answer/{self.rank}", "1")
         everybody = [f"answer/{rank}" for rank in range(self.size)]
         poll(lambda: self.store.check(["verdict"]) or self.store.check(everybody), until)
@@ -126,7 +126,7 @@ class RollCall:
     def _decide(self, verdict: str) -> None:
         """Unless it is decided; who waits to be asked waits no longer."""
         self.store.compare_set("verdict", "", verdict)
-        self.store.set("asked", "1")
+        self.store.set("who", "1")
 
     def _present(self) -> list[int]:
         if self.store.check([f"answer/{rank}" for rank in range(self.size)]):

@@ -134,6 +134,12 @@ class Camera:
         )
 
     @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for cameras that see the same."""
+        numbers = self.width, self.height, self.fx, self.fy, self.cx, self.cy, self.near, self.orthographic
+        return self.world_to_camera.tobytes(), *numbers
+
+    @property
     def position(self) -> NDArray[np.float64]:
         """(3,) in the world."""
         position: NDArray[np.float64] = -self.world_to_camera[:3, :3].T @ self.world_to_camera[:3, 3]

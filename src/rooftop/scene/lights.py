@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -73,29 +74,23 @@ class DirectionalLight:
         return [view for camera in cameras for view in self._cascades_of(camera, bounds)]
 
     def _cascades_of(self, camera: Camera, bounds: Floats) -> list[Camera]:
-        toward = np.asarray(self.direction)
-        turn = _turn_along(toward)  # rows: right, down, along
-        corners = np.array(list(itertools.product(*bounds.T)))  # (8, 3)
-        along = corners @ turn[2]
-        step = 2.0 ** math.ceil(math.log2(max(np.ptp(along), np.ptp(bounds, axis=0).max(), LEAST) / 64))
-        begin = math.floor(along.min() / step) * step - step  # in steps: it moves rarely as casters do
+        turn, corners, step, begin = _depths_along(self.direction, bounds.tobytes())
         distance = self.distance
         if distance is None:
             farthest = np.linalg.norm(corners - camera.position, axis=1).max()
             distance = 2.0 ** math.ceil(math.log2(max(farthest, LEAST)))
-        found = []
-        for near, far in itertools.pairwise(borders(max(camera.near, NEAREST * distance), distance, self.cascades)):
-            middle, radius = _sphere_of(camera, near, far)
-            texel = 2 * radius / (self.size - 2 * MARGIN - 1)
-            center = turn @ (camera.world_to_camera[:3, :3].T @ (middle - camera.world_to_camera[:3, 3]))
-            matrix = np.eye(4)
-            matrix[:3, :3] = turn
-            matrix[:3, 3] = (*(-np.floor(center[:2] / texel) * texel), -begin)
-            edge = (self.size - 1) / 2
-            found.append(
-                Camera(matrix, self.size, self.size, 1 / texel, 1 / texel, edge, edge, step / 4, orthographic=True)
-            )
-        return found
+        ends = borders(max(camera.near, NEAREST * distance), distance, self.cascades)
+        middles, radii = _spheres_of(camera, np.array(ends))
+        texels = 2 * radii / (self.size - 2 * MARGIN - 1)
+        centers = (middles - camera.world_to_camera[:3, 3]) @ camera.world_to_camera[:3, :3] @ turn.T
+        matrices = np.tile(np.eye(4), (self.cascades, 1, 1))
+        matrices[:, :3, :3], matrices[:, 2, 3] = turn, -begin
+        matrices[:, :2, 3] = -np.floor(centers[:, :2] / texels[:, None]) * texels[:, None]
+        edge = (self.size - 1) / 2
+        return [
+            Camera(matrix, self.size, self.size, scale, scale, edge, edge, step / 4, orthographic=True)
+            for matrix, scale in zip(matrices, (1 / texels).tolist(), strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -169,22 +164,38 @@ def borders(near: float, far: float, count: int) -> list[float]:
     return [(1 - UNIFORM) * near * (far / near) ** s + UNIFORM * (near + (far - near) * s) for s in shares]
 
 
-def _sphere_of(camera: Camera, near: float, far: float) -> tuple[Floats, float]:
-    """A sphere, in the camera's coordinates, around what it sees between two depths."""
+def _spheres_of(camera: Camera, ends: Floats) -> tuple[Floats, Floats]:
+    """Centres (N, 3) and radii (N,), in the camera's coordinates, of spheres around what it sees between each of N + 1
+    depths and the next."""
     x = (np.array([-0.5, camera.width - 0.5]) - camera.cx) / camera.fx
     y = (np.array([-0.5, camera.height - 0.5]) - camera.cy) / camera.fy
-    scale = (1.0, 1.0) if camera.orthographic else (near, far)
-    corners = np.array(
-        [(a * s, b * s, z) for z, s in zip((near, far), scale, strict=True) for a in x for b in y]
-    )  # (8, 3)
+    corners = np.empty((len(ends), 4, 3))  # of what is seen at each depth
+    corners[:, :, 0], corners[:, :, 1], corners[:, :, 2] = np.repeat(x, 2), np.tile(y, 2), ends[:, None]
+    if not camera.orthographic:
+        corners[:, :, :2] *= ends[:, None, None]
     # On the line between both ends' middles, as far from the corners of one as of the other; within the part seen.
-    first, last = corners[:4].mean(0), corners[4:].mean(0)
-    between = last - first
-    inner, outer = (np.linalg.norm(ends - ends.mean(0), axis=1).max() for ends in (corners[:4], corners[4:]))
-    length = np.linalg.norm(between)
-    share = 0.5 + (outer**2 - inner**2) / (2 * length**2) if length > 0 else 0.5
-    middle = first + min(max(share, 0.0), 1.0) * between
-    return middle, float(np.linalg.norm(corners - middle, axis=1).max()) * (1 + 1e-9)
+    middles = corners.mean(1)
+    reach = np.linalg.norm(corners - middles[:, None], axis=2).max(1)
+    between = middles[1:] - middles[:-1]
+    length = np.linalg.norm(between, axis=1)
+    share = 0.5 + np.diff(reach**2) / (2 * np.where(length > 0, length, 1.0) ** 2)
+    share = np.where(length > 0, np.clip(share, 0.0, 1.0), 0.5)
+    centers = middles[:-1] + share[:, None] * between
+    both = np.concatenate([corners[:-1], corners[1:]], axis=1)
+    return centers, np.linalg.norm(both - centers[:, None], axis=2).max(1) * (1 + 1e-9)
+
+
+@lru_cache(maxsize=64)
+def _depths_along(direction: tuple[float, ...], bounds: bytes) -> tuple[Floats, Floats, float, float]:
+    """What a light and a box (2, 3) around all that casts shadows decide, whatever the camera: the rows right, down and
+    along of a rotation, the corners of the box (8, 3), and steps and begin of depths along the light."""
+    box = np.frombuffer(bytes(bounds)).reshape(2, 3)
+    turn = _turn_along(np.asarray(direction))
+    corners = np.array(list(itertools.product(*box.T)))
+    along = corners @ turn[2]
+    step = 2.0 ** math.ceil(math.log2(max(np.ptp(along), np.ptp(box, axis=0).max(), LEAST) / 64))
+    begin = math.floor(along.min() / step) * step - step  # in steps: it moves rarely as casters do
+    return turn, corners, step, begin
 
 
 def _from_point(position: Floats, turn: Floats, wide: float, size: int, reach: float) -> Camera:

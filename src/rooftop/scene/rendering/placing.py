@@ -71,12 +71,12 @@ class Placed:
 
     def _send(self, instances: Instances, rows: NDArray[np.int64]) -> None:
         """Upload rows as one array; a kernel scatters them into place."""
-        sent = np.empty((len(rows), init_context.SENT))
+        on_gpu = self.device.type == "cuda"  # pinned memory of the host, which PyTorch keeps for such copies
+        here = torch.empty(len(rows), init_context.SENT, dtype=torch.float64, device="cpu", pin_memory=on_gpu)
+        sent = here.numpy()
         sent[:, 0], sent[:, 1] = rows, instances.mesh_of[rows]
         sent[:, 2:] = instances.transforms[rows].reshape(-1, 16)[:, :12]
-        there = torch.from_numpy(sent)
-        if self.device.type == "cuda":  # memory of the host that PyTorch keeps for such copies
-            there = there.pin_memory().to(self.device, non_blocking=True)
+        there = here.to(self.device, non_blocking=True)
         arguments = (self.resident.values, self._origins, there, self._framed)
         launch_warp(init_context.put_instances, (len(rows),), *arguments, device=self.device)
         if rows[0] < self._framed:

@@ -58,6 +58,7 @@ class ShadowMaps:
         self._sizes: list[int] = []  # of all maps
         self._drawn: list[object] = []  # of each map, of what it was drawn; None: it is not yet
         self._wanted: list[object] = []
+        self._seen: object = None  # what decides the views
         self._casters = _Casters()
 
     def due(
@@ -81,11 +82,13 @@ class ShadowMaps:
         Raises:
             ValueError: maps of too many texels.
         """
-        maps = [light.maps(cameras, bounds) for light in lights]
-        self.views = [view for each in maps for view in each]
-        self._place(lights, [len(each) for each in maps], self.views)
+        seen = lights, tuple(camera.key for camera in cameras), bounds.tobytes(), drawing
+        if seen != self._seen:
+            maps = [light.maps(cameras, bounds) for light in lights]
+            views = [view for each in maps for view in each]
+            self._place(lights, [len(each) for each in maps], views)
+            self.views, self._wanted, self._seen = views, [(drawing, view.key) for view in views], seen
         changed = self._casters.changed(meshes, instances)
-        self._wanted = [(drawing, view.world_to_camera.tobytes(), view.fx, view.near) for view in self.views]
         for number, view in enumerate(self.views):
             if changed is None or _sees(view, *changed):
                 self._drawn[number] = None
@@ -182,6 +185,8 @@ class _Casters:
             self._meshes, self._version, self._known = meshes, 0, 0
             self._boxes = meshes.mesh_box.cpu().numpy().astype(np.float64)  # centre and half size, from the origin
         rows = instances.changed(self._version, self._known)
+        if not len(rows) and not anew:
+            return np.empty((0, 3)), np.empty(0)
         was = rows[rows < self._known]
         before = self._centers[was], self._radii[was]
         self._centers = grown(self._centers, instances.count)

@@ -1,0 +1,298 @@
+"""What a call costs the host, in microseconds and by part, beside torch's own functions and torch.compile.
+
+    python benchmarks/calls.py [--out benchmarks/results/h100/calls.json] [--only layer_norm softmax] [--no-compile]
+
+The host issues some calls one after the other, fewer than a GPU's queue holds, and nobody waits for the GPU meanwhile:
+so the time is the host's. Small inputs, for which it is all that counts. Variants take turns; the median of `--rounds`,
+and the spread between them, since hosts and moments differ. Modes:
+
+    inference        under torch.no_grad; "inference_mode" likewise
+    forward          with a gradient wanted
+    both             forward and backward
+
+`torch` does the same by its own functions, one after the other where it has no fused one. `torch_sum` is what its parts
+take. Of ours, in inference, the parts:
+
+    checks           the public function up to its operators, and back
+    way              from the call of an operator to what runs it (launch/fast_path.py)
+    choosing         in the operator: what is decided, and everything not below
+    results          memory for them
+    launch           kernels, from their arguments to the driver; what is computed, where the CPU does it
+    dispatcher       what PyTorch's dispatcher takes instead of `way`: fast_path.py is there to save it
+
+`--quick` shows on a CPU that the script runs; there the CPU's own work is in every figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from programs import Results
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rooftop import kernels
+from rooftop.hardware import ceilings_of, measure_ceilings
+from rooftop.launch import operators
+
+BURST = 40
+"""Calls in a row: a GPU's queue holds about a thousand kernels."""
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function of ours and torch's.
+
+    Attributes:
+        made: makes the inputs, on a device.
+        ours, torch: take them.
+        learned: of the inputs the first so many get gradients, if they are of a floating dtype; None: all.
+    """
+
+    name: str
+    made: Callable[[torch.device], tuple[Any, ...]]
+    ours: Callable[..., Any]
+    torch: Callable[..., Any]
+    learned: int | None = None
+
+
+def randn(*sizes: int) -> Callable[[torch.device], Tensor]:
+    dtype = lambda device: torch.bfloat16 if device.type == "cuda" else torch.float32  # noqa: E731
+    return lambda device: torch.randn(*sizes, device=device, dtype=dtype(device))
+
+
+def inputs(*made: Callable[[torch.device], Any]) -> Callable[[torch.device], tuple[Any, ...]]:
+    return lambda device: tuple(each(device) for each in made)
+
+
+def integers(below: int, *sizes: int) -> Callable[[torch.device], Tensor]:
+    return lambda device: torch.randint(below, sizes, device=device)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return F.rms_norm(total, total.shape[-1:], weight), total
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+ROWS, WIDTH = 64, 256
+CASES = (
+    Case(
+        "layer_norm",
+        inputs(randn(ROWS, WIDTH), randn(WIDTH), randn(WIDTH)),
+        lambda x, w, b: kernels.layer_norm(x, (WIDTH,), w, b),
+        lambda x, w, b: F.layer_norm(x, (WIDTH,), w, b),
+    ),
+    Case(
+        "rms_norm",
+        inputs(randn(ROWS, WIDTH), randn(WIDTH)),
+        lambda x, w: kernels.rms_norm(x, (WIDTH,), w),
+        lambda x, w: F.rms_norm(x, (WIDTH,), w),
+    ),
+    Case(
+        "add_rms_norm",
+        inputs(randn(ROWS, WIDTH), randn(ROWS, WIDTH), randn(WIDTH)),
+        lambda x, r, w: kernels.add_rms_norm(x, r, (WIDTH,), w),
+        add_rms_norm,
+    ),
+    Case("softmax", inputs(randn(ROWS, WIDTH)), kernels.softmax, lambda x: F.softmax(x, -1)),
+    Case("cross_entropy", inputs(randn(ROWS, WIDTH), integers(WIDTH, ROWS)), kernels.cross_entropy, F.cross_entropy),
+    Case("sum", inputs(randn(ROWS, WIDTH)), lambda x: kernels.sum(x, -1), lambda x: x.sum(-1)),
+    Case("embedding", inputs(integers(ROWS, ROWS), randn(ROWS, WIDTH)), kernels.embedding, F.embedding),
+    Case("silu", inputs(randn(ROWS, WIDTH)), kernels.silu, F.silu),
+    Case("swiglu", inputs(randn(ROWS, WIDTH), randn(ROWS, WIDTH)), kernels.swiglu, lambda g, u: F.silu(g) * u),
+    Case(
+        "linear_act",
+        inputs(randn(ROWS, WIDTH), randn(WIDTH, WIDTH), randn(WIDTH)),
+        lambda x, w, b: kernels.linear_act(x, w, b, "gelu"),
+        lambda x, w, b: F.gelu(F.linear(x, w, b)),
+    ),
+    Case("rope", inputs(randn(1, 4, ROWS, 64), randn(ROWS, 32), randn(ROWS, 32)), kernels.rope, rope, 1),
+    Case(
+        "attention",
+        inputs(randn(1, 4, ROWS, 64), randn(1, 4, ROWS, 64), randn(1, 4, ROWS, 64)),
+        lambda q, k, v: kernels.attention(q, k, v, is_causal=True),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    ),
+)
+NAMES = [case.name for case in CASES]
+MODES: dict[str, tuple[bool, Callable[[], AbstractContextManager[Any]]]] = {  # whether backward follows
+    "inference": (False, torch.no_grad),
+    "inference_mode": (False, torch.inference_mode),
+    "forward": (False, nullcontext),
+    "both": (True, nullcontext),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h100/calls.json"))
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out, which takes seconds a case")
+    parser.add_argument("--quick", action="store_true", help="on the CPU: shows that the script runs")
+    options = parser.parse_args()
+    if not options.quick and not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU; --quick shows on a CPU that the script runs")
+    device = torch.device("cpu" if options.quick else "cuda")
+    rounds, compiled = (3, False) if options.quick else (options.rounds, not options.no_compile)
+    results = Results(options.out, ceilings_of("h200") if options.quick else measure_ceilings("cuda"))
+    for case in CASES:
+        if case.name in options.only:
+            for row in rows_of(case, device, rounds, compiled):
+                results.add(row)
+    return 0
+
+
+def rows_of(case: Case, device: torch.device, rounds: int, compiled: bool) -> Iterator[dict[str, Any]]:
+    torch.manual_seed(0)
+    given = case.made(device)
+    for each in given[: case.learned]:
+        if each.is_floating_point():
+            each.requires_grad_()
+    check(case, given)
+    variants = {"rooftop": case.ours, "torch": case.torch}
+    if compiled:
+        variants["torch.compile"] = torch.compile(case.torch, fullgraph=True)
+    for mode, (backward, within) in MODES.items():
+        runs = {name: run_of(function, given, backward) for name, function in variants.items()}
+        with within():
+            taken = in_turn(runs, device, rounds)
+        row: dict[str, Any] = {"case": case.name, "mode": mode, "unit": "us"}
+        row |= {name: statistics.median(found) for name, found in taken.items()}
+        row["by_torch"] = row["rooftop"] / row["torch"]
+        row["spread"] = {name: (max(each) - min(each)) / statistics.median(each) for name, each in taken.items()}
+        if mode == "inference":
+            with within():
+                row["parts"] = parts(lambda: case.ours(*given), device, rounds, row["rooftop"])
+        yield row
+
+
+def check(case: Case, given: tuple[Any, ...]) -> None:
+    """Ours and torch's give the same, or nothing is timed."""
+    with torch.no_grad():
+        for ours, theirs in zip(results_of(case.ours(*given)), results_of(case.torch(*given)), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
+
+
+def results_of(made: Any) -> list[Tensor]:
+    return list(made) if isinstance(made, tuple) else [made]
+
+
+def run_of(function: Callable[..., Any], given: tuple[Any, ...], backward: bool) -> Run:
+    if not backward:
+        return lambda: function(*given)
+    leaves = [each for each in given if isinstance(each, Tensor) and each.requires_grad]
+    with torch.no_grad():
+        slope = torch.ones_like(results_of(function(*given))[0])
+    return lambda: torch.autograd.grad(results_of(function(*given))[0], leaves, slope, allow_unused=True)
+
+
+def in_turn(runs: dict[str, Run], device: torch.device, rounds: int) -> dict[str, list[float]]:
+    """Microseconds of each, in each round."""
+    for run in runs.values():
+        for _ in range(3):  # compiles
+            run()
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds):
+        for name in sorted(runs, reverse=number % 2 == 1):
+            taken[name].append(host_us(runs[name], device))
+    return taken
+
+
+def host_us(run: Run, device: torch.device) -> float:
+    """Of one call, while the queue of the device has room."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    for _ in range(BURST):
+        run()
+    took = time.perf_counter() - began
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return 1e6 * took / BURST
+
+
+# ---- by part -----------------------------------------------------------------------------------------------------
+
+
+class Calls(TorchDispatchMode):
+    """The operators of Rooftop that are called within, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "rooftop":
+            self.found.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def parts(run: Run, device: torch.device, rounds: int, whole: float) -> dict[str, float]:
+    """Microseconds; nothing where PyTorch's own function is called, past all operators."""
+    with Calls() as calls:
+        run()
+    operations = [(func, args) for func, args in calls.found if func._opname in operators._functions]
+    if not operations:
+        return {}
+    by_name = {func: operators._functions[func._opname] for func, _ in operations}
+    called = {func: operators._call(func._opname, by_name[func], func) for func in by_name}
+    fakes = [fake for func, args in operations if (fake := fake_of(by_name[func], args)) is not None]
+    runs: dict[str, Run] = {
+        "called": lambda: [called[func](*args) for func, args in operations],
+        "run": lambda: [by_name[func](*args) for func, args in operations],
+        "dispatched": lambda: [func(*args) for func, args in operations],
+        "results": lambda: [fake() for fake in fakes],
+    }
+    found = {name: statistics.median(each) for name, each in in_turn(runs, device, rounds).items()}
+    with without_launches():
+        found["bare"] = statistics.median(in_turn({"bare": runs["run"]}, device, rounds)["bare"])
+    launch = found["run"] - found["bare"]
+    return {
+        "checks": whole - found["called"],
+        "way": found["called"] - found["run"],
+        "choosing": found["bare"] - found["results"],
+        "results": found["results"],
+        "launch": launch,
+        "dispatcher": found["dispatched"] - found["run"],
+    }
+
+
+def fake_of(run: Callable[..., Any], args: tuple[Any, ...]) -> Run | None:
+    """What makes an operator's results without values, where its class says so."""
+    cells = [cell.cell_contents for cell in run.__closure__ or ()]
+    signature = next((each for each in cells if isinstance(each, type)), None)
+    return signature(*args).fake if signature is not None and hasattr(signature, "fake") else None
+
+
+@contextmanager
+def without_launches() -> Iterator[None]:
+    """Triton's kernels are not launched; where the CPU computes, its work stays."""
+    try:
+        from triton.runtime.jit import JITFunction
+    except ImportError:
+        yield
+        return
+    with patch.object(JITFunction, "run", lambda self, *arguments, **options: None):
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())
