@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
+import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -15,8 +18,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from rooftop import scene
-from rooftop.errors import GeometryFileError, RooftopError
-from rooftop.scene import Geometry, layouts
+from rooftop.errors import GeometryFileError, InputError, RooftopError
+from rooftop.scene import DirectionalLight, Geometry, Scene, layouts
 from rooftop.scene.building.encoding import encode, pack
 from rooftop.scene.building.meshes import Vertices
 from rooftop.scene.building.normals import from_octahedral, octahedral, unit_vectors
@@ -421,3 +424,35 @@ def test_a_newer_version_is_named(path: Path, tmp_path: Path) -> None:
     with pytest.raises(GeometryFileError, match="version 5") as caught:
         Geometry.open(damaged(tmp_path, bytes(data)))
     assert caught.value.offset == 8
+
+
+def test_a_scene_is_pickled_as_the_paths_of_its_files(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(path, "mesh.rtg")
+    world = Scene()
+    world.add_instances(world.add_mesh("mesh.rtg"), np.tile(np.eye(4), (3, 1, 1)))
+    world.add_light(DirectionalLight((0, 0, -1)))
+    world.remove(1)
+    pickled = pickle.dumps(world)
+    assert len(pickled) < 10_000
+    monkeypatch.chdir("/")
+    again = pickle.loads(pickled)
+    assert len(again) == 2
+    assert again.lights == world.lights
+    np.testing.assert_array_equal(again.bounds(), world.bounds())
+    np.testing.assert_array_equal(again.meshes[0].page(0), world.meshes[0].page(0))
+    assert copy.deepcopy(world).meshes[0] is world.meshes[0]
+
+
+def test_a_file_that_is_another_than_the_pickled_one_is_refused(path: Path, tmp_path: Path) -> None:
+    target = tmp_path / "mesh.rtg"
+    shutil.copy(path, target)
+    pickled = pickle.dumps(Geometry.open(target))
+    scene.build(np.eye(3), np.array([[0, 1, 2]]), target)
+    with pytest.raises(InputError, match=r"mesh.rtg has another mesh than when it was pickled"):
+        pickle.loads(pickled)
+    target.unlink()
+    with pytest.raises(FileNotFoundError):
+        pickle.loads(pickled)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.errors import GeometryFileError
+from rooftop.errors import GeometryFileError, InputError
 from rooftop.scene import layouts
 from rooftop.scene.dependencies import PageNeeds
 from rooftop.scene.heads import bit_lengths, head_words, unpacked, unpacked_old
@@ -126,6 +126,24 @@ class Geometry:
                 raise GeometryFileError(path, "it is shorter than the header of a geometry file", path.stat().st_size)
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             return cls(path, data, identity_of(file.fileno()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Only the path is pickled: whoever unpickles it opens the file, also on another machine.
+
+        Raises, there:
+            FileNotFoundError, GeometryFileError: as of `open`.
+            InputError: the file has other pages by now.
+        """
+        return _opened_again, (self.path.absolute(), self._content)
+
+    @property
+    def _content(self) -> int:
+        """Of a file with the same pages it is the same."""
+        return zlib.crc32(self._checksums.tobytes())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Geometry:
+        """It never changes."""
+        return self
 
     def page(self, page: int) -> Words:
         """The words (N,) int32 of a page, mapped.
@@ -338,6 +356,13 @@ class Geometry:
         self.page_reach = np.zeros(self.pages, np.int64)
         ends = self.nodes[:, :, layouts.CHILD_FIRST].astype(np.int64) + kind
         np.maximum.at(self.page_reach, at[leaf], ends[leaf])
+
+
+def _opened_again(path: Path, content: int) -> Geometry:
+    found = Geometry.open(path)
+    if found._content != content:
+        raise InputError(f"{path} has another mesh than when it was pickled: pickle what names it again")
+    return found
 
 
 def identity_of(descriptor: int) -> tuple[int, ...]:
