@@ -163,6 +163,12 @@ def test_missing_and_damaged_images_are_refused_by_name(tmp_path: Path) -> None:
     assert only(read(tmp_path, mtl, textures=False)).color == (1, 0, 0)
     with pytest.raises(InputError, match=r"a\.mtl: material brick names the image of an empty name"):
         read(tmp_path, "newmtl brick\nmap_Kd\n")
+    for option in ("-s nan 1", "-s 2 1e400 1", "-o 0 -inf 0"):
+        said = rf"a\.mtl, line 2: material brick has {' '.join(option.split()[:3])}: expected finite numbers"
+        with pytest.raises(InputError, match=said):
+            read(tmp_path, f"newmtl brick\nmap_Kd {option} maps/brick.png\n")
+    with pytest.raises(InputError, match=r"a\.mtl, line 2: Kd of material brick is 'nan 1 0': expected three numbers"):
+        read(tmp_path, "newmtl brick\nKd nan 1 0\n")
     with pytest.raises(InputError, match=r"a\.mtl, line 2: Kd of material brick is '1 x 0': expected three numbers"):
         read(tmp_path, "newmtl brick\nKd 1 x 0\n")
 

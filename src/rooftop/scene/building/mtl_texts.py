@@ -11,6 +11,7 @@ Source: the MTL specification of Alias|Wavefront (Object files, appendix B1, "Ma
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from pathlib import Path, PureWindowsPath
@@ -114,7 +115,9 @@ def _material(
         see_through = f"map_d of material {name}"
     if "map_kd" not in words or not textures:
         return PartMaterial(Material(color, name=name), AS_IT_IS, see_through)
-    image, options = _image_and_options(words["map_kd"][1], f"{file}, line {words['map_kd'][0]}: material {name}")
+    where = f"{file}, line {words['map_kd'][0]}: material {name}"
+    image, options = _image_and_options(words["map_kd"][1], where)
+    (wide, high), (right, up) = _pair(options, "-s", 1.0, where), _pair(options, "-o", 0.0, where)
     place = _beside(image, file.parent)
     if place is None:
         raise InputError(
@@ -129,7 +132,6 @@ def _material(
         raise InputError(f"{file}: material {name}: {error}; or {WITHOUT}") from error
     color = (1.0, 1.0, 1.0) if not any(color) else color
     wrap = "clamp" if options.get("-clamp") == ["on"] else "repeat"
-    (wide, high), (right, up) = _pair(options.get("-s"), 1.0), _pair(options.get("-o"), 0.0)
     placing = ((wide, 0.0, right), (0.0, high, up))
     return PartMaterial(Material(color, images[place], wrap, name=name), placing, see_through)
 
@@ -143,7 +145,10 @@ def _color(words: dict[str, tuple[int, str]], file: Path, name: str) -> tuple[fl
         warnings.warn(f"{file}: Kd {parts[0]} of material {name} is not read; it is white", stacklevel=6)
         return 1.0, 1.0, 1.0
     try:
-        numbers = [min(max(float(part), 0.0), 1.0) for part in parts[:3]]
+        given = [float(part) for part in parts[:3]]
+        if any(map(math.isnan, given)):
+            raise ValueError
+        numbers = [min(max(each, 0.0), 1.0) for each in given]
         red, green, blue = numbers * 3 if len(numbers) == 1 else numbers
     except ValueError as error:
         raise InputError(f"{file}, line {number}: Kd of material {name} is {rest!r}: expected three numbers") from error
@@ -186,8 +191,11 @@ def _changes_nothing(options: dict[str, list[str]], option: str) -> bool:
     return option == "-cc" and options[option] == ["off"]
 
 
-def _pair(words: list[str] | None, otherwise: float) -> tuple[float, float]:
+def _pair(options: dict[str, list[str]], option: str, otherwise: float, where: str) -> tuple[float, float]:
     """Of u and of v; one that is not given is as usual."""
-    numbers = [float(word) for word in (words or [])[:2]]
+    words = options.get(option, [])[:2]
+    numbers = [float(word) for word in words]
+    if not all(map(math.isfinite, numbers)):
+        raise InputError(f"{where} has {option} {' '.join(words)}: expected finite numbers")
     numbers += [otherwise] * (2 - len(numbers))
     return numbers[0], numbers[1]
