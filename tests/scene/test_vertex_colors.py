@@ -218,6 +218,16 @@ def test_colours_of_an_obj_file_with_uv_are_left_out_with_a_warning(tmp_path: Pa
     assert found.uv is not None
 
 
+@pytest.mark.parametrize(
+    ("red", "words"), [("255", "up to 255, .* by 255"), ("1.5", "up to 1.5, .* by 1.5"), ("nan", "nan")]
+)
+def test_colours_of_an_obj_file_beyond_one_are_refused(red: str, words: str, tmp_path: Path) -> None:
+    """Clipped they would all be white."""
+    (tmp_path / "mesh.obj").write_text(f"v 0 0 0 0 0 0\nv 1 0 0 {red} 0 0\nv 0 1 0 0 0 0\nf 1 2 3\n")
+    with pytest.raises(InputError, match=f"mesh.obj: colours of its vertices go .*{words}"):
+        read_mesh(tmp_path / "mesh.obj")
+
+
 def test_colours_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     glb(tmp_path / "mesh.glb", np.where(COLORS == 1, np.nan, COLORS).astype("<f4"), 5126, "VEC3", textured=True)
     with pytest.raises(InputError, match=r"mesh\.glb.*finite"):

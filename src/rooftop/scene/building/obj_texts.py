@@ -25,7 +25,7 @@ _MARKS_OF_OTHERS = (b"\t", b"\\\n", b"\\\r", b"\nfo ")
 _LONE_RETURN, _INDENTED = re.compile(rb"\r(?!\n)"), re.compile(rb"\n +\S")
 _BACKWARD = re.compile(rb"\nf [^\n]*-\d")
 _FACE, _VERTEX = re.compile(rb"\nf ([^\n]*)"), re.compile(rb"\nv ([^\n]*)")
-_COLORED = re.compile(rb"\nv(?:[ \t]+[^\s]+){6}")
+_COLORED = re.compile(rb"\nv(?:[ \t]+[^\s]+){3}((?:[ \t]+[^\s]+){3})")
 _OTHER_INDICES = re.compile(rb"/\S*")
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 _STRAIGHT = 1e-12  # of the square of a polygon's size: corners that turn less turn not at all
@@ -58,9 +58,11 @@ def plain_obj(content: bytes, name: str) -> bytes:
     return "\n".join(_lines(content.decode(), name)).encode() + b"\n"
 
 
-def has_colors(content: bytes) -> bool:
-    """Whether a vertex of a file has six numbers: its place and its colour."""
-    return _COLORED.search(b"\n" + content) is not None
+def brightest(content: bytes) -> float | None:
+    """The largest number of the colours of a file's vertices; None where no vertex has six numbers, its place and its
+    colour."""
+    colors = _COLORED.findall(b"\n" + content)
+    return float(np.array(b" ".join(colors).split(), dtype=np.float64).max()) if colors else None
 
 
 def _is_plain(text: bytes) -> bool:

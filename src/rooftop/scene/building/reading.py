@@ -18,7 +18,7 @@ from rooftop.scene.building.gltf_meshes import plain_gltf
 from rooftop.scene.building.meshes import MOST_MATERIALS
 from rooftop.scene.building.mtl_texts import materials_of_obj
 from rooftop.scene.building.normals import unit_vectors
-from rooftop.scene.building.obj_texts import has_colors, plain_obj
+from rooftop.scene.building.obj_texts import brightest, plain_obj
 from rooftop.scene.building.part_materials import PartMaterial
 from rooftop.scene.materials import Material
 
@@ -129,10 +129,17 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
             f"{path}: its texture {image} is left out; textures are read of glTF and OBJ: save it as one of these",
             stacklevel=2,
         )
-    if path.suffix.lower() == ".obj" and all(each is None for each in colors) and has_colors(path.read_bytes()):
-        warnings.warn(
-            f"{path}: colours of its vertices are left out: they are read if all have one and none has uv", stacklevel=2
-        )
+    if path.suffix.lower() == ".obj" and (most := brightest(path.read_bytes())) is not None:
+        if all(each is None for each in colors):
+            warnings.warn(
+                f"{path}: colours of its vertices are left out: they are read if all have one and none has uv",
+                stacklevel=2,
+            )
+        elif not most <= 1:  # trimesh has made them white
+            raise InputError(
+                f"{path}: colours of its vertices go up to {most:g}, and an OBJ file has them from 0 to 1: divide them "
+                f"by {255 if most > 2 else most:g}, or take them out"
+            )
     if any(each is not None and (each[:, 3:] < 255).any() for each in colors):
         warnings.warn(
             f"{path}: alpha of the colours of vertices is left out; nothing is transparent here", stacklevel=2
