@@ -1,0 +1,386 @@
+"""`rooftop map` beside a plain loop over a DataLoader and Dask's own map_partitions: items a second.
+
+    python benchmarks/mapping.py [--out benchmarks/results/h100/mapping.json] [--only resnet50 detr clips]
+    python benchmarks/mapping.py --photographs FOLDER      of your own, instead of ones that are made
+
+Photographs (JPEG, 500 x 375, quality 90: crops of real ones where scikit-image or scikit-learn is installed, else noise
+of all scales) are classified by ResNet-50 and searched by DETR, and clips of a video classified by ResNet-50; random
+weights. All ways decode, prepare and compute by the same functions, with the same batches, and write Parquet:
+
+    rooftop                `map_items` as it is called; with more processes a GPU; through a Dask scheduler here
+    DataLoader             a loop over torch's, a process for each core, batches pinned and sent
+    Dask map_partitions    a bag of file names, a worker a GPU with a thread for each core
+
+Each way's items a second count from the first result on, since models are loaded and processes started before it;
+`seconds` is all of it. Two ceilings of the same run: decoding alone, by a process for each core, and the model alone on
+batches that are ready. `percent` is of the smaller one.
+
+`--quick` shows on a CPU that the script runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from rooftop.cluster import map_items
+from rooftop.cluster.arrow import load_arrow
+from rooftop.cluster.items import Decoding, Item, list_items
+from rooftop.cluster.model_targets import model_target
+from rooftop.cluster.targets import Call, Target, callable_target
+from rooftop.cluster.working import Job
+from rooftop.hardware import ceilings_of, measure_ceilings
+
+WIDTH, HEIGHT, FRAMES, FRAMES_OF_A_CLIP = 500, 375, 240, 8
+CORES = len(os.sched_getaffinity(0))
+
+
+class ClipClasses:
+    """The class that most frames of a clip show: a target of the user's own."""
+
+    def __init__(self) -> None:
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.call = model_target("resnet50", seed=0).load(self.device)
+
+    def __call__(self, clips: list[Tensor]) -> list[dict[str, Any]]:
+        from rooftop.cluster.model_targets import Shown
+
+        frames = torch.cat(clips).float().div(255)
+        small = torch.nn.functional.interpolate(frames, size=(224, 224), mode="bilinear", antialias=True)
+        shown = self.call([Shown((frame.shape[2], frame.shape[1]), frame) for frame in small])
+        labels = np.array([each["label"] for each in shown]).reshape(len(clips), -1)
+        return [{"label": int(np.bincount(row).argmax())} for row in labels]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A target, what it is called for, and how many of these it gets at once."""
+
+    name: str
+    target: Target
+    files: tuple[Path, ...]
+    decoding: Decoding
+    batch: int
+
+    def items(self) -> list[Item]:
+        return list(list_items(self.files, self.decoding))
+
+    def job(self) -> Job:
+        return Job(self.target, self.decoding, self.batch)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h100/mapping.json"))
+    parser.add_argument("--only", nargs="+", choices=WORKS, default=list(WORKS))
+    parser.add_argument("--photographs", type=Path, help="a folder of JPEGs")
+    parser.add_argument("--count", type=int, default=6000, help="photographs to be made (default %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="few and on the CPU: shows that the script runs")
+    options = parser.parse_args()
+    if not options.quick and not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU; --quick shows on a CPU that the script runs")
+    device = "cpu" if options.quick else "cuda"
+    ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")
+    found: dict[str, Any] = {"device": ceilings.device, "versions": dict(ceilings.versions), "cores": CORES}
+    found["torch"], found["rows"] = torch.__version__, []
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.only:
+            work = WORKS[name](Path(folder), options)
+            for row in rows_of(work, Path(folder), device):
+                failed |= "failed" in row
+                found["rows"].append(row)
+                print(json.dumps(row), flush=True)
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps(found, indent=1) + "\n")
+    return int(failed)
+
+
+# ---- what is mapped ----------------------------------------------------------------------------------------------
+
+
+def photographs(folder: Path, options: argparse.Namespace) -> tuple[Path, ...]:
+    if options.photographs:
+        return tuple(sorted(options.photographs.rglob("*.jp*g")))
+    made = folder / "photographs"
+    count = 24 if options.quick else options.count
+    if not made.exists():
+        made.mkdir()
+        pictures, random = sources(), np.random.default_rng(0)
+        for number in range(count):
+            crop(pictures[number % len(pictures)], random).save(made / f"{number:06}.jpg", quality=90)
+    return tuple(sorted(made.iterdir()))
+
+
+def crop(picture: Image.Image, random: np.random.Generator) -> Image.Image:
+    share = random.uniform(0.6, 1.0)
+    wide, high = (int(share * each) for each in picture.size)
+    left, top = (
+        int(random.integers(0, 1 + whole - part)) for whole, part in zip(picture.size, (wide, high), strict=True)
+    )
+    return picture.crop((left, top, left + wide, top + high)).resize((WIDTH, HEIGHT))
+
+
+@cache
+def sources() -> list[Image.Image]:
+    """Photographs that packages bring, or pictures of noise."""
+    found = []
+    for package, names in {
+        "skimage": ("data/astronaut.png", "data/chelsea.png", "data/coffee.png", "data/rocket.jpg"),
+        "sklearn": ("datasets/images/china.jpg", "datasets/images/flower.jpg"),
+    }.items():
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.origin is not None:
+            found += [path for name in names if (path := Path(spec.origin).parent / name).exists()]
+    if found:
+        return [Image.open(path).convert("RGB") for path in found]
+    random = np.random.default_rng(0)
+    picture = np.full((480, 640, 3), 128.0)
+    for octave in range(7):
+        coarse = random.normal(size=(2 + 480 // 2**octave, 2 + 640 // 2**octave, 3)) * 8 * 1.3**octave
+        planes = [Image.fromarray(coarse[:, :, k].astype(np.float32)).resize((640, 480)) for k in range(3)]
+        picture += np.stack([np.asarray(each) for each in planes], 2)
+    return [Image.fromarray(picture.clip(0, 255).astype(np.uint8))]
+
+
+def video(folder: Path, options: argparse.Namespace) -> tuple[Path, ...]:
+    from rooftop.media import VideoWriter
+
+    made, frames = folder / "videos", 2 * FRAMES_OF_A_CLIP if options.quick else FRAMES
+    if not made.exists():
+        made.mkdir()
+        picture = np.asarray(sources()[0].resize((640, 360)))
+        moved = [np.roll(picture, 3 * number, axis=1) for number in range(frames)]
+        pixels = torch.from_numpy(np.stack(moved)).permute(0, 3, 1, 2)
+        for number in range(2 if options.quick else 2 * CORES):
+            with VideoWriter(made / f"{number:03}.mp4", fps=30) as writer:
+                writer.write(pixels.roll(number, 0))
+    return tuple(sorted(made.iterdir()))
+
+
+def classified(folder: Path, options: argparse.Namespace) -> Work:
+    batch = 4 if options.quick else 64
+    target = model_target("resnet50", seed=0, batch=batch)
+    return Work("resnet50", target, photographs(folder, options), Decoding("image"), batch)
+
+
+def searched(folder: Path, options: argparse.Namespace) -> Work:
+    batch = 2 if options.quick else 8
+    target = model_target("detr_resnet50", seed=0, threshold=0.02, batch=batch)
+    files = photographs(folder, options)
+    return Work("detr", target, files[: 6 if options.quick else 1500], Decoding("image"), batch)
+
+
+def clips(folder: Path, options: argparse.Namespace) -> Work:
+    batch = 2 if options.quick else 8
+    target = callable_target(f"{__file__}:ClipClasses", batch)
+    return Work("clips", target, video(folder, options), Decoding("clip", frames=FRAMES_OF_A_CLIP), batch)
+
+
+WORKS: dict[str, Callable[[Path, argparse.Namespace], Work]] = {
+    "resnet50": classified,
+    "detr": searched,
+    "clips": clips,
+}
+
+# ---- ways --------------------------------------------------------------------------------------------------------
+
+
+def rows_of(work: Work, folder: Path, device: str) -> Iterator[dict[str, Any]]:
+    try:
+        items = work.items()
+    except Exception as error:
+        yield {"work": work.name, "failed": f"{type(error).__name__}: {error}"}
+        return
+    decoding, computing = decoded_per_s(work, items), computed_per_s(work, items, device)
+    yield {"work": work.name, "items": len(items), "batch": work.batch, "decoding": decoding, "computing": computing}
+    ways: dict[str, Callable[[Path], tuple[float, float]]] = {
+        "rooftop": partial(by_map, work, device, {}),
+        "rooftop, 4 processes": partial(by_map, work, device, {"workers": min(4, CORES)}),
+        "rooftop, Dask": partial(by_dask_map, work, device),
+        "DataLoader": partial(by_loader, work, items, device),
+        "Dask map_partitions": partial(by_partitions, work, items, device),
+    }
+    for name, way in ways.items():
+        out = folder / f"{work.name}-{name.replace(', ', '-').replace(' ', '-')}.parquet"
+        row: dict[str, Any] = {"work": work.name, "way": name}
+        began = time.perf_counter()
+        try:
+            count, working = way(out)
+        except Exception as error:
+            traceback.print_exc()
+            yield row | {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"}
+            continue
+        rate = count / working
+        yield row | {
+            "items_per_s": rate,
+            "percent": 100 * rate / min(decoding, computing),
+            "seconds": time.perf_counter() - began,
+        }
+        check(out, len(items))
+
+
+def check(out: Path, items: int) -> None:
+    """Each item has one row, without an error."""
+    load_arrow()
+    from pyarrow import parquet
+
+    table = parquet.read_table(out)
+    errors = [each for each in table.column("error").to_pylist() if each] if "error" in table.column_names else []
+    assert table.num_rows == items, (out, table.num_rows, items)
+    assert not errors, errors[0]
+
+
+def by_map(work: Work, device: str, options: dict[str, Any], out: Path) -> tuple[float, float]:
+    report = map_items(
+        work.target,
+        list(work.files),
+        out,
+        kind=work.decoding.kind,
+        frames=work.decoding.frames,
+        device=device,
+        **options,
+    )
+    assert not report.errors, report.first_error
+    return report.items, report.working_s
+
+
+def by_dask_map(work: Work, device: str, out: Path) -> tuple[float, float]:
+    from distributed import LocalCluster
+
+    workers = max(1, torch.cuda.device_count() if device == "cuda" else 1)
+    with LocalCluster(n_workers=workers, threads_per_worker=CORES, dashboard_address=None) as cluster:
+        return by_map(work, "auto", {"scheduler": cluster.scheduler_address}, out)
+
+
+class Decoded(Dataset[Any]):
+    """Items, decoded and prepared as the target takes them."""
+
+    def __init__(self, work: Work, items: Sequence[Item]) -> None:
+        self.work, self.items = work, items
+        self.decode: Callable[[Item], Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        if self.decode is None:
+            torch.set_num_threads(1)
+            self.decode = self.work.job().decoder()
+        return self.decode(self.items[index])
+
+
+def loader_of(work: Work, items: Sequence[Item]) -> DataLoader[Any]:
+    return DataLoader(
+        Decoded(work, items), work.batch, num_workers=CORES, collate_fn=list, prefetch_factor=2,
+        multiprocessing_context="spawn",
+    )  # fmt: skip
+
+
+def by_loader(work: Work, items: Sequence[Item], device: str, out: Path) -> tuple[float, float]:
+    """Counted from the first batch on, which has started the processes and compiled what there is to compile."""
+    call = work.target.load(device)
+    rows: list[dict[str, Any]] = []
+    began, counted = 0.0, 0
+    for values in loader_of(work, items):
+        rows += [dict(each) for each in call(values)]
+        if not began:
+            began, counted = time.perf_counter(), len(rows)
+    write(rows, out)
+    return len(rows) - counted, time.perf_counter() - began
+
+
+def by_partitions(work: Work, items: Sequence[Item], device: str, out: Path) -> tuple[float, float]:
+    import dask.bag
+    from distributed import Client, LocalCluster
+
+    workers = max(1, torch.cuda.device_count() if device == "cuda" else 1)
+    parts = [items[first : first + work.batch] for first in range(0, len(items), work.batch)]
+    with (
+        LocalCluster(n_workers=workers, threads_per_worker=CORES, dashboard_address=None) as cluster,
+        Client(cluster) as client,
+    ):
+        sent = client.scatter(work, broadcast=True)
+        client.submit(of_partition, parts[0], sent, device).result()  # loads the model
+        began = time.perf_counter()
+        bag = dask.bag.from_sequence(parts, npartitions=len(parts))
+        made = bag.map_partitions(lambda given, work: of_partition(given[0], work, device), sent).compute()
+        write(made, out)
+        return len(made), time.perf_counter() - began
+
+
+def of_partition(items: Sequence[Item], work: Work, device: str) -> list[dict[str, Any]]:
+    decode, call = _loaded(work.name, device, work)
+    return [dict(each) for each in call([decode(item) for item in items])]
+
+
+_loading = threading.Lock()
+_made: dict[tuple[str, str], tuple[Callable[[Item], Any], Call]] = {}
+
+
+def _loaded(name: str, device: str, work: Work) -> tuple[Callable[[Item], Any], Call]:
+    with _loading:
+        if (name, device) not in _made:
+            _made[name, device] = work.job().decoder(), work.target.load(device)
+        return _made[name, device]
+
+
+def write(rows: list[dict[str, Any]], out: Path) -> None:
+    pa = load_arrow()
+    from pyarrow import parquet
+
+    parquet.write_table(pa.Table.from_pylist(rows), out)
+
+
+# ---- ceilings ----------------------------------------------------------------------------------------------------
+
+
+def decoded_per_s(work: Work, items: Sequence[Item]) -> float:
+    """By a process for each core, and nothing else; from the first batch on."""
+    began, count = 0.0, 0
+    for values in loader_of(work, items):
+        if began:
+            count += len(values)
+        else:
+            began = time.perf_counter()
+    return count / (time.perf_counter() - began)
+
+
+def computed_per_s(work: Work, items: Sequence[Item], device: str) -> float:
+    """Of batches that are ready in the memory of the host."""
+    decode, call = work.job().decoder(), work.target.load(device)
+    values = [decode(item) for item in items[: work.batch]]
+    for _ in range(2):
+        call(values)
+    began, count = time.perf_counter(), 0
+    while (passed := time.perf_counter() - began) < 2.0 and count < 100 * len(values):
+        call(values)
+        count += len(values)
+    return count / max(passed, time.perf_counter() - began)
+
+
+if __name__ == "__main__":  # as a module: workers of others take its functions by name, and keep what they load
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    import mapping
+
+    sys.exit(mapping.main())
