@@ -91,6 +91,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h100/mapping.json"))
     parser.add_argument("--only", nargs="+", choices=WORKS, default=list(WORKS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--photographs", type=Path, help="a folder of JPEGs")
     parser.add_argument("--count", type=int, default=6000, help="photographs to be made (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="few and on the CPU: shows that the script runs")
@@ -105,7 +106,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name in options.only:
             work = WORKS[name](Path(folder), options)
-            for row in rows_of(work, Path(folder), device):
+            for row in rows_of(work, Path(folder), device, options.ways):
                 failed |= "failed" in row
                 found["rows"].append(row)
                 print(json.dumps(row), flush=True)
@@ -201,10 +202,12 @@ WORKS: dict[str, Callable[[Path, argparse.Namespace], Work]] = {
     "clips": clips,
 }
 
+WAYS = ("rooftop", "rooftop, 4 processes", "rooftop, Dask", "DataLoader", "Dask map_partitions")
+
 # ---- ways --------------------------------------------------------------------------------------------------------
 
 
-def rows_of(work: Work, folder: Path, device: str) -> Iterator[dict[str, Any]]:
+def rows_of(work: Work, folder: Path, device: str, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
     try:
         items = work.items()
     except Exception as error:
@@ -212,14 +215,16 @@ def rows_of(work: Work, folder: Path, device: str) -> Iterator[dict[str, Any]]:
         return
     decoding, computing = decoded_per_s(work, items), computed_per_s(work, items, device)
     yield {"work": work.name, "items": len(items), "batch": work.batch, "decoding": decoding, "computing": computing}
-    ways: dict[str, Callable[[Path], tuple[float, float]]] = {
-        "rooftop": partial(by_map, work, device, {}),
-        "rooftop, 4 processes": partial(by_map, work, device, {"workers": min(4, CORES)}),
-        "rooftop, Dask": partial(by_dask_map, work, device),
-        "DataLoader": partial(by_loader, work, items, device),
-        "Dask map_partitions": partial(by_partitions, work, items, device),
-    }
-    for name, way in ways.items():
+    ways: tuple[Callable[[Path], tuple[float, float]], ...] = (
+        partial(by_map, work, device, {}),
+        partial(by_map, work, device, {"workers": min(4, CORES)}),
+        partial(by_dask_map, work, device),
+        partial(by_loader, work, items, device),
+        partial(by_partitions, work, items, device),
+    )
+    for name, way in zip(WAYS, ways, strict=True):
+        if name not in wanted:
+            continue
         out = folder / f"{work.name}-{name.replace(', ', '-').replace(' ', '-')}.parquet"
         row: dict[str, Any] = {"work": work.name, "way": name}
         began = time.perf_counter()

@@ -14,15 +14,17 @@ pytest.importorskip("distributed")
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "mapping.py"
 
 
-def test_a_quick_run_measures_all_ways(tmp_path: Path) -> None:
+WAYS = ["rooftop", "Dask map_partitions"]
+
+
+def test_a_quick_run_measures_these_ways(tmp_path: Path) -> None:
     """Each way's rows are counted by the script, and an error in one fails it."""
     out = tmp_path / "mapping.json"
-    words = ["--quick", "--only", "resnet50", "--out", str(out)]
+    words = ["--quick", "--only", "resnet50", "--ways", *WAYS, "--out", str(out)]
     done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     first, *rows = json.loads(out.read_text())["rows"]
     assert first["items"] == 24
     assert first["decoding"] > 0 < first["computing"]
-    ways = ["rooftop", "rooftop, 4 processes", "rooftop, Dask", "DataLoader", "Dask map_partitions"]
-    assert [row["way"] for row in rows] == ways
+    assert [row["way"] for row in rows] == WAYS
     assert all(row["items_per_s"] > 0 < row["percent"] for row in rows)
