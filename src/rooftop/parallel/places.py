@@ -125,7 +125,13 @@ def _line() -> str:
             break
         frame = frame.f_back
     found = frame or ours
-    return "" if found is None else f"{_short(found.f_code.co_filename)}:{found.f_lineno}, in {found.f_code.co_name}"
+    return "" if found is None else f"{_short(found.f_code.co_filename)}:{found.f_lineno}, in {_name(found)}"
+
+
+def _name(frame: FrameType) -> str:
+    """Of the function; of an expression within one, which has no name, that of the function around it."""
+    named = [part for part in frame.f_code.co_qualname.split(".") if not part.startswith("<")]
+    return named[-1] if named else frame.f_code.co_name
 
 
 def _is_start(frame: FrameType) -> bool:
