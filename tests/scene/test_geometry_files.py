@@ -152,7 +152,7 @@ def test_any_clusters_survive_encoding(tmp_path: Path, monkeypatch: pytest.Monke
     }
     monkeypatch.setattr(Geometry, "place", lambda self, cluster: (0, cluster))
     monkeypatch.setattr(Geometry, "page", lambda self, page_number: page)
-    monkeypatch.setattr("rooftop.scene.geometry._heads_of", lambda *_: heads.view(np.int32))
+    monkeypatch.setattr("rooftop.scene.geometry.heads_of", lambda *_: heads.view(np.int32))
     first = 0
     for number, local in enumerate(corners):
         found = reader.decode(number)

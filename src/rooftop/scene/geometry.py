@@ -24,8 +24,8 @@ import numpy.typing as npt
 from rooftop.errors import GeometryFileError, InputError
 from rooftop.scene import layouts
 from rooftop.scene.dependencies import PageNeeds
-from rooftop.scene.heads import bit_lengths, head_words, unpacked, unpacked_old
 from rooftop.scene.materials import IMAGES, TABLE, Material
+from rooftop.scene.pages import groups_of, heads_of, wrong_in_page
 
 Words = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
@@ -167,7 +167,7 @@ class Geometry:
         """
         self.check_sum(page, words)
         start = int(self.page_offsets[page])
-        wrong = _wrong_in_page(words, self.attributes, self.meta["groups"])
+        wrong = wrong_in_page(words, self.attributes, self.meta["groups"])
         if not wrong and words[layouts.PAGE_CLUSTERS] < self.page_reach[page]:
             wrong = "the tree names clusters that it does not have"
         if wrong:
@@ -227,7 +227,7 @@ class Geometry:
 
     def groups(self) -> npt.NDArray[np.uint32]:
         """The records (G, GROUP_WORDS) of all groups, in order."""
-        return np.concatenate([_groups_of(self.page(page)).view(np.uint32) for page in range(self.pages)])
+        return np.concatenate([groups_of(self.page(page)).view(np.uint32) for page in range(self.pages)])
 
     def clusters(self) -> npt.NDArray[np.uint32]:
         """The heads (C, CLUSTER_COLUMNS) of all clusters, in order, as `layouts.py` has them unpacked."""
@@ -249,7 +249,7 @@ class Geometry:
         """The triangles and vertices of a cluster, by its number over all pages."""
         page, index = self.place(cluster)
         words = self.page(page)
-        head = _heads_of(words, self.attributes)[index]
+        head = heads_of(words, self.attributes)[index]
         counts = int(head[layouts.CLUSTER_COUNTS])
         triangles, vertices, reference_bits = (counts & 255) + 1, (counts >> 8 & 255) + 1, counts >> 16 & 255
         at = int(head[layouts.CLUSTER_STREAMS])
@@ -311,7 +311,7 @@ class Geometry:
         return short | sum(bit for name, bit in has.items() if self.meta[name])
 
     def _heads(self, page: int) -> Words:
-        return _heads_of(self.page(page), self.attributes)
+        return heads_of(self.page(page), self.attributes)
 
     def _first_cluster(self, page: int) -> int:
         at = int(self.page_offsets[page]) + 4 * layouts.PAGE_FIRST_CLUSTER
@@ -453,113 +453,6 @@ def _are_numbers(values: object, shape: tuple[int, ...]) -> bool:
     if not shape:
         return isinstance(values, int | float) and abs(values) <= sys.float_info.max
     return isinstance(values, list) and len(values) == shape[0] and all(_are_numbers(v, shape[1:]) for v in values)
-
-
-def _group_count(page: Words) -> int:
-    """Its groups; pages before version 4 have nothing else in this word."""
-    return int(page[layouts.PAGE_GROUPS]) & (1 << layouts.PAGE_GROUP_BITS) - 1
-
-
-def _groups_of(page: Words) -> Words:
-    return page[layouts.PAGE_WORDS :][: _group_count(page) * layouts.GROUP_WORDS].reshape(-1, layouts.GROUP_WORDS)
-
-
-def _head_words(page: Words, attributes: int) -> int:
-    """How many words a head of the page has."""
-    if not attributes & layouts.SHORT_HEADS:
-        return layouts.CLUSTER_WORDS
-    replaces = bool(page[layouts.PAGE_GROUPS] & layouts.PAGE_REPLACES)
-    return head_words(replaces, bool(attributes & layouts.HAS_NORMALS), bool(attributes & layouts.HAS_UV))
-
-
-def _heads_of(page: Words, attributes: int) -> Words:
-    """The heads of a page, unpacked: (C, CLUSTER_COLUMNS) int32."""
-    begin = layouts.PAGE_WORDS + _group_count(page) * layouts.GROUP_WORDS
-    words = _head_words(page, attributes)
-    heads = page[begin : begin + int(page[layouts.PAGE_CLUSTERS]) * words].reshape(-1, words).view(np.uint32)
-    normals, uv = bool(attributes & layouts.HAS_NORMALS), bool(attributes & layouts.HAS_UV)
-    if not attributes & layouts.SHORT_HEADS:
-        return unpacked_old(heads, normals).view(np.int32)
-    return unpacked(heads, bool(page[layouts.PAGE_GROUPS] & layouts.PAGE_REPLACES), normals, uv).view(np.int32)
-
-
-def _wrong_in_page(page: Words, attributes: int, all_groups: int) -> str | None:
-    """What is wrong with a page, so that whoever reads its clusters stays inside of it.
-
-    Args:
-        attributes: of the file, see `Geometry.attributes`.
-        all_groups: of the file.
-    """
-    clusters, group_word, first, length = (int(word) for word in page[: layouts.PAGE_WORDS])
-    groups, a_head = _group_count(page), _head_words(page, attributes)
-    expected = groups
-    if attributes & layouts.SHORT_HEADS:
-        expected |= a_head << layouts.PAGE_GROUP_BITS | group_word & layouts.PAGE_REPLACES
-    before = layouts.PAGE_WORDS + groups * layouts.GROUP_WORDS + clusters * a_head
-    fits = group_word == expected and length == len(page) and groups >= 1 and first >= 0 and before < length
-    if not fits or not 1 <= clusters <= layouts.MOST_CLUSTERS:
-        return "its head is wrong"
-    heads = _heads_of(page, attributes).astype(np.int64)
-    counts = heads[:, layouts.CLUSTER_COUNTS] & 0xFFFFFFFF
-    triangles, vertices, reference_bits = (counts & 255) + 1, (counts >> 8 & 255) + 1, counts >> 16 & 255
-    references = heads[:, layouts.CLUSTER_REFERENCES]
-    extent = heads[:, layouts.CLUSTER_EXTENT : layouts.CLUSTER_EXTENT + 3] & 0xFFFFFFFF
-    uv_extent = heads[:, layouts.CLUSTER_UV_EXTENT : layouts.CLUSTER_UV_EXTENT + 2] & 0xFFFFFFFF
-    normal_extent = heads[:, layouts.CLUSTER_NORMAL_EXTENT : layouts.CLUSTER_NORMAL_EXTENT + 2]
-    of_vertex = bit_lengths(uv_extent).sum(1) + bit_lengths(normal_extent).sum(1)
-    of_vertex += 3 * layouts.COLOR_BITS * bool(attributes & layouts.HAS_COLORS)
-    mixed = heads[:, layouts.CLUSTER_MATERIAL] == layouts.MIXED
-    has_explicit = heads[:, layouts.CLUSTER_MASKS] == layouts.FANS_AND_EXPLICIT
-    bits = [references * reference_bits, vertices * bit_lengths(extent).sum(1), vertices * of_vertex]
-    needed = layouts.NEW_WORDS + layouts.EXPLICIT_WORDS * has_explicit + sum((each + 31) // 32 for each in bits)
-    needed = needed + np.where(mixed, (layouts.MATERIAL_BITS * triangles + 31) // 32, 0)
-    start = heads[:, layouts.CLUSTER_STREAMS]
-    if (triangles > layouts.MAX_TRIANGLES).any() or (start < before).any() or (start + needed >= length).any():
-        return "the streams of a cluster would lie outside of it"
-    if (extent >= 1 << 31).any() or (uv_extent >= 1 << 31).any():
-        return "a cluster is wider than 31 bits can say"
-    if (vertices > 3 * triangles).any() or (reference_bits > layouts.MOST_REFERENCE_BITS).any():
-        return "a cluster has more vertices than corners, or longer references than it has vertices"
-    if not _masks_fit(page, heads, triangles, vertices, references):
-        return "the masks of a cluster do not go together with its vertices and references"
-    if not attributes & layouts.SHORT_HEADS:
-        owner = heads[:, layouts.CLUSTER_GROUP]
-        if (owner < 0).any() or (owner >= groups).any():
-            return "a cluster is of a group that is not in it"
-    source = heads[:, layouts.CLUSTER_SOURCE]
-    if (source < -1).any() or (source >= all_groups).any():
-        return "a cluster replaces a group that is not in the file"
-    records = _groups_of(page).astype(np.int64)
-    group_first, group_count = records[:, layouts.GROUP_FIRST], records[:, layouts.GROUP_COUNT]
-    if (group_first < 0).any() or (group_count < 1).any() or (group_first + group_count > clusters).any():
-        return "a group has clusters that are not in it"
-    return None
-
-
-def _masks_fit(
-    page: Words,
-    heads: npt.NDArray[np.int64],
-    triangles: npt.NDArray[np.int64],
-    vertices: npt.NDArray[np.int64],
-    references: npt.NDArray[np.int64],
-) -> bool:
-    """Whether the masks of each cluster count as many vertices and references as its head says: then no reference that
-    they lead to lies outside of the stream."""
-    kind = heads[:, layouts.CLUSTER_MASKS]
-    places = heads[:, layouts.CLUSTER_STREAMS, None] + np.arange(layouts.NEW_WORDS)
-    low, high = page[places].view(np.uint32).reshape(-1, 2, 4).transpose(1, 0, 2)
-    third = np.zeros_like(low)
-    has_third = kind == layouts.FANS_AND_EXPLICIT
-    third[has_third] = page[places[has_third, :4] + layouts.NEW_WORDS].view(np.uint32)
-    there = np.clip(triangles[:, None] - 32 * np.arange(4), 0, 32)
-    beyond = (low | high | third) & ~((1 << there) - 1).astype(np.uint32)
-    ones, twos, both, explicit = (
-        np.bitwise_count(mask).sum(1, dtype=np.int64) for mask in (low, high, low & high, third)
-    )
-    found = ones + 2 * twos - 3 * explicit
-    wanted = np.where(kind == layouts.SEPARATE, 3 * triangles - found, triangles + ones - 2 * both + 3 * explicit)
-    fits = (found == vertices) & (wanted == references) & ~beyond.any(1) & ~(third & ~(low & high)).any(1)
-    return bool(fits.all())
 
 
 def _corners(

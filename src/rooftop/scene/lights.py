@@ -187,8 +187,12 @@ def _spheres_of(camera: Camera, ends: Floats) -> tuple[Floats, Floats]:
 
 @lru_cache(maxsize=64)
 def _depths_along(direction: tuple[float, ...], bounds: bytes) -> tuple[Floats, Floats, float, float]:
-    """What a light and a box (2, 3) around all that casts shadows decide, whatever the camera: the rows right, down and
-    along of a rotation, the corners of the box (8, 3), and steps and begin of depths along the light."""
+    """What does not depend on the camera, from the light's direction and the box (2, 3) around all casters.
+
+    Returns:
+        (turn, corners, step, begin): a rotation whose rows point right, down and along the light; the box's corners
+        (8, 3); the step by which depths along the light are rounded; and where these depths begin.
+    """
     box = np.frombuffer(bytes(bounds)).reshape(2, 3)
     turn = _turn_along(np.asarray(direction))
     corners = np.array(list(itertools.product(*box.T)))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rooftop.launch.warp_launch import launch_warp
 from rooftop.scene import Geometry, layouts
-from rooftop.scene.geometry import _head_words, _heads_of, _wrong_in_page
+from rooftop.scene.pages import heads_of, page_head_words, wrong_in_page
 from rooftop.scene.streaming import admission
 
 VALUES = st.sampled_from([-(2**31), -2, -1, 0, 1, 7, 255, 2**16, 2**24, 2**30, 2**31 - 1])
@@ -46,7 +46,7 @@ def refused(words: np.ndarray, reach: int, attributes: int, groups: int, device:
 def first_head(page: np.ndarray, attributes: int) -> tuple[int, int]:
     """Where the heads of a page begin, and how many words each has."""
     groups = int(page[layouts.PAGE_GROUPS]) & (1 << layouts.PAGE_GROUP_BITS) - 1
-    return layouts.PAGE_WORDS + layouts.GROUP_WORDS * groups, _head_words(page, attributes)
+    return layouts.PAGE_WORDS + layouts.GROUP_WORDS * groups, page_head_words(page, attributes)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -60,7 +60,7 @@ def test_any_changed_word_of_a_head(knot: Geometry, device: str, data: st.DataOb
         at = data.draw(st.integers(0, end - 1))
         words[at] = data.draw(VALUES | st.integers(0, 2**31 - 1) | st.just(min(int(words[at]) + 1, 2**31 - 1)))
     groups, reach = knot.meta["groups"], int(knot.page_reach[page])
-    expected = _wrong_in_page(words, knot.attributes, groups) is not None or words[0] < reach
+    expected = wrong_in_page(words, knot.attributes, groups) is not None or words[0] < reach
     assert refused(words, reach, knot.attributes, groups, device) == expected
 
 
@@ -70,14 +70,14 @@ def test_any_changed_bit_of_a_mask(knot: Geometry, device: str, data: st.DataObj
     """Masks that count other vertices or references than the head says would lead out of the streams."""
     page = data.draw(st.integers(0, knot.pages - 1))
     words = knot.page(page).copy()
-    heads = _heads_of(words, knot.attributes)
+    heads = heads_of(words, knot.attributes)
     head = heads[data.draw(st.integers(0, len(heads) - 1))]
     masks = 12 if head[layouts.CLUSTER_MASKS] == layouts.FANS_AND_EXPLICIT else 8
     changes = data.draw(st.lists(st.tuples(st.integers(0, masks - 1), st.integers(0, 31)), min_size=1, max_size=2))
     bits = words.view(np.uint32)
     for word, bit in changes:
         bits[head[layouts.CLUSTER_STREAMS] + word] ^= np.uint32(1 << bit)
-    wrong = _wrong_in_page(words, knot.attributes, knot.meta["groups"])
+    wrong = wrong_in_page(words, knot.attributes, knot.meta["groups"])
     assert refused(words, 1, knot.attributes, knot.meta["groups"], device) == (wrong is not None)
     if len(changes) == 1:
         assert wrong is not None
@@ -92,7 +92,7 @@ def test_every_word_of_a_cluster(knot: Geometry, device: str) -> None:
         for value in (-(2**31), -1, 0, 3, 1 << 20, 2**31 - 1):
             words = page.copy()
             words[begin + size * (int(page[layouts.PAGE_CLUSTERS]) - 1) + word] = value
-            wrong = _wrong_in_page(words, knot.attributes, knot.meta["groups"]) is not None
+            wrong = wrong_in_page(words, knot.attributes, knot.meta["groups"]) is not None
             assert refused(words, 1, knot.attributes, knot.meta["groups"], device) == wrong
             if wrong:
                 found.add(word)
