@@ -40,7 +40,7 @@ def is_plain(arguments: Sequence[Any]) -> bool:
 
 
 def _are_plain(arguments: Sequence[Any]) -> bool:
-    """Whether the tensors among them, and in lists among them, are PyTorch's own, with values as memory has them."""
+    """Whether all tensors, also those in lists, are plain PyTorch tensors: no meta, lazily negated or zero tensors."""
     for argument in arguments:
         kind = type(argument)
         if kind in _PLAIN:
@@ -133,7 +133,7 @@ def recording_lists(
     """The same where arguments or results are lists of tensors, which autograd only sees one by one."""
 
     def forward_of_each(ctx: Any, counts: Sequence[int | None], *flat: Any) -> Any:
-        """`counts`: for each argument how many tensors it has if it is a list of them."""
+        """`counts`: for each argument that is a list of tensors its length, else None."""
         ctx.counts, rest = counts, iter(flat)
         output = forward(ctx, *(next(rest) if n is None else list(islice(rest, n)) for n in counts))
         return tuple(output) if gives_list else output

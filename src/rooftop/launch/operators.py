@@ -209,7 +209,7 @@ def _differentiate(
 
 
 def _save(ctx: Any, kept: Kept) -> None:
-    """Keep a tuple for backward: its tensors, which autograd watches, and the rest as it is."""
+    """Save a tuple for backward: tensors through autograd's `save_for_backward`, everything else as it is."""
     tensors: list[Tensor | None] = []
     rest: list[Any] = []
     for each in kept:
@@ -382,6 +382,12 @@ def _refuse_decomposition(name: str) -> Callable[..., Any]:
 
 
 def operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Register a function as `torch.ops.rooftop.<name>`, with the schema of its annotations; gives what calls it.
+
+    Args:
+        mutates: arguments that the function changes.
+    """
+
     def register(function: Callable[..., Any]) -> Any:
         schema = torch.library.infer_schema(function, mutates_args=mutates)
         _library.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
@@ -398,6 +404,7 @@ def operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., 
 def differentiable(
     name: str, backward: Callable[..., Any], setup_context: Callable[[Any, Any, Any], None] | None = None
 ) -> None:
+    """Give an operator its derivative; arguments as of `torch.library.register_autograd`."""
     torch.library.register_autograd(f"rooftop::{name}", backward, setup_context=setup_context)
     function = _functions[name]
 
@@ -419,6 +426,7 @@ def differentiable(
 
 
 def by_formula(name: str, formula: Callable[..., Any]) -> None:
+    """Give an operator a formula in PyTorch's operators, which `torch.func` and forward mode differentiate."""
     _formulas[name] = without_autocast(formula)
 
 
@@ -449,4 +457,5 @@ def differentiable_by_formula(name: str, formula: Callable[..., Any]) -> None:
 
 
 def in_pytorch(name: str, function: Callable[..., Any]) -> None:
+    """Give an operator its decomposition into PyTorch's operators, which export takes."""
     _decompose(getattr(torch.ops.rooftop, name).default, function)

@@ -56,7 +56,7 @@ class Operation:
         name: "all_reduce".
         group: its name.
         ranks: of the group.
-        number: which of the group's collectives, from 1; of a send or receive, which of these.
+        number: counts the group's collectives from 1; sends and receives are counted separately.
         what: shape and dtype of its first tensor; "" without one.
         between_two: a send or receive.
     """
@@ -70,7 +70,7 @@ class Operation:
 
     @property
     def words(self) -> str:
-        """ "all_reduce of 7 float32 (ranks 0-3)", for a message of which it is a part."""
+        """ "all_reduce of 7 float32 (ranks 0-3)", as it stands within a longer message."""
         return f"{self._called} ({ranks_in_words(self.ranks)})"
 
     @property

@@ -31,7 +31,7 @@ class Launch:
         launcher: "torchrun", "slurm" or "alone".
         address, port: where the ranks meet; of no meaning alone.
         served: whether the launcher holds the store there; if not, rank 0 does.
-        attempt: how often the launcher has started all ranks anew; each launcher of several counts for itself.
+        attempt: how many times the launcher has restarted the ranks; of several launchers each has its own count.
         elastic: whether this process was started by torchrun itself, with which it ends.
     """
 

@@ -255,7 +255,7 @@ def _opened(launch: Launch, patience_s: float) -> Any:
 
 
 class _Ranks:
-    """The ranks of a block, as one of them: what it raises when one has failed, and how it ends."""
+    """One rank's view of the block: what it raises when any rank fails, and how the block ends."""
 
     def __init__(self, watch: Watch, holds_store: bool) -> None:
         self.watch, self.store, self.holds_store = watch, watch.store, holds_store
@@ -263,7 +263,7 @@ class _Ranks:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Hear of failures of other ranks, and let them hear of this one's."""
+        """Raise when another rank fails, and report this rank's failure to the others."""
         with self.watch.on():
             try:
                 yield

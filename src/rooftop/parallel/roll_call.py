@@ -1,4 +1,4 @@
-"""The roll call: all ranks are there, can start, and have the same settings; or each of them hears who is not.
+"""The roll call: checks that all ranks are present, can start and have the same settings, or tells all which are not.
 
 Ranks meet in a store. A launcher's store outlives them: when it starts all ranks anew, perhaps others and fewer, what
 the ones before have written is still there. So ranks have meetings, numbered. A rank goes to the first meeting that has
@@ -38,7 +38,7 @@ JUDGING = 1.2
 LINGER_S = 3.0
 """A rank that holds the store, or has failed, stays this long for the others to hear why; they need a tenth of it."""
 ANSWER_S = 1.0
-"""What others take at most to answer who are waiting to be asked."""
+"""The longest time that a waiting rank takes to answer."""
 GO_ON = "go on"
 
 
@@ -107,7 +107,7 @@ class RollCall:
     def _verdict(self, patience_s: float) -> str:
         try:
             self.store.wait(["verdict"], timedelta(seconds=JUDGING * patience_s))
-        except RuntimeError:  # who has asked is gone
+        except RuntimeError:  # the rank that asked is gone
             self._judge(time.monotonic(), patience_s)
         return str(self.store.get("verdict").decode())
 

@@ -1,7 +1,8 @@
-"""SIGTERM, heard by a thread at once, although the main thread may be inside of a communication or a kernel launch.
+"""SIGTERM, handled by a thread at once, even while the main thread is inside a collective or a kernel launch.
 
-A launcher sends it to all ranks as soon as one of them is gone. By default a process ends there and then, before it has
-said which. Within `heard_by_a_thread` it does not end: the thread that asks `Termination` decides.
+A launcher sends SIGTERM to all ranks as soon as one of them dies. By default it ends a process immediately, before that
+process can report which rank died. Within `heard_by_a_thread` the process keeps running, and the thread that reads
+`Termination` decides what to do.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _active: list[Termination] = []
 
 @contextmanager
 def heard_by_a_thread() -> Iterator[Termination]:
-    """Within: SIGTERM is heard by who asks. A handler of the program's own is called, too.
+    """Within the block, SIGTERM only sets the `Termination`. A handler that the program installed is called as well.
 
     Outside of the main thread, or where the program hears signals by a file already (asyncio), nothing is changed.
     """

@@ -1,4 +1,4 @@
-"""What the places of several ranks tell together: who awaits what of whom, and for how long."""
+"""Which ranks are waiting, for which collective and which rank, and for how long: worked out from all ranks' places."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rooftop.parallel.flight_records import lacks, ranks_in_words
 from rooftop.parallel.places import Place
 
 NOTE_S = 20.0
-"""A rank that others await for so long is named. It may be healthy: a note ends nothing."""
+"""Seconds after which a note names the rank that others wait for. That rank may be healthy: a note ends nothing."""
 MOST_SHOWN = 3
 
 
 def context(places: Mapping[int, Place], culprits: Collection[int]) -> str:
-    """What others await of ranks that have failed, and where these were last: the end of a message, "; ..."."""
+    """The end of an error message, "; ...": what others were waiting for, and where the failed ranks were last."""
     awaited: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
         if rank not in culprits and (words := _awaited(place, culprits)):
@@ -38,12 +38,12 @@ def _lasts(places: Mapping[int, Place], ranks: Collection[int], verb: str) -> li
 
 @dataclass(frozen=True)
 class Wait:
-    """Ranks that let others wait.
+    """Ranks that keep others waiting.
 
     Attributes:
-        words: who, for how long, and where they are.
-        culprits: they; none if all wait.
-        seconds: for how long.
+        words: the message: which ranks, for how long, and where they are.
+        culprits: these ranks; empty if all ranks are waiting.
+        seconds: how long the others have been waiting.
     """
 
     words: str
@@ -52,14 +52,14 @@ class Wait:
 
 
 class Waits:
-    """How long ranks have been waiting, as one of them sees it."""
+    """Tracks, on one rank, how long each rank has been waiting."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._since: dict[int, tuple[object, float]] = {}
 
     def look(self, places: Mapping[int, Place], now: float) -> Wait | None:
-        """The longest wait, if it has lasted for `NOTE_S` and is not expected to.
+        """The longest wait, if it has lasted for `NOTE_S`; None if the rank that is awaited announced long work.
 
         Args:
             places: of all ranks, by rank.

@@ -1,4 +1,4 @@
-"""The thread of each rank that sees to it that no rank waits for one that will not come.
+"""A thread in each rank that makes sure no rank waits forever for one that has failed.
 
 | what it sees | how | after |
 |---|---|---|
@@ -51,35 +51,35 @@ from rooftop.parallel.terminations import Termination
 from rooftop.parallel.waits import Waits, context
 
 WATCH_S = 0.2
-"""How often a rank gives a sign of life, and asks whether another one has failed."""
+"""How often a rank sends a heartbeat and checks whether another rank has failed."""
 SILENT_S = 20.0
 """A rank on another machine without a sign of life for so long has failed. Signs come from a thread, whatever the rank
 computes; but code that keeps Python's lock keeps that thread from giving them."""
 STOPPED_S = 8.0
 """A rank of this machine that a signal has stopped for so long has failed."""
 SILENCE_S = 3.0
-"""Where a connection has broken, or all are asked to end, a rank without a sign of life for so long is gone."""
+"""After a broken connection or SIGTERM, a rank that sends no heartbeat for this long is considered gone."""
 NOTICING_S = 1.0
-"""In so long all ranks have noticed a failure: what is woken then can go on with nobody."""
+"""All ranks notice a failure within this time. A stopped rank that is woken later finds no one to go on with."""
 TELLING_S = 1.0
-"""Who has found a failure waits so long for the others to tell what they await."""
+"""How long the rank that found a failure waits for the others to report what they are waiting for."""
 ARRIVING_S = 0.6
-"""Who is asked and awaits nothing yet is given so long: it may be about to await those that have failed."""
+"""A rank that is asked while it waits for nothing answers after this time: it may soon wait for the failed rank."""
 PLACE_S = 0.4
-"""How often a rank tells where it is, if that has changed."""
+"""How often a rank reports where it is, if that has changed."""
 LOOK_S = 1.0
-"""How often one of them looks who waits for whom."""
+"""How often one rank checks which ranks are waiting for which."""
 STUCK_S = 2.0
-"""Communication in which nothing has ended for so long is looked at: its recorder takes 0.1 s to read."""
+"""The flight recorder is read only if no collective has finished for this long, since reading it takes 0.1 s."""
 LEAVING_S = 60.0
-"""So long a program may take to leave the block after a failure; then its process is ended."""
+"""How long a program may take to leave the block after a failure before its process is ended."""
 ENDED = ("its process has ended", "their processes have ended")
 NO_TAG = (1 << 30) + 7  # of a message that nobody sends
 
 
 @dataclass(frozen=True)
 class Failure:
-    """That ranks have failed, in words without what others await."""
+    """Which ranks have failed, and the message, without what others were waiting for."""
 
     words: str
     culprits: tuple[int, ...]
@@ -378,7 +378,7 @@ class _Signs:
         self._last, self._silent_s, self._at = 0, 0.0, time.monotonic()
 
     def silent_s(self, store: Any) -> float:
-        """For how long none of them has given any. A look that was late counts as one in time: the store was."""
+        """Seconds since any of them sent a heartbeat. A late check counts as a punctual one: the store was slow."""
         if not self.ranks:
             return 0.0
         total = sum(beats(store, self.ranks).values())
@@ -389,12 +389,12 @@ class _Signs:
 
 
 def beats(store: Any, ranks: int | Iterable[int]) -> dict[int, int]:
-    """How many signs of life each rank has given."""
+    """How many heartbeats each rank has sent."""
     return {rank: store.add(f"beat/{rank}", 0) for rank in (range(ranks) if isinstance(ranks, int) else ranks)}
 
 
 def places_of(store: Any, ranks: Iterable[int]) -> dict[int, Place]:
-    """Where ranks were when they last told it; without those that have told nothing."""
+    """The last reported place of each rank; ranks that have reported none are left out."""
     there = [rank for rank in ranks if store.check([f"place/{rank}"])]
     return {rank: Place.from_json(store.get(f"place/{rank}")) for rank in there}
 
@@ -421,9 +421,9 @@ def abort_communication() -> None:
 
 
 def _break_gloo(group: dist.ProcessGroup) -> None:
-    """A wait of gloo that times out breaks all connections of its group, and with them all other waits.
+    """When a wait of gloo times out, gloo breaks all connections of the group, and so all other waits fail.
 
-    One for a rank that has gone already fails at once, and breaks no other.
+    A wait for a rank that has already died fails at once and breaks nothing, so each rank is tried.
     """
     for distance in range(1, group.size()):
         other = (group.rank() + distance) % group.size()

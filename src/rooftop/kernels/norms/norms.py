@@ -200,7 +200,7 @@ class NormBackward(NamedTuple):
         return dx, dweight if mask[0] else None, dbias if mask[1] else None
 
     def formula(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """As functions of dy, x and weight: of x also through the statistics."""
+        """Differentiable in dy, x and weight. The statistics are computed from x again, so that they are, too."""
         dy, dtotal, x, weight, bias, mean, rstd, mask = self
         slope, values = dy.to(rstd.dtype), x.to(rstd.dtype)
         centred = values if mean is None else values - values.mean(1, keepdim=True)
