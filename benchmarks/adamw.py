@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from rooftop.cost import Cost, roof
 from rooftop.hardware import ceilings_of, measure_ceilings
 from rooftop.models import resnet50
-from rooftop.train import AdamW, MainWeights, adamw_launches
+from rooftop.train import AdamW, MainWeights
+from rooftop.train.optimizers import adamw_launches
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 BYTES_READ, BYTES_WRITTEN = 2 + 3 * 4, 3 * 4 + 2

@@ -249,16 +249,15 @@ def parts(run: Run, device: torch.device, rounds: int, whole: float) -> dict[str
     """Microseconds; nothing where PyTorch's own function is called, past all operators."""
     with Calls() as calls:
         run()
-    operations = [(func, args) for func, args in calls.found if func._opname in operators._functions]
-    if not operations:
+    called = [(func, args) for func, args in calls.found if func._opname in operators._declared]
+    if not called:
         return {}
-    by_name = {func: operators._functions[func._opname] for func, _ in operations}
-    called = {func: operators._call(func._opname, by_name[func], func) for func in by_name}
-    fakes = [fake for func, args in operations if (fake := fake_of(by_name[func], args)) is not None]
+    operations = [(operators._declared[func._opname], args) for func, args in called]
+    fakes = [each.signature(*args).fake for each, args in operations if hasattr(each.signature, "fake")]
     runs: dict[str, Run] = {
-        "called": lambda: [called[func](*args) for func, args in operations],
-        "run": lambda: [by_name[func](*args) for func, args in operations],
-        "dispatched": lambda: [func(*args) for func, args in operations],
+        "called": lambda: [each.call(*args) for each, args in operations],
+        "run": lambda: [each.run(*args) for each, args in operations],
+        "dispatched": lambda: [func(*args) for func, args in called],
         "results": lambda: [fake() for fake in fakes],
     }
     found = {name: statistics.median(each) for name, each in in_turn(runs, device, rounds).items()}
@@ -273,13 +272,6 @@ def parts(run: Run, device: torch.device, rounds: int, whole: float) -> dict[str
         "launch": launch,
         "dispatcher": found["dispatched"] - found["run"],
     }
-
-
-def fake_of(run: Callable[..., Any], args: tuple[Any, ...]) -> Run | None:
-    """What makes an operator's results without values, where its class says so."""
-    cells = [cell.cell_contents for cell in run.__closure__ or ()]
-    signature = next((each for each in cells if isinstance(each, type)), None)
-    return signature(*args).fake if signature is not None and hasattr(signature, "fake") else None
 
 
 @contextmanager

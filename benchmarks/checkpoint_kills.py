@@ -28,9 +28,9 @@ import torch
 from rooftop.models import GptConfig
 from rooftop.parallel import Layout, join
 from rooftop.train import GptTrainer, GptTraining, Tokens, find_training, load_training, nothing_saved, run_steps
-from rooftop.train.checkpoints import open_tensors
-from rooftop.train.saved_tensors import SavedTensors, whole_tensor
-from rooftop.train.training_records import read_record
+from rooftop.train.checkpoints.saved_tensors import SavedTensors, whole_tensor
+from rooftop.train.checkpoints.training_records import read_record
+from rooftop.train.checkpoints.trainings import open_tensors
 
 CONFIG = GptConfig(vocabulary=31, layers=2, width=256, heads=4, kv_heads=4, hidden=1024, positions=8)
 TRAINING = GptTraining(config=CONFIG, length=8, global_batch=2, micro_batch=1, learning_rate=0.01)

@@ -20,7 +20,7 @@ import argparse
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from rooftop.models import gpt_config
 from rooftop.parallel import TRANSPORTS, Context, ContextAttention, Documents, Layout, Packing, join, launched
 
 ROUNDS, STEPS, WARM_UP = 3, 5, 2
+BALANCERS = ("head and tail", "head and tail of each document", "by blocks of the mask")
 WRONG = 0.03
 """The largest error beside the largest element; that of PyTorch's kernels in bfloat16 is 0.01."""
 Run = Callable[[], tuple[Tensor, ...]]
@@ -71,6 +72,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="+", choices=("attention", "documents", "model"))
+    parser.add_argument(
+        "--balancers", nargs="+", choices=BALANCERS, default=BALANCERS, help="of PyTorch's documents (default: all)"
+    )
     parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()))
     parser.add_argument("--quick", action="store_true", help="show on a CPU that the script runs, by gloo")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -104,7 +108,8 @@ def worker(options: argparse.Namespace) -> int:
     with join(Layout(cp=launched().size), device="cpu" if options.quick else "cuda", timeout_s=120.0) as world:
         for case in CASES:
             if ("documents" if case.documents else "attention") in wanted:
-                told(attention_rows(smaller(case) if options.quick else case, world.device), options.worker)
+                case = smaller(case) if options.quick else case
+                told(attention_rows(case, world.device, options.balancers), options.worker)
         if "model" in wanted:
             told(model_rows(world.device, options.quick), options.worker)
     return 0
@@ -117,7 +122,7 @@ def smaller(case: Case) -> Case:
 # ---- attention ---------------------------------------------------------------------------------------------------
 
 
-def attention_rows(case: Case, device: torch.device) -> Iterator[dict[str, Any]]:
+def attention_rows(case: Case, device: torch.device, balancers: Sequence[str]) -> Iterator[dict[str, Any]]:
     ranks, rank = ranks_here()
     made = torch.Generator(device).manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -135,7 +140,7 @@ def attention_rows(case: Case, device: torch.device) -> Iterator[dict[str, Any]]
         name = f"rooftop, {transport}" if ranks > 1 else "rooftop"
         variants[name] = ours(whole, context, packing), packing.held[rank].positions(device)
     if ranks > 1:
-        variants |= peers(whole, documents, device)
+        variants |= peers(whole, documents, device, balancers)
     times: dict[str, list[float]] = {name: [] for name in variants}
     failed: dict[str, str] = {}
     for _ in range(ROUNDS):
@@ -193,14 +198,16 @@ def ours(whole: list[Tensor], context: Context, packing: Packing) -> Run:
     return run
 
 
-def peers(whole: list[Tensor], documents: Documents | None, device: torch.device) -> dict[str, tuple[Run, Tensor]]:
+def peers(
+    whole: list[Tensor], documents: Documents | None, device: torch.device, balancers: Sequence[str]
+) -> dict[str, tuple[Run, Tensor]]:
     """PyTorch's, with the positions of this rank."""
     if device.type != "cuda":
         return {}
     mesh = Layout(cp=dist.get_world_size()).mesh("cuda")["cp"]
     if documents is None:
         return {f"PyTorch, {how}": ring(whole, how, mesh) for how in ("allgather", "alltoall")}
-    return flexible(whole, documents, mesh)
+    return flexible(whole, documents, mesh, balancers)
 
 
 def ring(whole: list[Tensor], how: str, mesh: Any) -> tuple[Run, Tensor]:
@@ -226,7 +233,9 @@ def ring(whole: list[Tensor], how: str, mesh: Any) -> tuple[Run, Tensor]:
     return run, positions
 
 
-def flexible(whole: list[Tensor], documents: Documents, mesh: Any) -> dict[str, tuple[Run, Tensor]]:
+def flexible(
+    whole: list[Tensor], documents: Documents, mesh: Any, wanted: Sequence[str]
+) -> dict[str, tuple[Run, Tensor]]:
     from torch.distributed.tensor.experimental._context_parallel import _attention as experimental
     from torch.distributed.tensor.experimental._context_parallel import _load_balancer as balancing
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -249,9 +258,9 @@ def flexible(whole: list[Tensor], documents: Documents, mesh: Any) -> dict[str, 
             create_block_mask(seen, 1, 1, length, length, device=device, _compile=True), mesh.size()
         ),
     }
-    for name, make in balancers.items():
+    for name in wanted:
         try:
-            balancer = make()
+            balancer = balancers[name]()
             mask = experimental._create_cp_block_mask(seen, 1, 1, length, length, mesh, balancer)
             order = balancer._generate_indices(restore=False)
             order = (order[0] if order.dim() == 2 else order).to(device)

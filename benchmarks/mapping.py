@@ -7,7 +7,7 @@ Photographs (JPEG, 500 x 375, quality 90: crops of real ones where scikit-image 
 of all scales) are classified by ResNet-50 and searched by DETR, and clips of a video classified by ResNet-50; random
 weights. All ways decode, prepare and compute by the same functions, with the same batches, and write Parquet:
 
-    rooftop                `map_items` as it is called; with more processes a GPU; through a Dask scheduler here
+    rooftop                `map_items` as it is called; with one process a GPU; through a Dask scheduler here
     DataLoader             a loop over torch's, a process for each core, batches pinned and sent
     Dask map_partitions    a bag of file names, a worker a GPU with a thread for each core
 
@@ -24,12 +24,15 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -51,6 +54,7 @@ from rooftop.hardware import ceilings_of, measure_ceilings
 
 WIDTH, HEIGHT, FRAMES, FRAMES_OF_A_CLIP = 500, 375, 240, 8
 CORES = len(os.sched_getaffinity(0))
+PATIENCE_S = 120  # for one way
 
 
 class ClipClasses:
@@ -63,9 +67,9 @@ class ClipClasses:
     def __call__(self, clips: list[Tensor]) -> list[dict[str, Any]]:
         from rooftop.cluster.model_targets import Shown
 
-        frames = torch.cat(clips).float().div(255)
+        frames = torch.cat(clips)
         small = torch.nn.functional.interpolate(frames, size=(224, 224), mode="bilinear", antialias=True)
-        shown = self.call([Shown((frame.shape[2], frame.shape[1]), frame) for frame in small])
+        shown = self.call([Shown((224, 224), frame.permute(1, 2, 0)) for frame in small])
         labels = np.array([each["label"] for each in shown]).reshape(len(clips), -1)
         return [{"label": int(np.bincount(row).argmax())} for row in labels]
 
@@ -125,9 +129,15 @@ def photographs(folder: Path, options: argparse.Namespace) -> tuple[Path, ...]:
     count = 24 if options.quick else options.count
     if not made.exists():
         made.mkdir()
-        pictures, random = sources(), np.random.default_rng(0)
-        for number in range(count):
-            crop(pictures[number % len(pictures)], random).save(made / f"{number:06}.jpg", quality=90)
+        pictures = sources()
+
+        def make(number: int) -> None:
+            picture = crop(pictures[number % len(pictures)], np.random.default_rng(number))
+            picture.save(made / f"{number:06}.jpg", quality=90)
+
+        with ThreadPoolExecutor(CORES) as pool:
+            for _ in pool.map(make, range(count)):
+                pass
     return tuple(sorted(made.iterdir()))
 
 
@@ -202,7 +212,7 @@ WORKS: dict[str, Callable[[Path, argparse.Namespace], Work]] = {
     "clips": clips,
 }
 
-WAYS = ("rooftop", "rooftop, 4 processes", "rooftop, Dask", "DataLoader", "Dask map_partitions")
+WAYS = ("rooftop", "rooftop, a process", "rooftop, Dask", "DataLoader", "Dask map_partitions")
 
 # ---- ways --------------------------------------------------------------------------------------------------------
 
@@ -217,7 +227,7 @@ def rows_of(work: Work, folder: Path, device: str, wanted: Sequence[str]) -> Ite
     yield {"work": work.name, "items": len(items), "batch": work.batch, "decoding": decoding, "computing": computing}
     ways: tuple[Callable[[Path], tuple[float, float]], ...] = (
         partial(by_map, work, device, {}),
-        partial(by_map, work, device, {"workers": min(4, CORES)}),
+        partial(by_map, work, device, {"workers": 1}),
         partial(by_dask_map, work, device),
         partial(by_loader, work, items, device),
         partial(by_partitions, work, items, device),
@@ -229,7 +239,8 @@ def rows_of(work: Work, folder: Path, device: str, wanted: Sequence[str]) -> Ite
         row: dict[str, Any] = {"work": work.name, "way": name}
         began = time.perf_counter()
         try:
-            count, working = way(out)
+            with at_most(PATIENCE_S if device == "cuda" else 0):
+                count, working = way(out)
         except Exception as error:
             traceback.print_exc()
             yield row | {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"}
@@ -241,6 +252,22 @@ def rows_of(work: Work, folder: Path, device: str, wanted: Sequence[str]) -> Ite
             "seconds": time.perf_counter() - began,
         }
         check(out, len(items))
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in what takes longer, unless it is 0: a peer that hangs is a row that says so."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"not done after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def check(out: Path, items: int) -> None:
@@ -295,9 +322,27 @@ class Decoded(Dataset[Any]):
 
 def loader_of(work: Work, items: Sequence[Item]) -> DataLoader[Any]:
     return DataLoader(
-        Decoded(work, items), work.batch, num_workers=CORES, collate_fn=list, prefetch_factor=2,
+        Decoded(work, items), work.batch, num_workers=CORES, collate_fn=collated, prefetch_factor=2,
         multiprocessing_context="spawn",
     )  # fmt: skip
+
+
+def collated(values: list[Any]) -> Any:
+    """Photographs of one size as one tensor, which is one piece of shared memory; else as they are."""
+    from rooftop.cluster.model_targets import Shown
+
+    if not all(isinstance(each, Shown) for each in values) or len({each.pixels.shape for each in values}) > 1:
+        return values
+    return [each.size for each in values], torch.stack([each.pixels for each in values])
+
+
+def separated(batch: Any) -> list[Any]:
+    """The values again."""
+    from rooftop.cluster.model_targets import Shown
+
+    if isinstance(batch, list):
+        return batch
+    return [Shown(size, pixels) for size, pixels in zip(*batch, strict=True)]
 
 
 def by_loader(work: Work, items: Sequence[Item], device: str, out: Path) -> tuple[float, float]:
@@ -305,8 +350,8 @@ def by_loader(work: Work, items: Sequence[Item], device: str, out: Path) -> tupl
     call = work.target.load(device)
     rows: list[dict[str, Any]] = []
     began, counted = 0.0, 0
-    for values in loader_of(work, items):
-        rows += [dict(each) for each in call(values)]
+    for batch in loader_of(work, items):
+        rows += [dict(each) for each in call(separated(batch))]
         if not began:
             began, counted = time.perf_counter(), len(rows)
     write(rows, out)
@@ -361,9 +406,9 @@ def write(rows: list[dict[str, Any]], out: Path) -> None:
 def decoded_per_s(work: Work, items: Sequence[Item]) -> float:
     """By a process for each core, and nothing else; from the first batch on."""
     began, count = 0.0, 0
-    for values in loader_of(work, items):
+    for batch in loader_of(work, items):
         if began:
-            count += len(values)
+            count += len(separated(batch))
         else:
             began = time.perf_counter()
     return count / (time.perf_counter() - began)

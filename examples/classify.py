@@ -2,7 +2,7 @@
 
     python examples/classify.py FOLDER... [--model resnet50] [--weights NAME|FILE.pth] [--at-least 0.3]
 
-Published weights are downloaded once (docs/models.md); a file of your own needs no network.
+Published weights are downloaded once (docs/weights.md); a file of your own needs no network.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def main() -> None:
     if options.rocks < 1 or not 0 <= options.detail <= 10:
         parser.error("expected at least 1 rock, and a detail of 0 to 10")
     if options.out.exists() and not options.out.is_dir():
-        parser.error(f"{options.out} is no folder")
+        parser.error(f"{options.out} is not a folder")
     options.out.mkdir(parents=True, exist_ok=True)
 
     transforms = placed(options.rocks)

@@ -3,7 +3,7 @@
     python examples/lidar_segmentation.py [--device cuda] [--setting street] [--steps N] [--scans N] [--seed 0]
                                           [--out lidar] [--points FILE] [--weights FILE] [--quick]
 
-Streets or rooms are made up and scanned (examples/lidar_scans.py), their points put into cubes, and a U-Net of sparse
+Streets or rooms are made up and scanned, their points put into cubes, and a U-Net of sparse
 convolutions labels each cube that has points. A point gets the label of its cube. On a CPU a small network learns from
 coarse scans; with `--device cuda` a MinkUNet18 from whole ones in small cubes, under autocast.
 
@@ -23,7 +23,6 @@ turned, mirrored and scaled at random each time, and one in five has no intensit
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import pickle
 import sys
@@ -31,28 +30,33 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from random import Random
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from lidar_scans import SETTINGS, Scan, Setting, simulate
-from PIL import Image
-from point_clouds import RIGHT, WRONG, Cloud, lit, of_heights, read, sheet, write
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
 from rooftop.errors import InputError, MissingExtraError
-from rooftop.models import SparseUNet, minkunet18
-from rooftop.sparse import SparseConvTensor
-from rooftop.sparse.utils import PointToVoxel, gather_features_by_pc_voxel_id
+from rooftop.models.point_clouds.clouds import Cloud, read, write
+from rooftop.train.tasks.generated.lidar_scans import SETTINGS, Scan, Setting, simulate
+from rooftop.train.tasks.sparse_unet import (
+    confusion,
+    drawn,
+    heights,
+    joined,
+    labelled,
+    network,
+    overlaps,
+    rows_of,
+    varied,
+    voxels_of,
+)
 
-FEATURES = 6  # of a voxel: where its points lie in it (3), height, intensity, whether that is known
-SLOTS = 8  # points of a voxel that are looked at
 BIN_M, BINS = 0.1, 256  # of the rule by height; the last bin has all that is higher
 FARTHEST_M = 10_000  # that a cloud may reach: places in it are float32
-WITHOUT_INTENSITY = 0.2  # share of training scans that lose theirs
 FIRST_SEED = 1 << 20  # of training scans; those of judged ones count from 0
 
 
@@ -100,60 +104,7 @@ class Model(NamedTuple):
 def built(setting: str, voxel_m: float, planes: Sequence[int], device: torch.device) -> Model:
     """With random weights."""
     classes = len(SETTINGS[setting].classes)
-    network = SparseUNet(FEATURES, classes, tuple(planes)) if planes else minkunet18(FEATURES, classes)
-    return Model(network.to(device), setting, voxel_m, tuple(planes))
-
-
-# ---- voxels ----------------------------------------------------------------------------------------------------
-
-
-class Voxels(NamedTuple):
-    """A batch of clouds.
-
-    Attributes:
-        sites: V voxels with FEATURES channels.
-        labels: int64 (V,), the most frequent label of its points; -1 where none is known.
-        of_point: int64 (N,), the voxel of each point, cloud after cloud.
-    """
-
-    sites: SparseConvTensor
-    labels: Tensor
-    of_point: Tensor
-
-
-def heights(xyz: Tensor) -> Tensor:
-    """(N,) float32, in metres above the ground."""
-    z = xyz[:, 2]
-    return (z - z.kthvalue(1 + len(z) // 100).values).float()
-
-
-def voxels_of(clouds: Sequence[Cloud], voxel_m: float) -> Voxels:
-    """Clouds, none of them empty, in cubes. Waits for the device."""
-    rows = []
-    for number, cloud in enumerate(clouds):
-        place = ((cloud.xyz - cloud.xyz.amin(0)) / voxel_m).float()  # (n, 3), in voxels
-        blank = torch.zeros_like(place[:, 0])
-        columns = [
-            *place.unbind(1),
-            blank + number,
-            *(place - place.floor() - 0.5).unbind(1),
-            heights(cloud.xyz),
-            blank if cloud.intensity is None else cloud.intensity,
-            blank + (cloud.intensity is not None),
-            blank if cloud.labels is None else cloud.labels + 1.0,
-        ]
-        rows.append(torch.stack(columns, 1))
-    points = torch.cat(rows)  # (N, 3 coordinates, cloud, FEATURES, 1 + label)
-    sizes = [int(size) + 1 for size in points[:, :3].amax(0).tolist()]
-    # The cloud is one more dimension, so that the voxels of all of them are found at once.
-    cells = PointToVoxel([1] * 4, [0] * 4 + [*sizes, len(clouds)], points.shape[1], len(points), SLOTS, points.device)
-    slots, indices, counts, of_point = cells.generate_voxel_with_id(points)  # (V, SLOTS, 5 + FEATURES), (V, 4)
-    features = slots[..., 4 : 4 + FEATURES].sum(1) / counts[:, None]
-    votes = F.one_hot(slots[..., -1].long()).sum(1)  # (V, 1 + classes), of empty slots and unknown labels at first
-    votes[:, 0] = 0
-    most, label = votes.max(1)
-    labels = label.where(most > 0, 0) - 1
-    return Voxels(SparseConvTensor(features, indices, sizes[::-1], len(clouds)), labels, of_point)
+    return Model(network(classes, planes).to(device), setting, voxel_m, tuple(planes))
 
 
 # ---- training --------------------------------------------------------------------------------------------------
@@ -161,14 +112,6 @@ def voxels_of(clouds: Sequence[Cloud], voxel_m: float) -> Voxels:
 
 def scans(setting: Setting, first_seed: int, count: int, device: torch.device) -> list[Scan]:
     return [simulate(setting, first_seed + number, device) for number in watched(range(count), "scanning")]
-
-
-def varied(scan: Scan, chance: Random) -> Cloud:
-    """Turned, mirrored and scaled at random; sometimes without its intensities."""
-    angle, scale, mirror = chance.uniform(-math.pi, math.pi), chance.uniform(0.95, 1.05), chance.choice((-1, 1))
-    c, s = scale * math.cos(angle), scale * math.sin(angle)
-    turn = torch.tensor([[c, s, 0], [-s * mirror, c * mirror, 0], [0, 0, scale]]).to(scan.xyz)
-    return Cloud(scan.xyz @ turn, None if chance.random() < WITHOUT_INTENSITY else scan.intensity, scan.labels)
 
 
 def train(model: Model, seen: Sequence[Scan], recipe: Recipe, seed: int) -> None:
@@ -179,10 +122,10 @@ def train(model: Model, seen: Sequence[Scan], recipe: Recipe, seed: int) -> None
     weight = frequency.clamp(min=1e-4).rsqrt()  # what is rare counts more, though not in full
     optimizer = torch.optim.AdamW(network.parameters(), recipe.learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.learning_rate, total_steps=recipe.steps)
-    chance = Random(seed)
+    chance = np.random.default_rng(seed)
     for step in watched(range(recipe.steps), "training"):
-        batch = [varied(chance.choice(seen), chance) for _ in range(recipe.batch)]
-        sites, labels, _ = voxels_of(batch, model.voxel_m)
+        batch = [varied(seen[int(chance.integers(len(seen)))].cloud(), chance) for _ in range(recipe.batch)]
+        sites, labels, _ = voxels_of(joined([rows_of(cloud, model.voxel_m) for cloud in batch]))
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             logits = network(sites).features
         loss = F.cross_entropy(logits.float(), labels, weight, ignore_index=-1)
@@ -204,15 +147,6 @@ def watched(steps: range, what: str) -> Iterable[int]:
 # ---- what it has learned ---------------------------------------------------------------------------------------
 
 
-@torch.inference_mode()
-def labelled(model: Model, cloud: Cloud) -> Tensor:
-    """The label of each point, int64 (N,)."""
-    voxels = voxels_of([cloud], model.voxel_m)
-    with torch.autocast(cloud.xyz.device.type, torch.bfloat16, enabled=cloud.xyz.is_cuda):
-        logits = model.network(voxels.sites).features
-    return gather_features_by_pc_voxel_id(logits.argmax(1), voxels.of_point)
-
-
 def by_height(seen: Sequence[Scan], classes: int) -> Tensor:
     """The most frequent class at each height, int64 (BINS,); the most frequent of all where there were no points."""
     cells = torch.cat([bins(scan.xyz) * classes + scan.labels for scan in seen])
@@ -224,24 +158,13 @@ def bins(xyz: Tensor) -> Tensor:
     return ((heights(xyz) + 1) / BIN_M).long().clamp(0, BINS - 1)
 
 
-def confusion(truth: Tensor, said: Tensor, classes: int) -> Tensor:
-    """How many points of each class (rows) were said to be of each (columns)."""
-    return torch.bincount(truth * classes + said, minlength=classes * classes).view(classes, classes)
-
-
-def overlaps(counts: Tensor) -> Tensor:
-    """Intersection over union of each class; NaN for one that no point is of or was said to be of."""
-    hit = counts.diagonal()
-    return hit / (counts.sum(0) + counts.sum(1) - hit)
-
-
 def report(model: Model, seen: Sequence[Scan], others: Sequence[Scan], out: Path) -> None:
     """Prints the figures and draws a scene."""
     setting, classes = SETTINGS[model.setting], len(SETTINGS[model.setting].classes)
     rule = by_height(seen, classes)
     most = torch.cat([scan.labels for scan in seen]).bincount().argmax()
     ways = {
-        "network": [labelled(model, scan.cloud()) for scan in others],
+        "network": [labelled(model.network, scan.cloud(), model.voxel_m) for scan in others],
         "by height": [rule[bins(scan.xyz)] for scan in others],
         "most frequent": [most.expand_as(scan.labels) for scan in others],
     }
@@ -252,26 +175,6 @@ def report(model: Model, seen: Sequence[Scan], others: Sequence[Scan], out: Path
         print(f"{name:13}" + "".join(f"{100 * value:10.1f}" for value in (*values.tolist(), values.nanmean().item())))
     drawn(others[0].cloud(), ways["network"][0], setting).save(out / "labels.png")
     print(f"{out / 'labels.png'}: the truth, the network, its errors")
-
-
-def drawn(cloud: Cloud, said: Tensor, setting: Setting) -> Image.Image:
-    """What the points are (by height where that is not known), what they were said to be, and which of them wrongly."""
-    xyz, intensity, truth = moved(cloud, torch.device("cpu"))
-    said = said.cpu()
-    palette = torch.tensor(list(setting.classes.values()), dtype=torch.uint8)
-    panels = [("network", lit(palette[said], intensity))]
-    shown, legend = said != setting.lid, list(setting.classes.items())
-    if truth is None:
-        panels.insert(0, ("heights", lit(of_heights(xyz[:, 2]), intensity)))
-    else:
-        wrong = said != truth
-        shown &= truth != setting.lid
-        panels.insert(0, ("truth", lit(palette[truth], intensity)))
-        share = wrong.double().mean().item()
-        errors = torch.tensor([RIGHT, WRONG], dtype=torch.uint8)[wrong.long()]
-        panels.append((f"errors: {100 * share:.1f}% of points", lit(errors, None)))
-    shown |= ~shown.any()  # nothing but a lid
-    return sheet(xyz[shown], [(name, colours[shown]) for name, colours in panels], legend)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------
@@ -299,7 +202,7 @@ def load(path: Path, device: torch.device) -> Model:
         model.network.load_state_dict(content["network"])
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, TypeError) as error:
         why = str(error).partition("\n")[0]
-        raise InputError(f"{path} is no checkpoint that this example wrote: {why}") from error
+        raise InputError(f"{path} is not a checkpoint that this example wrote: {why}") from error
     model.network.eval()
     return model
 
@@ -326,7 +229,7 @@ def label_file(model: Model, cloud: Cloud, out: Path, device: torch.device) -> N
     """Labels it, writes it and draws it."""
     setting = SETTINGS[model.setting]
     cloud = moved(cloud._replace(labels=None), device)
-    said = labelled(model, cloud)
+    said = labelled(model.network, cloud, model.voxel_m)
     for name, count in zip(setting.classes, torch.bincount(said, minlength=len(setting.classes)).tolist(), strict=True):
         print(f"{name:10} {count:10,} points")
     write(cloud._replace(labels=said), out / "labelled.ply", list(setting.classes.values()))
@@ -351,7 +254,7 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs an NVIDIA GPU, and PyTorch finds none here")
     if options.out.exists() and not options.out.is_dir():
-        parser.error(f"--out {options.out} is no folder")
+        parser.error(f"--out {options.out} is not a folder")
     if options.weights and not options.points:
         parser.error("--weights labels a cloud: name it with --points")
     if options.weights and options.setting:

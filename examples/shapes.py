@@ -2,130 +2,18 @@
 
     python examples/shapes.py FOLDER [--count 16] [--side 128] [--seed 0]
 
-Circles, squares and triangles, one to four in a picture, on a noisy background. `draw` makes a batch on any device and
-never waits for it: how many shapes a picture has is drawn on the host, the rest on the device. The same seed gives the
-same pictures on the same kind of device. `write` puts a batch into a folder, as PNG files with instances.json beside
-them, which `rooftop.models.CocoDataset` reads.
+Circles, squares and triangles, one to four in a picture, on a noisy background: PNG files, and instances.json beside
+them, which `rooftop.models.CocoDataset` reads. The same seed gives the same pictures.
 
-`python examples/train_detr.py` trains on them.
+`rooftop train detr --data FOLDER` and `python examples/train_detr.py` train on them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
-from PIL import Image
-from torch import Tensor
-
-NAMES = ("circle", "square", "triangle")
-MOST = 4  # shapes in a picture
-RADII = (0.08, 0.2)  # of the side of a picture; a shape is as wide and as high as two of them
-TRIES = 64  # places that are tried for a shape: the one that hides least of the others is taken
-NOISE = 0.1  # standard deviation of each pixel, where black is 0 and white 1
-
-
-class Shapes(NamedTuple):
-    """B pictures.
-
-    Attributes:
-        images: float32 (B, 3, side, side), 0..1.
-        labels: int64 (B, MOST), numbers of `NAMES`.
-        boxes: float32 (B, MOST, 4) as (center x, center y, width, height), 0..1 of the picture.
-        counts: how many of a row of labels and boxes there are, for each picture.
-    """
-
-    images: Tensor
-    labels: Tensor
-    boxes: Tensor
-    counts: list[int]
-
-    def targets(self) -> list[dict[str, Tensor]]:
-        """What `rooftop.models.detr.SetCriterion` takes: labels (n,) and boxes (n, 4) of each picture."""
-        rows = zip(self.labels, self.boxes, self.counts, strict=True)
-        return [{"labels": labels[:n], "boxes": boxes[:n]} for labels, boxes, n in rows]
-
-
-def draw(count: int, side: int, seed: int, device: torch.device | str = "cpu") -> Shapes:
-    """So many pictures of side x side pixels."""
-    counts = torch.randint(1, MOST + 1, (count,), generator=torch.Generator().manual_seed(seed))
-    chance = torch.Generator(device).manual_seed(seed)
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=chance, device=device)
-
-    labels = torch.randint(len(NAMES), (count, MOST), generator=chance, device=device)
-    radii = RADII[0] + (RADII[1] - RADII[0]) * uniform(count, MOST)
-    radii = radii.sort(descending=True).values  # what is placed first finds most room
-    centers = _places(radii, uniform(count, MOST, TRIES, 2))  # (B, MOST, 2)
-    background = uniform(count, 3, 1, 1)
-    images = background.expand(-1, -1, side, side)
-    there = counts.to(device, non_blocking=True)[:, None] > torch.arange(MOST, device=device)  # (B, MOST)
-    cover = _cover(labels, centers * side, radii * side, side) * there[..., None, None]  # (B, MOST, side, side)
-    for number in range(MOST):
-        # Half of the range away from the background, round the circle from white to black: always seen.
-        colour = (background + 0.35 + 0.3 * uniform(count, 3, 1, 1)) % 1
-        images = torch.lerp(images, colour, cover[:, number, None])
-    images = images + NOISE * torch.randn(images.shape, generator=chance, device=device)
-    boxes = torch.cat((centers, 2 * radii[..., None].expand(-1, -1, 2)), dim=-1)
-    return Shapes(images.clamp(0, 1), labels, boxes, counts.tolist())
-
-
-def _places(radii: Tensor, tries: Tensor) -> Tensor:
-    """Centers (B, MOST, 2) for radii (B, MOST), of tries (B, MOST, TRIES, 2) in 0..1, so that shapes are inside."""
-    tries = radii[..., None, None] + (1 - 2 * radii[..., None, None]) * tries
-    chosen = tries[:, :1, 0]  # (B, 1, 2)
-    for number in range(1, radii.shape[1]):
-        apart = (tries[:, number, :, None] - chosen[:, None]).abs()  # (B, TRIES, number, 2)
-        reach = (radii[:, number, None] + radii[:, :number])[:, None, :, None]  # (B, 1, number, 1)
-        hidden = (reach - apart).clamp(min=0).prod(-1).sum(-1)  # (B, TRIES)
-        best = hidden.argmin(1)[:, None, None].expand(-1, 1, 2)
-        chosen = torch.cat((chosen, tries[:, number].gather(1, best)), dim=1)
-    return chosen
-
-
-def _cover(labels: Tensor, centers: Tensor, radii: Tensor, side: int) -> Tensor:
-    """How much of each pixel (side, side) each shape covers, 0..1; centers and radii in pixels."""
-    pixels = torch.arange(side, device=labels.device) + 0.5
-    x = (pixels - centers[..., 0, None])[..., None, :]  # (B, MOST, 1, side)
-    y = (pixels - centers[..., 1, None])[..., None]  # (B, MOST, side, 1)
-    r = radii[..., None, None]
-    # How many pixels a place lies within the outline.
-    circle = r - torch.hypot(x, y)
-    square = r - torch.maximum(x.abs(), y.abs())
-    triangle = torch.minimum(r - y, (y + r) / 2 - x.abs())  # its point is above
-    kind = labels[..., None, None]
-    within = torch.where(kind == 0, circle, torch.where(kind == 1, square, triangle))
-    return (within + 0.5).clamp(0, 1)
-
-
-def write(shapes: Shapes, folder: Path) -> Path:
-    """Pictures as PNG files, and the JSON file in COCO's format; returns the latter's path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    side = shapes.images.shape[-1]
-    images: list[dict[str, object]] = []
-    annotations: list[dict[str, object]] = []
-    for number, (image, target) in enumerate(zip(shapes.images, shapes.targets(), strict=True)):
-        file = f"{number:04}.png"
-        picture(image).save(folder / file)
-        images.append({"id": number, "file_name": file, "height": side, "width": side})
-        for label, box in zip(target["labels"].tolist(), (target["boxes"] * side).tolist(), strict=True):
-            x, y, width, height = box
-            place = {"bbox": [x - width / 2, y - height / 2, width, height], "area": width * height, "iscrowd": 0}
-            annotations.append({"id": len(annotations) + 1, "image_id": number, "category_id": label, **place})
-    categories = [{"id": label, "name": name} for label, name in enumerate(NAMES)]
-    path = folder / "instances.json"
-    content = {"images": images, "annotations": annotations, "categories": categories}
-    path.write_text(json.dumps(content), encoding="utf-8")
-    return path
-
-
-def picture(image: Tensor) -> Image.Image:
-    """(3, H, W), 0..1, as an image of PIL."""
-    return Image.fromarray((image * 255).round().byte().permute(1, 2, 0).cpu().numpy())
+from rooftop.train.tasks.generated.shapes import draw, write
 
 
 def main() -> None:

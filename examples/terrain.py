@@ -148,7 +148,7 @@ def main() -> None:
     if not 0 <= options.ground <= 8192:
         parser.error(f"--ground {options.ground}: expected 0 to 8192 texels")
     if options.out.exists() and not options.out.is_dir():
-        parser.error(f"{options.out} is no folder")
+        parser.error(f"{options.out} is not a folder")
     options.out.mkdir(parents=True, exist_ok=True)
 
     began = time.perf_counter()

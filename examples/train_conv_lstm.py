@@ -25,12 +25,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw
-from torch import Tensor, nn
+from torch import Tensor
 
 from rooftop.errors import InputError
 from rooftop.models import NextFrameNetwork, colour_next_frame_network, next_frame_network, predict_frames
-
-TRAINED_ON = 1500  # of scikit-learn's 1797 digits
+from rooftop.train.tasks.conv_lstm import SETTLED_BY, settle_norms
+from rooftop.train.tasks.generated.digits import TRAINED_ON, digits, moving_digits
 
 
 @dataclass(frozen=True)
@@ -55,47 +55,8 @@ class Setup:
 # ---- what it learns from ---------------------------------------------------------------------------------------
 
 
-def digits() -> Tensor:
-    """scikit-learn's handwritten digits, (1797, 8, 8) in 0..1."""
-    from sklearn.datasets import load_digits
-
-    return torch.from_numpy(load_digits().images).float() / 16
-
-
-def moving_digits(images: Tensor, count: int, frames: int, side: int, together: int, seed: int) -> Tensor:
-    """Videos of digits that move straight on and bounce at the edges; where two meet, the brighter shows.
-
-    Args:
-        images: (M, 8, 8) in 0..1, of which digits are drawn; the videos are on their device.
-        count, frames: N videos of T frames.
-        side: of the square frames in pixels; a digit is three eighths as large.
-        together: how many digits in each video.
-        seed: the same seed gives the same videos.
-
-    Returns:
-        (N, T, side, side, 1) in 0..1.
-    """
-    generator, device = torch.Generator().manual_seed(seed), images.device
-    chosen = torch.randint(len(images), (count, together), generator=generator).to(device)
-    start, angle, speed = (torch.rand(count, together, k, generator=generator).to(device) for k in (2, 1, 1))
-    direction = torch.cat(((2 * torch.pi * angle).cos(), (2 * torch.pi * angle).sin()), -1)
-    step = direction * (0.03 + 0.03 * speed) * side  # pixels a frame
-    size = 3 * side / 8
-    room = side - size
-    times = torch.arange(frames, device=device)[:, None, None]
-    unfolded = start[:, None] * 2 * room + times * step[:, None]  # (N, T, together, 2)
-    corner = room - (unfolded % (2 * room) - room).abs()  # there and back
-    pixels = torch.arange(side, device=device) + 0.5
-    grid = (pixels - corner[..., None]) / size * 2 - 1  # (N, T, together, 2, side): -1..1 across the digit
-    row, column = (grid[..., 0, :, None], grid[..., 1, None, :])
-    places = torch.stack(torch.broadcast_tensors(column, row), -1).flatten(0, 2)  # (N T together, side, side, 2)
-    sources = images[chosen][:, None].expand(-1, frames, -1, -1, -1).flatten(0, 2)[:, None]
-    drawn = F.grid_sample(sources, places, align_corners=False).view(count, frames, together, side, side)
-    return drawn.amax(2)[..., None].clamp(0, 1)
-
-
 def of_digits(device: torch.device, quick: bool) -> Setup:
-    images = digits().to(device)
+    images = digits()[0].to(device)
     if device.type == "cuda":
         sizes, network, steps, batch, rate = (20, 64, 2), next_frame_network(), 4000, 8, 1e-3
     else:
@@ -161,22 +122,8 @@ def train(setup: Setup, seed: int) -> None:
         schedule.step()
         if step % max(1, setup.steps // 10) == 0 or step == setup.steps - 1:
             print(f"step {step:5}: loss {loss.item():.4f}", flush=True)
-    settle_norms(setup)
-
-
-@torch.no_grad()
-def settle_norms(setup: Setup) -> None:
-    """The norms' statistics anew, as a mean over some videos: the running ones lag behind so short a training."""
-    network = setup.network
-    norms = [norm for norm in network.norms if isinstance(norm, nn.BatchNorm2d)]
-    momenta = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None
-    for seed in range(8):
-        network.features(setup.videos(-1 - seed)[:, :-1])
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
+    settled_by = torch.cat([setup.videos(-1 - seed) for seed in range(SETTLED_BY)])
+    settle_norms(settled_by, len(settled_by) // SETTLED_BY, network)
     network.eval()
 
 
@@ -240,7 +187,7 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs an NVIDIA GPU, and PyTorch finds none here")
     if options.out.exists() and not options.out.is_dir():
-        parser.error(f"--out {options.out} is no folder")
+        parser.error(f"--out {options.out} is not a folder")
     torch.manual_seed(options.seed)
     device = torch.device(options.device)
     try:

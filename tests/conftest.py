@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
@@ -55,6 +55,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Garbage is not looked for while all is imported: hardly any of it is, and each search takes longer."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
@@ -369,6 +379,12 @@ def built_once(folder: Path, make: Callable[[Path], None]) -> Path:
             make(unfinished)
             unfinished.rename(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def made_once(shared_builds: Path) -> Callable[[str, Callable[[Path], None]], Path]:
+    """`made_once(name, make)`: the folder of that name, which `make(folder)` has filled in one of the workers."""
+    return lambda name, make: built_once(shared_builds / name, make)
 
 
 Switches = dict[str, object]

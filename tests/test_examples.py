@@ -1,6 +1,7 @@
 """Each example, and each snippet of the pages about hardware and cost, runs as it is and says what it promises.
 
-They run in this process (`python examples/NAME.py`, without the seconds that importing torch takes again).
+They run in this process (`python examples/NAME.py`, without the seconds that importing torch takes again). Links
+between the pages lead somewhere.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import runpy
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,9 +31,10 @@ from rooftop.testing import no_waiting_for_gpu
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples"
 TESTED_ELSEWHERE = {"classify", "data_parallel"}  # tests/models/vision/test_classification.py, tests/parallel
+PAGES = [ROOT / "README.md", ROOT / "README.zh.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SNIPPETS = [
     pytest.param(match[1], id=f"{page}-line-{text[: match.start()].count(chr(10)) + 1}")
-    for page in ("cost", "cuda", "generation", "hardware", "inference", "parallel", "scene")
+    for page in ("cost", "cuda", "generation", "hardware", "inference", "optimize", "parallel", "scene")
     for text in [(ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")]
     for match in re.finditer(r"```python\n(.*?)```", text, re.DOTALL)
 ]
@@ -217,7 +220,7 @@ def test_shapes_fill_their_boxes(run: Run, tmp_path: Path, monkeypatch: pytest.M
     assert out == f"5 pictures in {tmp_path}, their boxes in {tmp_path / 'instances.json'}\n"
     mean, std = (torch.tensor(each)[:, None, None] for each in (MEAN, STD))
     data = CocoDataset(tmp_path, tmp_path / "instances.json", shorter=80, longer=80)
-    shapes = importlib.import_module("shapes")
+    shapes = importlib.import_module("rooftop.train.tasks.generated.shapes")
     drawn = shapes.draw(5, 80, 3)
     assert data.names == shapes.NAMES
     for (image, target), pixels, expected in zip(data, drawn.images, drawn.targets(), strict=True):
@@ -270,7 +273,7 @@ def test_a_folder_that_is_a_file_is_found_before_the_training(
     for name in ("train_detr", "train_conv_lstm", "lidar_segmentation"):
         with pytest.raises(SystemExit, match="2"):
             run(name, "--out", file)
-        assert "file is no folder" in capsys.readouterr().err
+        assert "file is not a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -370,14 +373,18 @@ def test_a_network_learns_to_label_scans(run: Run, tmp_path: Path) -> None:
     words = ("--points", tmp_path / "flat.npy", "--out", tmp_path, "--weights")
     out = run("lidar_segmentation", *words, tmp_path / "labels.pth")
     assert "step" not in out
-    found = importlib.import_module("point_clouds").read(tmp_path / "labelled.ply")
+    found = importlib.import_module("rooftop.models.point_clouds.clouds").read(tmp_path / "labelled.ply")
     assert torch.equal(found.xyz, flat)
     assert (found.labels[flat[:, 2] > 71] == 1).float().mean() > 0.9
     assert (found.labels[flat[:, 2] < 71] == 0).float().mean() > 0.9
     with Image.open(tmp_path / "labelled.png") as picture:
         assert picture.width > picture.height
     torch.save({"setting": "room"}, tmp_path / "other.pth")
-    for name, problem in (("flat.npy", "is no checkpoint"), ("other.pth", "is no checkpoint"), ("no.pth", "not exist")):
+    for name, problem in (
+        ("flat.npy", "is not a checkpoint"),
+        ("other.pth", "is not a checkpoint"),
+        ("no.pth", "not exist"),
+    ):
         with pytest.raises(SystemExit, match=rf"error: .*{name}.* {problem}"):
             run("lidar_segmentation", *words, tmp_path / name)
     numpy.save(tmp_path / "stray.npy", [[0, 0, 0], [0, 0, 1e5]])
@@ -444,7 +451,7 @@ def test_holes_are_found() -> None:
     depth[1, 3] = torch.inf  # a part of the sky
     depth[3, 3] = depth[4, 6] = torch.inf
     assert holes(depth) == 2
-    depth[4, 5] = torch.inf  # what is larger is no crack
+    depth[4, 5] = torch.inf  # what is larger is not a crack
     assert holes(depth) == 1
 
 
@@ -515,13 +522,47 @@ def test_photographs_are_described_by_a_function_of_the_example(run: Run, tmp_pa
 def test_install_commands_work_in_a_clone() -> None:
     """Rooftop is on no package index: pages install from the folder, with extras that there are."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert 'install "rooftop' not in text
     assert "install rooftop" not in text
     named = re.findall(r'pip install "\.\[([\w,]+)\]"', text)
     assert len(named) > 10
     assert {extra for each in named for extra in each.split(",")} <= set(extras)
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub names the headings of a page."""
+    found: Counter[str] = Counter()
+    names = set()
+    for heading in re.findall(r"^#+ (.*)", without_code(page), re.MULTILINE):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        name = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        names.add(f"{name}-{found[name]}" if found[name] else name)
+        found[name] += 1
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)\s]+)\)", without_code(page))
+    for target in targets:
+        if re.match(r"\w+:", target):
+            continue  # another site
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{page.name} links to {target}, which is not there"
+        if anchor:
+            assert anchor in anchors(there), f"{page.name} links to {target}, which is not a heading there"
+
+
+def test_a_heading_has_the_name_that_github_gives_it(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# In C++, at `once`\n```\n# a comment\n```\n## A [link](x.md)\n## A link\n")
+    assert anchors(page) == {"in-c-at-once", "a-link", "a-link-1"}
 
 
 def test_what_moves_is_marked(run: Run, tmp_path: Path) -> None:
@@ -541,3 +582,44 @@ def test_a_network_learns_directions_from_clips(run: Run) -> None:
     pytest.importorskip("av")
     out = run("train_on_clips", "--steps", 25, "--device", "cpu")
     assert int(re.search(r"other videos: (\d+)%", out)[1]) > 90  # type: ignore[index]
+
+
+def test_a_task_of_ones_own_is_trained_and_resumed(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From Python; and by name, stopped in the middle and resumed, with the same weights as without a stop."""
+    pytest.importorskip("safetensors")
+    from rooftop.train.fitting import fit
+    from rooftop.train.recipes import Recipe
+    from rooftop.train.stopping import Stop
+    from rooftop.train.tasks import find_task
+
+    share = float(re.search(r"^([\d.]+)% of other points after 600 steps", run("my_task"))[1])  # type: ignore[index]
+    assert share > 95
+    monkeypatch.chdir(ROOT)
+    build, defaults = find_task("examples/my_task.py:build")
+    recipe = Recipe.of(defaults).with_values(["run.epochs=2", "loading.how=here"])
+
+    def trained(out: Path, **options: object) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        task = build(None, recipe)
+        fit(task, recipe, device="cpu", out=out, save_every=7, **options)  # type: ignore[arg-type]
+        return task.model.state_dict()
+
+    class StopAfter:
+        """Asks to stop once so many steps are told."""
+
+        def __init__(self, step: int) -> None:
+            self.step, self.stop = step, Stop()
+
+        def stepped(self, records: list[object]) -> None:
+            if records[-1].step >= self.step:  # type: ignore[attr-defined]
+                self.stop.requested = True
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *_: None
+
+    whole = trained(tmp_path / "whole")
+    stopping = StopAfter(23)
+    part = trained(tmp_path / "parts", observers=[stopping], stop=stopping.stop)
+    assert any(not torch.equal(part[key], whole[key]) for key in whole)
+    resumed = trained(tmp_path / "parts", resume=True)
+    assert all(torch.equal(resumed[key], whole[key]) for key in whole)

@@ -25,7 +25,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from rooftop.hardware import measure
-from rooftop.kernels.norms import launches, tables
+from rooftop.kernels.norms import launches, plans, tables
 from rooftop.kernels.norms.tables import BackwardConfig, ForwardConfig
 
 SIZES = (128, 256, 512, 768, 1024, 2048, 2601, 4096, 5120, 8192, 11008, 16384, 32768, 50257)
@@ -100,15 +100,18 @@ def run(problem: Problem, variant: Variant) -> Callable[[], object] | None:
     p = problem
 
     def forward() -> object:
-        tables.FORWARD = () if variant is None else (variant,)  # type: ignore[assignment]
         return launches.forward(p.x, None, None, p.weight, p.bias, 1e-5, rms=False, dtype=p.x.dtype)
 
     def backward() -> object:
-        tables.BACKWARD = () if variant is None else (variant,)  # type: ignore[assignment]
         gradients = torch.empty_like(p.weight), torch.empty_like(p.bias)
         return launches.backward(p.dy, None, p.x, p.weight, p.mean, p.rstd, *gradients)
 
-    call = forward if isinstance(variant, ForwardConfig) else backward
+    table = () if variant is None else (variant,)
+    if isinstance(variant, ForwardConfig):
+        call, tables.FORWARD = forward, table  # type: ignore[assignment]
+    else:
+        call, tables.BACKWARD = backward, table  # type: ignore[assignment]
+    plans.forget()
     try:
         call()
     except OutOfResources:

@@ -1,11 +1,13 @@
-"""Writes the tables of docs/: kernels, sparse, mat, media, models, scene; from the figures under benchmarks/results/.
+"""Writes the tables of the pages in docs/ and docs/measurements/ from the figures under benchmarks/results/.
 
     python benchmarks/kernels/tables.py [--check]
 
 Between `<!-- figures: NAME.json -->` (of the H200; `cpu/NAME.json` of a CPU) and `<!-- end of figures -->` stands what
 this makes of that file: tables, both directions side by side, Rooftop's column in bold, the roof and the peers of the
-same run beside it. What is outside of the markers is written by hand. `--check` writes nothing and fails where a page
-is not up to date.
+same run beside it. `<!-- figures: overview -->` is one table of a few rows of many files, which `OVERVIEW` names. What
+is outside of the markers is written by hand. `--check` writes nothing and fails where a page is not up to date.
+
+`<!-- figures: NAME.json what=sizes name=a,b -->` shows only the rows that have one of these values under each key.
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("kernels", "sparse", "mat", "media", "models", "scene"))
+PAGES = tuple(sorted((ROOT / "docs").rglob("*.md")))
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
-MARKED = re.compile(r"(<!-- figures: ((?:cpu/)?\w+\.json) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+MARKED = re.compile(
+    r"(<!-- figures: ((?:cpu/)?\w+\.json|overview)((?: \S+=\S+)*) -->\n).*?(<!-- end of figures -->)", re.DOTALL
+)
 COMMANDS = {  # that make a file, where it is not the script of its name under kernels/
     "log_softmaxes.json": "kernels/softmaxes.py --operators log_softmax",
     "rms_norms.json": "kernels/norms.py --norm rms_norm",
@@ -40,7 +44,7 @@ OURS = (
 FIGURES = ("graph", "rates", "eager")  # where a row has its figures, the best known first
 NOT_SHOWN = {*FIGURES, "unit", "roof", "op_roof", "direction", "plan", "chosen", "peak_mib"}
 NOT_SHOWN |= {"goal_ms", "spread", "apart", "absent"}
-WORDS = ("operator", "kind", "expression", "surface", "model", "work")  # keys whose values are no numbers
+WORDS = ("operator", "kind", "expression", "surface", "model", "work")  # keys whose values are not numbers
 UNKNOWN = "-"
 DIGITS = ((100, 0), (10, 1), (0.1, 2), (0, 4))  # after the point, of numbers from so much
 
@@ -57,7 +61,7 @@ def main() -> None:
         if filled == text:
             continue
         if options.check:
-            sys.exit(f"docs/{page.name} is not what the figures say: python benchmarks/kernels/tables.py")
+            sys.exit(f"{page.relative_to(ROOT)} is not what the figures say: python benchmarks/kernels/tables.py")
         page.write_text(filled, encoding="utf-8")
 
 
@@ -66,18 +70,19 @@ def with_figures(page: str, results: Path) -> str:
 
     def filled(found: re.Match[str]) -> str:
         folder = results.parent if found[2].startswith("cpu/") else results
-        return f"{found[1]}\n{section(folder / found[2])}\n\n{found[3]}"
+        made = overview(results) if found[2] == "overview" else section(folder / found[2], found[3].split())
+        return f"{found[1]}\n{made}\n\n{found[4]}"
 
     return MARKED.sub(filled, page)
 
 
-def section(path: Path) -> str:
-    """The tables of one file of figures; what to run, where it is not there."""
+def section(path: Path, chosen: Sequence[str] = ()) -> str:
+    """The tables of one file of figures, of its chosen rows; what to run, where it is not there."""
     if not path.is_file():
         script = COMMANDS.get(path.name, f"kernels/{path.stem}.py")
         folder = "cpu" if path.parent.name == "cpu" else "h200"
         return f"No figures yet: `python benchmarks/{script} --out benchmarks/results/{folder}/{path.name}`."
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = {name: rows_of(value, chosen) for name, value in json.loads(path.read_text(encoding="utf-8")).items()}
     if path.name == "tune_clusters.json":
         return f"{clusters(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {found['device']}."
     device = found.get("environment", {}).get("device", "NVIDIA H200")
@@ -98,6 +103,74 @@ def section(path: Path) -> str:
             tables += [table(name, group, found) for name, group in groups(rows)]
     source = f"`benchmarks/results/h200/{path.name}`, {device}."
     return "\n\n".join([*tables, source])
+
+
+def rows_of(value: Any, chosen: Sequence[str]) -> Any:
+    """The chosen rows of a list: "key=a,b" chooses rows whose key is a or b. What is not a list of rows stays as it
+    is."""
+    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
+        return value
+    wanted = [(key, values.split(",")) for key, values in (each.split("=") for each in chosen)]
+    return [row for row in value if all(str(row.get(key)) in values for key, values in wanted)]
+
+
+class Line(NamedTuple):
+    """Rows of one file that stand in the overview.
+
+    Attributes:
+        operator: as the page calls it.
+        size: what it works on.
+        file: without its ending.
+        has: what a row has, by key; None: the row has no such key.
+        direction: of rows that say none.
+    """
+
+    operator: str
+    size: str
+    file: str
+    has: Row
+    direction: str = "forward"
+
+
+OVERVIEW = (
+    Line("layer_norm", "131072x1024", "norms", {"columns": 1024}),
+    Line("layer_norm", "51602x2601", "norms", {"columns": 2601}),
+    Line("add_rms_norm", "32768x4096", "add_rms_norms", {"columns": 4096}),
+    Line("softmax", "262144x1024", "softmaxes", {"operator": "softmax", "columns": 1024}),
+    Line("softmax", "2092x128256", "softmaxes", {"operator": "softmax", "columns": 128256}),
+    Line("cross_entropy", "8192x128256", "losses", {"classes": 128256, "features": None}, "both"),
+    Line("linear_cross_entropy", "8192x50257x768", "losses", {"classes": 50257, "features": 768}, "both"),
+    Line("linear_act", "4096x4096x4096", "matmuls", {"shape": [4096] * 3, "activation": "gelu", "backward": False}),
+    Line("linear_act", "4096x4096x4095", "matmuls", {"shape": [4096, 4096, 4095]}),
+    Line("rope", "8x32x4096x128", "transformers", {"operator": "rope", "batch": 8}),
+    Line("swiglu", "32768x4096", "transformers", {"operator": "swiglu", "rows": 32768}),
+    Line("sum", "268435456", "reductions", {"operator": "sum", "shape": [268435456]}),
+    Line("argmax", "1024x128256", "reductions", {"operator": "argmax"}),
+    Line("fused", "134217728", "elementwise", {"expression": "gated"}),
+)
+OVERVIEW_COLUMNS = ("rooftop", "torch", "compile", "liger")
+
+
+def overview(results: Path) -> str:
+    """One line for each operator, size and direction of `OVERVIEW`.
+
+    Raises:
+        ValueError: a file has no such row.
+    """
+    lines = [["operator", "size", "roof", *OVERVIEW_COLUMNS], ["---", "---", *["---:"] * 5]]
+    for operator, size, file, has, direction in OVERVIEW:
+        found = json.loads((results / f"{file}.json").read_text(encoding="utf-8"))
+        of_lists = [row for rows in found.values() if isinstance(rows, list) for row in rows if isinstance(row, dict)]
+        rows = [row for row in of_lists if all(row.get(key) == value for key, value in has.items())]
+        if not rows:
+            raise ValueError(f"{file}.json has no row with {has}")
+        for row in rows:
+            rates = figures(row)
+            ours, *peers = (number(rates.get(name)) for name in OVERVIEW_COLUMNS)
+            unit = row.get("unit", found.get("unit"))
+            what = [f"`{operator}` {row.get('direction', direction)}, {unit}", size, number(row["roof"])]
+            lines.append([*what, f"**{ours}**", *peers])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def clusters(rows: list[Row]) -> str:

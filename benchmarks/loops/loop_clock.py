@@ -46,7 +46,7 @@ class LoopClock:
             self.go_on()
 
     def pause(self) -> None:
-        """What follows is no step: an evaluation."""
+        """What follows is not a step: an evaluation."""
         self._marks.append(None)
         if self._since is not None:
             self._wait()

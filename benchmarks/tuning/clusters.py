@@ -19,7 +19,7 @@ from candidates import QUICK, Call, Settings, Task, main
 
 from rooftop.kernels.operands.launch_data import ANY_BYTES
 from rooftop.kernels.softmaxes import clusters as cuda_softmaxes
-from rooftop.kernels.softmaxes import tables
+from rooftop.kernels.softmaxes import plans, tables
 from rooftop.kernels.softmaxes.tables import ClusterConfig
 from rooftop.launch import count_launches
 
@@ -63,7 +63,7 @@ def task(table: str, columns: int, goal: str, *shapes: Shape) -> Task:
     moved = 2 * tensors * rows * columns
     found = candidates(table, columns, shapes)
     peers = {"torch": partial(peer, columns)}
-    return Task(f"{table} {columns}", moved, found, partial(call, columns), proof, peers, goal)
+    return Task(f"{table} {columns}", moved, found, partial(call, columns), proof, peers, goal, changed=plans.forget)
 
 
 LONG: tuple[Shape, ...] = ((8, 256, 8, 2), (8, 256, 8, 3), (16, 128, 8, 2), (16, 128, 8, 3), (4, 512, 8, 2))

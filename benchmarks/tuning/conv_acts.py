@@ -34,9 +34,8 @@ from torch.nn import functional
 
 from rooftop.hardware import compare
 from rooftop.hardware.graphs import captured
-from rooftop.kernels.convolutions import tables as conv_act_tables
 from rooftop.kernels.convolutions.launches import copied, forward, plan_of
-from rooftop.kernels.convolutions.tables import ConvPlan, ConvTile, Geometry, Problem
+from rooftop.kernels.convolutions.tables import ConvPlan, ConvTile, Geometry, Problem, fitted
 from rooftop.kernels.operands.activations import activated
 
 PEERS = ("torch", "library", "cudnn", "cudnn, benchmarked", "product")
@@ -164,10 +163,10 @@ def candidates(job: Job, batch: int, device: str) -> list[ConvTile]:
         tiles = MANY if batch > 8 else FEW
     x, weight, _, added = operands(job, 1, "meta")
     problem = Problem(
-        job.geometry(batch), job.activation, job.residual, True, True, copied(x, weight, added, job.geometry(1)), True,
-        132, 9,
+        job.geometry(batch), job.residual, keep=False, dtype=torch.bfloat16, device="cuda", kernels=True,
+        channels_last=True, copied=copied(x, weight, added, job.geometry(1)), cudnn=True, sms=132, capability=9,
     )  # fmt: skip
-    return list(dict.fromkeys(conv_act_tables._fitted(tile, problem) for tile in tiles))
+    return list(dict.fromkeys(fitted(tile, problem) for tile in tiles))
 
 
 def label(tile: ConvTile) -> str:

@@ -18,7 +18,7 @@ from candidates import QUICK, Call, Settings, Task, copies_past_cache, main, ran
 from torch import Tensor
 
 from rooftop.kernels.operands.launch_data import ElementsConfig
-from rooftop.kernels.recurrent import conv_lstm_sequences, conv_lstms
+from rooftop.kernels.recurrent import conv_lstm_sequences, conv_lstms, tables
 
 BATCH, FILTERS, SIDE = (1, 8, 3) if QUICK else (8, 64, 64)
 STEPS = 2 if QUICK else 3
@@ -90,7 +90,7 @@ def check_gates(made: object, dtype: torch.dtype) -> None:
 
 def configs(table: str, *found: tuple[int, int]) -> dict[str, Settings]:
     """By elements of a program and warps."""
-    return {f"{e} elements {w}w": {(conv_lstms, table): ElementsConfig(e, w)} for e, w in found}
+    return {f"{e} elements {w}w": {(tables, table): ElementsConfig(e, w)} for e, w in found}
 
 
 def gate_tasks(dtype: torch.dtype) -> tuple[Task, Task]:
@@ -140,7 +140,7 @@ def layer_backward(size: int, dtype: torch.dtype) -> Call:
     outputs, cell, cells, sums = conv_lstm_sequences._forward(gates, kernel, None, None, None, *ACTIVATIONS, True)
     douts = randn(STEPS, BATCH, SIDE, SIDE, FILTERS, dtype=dtype).permute(0, 1, 4, 2, 3)
     given = (sums, kernel, None, None, outputs, cells, douts, torch.zeros_like(cell))
-    return lambda: conv_lstm_sequences._backward(*given, *ACTIVATIONS)
+    return lambda: conv_lstm_sequences.ConvLstmSequenceBackward(*given, *ACTIVATIONS).run()
 
 
 def convolutions(size: int, dtype: torch.dtype, of_backward: bool) -> Call:

@@ -14,7 +14,7 @@ import torch
 from candidates import DEVICE, QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 
-from rooftop.kernels.lookups import embeddings
+from rooftop.kernels.lookups import embeddings, launches, tables
 from rooftop.kernels.lookups.tables import RunsConfig
 
 ROWS, WIDTH, COUNT = (7, 5, 40) if QUICK else (128256, 4096, 65536)  # vocabulary, features, tokens
@@ -33,7 +33,7 @@ def inputs(kind: str, rows: int, count: int) -> tuple[Tensor, Tensor]:
 
 def call(kind: str) -> Call:
     gradient, tokens = inputs(kind, ROWS, COUNT)
-    return lambda: embeddings._backward(gradient, tokens, ROWS, -1)
+    return lambda: launches.add_rows(gradient, tokens, ROWS, -1)
 
 
 def by_torch(kind: str) -> Call:
@@ -43,7 +43,7 @@ def by_torch(kind: str) -> Call:
 
 def check(kind: str) -> None:
     gradient, tokens = inputs(kind, SMALL_ROWS, SMALL_COUNT)
-    found = embeddings._backward(gradient, tokens, SMALL_ROWS, -1)
+    found = launches.add_rows(gradient, tokens, SMALL_ROWS, -1)
     exact = embeddings.embedding_backward_reference(gradient.double(), tokens, SMALL_ROWS, -1)
     torch.testing.assert_close(found.double(), exact, rtol=1e-2, atol=2e-2)
 
@@ -52,7 +52,7 @@ def runs(*found: tuple[int, int, int, int]) -> dict[str, Settings]:
     """By items of a chunk, rows loaded at once, columns and warps."""
     return {
         f"chunk {chunk} ahead {ahead} {columns} columns {warps}w": {
-            (embeddings, "RUNS"): RunsConfig(chunk, ahead, columns, warps)
+            (tables, "RUNS"): RunsConfig(chunk, ahead, columns, warps)
         }
         for chunk, ahead, columns, warps in found
     }

@@ -12,7 +12,8 @@ from candidates import QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 from torch.nn import functional
 
-from rooftop.kernels.gated import gated, tables
+from rooftop.kernels.gated import launches, tables
+from rooftop.kernels.gated.gated import SwigluBackward
 from rooftop.kernels.gated.tables import GatedConfig
 
 COLUMNS = 33 if QUICK else 14336
@@ -27,13 +28,13 @@ def inputs(rows: int, packed: bool) -> tuple[Tensor, Tensor]:
 
 def forward(packed: bool) -> Call:
     gate, up = inputs(ROWS, packed)
-    return lambda: gated._forward(gate, up)
+    return lambda: launches.forward(gate, up)
 
 
 def backward(packed: bool) -> Call:
     gate, up = inputs(ROWS, packed)
     dy, (dgate, dup) = randn(ROWS, COLUMNS), inputs(ROWS, packed)
-    return lambda: gated._backward(dy, gate, up, dgate, dup)
+    return lambda: launches.backward(dy, gate, up, dgate, dup)
 
 
 def by_torch(packed: bool) -> Call:
@@ -44,14 +45,14 @@ def by_torch(packed: bool) -> Call:
 def check_forward(packed: bool) -> None:
     gate, up = inputs(SMALL, packed)
     expected = functional.silu(gate.float()) * up.float()
-    torch.testing.assert_close(gated._forward(gate, up).float(), expected, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(launches.forward(gate, up).float(), expected, rtol=1e-2, atol=1e-3)
 
 
 def check_backward(packed: bool) -> None:
     gate, up = inputs(SMALL, packed)
     dy, (dgate, dup) = randn(SMALL, COLUMNS), inputs(SMALL, packed)
-    gated._backward(dy, gate, up, dgate, dup)
-    expected = gated.swiglu_backward_reference(dy.double(), gate.double(), up.double())
+    launches.backward(dy, gate, up, dgate, dup)
+    expected = SwigluBackward(dy.double(), gate.double(), up.double()).formula()
     for found, exact in zip((dgate, dup), expected, strict=True):
         torch.testing.assert_close(found.double(), exact, rtol=1e-2, atol=1e-2)
 

@@ -12,7 +12,7 @@ import torch
 from candidates import DEVICE, QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 
-from rooftop.kernels.lookups import cuda_interpolations, interpolations
+from rooftop.kernels.lookups import cuda_interpolations, interpolations, tables
 from rooftop.kernels.lookups.tables import CornersConfig
 from rooftop.kernels.operands.launch_data import ANY_BYTES
 
@@ -58,7 +58,7 @@ def check_backward(channels: int) -> None:
 
 def blocks(direction: str, *found: tuple[int, int, int]) -> dict[str, Settings]:
     """By bytes of a corner for all points, of a corner of one point, and warps."""
-    return {f"{b}B {c}B {w}w": {(interpolations, direction): (CornersConfig(ANY_BYTES, b, c, w),)} for b, c, w in found}
+    return {f"{b}B {c}B {w}w": {(tables, direction): (CornersConfig(ANY_BYTES, b, c, w),)} for b, c, w in found}
 
 
 def tasks(channels: int) -> tuple[Task, Task]:

@@ -15,7 +15,7 @@ from candidates import DEVICE, QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 from torch.nn import functional
 
-from rooftop.kernels.losses import losses, tables
+from rooftop.kernels.losses import launches, losses, tables
 from rooftop.kernels.losses.launches import Terms
 from rooftop.kernels.operands.launch_data import ANY_BYTES
 from rooftop.kernels.operands.row_tiles import LongConfig, TileConfig
@@ -49,7 +49,7 @@ def gradient(x: Tensor, target: Tensor) -> Callable[[], Tensor]:
     statistics = losses.losses_of_rows(x, target, TERMS, None, None)[1]
     assert statistics is not None
     inverse, one = losses.inverse_of_targets(target, x.shape[1], TERMS, torch.float32), torch.ones((), device=DEVICE)
-    return lambda: losses._gradient(one, x, target, statistics, TERMS, inverse)
+    return lambda: launches.gradient(one, x, target, statistics, TERMS, inverse)
 
 
 def check_fused(columns: int) -> None:

@@ -17,7 +17,7 @@ from candidates import QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 from torch.nn import functional
 
-from rooftop.kernels.norms import clusters, launches, tables
+from rooftop.kernels.norms import clusters, launches, plans, tables
 from rooftop.kernels.norms.tables import BackwardConfig, ClusterConfig, ForwardConfig, LongConfig
 from rooftop.launch import count_launches
 
@@ -79,7 +79,7 @@ def check(direction: str, columns: int) -> None:
     with count_launches() as counted:
         found = ours()
     staged = clusters.config_for(
-        clusters.CLUSTER_BACKWARD if "backward" in direction else clusters.CLUSTER_FORWARD, columns
+        tables.CLUSTER_BACKWARD if "backward" in direction else tables.CLUSTER_FORWARD, columns
     )
     if staged is not None and not QUICK and not any("staged" in name for name in counted):
         raise ValueError(f"{staged} does not take {columns} columns")  # what is timed would be Triton's kernel
@@ -102,39 +102,39 @@ def task(direction: str, columns: int, candidates: dict[str, Settings]) -> Task:
     rows = 16 if QUICK else ELEMENTS // columns
     tensors = (3 if "backward" in direction else 2) + (2 if direction == "add forward" else "add" in direction)
     moved, call = 2 * tensors * rows * columns, partial(ours, direction, rows, columns)
-    peers = {"torch": partial(plain, direction, rows, columns)}
-    return Task(f"{direction} {columns}", moved, candidates, call, partial(check, direction, columns), peers)
+    peers, proof = {"torch": partial(plain, direction, rows, columns)}, partial(check, direction, columns)
+    return Task(f"{direction} {columns}", moved, candidates, call, proof, peers, changed=plans.forget)
 
 
 TABLE: dict[str, Settings] = {"table": {}}
 PLAIN: dict[str, Settings] = {"plain": {(tables, "SHIFTED_FROM"): 1 << 30}}
 
 
-def tables(name: str, config: Callable[..., object], *values: tuple[int, ...], one: bool = True) -> dict[str, Settings]:
+def tabled(name: str, config: Callable[..., object], *values: tuple[int, ...], one: bool = True) -> dict[str, Settings]:
     """Tables of one entry (or not a table) by its fields."""
     return {f"{v}": {(tables, name): (config(*v),) if one else config(*v)} for v in values}
 
 
 def shifted(direction: str, *values: tuple[int, ...]) -> dict[str, Settings]:
-    return tables(f"{direction}_SHIFTED", partial(BackwardConfig, 1 << 30), *values)
+    return tabled(f"{direction}_SHIFTED", partial(BackwardConfig, 1 << 30), *values)
 
 
 def long(name: str, *values: tuple[int, ...]) -> dict[str, Settings]:
-    return tables(f"{name}_LONG", LongConfig, *values, one=False)
+    return tabled(f"{name}_LONG", LongConfig, *values, one=False)
 
 
 def long_odd(*values: tuple[int, ...]) -> dict[str, Settings]:
-    return tables("FORWARD_LONG_ODD", LongConfig, *values, one=False)
+    return tabled("FORWARD_LONG_ODD", LongConfig, *values, one=False)
 
 
 def staged(direction: str, *values: tuple[int, ...]) -> dict[str, Settings]:
     """values: blocks of a cluster, warps of a block, blocks on an SM, stages."""
-    return {f"staged {v}": {(clusters, direction): (ClusterConfig(1, 1 << 30, *v),)} for v in values}
+    return {f"staged {v}": {(tables, f"CLUSTER_{direction}"): (ClusterConfig(1, 1 << 30, *v),)} for v in values}
 
 
 def forward(*values: tuple[int, ...]) -> dict[str, Settings]:
     """values: rows of a tile, elements of a block, warps."""
-    return TABLE | tables("FORWARD", partial(ForwardConfig, 1 << 30), *values)
+    return TABLE | tabled("FORWARD", partial(ForwardConfig, 1 << 30), *values)
 
 
 def of_fours(columns: int) -> dict[str, Settings]:
@@ -145,7 +145,7 @@ def of_fours(columns: int) -> dict[str, Settings]:
     for block, warps in tiles:
         table = (ForwardConfig(1 << 30, 1, block, warps),)
         names = (*none, (tables, "FORWARD"))
-        by_triton[f"(1, {block}, {warps})"] = {(clusters, "CLUSTER_FORWARD"): (), **dict.fromkeys(names, table)}
+        by_triton[f"(1, {block}, {warps})"] = {(tables, "CLUSTER_FORWARD"): (), **dict.fromkeys(names, table)}
     by_clusters = {name: none | of for name, of in staged("FORWARD", *STAGED_OF_FOURS[columns]).items()}
     return TABLE | by_triton | by_clusters
 
@@ -174,7 +174,7 @@ TASKS = (
         334,
         TABLE
         | {"shifted": {(tables, "BACKWARD_PAIRS"): ()}}
-        | tables("BACKWARD_PAIRS", BackwardConfig, (512, 2, 256, 2, 6, 3, True), (512, 1, 256, 1, 16, 3, True)),
+        | tabled("BACKWARD_PAIRS", BackwardConfig, (512, 2, 256, 2, 6, 3, True), (512, 1, 256, 1, 16, 3, True)),
     ),
     task("backward", 894, TABLE | PLAIN | staged("BACKWARD", (1, 1, 16, 3), (1, 2, 8, 3))),
     task("forward", 1002, TABLE | PLAIN),

@@ -12,7 +12,7 @@ from candidates import DEVICE, QUICK, Call, Settings, Task, main, randn
 
 from rooftop.kernels import Box, counter_dropout, random_normal
 from rooftop.kernels.operands.launch_data import ElementsConfig
-from rooftop.kernels.randoms import randoms
+from rooftop.kernels.randoms import randoms, tables
 
 SHAPES = {"aligned": (3, 64) if QUICK else (32768, 4096), "odd": (3, 33) if QUICK else (32768, 4095)}
 KEY = 1234567
@@ -70,7 +70,7 @@ def check_normal(name: str) -> None:
 
 def configs(table: str) -> dict[str, Settings]:
     found = ((1024, 4), (2048, 8), (1024, 8), (512, 4), (2048, 4), (256, 2))
-    return {f"{n} {w}w": {(randoms, table): ElementsConfig(n, w)} for n, w in found}
+    return {f"{n} {w}w": {(tables, table): ElementsConfig(n, w)} for n, w in found}
 
 
 def tasks(name: str) -> tuple[Task, Task]:

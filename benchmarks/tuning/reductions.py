@@ -16,8 +16,8 @@ from candidates import QUICK, Call, Settings, Task, copies_past_cache, main, ran
 from torch import Tensor
 
 from rooftop.kernels.operands.launch_data import ANY_BYTES
-from rooftop.kernels.reductions import launches as reduction_launches
 from rooftop.kernels.reductions import reductions, tables
+from rooftop.kernels.reductions.plans import choose
 from rooftop.kernels.reductions.tables import AllConfig, ColumnConfig, RowConfig, SplitConfig
 
 SINGLE, HALF = torch.float32, torch.bfloat16
@@ -106,7 +106,7 @@ def check(kind: str, shape: Shape, dtype: torch.dtype, dim: Dims) -> None:
 def backward(shape: Shape) -> Call:
     x = randn(*shape)
     y = torch.amax(x, 1)
-    return lambda: reductions._backward(y, x, y, "amax", [1])
+    return lambda: reductions.ReduceBackward(y, x, y, "amax", [1]).run()
 
 
 def torch_backward(shape: Shape) -> Call:
@@ -119,8 +119,8 @@ def torch_backward(shape: Shape) -> Call:
 def check_backward(shape: Shape) -> None:
     x = randn(*shape)
     y = torch.amax(x, 1)
-    found = reductions._backward(y, x, y, "amax", [1])
-    expected = reductions.reduce_backward_reference(y.double(), x.double(), y.double(), "amax", [1])
+    found = reductions.ReduceBackward(y, x, y, "amax", [1]).run()
+    expected = reductions.ReduceBackward(y.double(), x.double(), y.double(), "amax", [1]).formula()
     torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
 
 
@@ -144,14 +144,14 @@ def task(
         {"torch": partial(call, by_torch, kind, shape, dtype, dim)},
         "torch",
         repeats=copies(shape, dtype),
-        changed=reduction_launches._plan.cache_clear,
+        changed=choose.cache_clear,
     )
 
 
 def backward_task(shape: Shape, candidates: dict[str, Settings]) -> Task:
     shape = small(shape) if QUICK else shape
     checked, peers = partial(check_backward, small(shape)), {"torch": partial(torch_backward, shape)}
-    moved, changed = 4 * math.prod(shape), reduction_launches._plan.cache_clear
+    moved, changed = 4 * math.prod(shape), choose.cache_clear
     timed = partial(backward, shape)
     return Task(f"backward amax {shape}", moved, candidates, timed, checked, peers, "torch", changed=changed)
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from rooftop.kernels.operands.launch_data import ANY_BYTES
 from rooftop.kernels.operands.row_tiles import LongConfig, TileConfig
-from rooftop.kernels.softmaxes import softmaxes, tables
+from rooftop.kernels.softmaxes import launches, plans, tables
+from rooftop.kernels.softmaxes.softmaxes import SoftmaxBackward
 
 HALF = torch.bfloat16
 
@@ -33,17 +34,17 @@ def gradients(rows: int, columns: int) -> tuple[Tensor, Tensor]:
 
 def forward(columns: int) -> Call:
     x = randn(rows_of(columns), columns)
-    return lambda: softmaxes._forward(x, None, 1.0, False, HALF)
+    return lambda: launches.forward(x, None, 1.0, False, HALF)
 
 
 def log_forward(columns: int) -> Call:
     x = randn(rows_of(columns), columns)
-    return lambda: softmaxes._forward(x, None, 1.0, True, HALF)
+    return lambda: launches.forward(x, None, 1.0, True, HALF)
 
 
 def check_log_forward(columns: int) -> None:
     x = randn(SMALL, columns)
-    y = softmaxes._forward(x, None, 1.0, True, HALF)
+    y = launches.forward(x, None, 1.0, True, HALF)
     torch.testing.assert_close(y.float(), torch.log_softmax(x.float(), -1), rtol=1e-2, atol=1e-2)
 
 
@@ -54,12 +55,12 @@ def torch_log_forward(columns: int) -> Call:
 
 def backward(columns: int) -> Call:
     dy, y = gradients(rows_of(columns), columns)
-    return lambda: softmaxes._backward(dy, y, None, 1.0, False, HALF)
+    return lambda: launches.backward(dy, y, None, 1.0, False, HALF)
 
 
 def log_backward(columns: int) -> Call:
     dy, y = log_gradients(rows_of(columns), columns)
-    return lambda: softmaxes._backward(dy, y, None, 1.0, True, HALF)
+    return lambda: launches.backward(dy, y, None, 1.0, True, HALF)
 
 
 def log_gradients(rows: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -69,7 +70,7 @@ def log_gradients(rows: int, columns: int) -> tuple[Tensor, Tensor]:
 
 def check_log_backward(columns: int) -> None:
     dy, y = log_gradients(SMALL, columns)
-    dx = softmaxes._backward(dy, y, None, 1.0, True, HALF)
+    dx = launches.backward(dy, y, None, 1.0, True, HALF)
     expected = dy.float() - y.float().exp() * dy.float().sum(-1, keepdim=True)
     torch.testing.assert_close(dx.float(), expected, rtol=2e-2, atol=2e-2)
 
@@ -81,14 +82,14 @@ def torch_log_backward(columns: int) -> Call:
 
 def check_forward(columns: int) -> None:
     x = randn(SMALL, columns)
-    y = softmaxes._forward(x, None, 1.0, False, HALF)
+    y = launches.forward(x, None, 1.0, False, HALF)
     torch.testing.assert_close(y.float(), torch.softmax(x.float(), -1), rtol=1e-2, atol=1e-8)
 
 
 def check_backward(columns: int) -> None:
     dy, y = gradients(SMALL, columns)
-    dx = softmaxes._backward(dy, y, None, 1.0, False, HALF)
-    exact = softmaxes.softmax_backward_reference(dy.double(), y.double(), None, 1.0, False, torch.float64)
+    dx = launches.backward(dy, y, None, 1.0, False, HALF)
+    exact = SoftmaxBackward(dy.double(), y.double(), None, 1.0, False, torch.float64).formula()
     torch.testing.assert_close(dx.double(), exact, rtol=2e-2, atol=1e-7)
 
 
@@ -133,7 +134,16 @@ def task(direction: str, columns: int, candidates: dict[str, Settings], goal: st
     }
     call, check, peer = (partial(each, columns) for each in of[direction])
     moved = 2 * columns * rows_of(columns) * (3 if direction.endswith("BACKWARD") else 2)
-    return Task(f"{direction} {columns}", moved, candidates, call, check, {"torch": peer}, goal)
+    return Task(
+        f"{direction} {columns}",
+        moved,
+        candidates,
+        call,
+        check,
+        {"torch": peer},
+        goal,
+        changed=plans.forget,
+    )
 
 
 F, B, LOG, LOG_BACK = "FORWARD", "BACKWARD", "LOG_FORWARD", "LOG_BACKWARD"

@@ -17,7 +17,7 @@ import torch
 from candidates import DEVICE, QUICK, Call, Settings, Task, copies_past_cache, main, randn
 from torch import Tensor
 
-from rooftop.kernels.sites import sparse_global_pools, sparse_pools
+from rooftop.kernels.sites import sparse_global_pools, sparse_pools, tables
 from rooftop.kernels.sites.tables import GlobalConfig, PoolConfig
 from rooftop.sparse import Rulebook, geometry
 from rooftop.sparse.rulebook import rulebook_reference
@@ -47,17 +47,19 @@ def batch_of(count: int) -> Tensor:
 
 
 def forward(book: Rulebook, features: Tensor, average: bool) -> Tensor:
-    return sparse_pools._forward(features, book.neighbours, average)[0]
+    return sparse_pools.SparsePool(features, book.neighbours, None, average).computed()[0]
 
 
 def backward(book: Rulebook, dy: Tensor, y: Tensor, features: Tensor) -> Tensor:
     """Of a maximum, which reads more than a mean."""
     counts = torch.empty(0, dtype=torch.int32, device=DEVICE)
-    return sparse_pools._backward(dy, y, features, counts, book.neighbours, book.reverse, len(features))
+    arguments = (dy, y, features, counts, book.neighbours, book.reverse, len(features))
+    return sparse_pools.SparsePoolBackward(*arguments).computed()
 
 
 def whole(features: Tensor, average: bool) -> Tensor:
-    return sparse_global_pools._forward(features, batch_of(len(features)), ELEMENTS, average)[0]
+    arguments = (features, batch_of(len(features)), ELEMENTS, average)
+    return sparse_global_pools.SparseGlobalPool(*arguments).computed()[0]
 
 
 def rows(count: int, channels: int) -> Tensor:
@@ -125,17 +127,14 @@ def repeats(count: int, channels: int) -> int:
 
 def pools(table: str, *found: tuple[int, int, int, int]) -> dict[str, Settings]:
     """By bytes of a tile, columns at most, taps on their way at once, and warps."""
-    return {f"{b}B {c}c {a}a {w}w": {(sparse_pools, table): PoolConfig(b, c, a, w)} for b, c, a, w in found}
+    return {f"{b}B {c}c {a}a {w}w": {(tables, table): PoolConfig(b, c, a, w)} for b, c, a, w in found}
 
 
 def wholes() -> dict[str, Settings]:
     """By bytes of a tile, columns at most, rows of a program at least, programs a multiprocessor, and warps."""
     found = [(4096, 64, 256, 8, 4), (2048, 64, 256, 8, 4), (8192, 64, 256, 4, 4), (4096, 128, 256, 8, 4)]
     found += [(8192, 128, 256, 8, 8), (4096, 64, 512, 4, 4), (4096, 64, 128, 16, 4)]
-    return {
-        f"{b}B {c}c {s}r x{p} {w}w": {(sparse_global_pools, "GLOBAL"): GlobalConfig(b, c, s, p, w)}
-        for b, c, s, p, w in found
-    }
+    return {f"{b}B {c}c {s}r x{p} {w}w": {(tables, "GLOBAL"): GlobalConfig(b, c, s, p, w)} for b, c, s, p, w in found}
 
 
 FORWARDS = pools(

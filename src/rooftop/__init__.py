@@ -16,12 +16,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rooftop import cost, hardware
     from rooftop.analysis import Report, analyze, predict, recording
+    from rooftop.optimization import Optimized, optimize
 
 __version__ = "0.1.0"
-__all__ = ["Report", "__version__", "analyze", "cost", "hardware", "predict", "recording"]
+__all__ = ["Optimized", "Report", "__version__", "analyze", "cost", "hardware", "optimize", "predict", "recording"]
 
 _PACKAGES = ("cost", "hardware")
-_HOME = dict.fromkeys(("Report", "analyze", "predict", "recording"), "rooftop.analysis")
+_HOME = {
+    **dict.fromkeys(("Report", "analyze", "predict", "recording"), "rooftop.analysis"),
+    **dict.fromkeys(("Optimized", "optimize"), "rooftop.optimization"),
+}
 
 
 def __getattr__(name: str) -> Any:

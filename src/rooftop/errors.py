@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher
 
 FAILURE = "rooftop_failure"
-"""The attribute of an exception that ended a world of ranks: which rank failed first and why, at all in one wording."""
+"""Attribute of an exception that ended a world of ranks: which rank failed first and why, in one wording on all
+ranks."""
 
 
 class RooftopError(Exception):
@@ -18,11 +19,11 @@ class RooftopError(Exception):
 
 
 class TargetError(RooftopError, ValueError):
-    """What was named to be analyzed does not exist or is no model (a wrong call)."""
+    """The named target does not exist or is not a model (a wrong call)."""
 
 
 class InputError(RooftopError, ValueError):
-    """An input shape, dtype or file that cannot be made into a tensor (a wrong call)."""
+    """An input shape, dtype, file or option value that cannot be used (a wrong call)."""
 
 
 class ModelRunError(RooftopError, RuntimeError):
@@ -30,11 +31,11 @@ class ModelRunError(RooftopError, RuntimeError):
 
 
 class CeilingsFileError(RooftopError, ValueError):
-    """Ceilings that cannot be compared with: a corrupt file, another format version, another kind of device."""
+    """Unusable ceilings: a corrupt file, another format version, or another kind of device."""
 
 
 class MeasurementError(RooftopError, RuntimeError):
-    """A measurement could not be made: no GPU, no permission, or a process of it failed or was not done in time."""
+    """A measurement failed: no GPU, no permission, or one of its processes failed or took too long."""
 
 
 class WeightsError(RooftopError, RuntimeError):
@@ -54,11 +55,15 @@ class LaunchError(RooftopError, RuntimeError):
 
 
 class SchedulerError(RooftopError, RuntimeError):
-    """No scheduler answers at an address, or it has gone and did not come back; what was done before is kept."""
+    """No scheduler answers at the address, or it went away and did not come back; finished results are kept."""
 
 
 class BuildError(RooftopError, RuntimeError):
-    """A scene could not be built: a worker process was ended from outside, or its error cannot be passed on."""
+    """A scene could not be built: a worker process was killed, or its error cannot be passed on."""
+
+
+class LoadingError(RooftopError, RuntimeError):
+    """A process that loads samples was killed, or ended; the message says how and at which batch."""
 
 
 class GeometryFileError(RooftopError, ValueError):
@@ -66,7 +71,7 @@ class GeometryFileError(RooftopError, ValueError):
 
     Attributes:
         path: of the file.
-        offset: in bytes from its beginning, where what is wrong stands.
+        offset: place of the error, in bytes from the beginning of the file.
     """
 
     def __init__(self, path: object, what: str, offset: int) -> None:
@@ -77,21 +82,20 @@ class GeometryFileError(RooftopError, ValueError):
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 MOST_MEANT = 3
-"""Names that begin with what was given are shown up to this many."""
+"""Largest number of names shown that begin with the given word."""
 
 
 def did_you_mean(given: object, names: Iterable[str]) -> str:
-    """ " (did you mean resnet50?)", with the nearest of the names, for the end of a message; "" where none is near."""
+    """ " (did you mean resnet50?)", with the nearest of the names, to end a message with; "" if none is near."""
     near = nearest(given, names)
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def nearest(given: object, names: Iterable[str]) -> list[str]:
-    """The name that is fewest typing errors away from what was given; none where all are far.
+    """Find the name with the fewest typing errors from the given word; none if all are far.
 
-    Case, hyphens and underscores are no errors. Two of five characters may be wrong. Of names that are as near the one
-    counts that has more characters in a row in common. What is only the beginning of names is near all of these, of
-    which the first three count.
+    Case, hyphens and underscores are not errors. Two of five characters may be wrong. Among equally near names, the one
+    with more characters in common wins. A word that begins several names gives the first three of these names.
     """
     word = _plain(str(given))
     known = list(dict.fromkeys(names))
@@ -109,7 +113,7 @@ def _plain(word: str) -> str:
 
 
 def _typing_errors(a: str, b: str) -> int:
-    """Characters that are missing, too many or wrong, and neighbours that changed places (Damerau 1964)."""
+    """Count missing, extra and wrong characters, and swapped neighbours (Damerau 1964)."""
     before: list[int] = []
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):

@@ -2,7 +2,7 @@
 
 Against a float64 reference, the error must be at most twice that of PyTorch in the same dtype, plus one rounding of the
 output. Both the worst element and the root mean square are held to it, so neither one bad element nor a small bias over
-all of them passes. And what else tests of GPU code want to say.
+all of them passes. And other tools for tests of GPU code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def assert_as_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, what: st
 
     Args:
         actual: what is judged.
-        eager: what PyTorch computes in the same dtype (TF32 and reduced-precision reductions off).
+        eager: PyTorch's result in the same dtype (TF32 and reduced-precision reductions off).
         exact: the same in float64.
         what: named in the message.
 
@@ -60,7 +60,7 @@ def assert_as_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, what: st
 
 
 def _assert_same_specials(got: Tensor, truth: Tensor, what: str) -> None:
-    """NaN where the truth is NaN and nowhere else; likewise infinities with their sign (overflow may round to them)."""
+    """Assert NaN exactly where the truth is NaN, and infinities with the same sign (overflow may round to them)."""
     if not torch.equal(got.isnan(), truth.isnan()):
         raise AssertionError(
             f"{what}: {int((got.isnan() & ~truth.isnan()).sum())} elements are NaN that should not be, "
@@ -77,9 +77,9 @@ def _rms(values: Tensor) -> float:
 
 @contextmanager
 def no_waiting_for_gpu() -> Iterator[None]:
-    """In the `with` block to wait for the GPU is a RuntimeError, for whatever PyTorch knows to wait.
+    """Any GPU synchronization that PyTorch detects inside this block raises RuntimeError.
 
-    Of this process, not of one thread alone.
+    This setting holds for the whole process, not for one thread.
     """
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():

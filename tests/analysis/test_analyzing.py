@@ -204,7 +204,7 @@ def test_a_trace_that_cannot_be_written_is_refused_before_anything_runs(tmp_path
         pytest.fail("it ran")
 
     for trace in (tmp_path, tmp_path / "missing" / "trace.json"):
-        with pytest.raises(ValueError, match=r"trace='.*': expected a file in a folder that is there"):
+        with pytest.raises(ValueError, match=r"trace='.*': expected a file in an existing folder"):
             rooftop.analyze(step, trace=trace, ceilings=ceilings)
 
 

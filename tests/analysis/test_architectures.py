@@ -229,7 +229,7 @@ def test_swin_t_costs_what_torchvision_publishes(torchvision_models: ModuleType)
     records = count(lambda: model(image))
     published = torchvision_models.Swin_T_Weights.DEFAULT.meta["_ops"]  # 4.491 billion multiply-adds
     assert round(products(records) / 2e9, 3) == published
-    # What a bias adds to each result of its layer is no product: 0.15 % more.
+    # What a bias adds to each result of its layer is not a product: 0.15 % more.
     matrix_operators = {"aten::addmm", "aten::mm", "aten::bmm", "aten::convolution"}
     total = sum(r.cost.total_flops for r in records if r.cost is not None and r.name in matrix_operators)
     assert products(records) == sum(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -356,11 +356,14 @@ def test_a_transformer_takes_the_types_that_autocast_gives_it() -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_a_cast_costs_what_autocast_adds_to_a_launch(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
     def slow_under_autocast(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.02 if torch.is_autocast_enabled("cpu") else 0.0)
+        now[0] += 0.021 if torch.is_autocast_enabled("cpu") else 0.001
         return x + weight
 
     monkeypatch.setattr(autocast, "linear", slow_under_autocast)
+    monkeypatch.setattr(autocast, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(autocast, "LAYERS", 2)
     casts = 2 if training else 1  # of each layer
-    assert cast_host_ms("cpu", training) == pytest.approx(20 / casts, rel=0.3)
+    assert cast_host_ms("cpu", training) == pytest.approx(20 / casts)

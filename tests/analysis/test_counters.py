@@ -259,11 +259,11 @@ def test_a_step_without_kernels_is_said(fake_ncu: FakeNcu) -> None:
 
 
 def test_what_takes_too_long_is_ended_with_all_that_it_started(fake_ncu: FakeNcu) -> None:
-    fake_ncu("sleep 60")
+    fake_ncu("sleep 600")
     began = time.monotonic()
     with pytest.raises(MeasurementError, match=r"not done after 0\.2 s"):
         hardware_counters(["true"], timeout_s=0.2)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_ncu_is_asked_for_every_counter_and_given_the_command(fake_ncu: FakeNcu, tmp_path: Path) -> None:

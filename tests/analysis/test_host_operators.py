@@ -1,4 +1,4 @@
-"""What a GPU's step has the CPU do is no work of the GPU: it has no roof, no graph holds it, and a note says so."""
+"""What a GPU's step has the CPU do is not work of the GPU: it has no roof, no graph holds it, and a note says so."""
 
 from __future__ import annotations
 

@@ -76,12 +76,12 @@ def test_labels_of_other_threads_are_left_alone(monkeypatch: pytest.MonkeyPatch)
     def elsewhere() -> None:
         with record_function("elsewhere"):
             began.set()
-            go_on.wait(10)
+            go_on.wait(60)
 
     with ProgramLabels():
         other = threading.Thread(target=elsewhere)
         other.start()
-        assert began.wait(10)
+        assert began.wait(60)
         told = Told(monkeypatch)
         with Trace(CPU):
             assert told.take() == []

@@ -343,25 +343,25 @@ TRAINING = """
 
 
 def test_balanced_ranks_have_no_straggler(launch: Launch) -> None:
-    found, status, errors = launch(TRAINING.format(seconds=0.03))
+    found, status, errors = launch(TRAINING.format(seconds=0.2))
     assert status == 0, errors
     assert found[0] == found[1]
     ranks = Ranks.from_dict(found[0])
     assert ranks.straggler is None
     assert [row.device for row in ranks.rows] == ["cpu", "cpu"]
     assert all(0 < row.exposed_ms <= row.communication_ms < row.wall_ms for row in ranks.rows)
-    assert all(row.own_ms > 30 for row in ranks.rows)
+    assert all(row.own_ms > 200 for row in ranks.rows)
 
 
 def test_a_delayed_rank_is_the_straggler(launch: Launch) -> None:
-    found, status, errors = launch(TRAINING.format(seconds="0.05 * rank"))
+    found, status, errors = launch(TRAINING.format(seconds="0.3 * rank"))
     assert status == 0, errors
     ranks = Ranks.from_dict(found[0])
     prompt, late = ranks.rows
     assert ranks.straggler == 1
-    assert prompt.waited_ms > 35
+    assert prompt.waited_ms > 200
     assert late.waited_ms == 0
-    assert late.own_ms - prompt.own_ms == pytest.approx(50, abs=15)
+    assert late.own_ms - prompt.own_ms == pytest.approx(300, abs=100)
     assert late.wall_ms == pytest.approx(prompt.wall_ms, rel=0.2)
 
 
@@ -471,7 +471,7 @@ def train():
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
-        time.sleep(0.1 * rank)
+        time.sleep(0.3 * rank)
         if rank == 1 and step == WRONG:
             raise KeyError("no such voxel")
         model(torch.randn(4, 64)).sum().backward()
@@ -514,8 +514,8 @@ def test_all_ranks_of_a_script_are_in_its_report(launch: Launch, tmp_path: Path,
     assert report.ranks is not None
     prompt, late = report.ranks.rows
     assert (prompt.rank, late.rank, report.ranks.straggler) == (0, 1, 1)
-    assert prompt.waited_ms > 50
-    assert late.own_ms > 99 > prompt.own_ms
+    assert prompt.waited_ms > 150
+    assert late.own_ms > 299 > prompt.own_ms
     assert prompt.wall_ms == pytest.approx(late.wall_ms, rel=0.3)
     assert report.summary.wall_ms == pytest.approx(prompt.wall_ms, rel=0.5)
     assert any(item.title == "Make rank 1 (cpu) as fast as the others" for item in report.advice)

@@ -64,21 +64,25 @@ def times_in(text: str) -> list[float]:
 
 
 def test_the_start_up_is_told_apart_and_is_no_part_of_a_step(ceilings: Ceilings) -> None:
+    took: list[float] = []
+
     def program() -> None:
         time.sleep(0.15)
         model = net()
         nn.init.orthogonal_(nn.Linear(200, 200).weight)
         model.double().float()
-        train(model, NEEDED + 8, pause_s=0.002)
+        took.append(1e3 * (time.perf_counter() - began))
+        took.extend(train(model, NEEDED + 8, pause_s=0.002))
 
+    began = time.perf_counter()
     report = report_of(program, ceilings)
     note = note_of(report, "Before the first step the program needed")
     start_up_ms, *first_ms = times_in(note.replace("(imports, data, weights)", ""))
-    assert 150 < start_up_ms < 1000
+    assert 150 < start_up_ms < 1.01 * (took[0] + took[1])  # a step begins where its module is called
     assert len(first_ms) == 3
     assert "The wall time is of later steps." in note
     assert report.mode == f"{NEEDED + 8} recorded steps"
-    assert 2 < report.summary.wall_ms < 20
+    assert 2 < report.summary.wall_ms < 1.5 * max(took[2:])  # whatever else the machine does
     names = {row.name for row in report.ops}
     assert "aten::addmm" in names
     assert not names & {"aten::uniform_", "aten::linalg_qr", "aten::normal_"}
@@ -171,10 +175,10 @@ def test_evaluation_after_training_is_not_in_the_verdict(ceilings: Ceilings) -> 
             with torch.no_grad():
                 for _ in range(5):
                     model(torch.ones(8, 32))
-                    time.sleep(0.02)
+                    time.sleep(0.1)
 
     report = report_of(program, ceilings)
-    assert report.summary.wall_ms < 15
+    assert report.summary.wall_ms < 80
     assert next(row.calls for row in report.ops if row.name == "aten::relu") == 1
 
 

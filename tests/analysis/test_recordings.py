@@ -264,12 +264,12 @@ def test_the_first_training_step_does_not_begin_with_the_evaluation_before_it(ce
     with rooftop.recording(ceilings=ceilings, find_steps=True) as recorded:
         for _ in range(20):  # with gradients, as nobody forbids them
             net(x)
-            time.sleep(0.03)
+            time.sleep(0.1)
         for _ in range(NEEDED):
             net(x).square().mean().backward()
             optimizer.step()
     assert recorded.steps == NEEDED
-    assert recorded._laps.laps[0].ms < 20 * 30
+    assert recorded._laps.laps[0].ms < 20 * 100
 
 
 def test_little_is_kept_of_kinds_of_steps_that_take_the_lead_in_turn(ceilings: Ceilings) -> None:
@@ -330,18 +330,20 @@ def test_a_step_of_a_loop_is_counted_as_one_step_of_analyze(ceilings: Ceilings) 
 
 def test_too_few_steps_are_a_report_of_those_that_there_were(ceilings: Ceilings) -> None:
     """The wall time is that of the last ones, which nothing watched; not that of one under way at the end."""
-    slow = [0.2, 0.02, 0.02, 0.02]
+    slow, took_ms = [0.2, 0.02, 0.02, 0.02], []
     with rooftop.recording(ceilings=ceilings) as recorded:
         for seconds in slow:
+            began = time.perf_counter()
             time.sleep(seconds)
             train(1, recorded)
+            took_ms.append(1e3 * (time.perf_counter() - began))
         time.sleep(0.3)
     report = recorded.report
     (note,) = [note for note in report.notes if "There were only" in note]
     assert "There were only 4 steps" in note
     assert f"With {NEEDED} steps or more" in note
     assert (report.mode, report.summary.repeats) == ("recorded", 1)
-    assert 20 < report.summary.wall_ms < 100
+    assert 20 < report.summary.wall_ms < 1.5 * max(took_ms[1:])  # whatever else the machine does
     assert report.modules.find("4").calls == 1
     assert report.modules.find("(optimizer)").parameters == 0
 
@@ -499,7 +501,7 @@ def test_wrong_arguments(ceilings: Ceilings, tmp_path: Path) -> None:
         rooftop.recording(ceilings="h200")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"recording\(module=3\): expected a module"):
         rooftop.recording(3, ceilings=ceilings)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"trace=.*: expected a file in a folder that is there"):
+    with pytest.raises(ValueError, match=r"trace=.*: expected a file in an existing folder"):
         rooftop.recording(ceilings=ceilings, trace=tmp_path / "missing" / "trace.json")
 
 

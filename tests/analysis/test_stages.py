@@ -96,16 +96,20 @@ def test_what_was_watched_is_not_undisturbed(names: list[str]) -> None:
 
 
 def test_the_clock_times_from_mark_to_mark() -> None:
+    outside = time.perf_counter()
     clock = StepClock(torch.device("cpu"))
+    inside = time.perf_counter()
     pauses = [0.01, 0.03, 0.0]
     for pause in pauses:
         time.sleep(pause)
+        least_s = time.perf_counter() - inside
         clock.mark()
+    most_s = time.perf_counter() - outside
     durations = clock.durations_ms()
     assert clock.steps == 3
     assert all(ms >= 1e3 * pause for ms, pause in zip(durations, pauses, strict=True))
     assert sum(durations) <= 1e3 * clock.elapsed_s
-    assert sum(durations) == pytest.approx(40, abs=20)
+    assert 1e3 * least_s <= sum(durations) <= 1e3 * most_s
 
 
 @pytest.mark.gpu

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 NAMES = ("build", "frame", "brute force", "finer", "cameras", "hills", "tree", "tree from far", "forest")
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scene.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "scene.py"
+TABLES = runpy.run_path(str(ROOT / "benchmarks" / "kernels" / "tables.py"))
 
 
 def test_a_quick_run_measures_all_cases(
@@ -46,3 +48,29 @@ def test_a_quick_run_measures_all_cases(
     assert len(rows["tree from far"]) == 12
     assert all(0.5 < row["covered"] < 1.5 for row in rows["tree from far"])
     assert rows["forest"][0]["drawn"]["triangles"] < rows["forest"][0]["triangles"]
+
+
+def cells(text: str) -> list[list[str]]:
+    """The rows of the tables in a text."""
+    return [[each.strip(" *") for each in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+
+
+def test_the_measurements_are_those_of_the_file() -> None:
+    page = (ROOT / "docs" / "measurements" / "scene.md").read_text(encoding="utf-8")
+    assert "<!-- figures: scene.json -->" in page
+    assert TABLES["with_figures"](page, TABLES["RESULTS"]) == page, "run python benchmarks/kernels/tables.py"
+
+
+def test_the_guide_quotes_the_measurements() -> None:
+    guide = (ROOT / "docs" / "scene.md").read_text(encoding="utf-8")
+    measured = json.loads((TABLES["RESULTS"] / "scene.json").read_text(encoding="utf-8"))["rows"]
+    quoted = [
+        [triangles, drawn, depth, g_buffer, warp, plain]
+        for triangles, size, drawn, _, depth, g_buffer, warp, _, plain, _ in (
+            row for row in cells(TABLES["scenes"](measured)) if len(row) == 10
+        )
+        if size == "1920 x 1080"
+    ]
+    assert len(quoted) == 4
+    _, table = guide.split("| triangles | drawn | depth | G-buffer | depth in Warp | every triangle |\n")
+    assert cells(table.split("\n\n")[0])[1:] == quoted, "docs/scene.md, Speed"

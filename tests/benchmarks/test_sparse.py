@@ -35,7 +35,7 @@ def no_spconv(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Foreign:
-    """A tensor of spconv's names that is no tensor of Rooftop's."""
+    """A tensor of spconv's names that is not a tensor of Rooftop's."""
 
     def __init__(
         self, features: Tensor, indices: Tensor, spatial_shape: Sequence[int], batch_size: int,
@@ -329,7 +329,7 @@ def test_scans_of_a_road_lie_on_the_grid_of_kitti(folder: None) -> None:
     assert (indices[:, 1:] < torch.tensor(shape)).all()
 
 
-@pytest.mark.parametrize("page", TABLES["PAGES"], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", TABLES["PAGES"], ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_pages_are_up_to_date(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert TABLES["with_figures"](text, TABLES["RESULTS"]) == text, "run python benchmarks/kernels/tables.py"

@@ -192,7 +192,7 @@ def test_read_only_folder(run: Run, tmp_path: Path) -> None:
 def test_a_gpu_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = f"cuda:{torch.cuda.device_count()}"
     assert main(["analyze", "resnet18", "--device", missing, "--no-html"]) == 2
-    assert f"{missing} is not there" in capsys.readouterr().err
+    assert f"{missing} does not exist" in capsys.readouterr().err
     assert main(["analyze", "resnet18", "--device", "tpu", "--no-html"]) == 2
     assert "expected cpu, cuda or cuda:N" in capsys.readouterr().err
 

@@ -113,7 +113,7 @@ def test_ceilings_refuse_what_cannot_be_done_before_measuring(run: Run) -> None:
     assert_one_line(run("ceilings", "--device", f"cuda:{torch.cuda.device_count()}"), 2, "cuda")
     assert_one_line(run("ceilings", "--device", "cpu", "-o", "no/such/folder/c.json"), 2, "no/such/folder")
     assert_one_line(run("ceilings", "--device", "cpu", "-o", "."), 2, "folder")
-    assert_one_line(run("ceilings", "--device", "cpu", "-o", "-"), 2, "- is no file name")
+    assert_one_line(run("ceilings", "--device", "cpu", "-o", "-"), 2, "- is not a file name")
     assert_one_line(run("ceilings", "extra"), 2, "extra")
     assert os.listdir() == []
 

@@ -18,10 +18,10 @@ from rooftop.models import GptConfig
 from rooftop.models.gpt.weights import load_gpt
 from rooftop.parallel import Layout
 from rooftop.train import GptTrainer, GptTraining, Tokens, find_training, load_training, save_training
-from rooftop.train.checkpoints import open_tensors
-from rooftop.train.saved_tensors import whole_tensor
-from rooftop.train.trained_models import load_trained_gpt
-from rooftop.train.training_records import plain_training, read_record
+from rooftop.train.checkpoints.saved_tensors import whole_tensor
+from rooftop.train.checkpoints.trained_models import load_trained_gpt
+from rooftop.train.checkpoints.training_records import plain_training, read_record
+from rooftop.train.checkpoints.trainings import open_tensors
 
 LLAMA = GptConfig(vocabulary=31, layers=2, width=16, heads=4, kv_heads=2, hidden=24, positions=8, norm="rms",
                   position="rope", activation="swiglu", biases=False, tied=False)  # fmt: skip
@@ -186,7 +186,7 @@ def test_the_older_format_is_inspected_and_converted(run: Path, trained: GptTrai
     assert "format 1" in said("inspect", before)[1]
     status, _, err = said("inspect", before, "--verify")
     assert status == 2
-    assert "has no checksums: rooftop checkpoint convert" in err
+    assert "has no checksums; to add them: rooftop checkpoint convert" in err
     assert said("convert", before, "-o", out)[0] == 0
     assert_same(tensors(out), tensors(run))
     assert "all bytes are as they were written" in " ".join(said("inspect", out, "--verify")[1].split())

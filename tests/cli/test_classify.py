@@ -95,8 +95,8 @@ def test_unreadable_photographs_are_left_out_and_named_if_asked_for(run: Run, fi
     assert all(line.startswith("skipped: ") for line in err.splitlines())
     status, out, err = run("photos/bad.png", *words[1:], "--skip-unreadable")
     assert (status, out) == (2, "")
-    assert err.startswith("skipped: photos/bad.png is no image")
-    assert "none of 1 photographs can be read: photos/bad.png is no image" in err
+    assert err.startswith("skipped: photos/bad.png is not an image")
+    assert "none of 1 photographs can be read: photos/bad.png is not an image" in err
 
 
 def test_json_beside_the_table(run: Run, files: dict[int, Path]) -> None:
@@ -216,7 +216,7 @@ def test_names_of_files_are_shown_as_they_are(run: Run, files: dict[int, Path]) 
         ([], 2, "PATH"),
         (["missing.jpg"], 2, "missing.jpg does not exist"),
         (["empty"], 2, "holds no photographs"),
-        (["photos", "text.jpg"], 2, "text.jpg is no image"),
+        (["photos", "text.jpg"], 2, "text.jpg is not an image"),
         (["half.png", "--model", "resnet18", "--weights", "THREE"], 2, "half.png cannot be read"),
         (["photos", "--model", "resnet5"], 2, "'resnet5' is not one of 'resnet18', 'resnet34', 'resnet50'"),
         (["photos", "--weights", "IMAGENET1K_V3"], 2, "did you mean IMAGENET1K_V2?"),
@@ -225,10 +225,10 @@ def test_names_of_files_are_shown_as_they_are(run: Run, files: dict[int, Path]) 
         (
             ["photos", "--weights", "THREE", "--random-weights", "0"],
             2,
-            "expected one of --weights and --random-weights",
+            "expected either --weights or --random-weights",
         ),
         (["photos", "--weights", "THREE"], 1, "The file fits resnet18(num_classes=3)"),
-        (["photos", "--weights", "half.png"], 1, "half.png is damaged or no file of weights"),
+        (["photos", "--weights", "half.png"], 1, "half.png is damaged or not a file of weights"),
         (["photos"], 1, "resnet50-11ad3fa6.pth was not downloaded: the server cannot be reached"),
         (["photos", "--model", "resnet18", "--weights", "NAN"], 1, "cat.png is not finite: its weights are damaged"),
         (["photos", "--top", "0"], 2, "--top"),
@@ -273,7 +273,7 @@ def test_devices(run: Run, files: dict[int, Path], capsys: pytest.CaptureFixture
     capsys.readouterr()
     missing = f"cuda:{torch.cuda.device_count()}"
     assert main([*words, "--device", missing]) == 2
-    assert f"{missing} is not there" in capsys.readouterr().err
+    assert f"{missing} does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
@@ -384,8 +384,8 @@ def test_what_is_before_the_damage_is_shown_and_the_status_is_one(run: Run, file
     ("words", "status", "message"),
     [
         (["missing.mp4"], 2, "missing.mp4 does not exist"),
-        (["text.mp4"], 2, "text.mp4 is no video"),
-        (["text.film"], 2, "text.film is no image"),
+        (["text.mp4"], 2, "text.mp4 is not a video"),
+        (["text.film"], 2, "text.film is not an image"),
         (["walk.mp4", "--every", "0"], 2, "--every"),
         (["walk.mp4", "--json", "walk.mp4"], 2, "walk.mp4"),
         (["walk.mp4", "--model", "resnet18"], 1, "was not downloaded"),
@@ -408,7 +408,7 @@ def test_help_lists_the_verb_without_torch() -> None:
     code = "import sys; from rooftop.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "classify Show what is on photographs." in " ".join(done.stdout.split())
+    assert "classify Classify photographs and videos with an image model." in " ".join(done.stdout.split())
 
 
 def test_its_own_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:

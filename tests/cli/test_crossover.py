@@ -141,7 +141,7 @@ def test_a_wrong_call_is_refused_before_measuring(run: Run, monkeypatch: pytest.
     assert_one_line(run("crossover"), 2, "crossover --help")
     assert_one_line(run("crossover", "softmax"), 2, "softmax", "layer_norm")
     assert_one_line(run("crossover", "add", "--dtype", "int64"), 2, "int64", "fp32")
-    assert_one_line(run("crossover", "add", "--device", "cpu"), 2, "the CPU is the other side")
+    assert_one_line(run("crossover", "add", "--device", "cpu"), 2, "the GPU is compared with the CPU")
     assert_one_line(run("crossover", "add", "--device", "tpu"), 2, "tpu")
     assert_one_line(run("crossover", "add", "-o", "no/such/chart.html"), 2, "no/such")
     assert_one_line(run("crossover", "add", "--json", "."), 2, "folder")

@@ -148,14 +148,18 @@ def test_pictures_of_one_name_do_not_overwrite_each_other() -> None:
         (("none.jpg", "--random-weights", "0"), 2, "none.jpg does not exist"),
         (("one", "--weights", "no.pth"), 2, "'no.pth'"),
         (("one", "--weights", "empty.pth"), 1, "empty.pth"),
-        (("one", "--random-weights", "0", "-o", "empty.pth"), 2, "empty.pth is no folder: name another with --output"),
+        (
+            ("one", "--random-weights", "0", "-o", "empty.pth"),
+            2,
+            "empty.pth is not a folder: name another with --output",
+        ),
         (
             ("one", "--random-weights", "0", "-o", "empty.pth/x"),
             2,
             "empty.pth/x cannot be made (Not a directory): name",
         ),
         (("one", "--random-weights", str(2**64)), 2, "is not in the range 0<=x<="),
-        (("empty.pth", "--random-weights", "0"), 2, "empty.pth is no image"),
+        (("empty.pth", "--random-weights", "0"), 2, "empty.pth is not an image"),
     ],
 )
 def test_what_goes_wrong_is_one_line(words: tuple[str, ...], status: int, message: str, run: Run) -> None:

@@ -22,11 +22,11 @@ from rooftop.models import Gpt, GptConfig, generate, gpt_config, load_gpt, save_
 from rooftop.models.gpt.rope_scaling import RopeScaling
 from rooftop.models.gpt.tokenizing import ByteTokenizer
 from rooftop.parallel import Layout
-from rooftop.train.checkpoints import save_training
-from rooftop.train.gpt_trainer import GptTrainer
-from rooftop.train.gpt_training import GptTraining
-from rooftop.train.tokens import Tokens
-from rooftop.train.trained_models import load_trained_gpt
+from rooftop.train.checkpoints.trained_models import load_trained_gpt
+from rooftop.train.checkpoints.trainings import save_training
+from rooftop.train.gpt.trainer import GptTrainer
+from rooftop.train.gpt.training import GptTraining
+from rooftop.train.tokens.tokens import Tokens
 
 pytest.importorskip("safetensors")
 
@@ -115,7 +115,7 @@ def test_json_is_not_written_over_what_is_read(run: Run, folder: Path) -> None:
     before = config.read_bytes()
     status, _, err = run("--weights", folder, "--bytes", "--prompt", "Hello", "--json", config)
     assert status == 2
-    assert "is read: give another name" in err
+    assert "is an input: give another name" in err
     assert config.read_bytes() == before
 
 
@@ -162,7 +162,7 @@ def test_the_tokenizer_beside_the_weights_and_the_token_that_ends_a_text(
     ended = json.loads(run(*words)[1])["texts"][0]["tokens"]
     assert ended == whole["tokens"][: whole["tokens"].index(stop) + 1]
     out = run(*words[:-2], "--no-roof")[1]
-    assert out == f"Über uns{tokenizer.decode(ended[:-1])}\n"  # the end itself is no text
+    assert out == f"Über uns{tokenizer.decode(ended[:-1])}\n"  # the end itself is not text
 
 
 def test_weights_of_one_file_and_untrained_ones(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,17 +190,20 @@ def test_up_to_the_last_position_of_the_model(run: Run, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--bytes"], "expected one of --weights DIR|FILE and --random-weights SEED"),
-        (["--weights", "{folder}", "--random-weights", "0"], "expected one of --weights"),
+        (["--bytes"], "expected exactly one of --weights DIR|FILE and --random-weights SEED"),
+        (["--weights", "{folder}", "--random-weights", "0"], "expected exactly one of --weights"),
         (["--random-weights", "0"], "expected --model NAME, one of gpt2, "),
-        (["--random-weights", "0", "--model", "gtp2"], "'gtp2' is no model of text (did you mean gpt2?): there are"),
+        (["--random-weights", "0", "--model", "gtp2"], "'gtp2' is not a model of text (did you mean gpt2?): there are"),
         (["--weights", "nowhere"], "'nowhere' does not exist"),
         (["--weights", "{folder}"], "tokenizer.json is not there: "),
-        (["--weights", "{folder}", "--bytes", "--top-k", "3"], "expected --temperature, such as 1, too"),
+        (["--weights", "{folder}", "--bytes", "--top-k", "3"], "expected --temperature as well, such as 1"),
         (["--weights", "{folder}", "--bytes", "--top-p", "0"], "0.0 is not in the range"),
-        (["--weights", "{folder}", "--bytes", "--prompt", "x" * 64], "prompt 2 has 64 tokens, the model 64 positions"),
+        (
+            ["--weights", "{folder}", "--bytes", "--prompt", "x" * 64],
+            "prompt 2 has 64 tokens, but the model has 64 positions",
+        ),
         (["--weights", "{folder}", "--bytes", "--prompt", ""], "prompt 2 has no tokens"),
-        (["--weights", "{folder}", "--bytes", "--prompt", "a\udc80"], "prompt 2 is no text in UTF-8"),
+        (["--weights", "{folder}", "--bytes", "--prompt", "a\udc80"], "prompt 2 is not text in UTF-8"),
         (["--weights", "{folder}", "--bytes", "--temperature", "nan"], "temperature must be 0 (the most probable"),
         (["--weights", "{folder}", "--bytes", "--temperature", "inf"], "temperature must be 0 (the most probable"),
         (["--weights", "{folder}", "--bytes", "--temperature", "1", "--top-p", "nan"], "top_p must be more than 0"),
@@ -290,7 +293,7 @@ def test_more_than_the_roof_is_an_error_of_the_measurement() -> None:
     figures: dict[str, Any] = {"prompt_tokens": 1, "prefill_ms": 1.0, "steps": 2, "decode_ms": 4.0, "device": "cpu"}
     figures |= {"tokens_per_s": 500.0, "roof_ms": 6.0, "percent_of_roof": 150.0, "without_roof": None}
     figures |= {"dtype": "float32", "cache_bytes": 1, "tensor_parallel_size": 1}
-    assert "more than the roof: the ceilings are wrong" in verb._lines(figures)[-1]
+    assert "faster than the roof, so the ceilings are wrong" in verb._lines(figures)[-1]
 
 
 def test_a_head_that_the_config_ties(run: Run, tmp_path: Path) -> None:
@@ -314,7 +317,7 @@ def test_more_tokens_than_positions(run: Run, folder: Path) -> None:
     words = ("--weights", folder, "--bytes", "--prompt", "Hello", "--no-roof")
     status, out, err = run(*words, "--max-new-tokens", 60)
     assert (status, out) == (2, "")
-    assert "--max-new-tokens 60 after the 5 tokens of prompt 1 is beyond the model's 64 positions" in err
+    assert "--max-new-tokens 60 and the 5 tokens of prompt 1 exceed the model's 64 positions" in err
     assert "give at most 59, or shorten the prompt" in err
     assert run(*words, "--max-new-tokens", 59)[1] == run(*words)[1] != ""
 
@@ -344,10 +347,10 @@ def test_the_folder_of_a_training(text: bool, run: Run, tmp_path: Path) -> None:
         bytes_ = ByteTokenizer()
         assert out == f"The roof{bytes_.decode(generate(model, [bytes_.encode('The roof')], 9)[0])}\n"
     status, _, err = run("--weights", tmp_path / "run", "--model", "gpt2", "--prompt", "a")
-    assert (status, "holds a training of another model than gpt2" in err) == (2, True) or not text
+    assert (status, "holds a training of a model other than gpt2" in err) == (2, True) or not text
     (first / "rank-00000.safetensors").write_bytes(b"half")
     status, _, err = run("--weights", tmp_path / "run", "--bytes", "--prompt", "a", "--max-new-tokens", 1)
     assert status == 2
     assert "rank-00000.safetensors, which has embedding.tokens.weight, has 4 bytes" in err
     (first / "training.json").write_text("{}")
-    assert "does not hold a training as --save writes it" in run("--weights", first, "--prompt", "a")[2]
+    assert "is not a file of rooftop train --save" in run("--weights", first, "--prompt", "a")[2]

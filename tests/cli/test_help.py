@@ -24,11 +24,11 @@ from rooftop.parallel import TRANSPORTS
 from rooftop.parallel.recomputing import GRANULARITIES
 from rooftop.parallel.schedules import SCHEDULES
 from rooftop.scene.gbuffers import OUTPUTS
-from rooftop.train.gpt_training import DECAYS
-from rooftop.train.gpt_training import DTYPES as TRAINED
-from rooftop.train.mixtures import WEIGHT
-from rooftop.train.number_widths import KINDS
-from rooftop.train.tokens import BYTES
+from rooftop.train.gpt.training import DECAYS
+from rooftop.train.gpt.training import DTYPES as TRAINED
+from rooftop.train.tokens.mixtures import WEIGHT
+from rooftop.train.tokens.number_widths import KINDS
+from rooftop.train.tokens.tokens import BYTES
 
 HEAVY = ("torch", "PIL", "rich", "scipy", "rooftop.models", "rooftop.analysis", "rooftop.hardware", "rooftop.kernels")
 
@@ -104,7 +104,7 @@ JSON = {path: option for path, verb in VERBS.items() for option in verb.params i
 
 
 def test_the_option_is_the_same_everywhere() -> None:
-    assert len(JSON) == 17
+    assert len(JSON) == 19
     for path, option in JSON.items():
         assert isinstance(option, click.Option)
         assert (option.name, option.is_flag, option.metavar) == ("json_path", False, "[FILE]"), path
@@ -136,7 +136,7 @@ def test_it_overwrites_nothing_but_json(path: tuple[str, ...], tmp_path: Path) -
     before.write_text("{}")
     option = JSON[path]
     context = click.Context(click.Command("verb"))
-    with pytest.raises(click.BadParameter, match=r"cat\.png is no JSON, and is not overwritten: give another name"):
+    with pytest.raises(click.BadParameter, match=r"cat\.png is not JSON, and is not overwritten: give another name"):
         option.process_value(context, str(photograph))
     with pytest.raises(click.BadParameter, match="there is no folder"):
         option.process_value(context, str(tmp_path / "no" / "out.json"))

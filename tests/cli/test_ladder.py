@@ -81,7 +81,7 @@ def test_wrong_calls(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
         (["ladder", "vector", "--out", "both", "--chart", "./both"], 2, "name the same file"),
         (["ladder", "vector", "--chart", "chart.html"], 1, "need an NVIDIA GPU"),
         (["ladder", "python", "--size", "3"], 2, "takes 64 to 4,194,304 points, got 3"),
-        (["ladder", "memory", "--size", "3"], 2, "the memory ladder takes none"),
+        (["ladder", "memory", "--size", "3"], 2, "the memory ladder takes no --size"),
     ):
         assert cli.main(words) == status
         assert part in capsys.readouterr().err

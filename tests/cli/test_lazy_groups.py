@@ -12,11 +12,12 @@ import pytest
 from rooftop.cli.lazy_groups import LazyGroup
 from rooftop.cli.main import command, main
 
-GROUPS = {name: found for name in ("media", "scene") if isinstance(found := command.get_command(None, name), LazyGroup)}  # type: ignore[arg-type]
+FOUND = {name: command.get_command(None, name) for name in ("data", "media", "scene")}  # type: ignore[arg-type]
+GROUPS = {name: found for name, found in FOUND.items() if isinstance(found, LazyGroup)}
 
 
 def test_there_are_groups_in_groups() -> None:
-    assert set(GROUPS) == {"media", "scene"}
+    assert set(GROUPS) == {"data", "media", "scene"}
 
 
 @pytest.mark.parametrize(("group", "verb"), [(group, verb) for group, found in GROUPS.items() for verb in found.verbs])

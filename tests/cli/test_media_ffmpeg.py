@@ -76,7 +76,7 @@ def test_without_ffmpeg_the_exit_status_is_1_and_of_a_wrong_path_2(
     assert main(["media", "ffmpeg-check"]) == 1
     assert "rooftop: error: there is no ffmpeg here; install it with" in capsys.readouterr().err
     assert main(["media", "ffmpeg-check", "--ffmpeg", str(tmp_path / "ffmpeg")]) == 2
-    assert "is no program" in capsys.readouterr().err
+    assert "is not a program" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="needs ffmpeg: apt-get install ffmpeg")
@@ -127,6 +127,6 @@ def test_a_failed_build_shows_the_end_of_its_log_and_a_line(
 
 def test_a_folder_that_is_no_source_is_a_wrong_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["media", "ffmpeg-build", "--source", str(tmp_path), "--prefix", str(tmp_path / "out")]) == 2
-    assert f"{tmp_path} is no source of FFmpeg" in capsys.readouterr().err
+    assert f"{tmp_path} is not a source of FFmpeg" in capsys.readouterr().err
     assert main(["media", "ffmpeg-build", "--source", str(tmp_path)]) == 2
     assert list(tmp_path.iterdir()) == []

@@ -193,17 +193,21 @@ def _keras_layer(file: object, kind: str, number: int, inner: str, *tensors: tor
     ("words", "status", "message"),
     [
         ([], 2, "CLIP"),
-        (["walk.mkv"], 2, "expected one of --weights FILE and --random-weights SEED"),
-        (["walk.mkv", "--weights", "c.pth", "--random-weights", "0"], 2, "expected one of"),
+        (["walk.mkv"], 2, "expected exactly one of --weights FILE and --random-weights SEED"),
+        (["walk.mkv", "--weights", "c.pth", "--random-weights", "0"], 2, "expected exactly one of"),
         (["missing.mp4", "--weights", "c.pth"], 2, "missing.mp4 does not exist"),
-        (["text.mp4", "--weights", "c.pth"], 2, "text.mp4 is no video that FFmpeg can read"),
+        (["text.mp4", "--weights", "c.pth"], 2, "text.mp4 is not a video that FFmpeg can read"),
         (["walk.mkv", "--weights", "missing.pth"], 2, "'missing.pth' is neither a file here"),
-        (["walk.mkv", "--weights", "text.mp4"], 1, "text.mp4 is damaged or no file of weights"),
+        (["walk.mkv", "--weights", "text.mp4"], 1, "text.mp4 is damaged or not a file of weights"),
         (["walk.mkv", "--weights", "other.pth"], 1, "other.pth: no weights of a network of the next frame"),
         (["walk.mkv", "--weights", "part.pth"], 1, "part.pth is not of a network of the next frame"),
         (["walk.mkv", "--weights", "bias.pth"], 1, "bias.pth (keys of rooftop) does not fit next_frame_network"),
         (["walk.mkv", "--weights", "nan.pth"], 1, "the weights are damaged"),
-        (["walk.mkv", "--weights", "c.pth", "--grey"], 2, "c.pth is of a network of colour frames: leave out --grey"),
+        (
+            ["walk.mkv", "--weights", "c.pth", "--grey"],
+            2,
+            "c.pth belongs to a network for colour frames: leave out --grey",
+        ),
         (["walk.mkv", "--weights", "c.pth", "--frames", "16"], 2, "walk.mkv is too short: it has 16 frames"),
         (["walk.mkv", "--weights", "c.pth", "--context", "7"], 2, "walk.mkv is too short: 6 of its 16 frames come"),
         (["walk.mkv", "--weights", "c.pth", "--after", "0"], 2, "walk.mkv is too short: 0 of its 16 frames come"),
@@ -214,7 +218,7 @@ def _keras_layer(file: object, kind: str, number: int, inner: str, *tensors: tor
         (["walk.mkv", "--weights", "c.pth", "--size", "8193x4"], 2, "Give a smaller --size"),
         (["walk.mkv", "--weights", "c.pth", "-o", "no/such.mp4"], 2, "there is no folder no"),
         (["walk.mkv", "--weights", "c.pth", "-o", "a.webm"], 2, "a.webm: expected a name with .mp4 or .mkv or .mov"),
-        (["walk.mkv", "--weights", "c.pth", "-o", "walk.mkv"], 2, "walk.mkv is read: give another name"),
+        (["walk.mkv", "--weights", "c.pth", "-o", "walk.mkv"], 2, "walk.mkv is an input: give another name"),
         (["walk.mkv", "--weights", "c.pth", "--picture", "a.jpg"], 2, "a.jpg: expected a name with .png"),
         (["walk.mkv", "--weights", "c.pth", "--picture", "folder.png"], 2, "folder.png is a folder"),
     ],
@@ -255,7 +259,7 @@ def test_help_lists_the_verb_without_torch() -> None:
     code = "import sys; from rooftop.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "predict-video Show how a clip goes on" in " ".join(done.stdout.split())
+    assert "predict-video Predict the next frames of a clip" in " ".join(done.stdout.split())
 
 
 def test_its_own_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:

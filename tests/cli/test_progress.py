@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import threading
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -23,13 +26,30 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 def test_the_bar_appears_in_the_midst_of_a_long_call(terminal: io.StringIO) -> None:
     with progress.progress_bar() as show:
         show("compiling", 0.5)
-        assert terminal.getvalue() == ""
-        time.sleep(0.6)
-        assert "compiling" in terminal.getvalue()
+        ends = time.monotonic() + 60
+        while "compiling" not in terminal.getvalue():
+            assert time.monotonic() < ends
+            time.sleep(0.01)
 
 
-def test_no_bar_for_what_is_done_at_once(terminal: io.StringIO) -> None:
+def test_no_bar_before_it_takes_long(terminal: io.StringIO) -> None:
+    began = time.monotonic()
     with progress.progress_bar() as show:
         show("compiling", 0.5)
-    time.sleep(0.4)
-    assert "compiling" not in terminal.getvalue()
+        said, took_s = terminal.getvalue(), time.monotonic() - began
+    assert said == "" or took_s > progress.PATIENCE_S
+
+
+def test_no_bar_for_what_is_done_at_once(terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timer is stopped: nothing starts the bar later."""
+    timers: list[threading.Timer] = []
+
+    def timer(seconds: float, function: Callable[[], None]) -> threading.Timer:
+        timers.append(threading.Timer(60.0, function))
+        return timers[-1]
+
+    monkeypatch.setattr(progress, "threading", SimpleNamespace(Timer=timer))
+    with progress.progress_bar() as show:
+        show("compiling", 0.5)
+    assert [each.is_alive() for each in timers] == [False]
+    assert terminal.getvalue() == ""

@@ -43,7 +43,7 @@ class Net(nn.Module):
         return self.layers(x)
 
 x = torch.randn(16, 64)
-def delayed(): return Net(0.3 * RANK), x
+def delayed(): return Net(0.6 * RANK), x
 def wrong_first(): return Net(wrong=RANK == 0), x
 def wrong_second(): return Net(wrong=RANK == 1), x
 def unbuilt():
@@ -61,7 +61,7 @@ dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(20):
-    time.sleep(0.06 * dist.get_rank())
+    time.sleep(0.3 * dist.get_rank())
     model(torch.randn(4, 8)).sum().backward()
     optimizer.step()
 dist.destroy_process_group()
@@ -93,7 +93,7 @@ def torchrun(options: list[str], tmp_path: Path) -> Run:
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command = [*start, "-m", "rooftop", "analyze", *words, *options]
         done = subprocess.run(
-            command, cwd=tmp_path / "work", env=environment, capture_output=True, text=True, timeout=100
+            command, cwd=tmp_path / "work", env=environment, capture_output=True, text=True, timeout=300
         )
         return done.returncode, done.stdout, done.stderr
 
@@ -127,8 +127,8 @@ def run(options: list[str], tmp_path: Path, fork: Callable[..., BaseProcess]) ->
         said = {"output": tmp_path / "output", "errors": tmp_path / "errors"}
         environment = {"PYTHONPATH": str(tmp_path)}
         agent = fork(AGENT, "analyze", *words, *options, environment=environment, folder=tmp_path / "work", **said)
-        agent.join(100)
-        assert agent.exitcode is not None, "not done after 100 s"
+        agent.join(300)
+        assert agent.exitcode is not None, "not done after 300 s"
         return agent.exitcode, said["output"].read_text(), said["errors"].read_text()
 
     return call
@@ -147,8 +147,8 @@ def test_one_report_names_the_delayed_rank(torchrun: Run, tmp_path: Path) -> Non
     ranks = Report.from_json(tmp_path / "work" / "r.json").ranks
     assert ranks is not None
     assert ranks.straggler == 1
-    assert ranks.rows[0].waited_ms > 200
-    assert ranks.rows[1].own_ms > 300
+    assert ranks.rows[0].waited_ms > 300
+    assert ranks.rows[1].own_ms > 600
     assert ranks.sentence in (tmp_path / "work" / "r.html").read_text()
 
 
@@ -158,14 +158,14 @@ def test_one_report_names_the_delayed_rank(torchrun: Run, tmp_path: Path) -> Non
         ("net:wrong_first", "rank 0 of 2 failed: DistributedDataParallel raised KeyError for inputs 16x64:float32"),
         ("net:wrong_second", "rank 1 of 2 failed: DistributedDataParallel raised KeyError for inputs 16x64:float32"),
         ("net:unbuilt", "rank 1 of 2 failed: net:unbuilt raised OSError: weights.bin is not on this machine"),
-        ("resnet5", "failed: 'resnet5' is no built-in model"),
+        ("resnet5", "failed: 'resnet5' is not a built-in model"),
     ],
 )
 def test_a_rank_that_fails_ends_all_with_one_line(run: Run, tmp_path: Path, target: str, message: str) -> None:
     began = time.monotonic()
     status, out, err = run(target, "--train", "--json", "r.json")
     assert status == 1
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 200
     (line,) = [line for line in err.splitlines() if line.startswith("rooftop: error: ")]
     assert message in line
     assert out == ""
@@ -183,7 +183,7 @@ def test_a_folder_that_is_missing_is_said_by_the_rank_that_writes(run: Run) -> N
     [
         (("net:delayed", "--dtype", "fp12"), "'fp12' is not one of"),
         (("net:delayed", "--predict", "no such machine"), "no such machine"),
-        (("script.py", "--train"), "--train: a script is run as it is"),
+        (("script.py", "--train"), "--train: a script runs unchanged"),
     ],
 )
 def test_a_wrong_call_is_said_once(run: Run, tmp_path: Path, words: tuple[str, ...], message: str) -> None:

@@ -118,7 +118,7 @@ def test_keywords_of_a_builder_are_analyzed(
     assert seen[0]["scale"] == 2.0
     assert seen[0]["ids"].shape == (2, 3)
     assert main(["analyze", f"{net}:taken", "--no-html", *options]) == 2
-    assert "returned the keyword 'train', which rooftop." in capsys.readouterr().err
+    assert "returned the keyword 'train', which is also an argument of rooftop." in capsys.readouterr().err
     assert len(seen) == 1
 
 
@@ -159,8 +159,12 @@ def test_builtin_models_have_an_example() -> None:
         ),
         ("NET:alone", TargetError, r"returned \(Named\), expected"),
         ("NET:reversed_", TargetError, r"returned \(Tensor, Named\), expected"),
-        ("NET:no_keywords", TargetError, r"\(Named, tuple, tuple\), whose keywords are no dict by name: expected"),
-        ("NET:numbered", TargetError, r"\(Named, dict\), whose keywords are no dict by name: expected"),
+        (
+            "NET:no_keywords",
+            TargetError,
+            r"\(Named, tuple, tuple\), whose keywords are not a dict from names to inputs: expected",
+        ),
+        ("NET:numbered", TargetError, r"\(Named, dict\), whose keywords are not a dict from names to inputs: expected"),
         ("NET:raises", ModelRunError, "raised KeyError: 'weights'"),
         ("NET:leaves", ModelRunError, "raised SystemExit: 0"),
         ("NET_leaves:Net", ModelRunError, "raised SystemExit"),
@@ -203,7 +207,7 @@ def test_inputs_that_are_none(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["99999999999x99999999", "9" * 30, f"2:int64:{'9' * 30}"])
 def test_inputs_that_no_memory_holds(text: str) -> None:
-    with pytest.raises(InputError, match="such a tensor cannot be made here"):
+    with pytest.raises(InputError, match="this tensor cannot be made here"):
         make_input(text, torch.float32)
 
 
@@ -273,28 +277,28 @@ def test_a_trace_is_one_that_chrome_reads(run: Run, tmp_path: Path) -> None:
         (["NET:pair", "--predict", "b9000"], "'b9000' is neither a known machine (h100, h200) nor a ceilings file"),
         (["NET:pair", "--predict", "h200", "--compile"], "nothing to compile"),
         (["NET:pair", "--predict", "h200", "--trace", "t.json"], "nothing to compile or to trace"),
-        (["NET:pair", "--predict", "h200", "--channels-last"], "--channels-last with --predict: nothing is run"),
-        (["NET:pair", "--predict", "h200", "--device", "cpu"], "--device with --predict: nothing is run"),
+        (["NET:pair", "--predict", "h200", "--channels-last"], "--channels-last cannot be combined with --predict"),
+        (["NET:pair", "--predict", "h200", "--device", "cpu"], "--device cannot be combined with --predict"),
         (["NET:pair", "--predict", "h200", "--counters"], "--counters needs a model that one process runs"),
         (["train.py", "--counters"], "--counters needs a model that one process runs"),
         (
             ["train.py", "--predict", "h200"],
-            "--predict needs a model: a script is run as it is; name a callable in it instead, train:NAME",
+            "--predict needs a model, and a script runs unchanged: name a callable in it instead, train:NAME",
         ),
         (["train.py", "--compile"], "--compile needs a model"),
-        (["train.py", "--train", "--input", "2x3"], "--input, --train: a script is run as it is"),
+        (["train.py", "--train", "--input", "2x3"], "--input, --train: a script runs unchanged"),
         (
             ["train.py", "--dtype", "bf16"],
-            "--dtype: a script is run as it is; name a callable in it instead, train:NAME",
+            "--dtype: a script runs unchanged; name a callable in it instead, train:NAME",
         ),
         (["net.build"], "did you mean net:build?"),
-        (["train.py", "--epochs", "1"], "what the script is to have stands after --: train.py -- --epochs"),
+        (["train.py", "--epochs", "1"], "put the script's own arguments after --: train.py -- --epochs"),
         (["NET:pair", "--compile", "fastest"], "'fastest' is not one of default"),
         (["--compile", "NET:pair"], "is not one of default"),
         (["NET:pair", "--rows", "-1"], "-1 is not in the range x>=0"),
         (["NET:pair", "--dtype", "int64"], "'int64' is not one of 'bf16'"),
-        (["NET:pair", "--json", "same", "-o", "./same"], "same is named for two outputs"),
-        (["NET:pair", "--trace", "pipe"], "pipe is no regular file"),
+        (["NET:pair", "--json", "same", "-o", "./same"], "same is given for two outputs"),
+        (["NET:pair", "--trace", "pipe"], "pipe is not a regular file"),
         (["NET:pair", "--", "--epochs", "1"], "only scripts take arguments, got '--epochs 1'"),
     ],
 )

@@ -124,7 +124,7 @@ def test_photographs_and_clouds_become_tensors(tmp_path: Path) -> None:
 def test_clouds_that_are_none(tmp_path: Path) -> None:
     np.zeros(5, np.float32).tofile(tmp_path / "a.bin")
     np.save(tmp_path / "a.npy", np.zeros(3))
-    for name, said in (("a.bin", "no points of 4"), ("a.npy", r"expected points \(N, C\)")):
+    for name, said in (("a.bin", "cannot be divided into points of 4"), ("a.npy", r"expected points \(N, C\)")):
         (item,) = listed(tmp_path / name, "cloud")
         with pytest.raises(InputError, match=said):
             decoder(Decoding("cloud"))(item)

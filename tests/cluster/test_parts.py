@@ -72,7 +72,7 @@ def test_other_work_is_refused(tmp_path: Path) -> None:
         Parts(out, "resnet50", {"kind": "image", "top": 5})
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.jpg").touch()
-    with pytest.raises(InputError, match=r"holds a\.jpg, which is not of rooftop map"):
+    with pytest.raises(InputError, match=r"holds a\.jpg, which rooftop map did not write"):
         opened(tmp_path / "photos")
     with pytest.raises(InputError, match="is a file"):
         opened(tmp_path / "photos" / "a.jpg")

@@ -108,7 +108,7 @@ def test_a_column_that_never_had_a_type() -> None:
 
 def test_first_results_that_no_table_can_have() -> None:
     for result, said in (
-        ({"error": 1}, "'error', as every row does"),
+        ({"error": 1}, "'error', which every row already has"),
         ({}, "no columns"),
         ({"a": object()}, "a object"),
     ):

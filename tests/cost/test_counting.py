@@ -145,9 +145,9 @@ def test_an_operator_without_a_formula_is_listed() -> None:
 @pytest.mark.parametrize(
     ("name", "cost", "reason"),
     [
-        ("negative", Cost(-5), "whole numbers, 0 or more"),
-        ("nan", Cost(8, 8, {"fp32": float("nan")}), "whole numbers, 0 or more"),  # type: ignore[dict-item]
-        ("tensor", Cost(torch.tensor(3)), "whole numbers, 0 or more"),  # type: ignore[arg-type]
+        ("negative", Cost(-5), "integers of 0 or more"),
+        ("nan", Cost(8, 8, {"fp32": float("nan")}), "integers of 0 or more"),  # type: ignore[dict-item]
+        ("tensor", Cost(torch.tensor(3)), "integers of 0 or more"),  # type: ignore[arg-type]
         ("precision", Cost(8, 8, {"fp4": 3}), "expected flops in fp64, .* got fp4"),
         ("nothing", None, "AttributeError"),
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rooftop.errors import CeilingsFileError
@@ -74,6 +74,10 @@ def histories(draw: st.DrawFn) -> History:
     return found
 
 
+few = settings(max_examples=40)  # an example is two or three histories of up to 17 figures each
+
+
+@few
 @given(histories(), histories())
 def test_merging_is_commutative_and_idempotent(one: History, other: History) -> None:
     together = one.merged(other)
@@ -81,11 +85,13 @@ def test_merging_is_commutative_and_idempotent(one: History, other: History) -> 
     assert together.merged(one) == together.merged(together) == together
 
 
+@few
 @given(histories(), histories(), histories())
 def test_merging_is_associative(one: History, other: History, third: History) -> None:
     assert one.merged(other).merged(third) == one.merged(other.merged(third))
 
 
+@few
 @given(histories(), histories(), st.integers(0, 1 << 33), st.booleans())
 def test_no_merge_lowers_a_ceiling(one: History, other: History, size: int, in_place: bool) -> None:
     before, after = one.ceilings(), one.merged(other).ceilings()

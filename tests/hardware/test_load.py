@@ -41,13 +41,14 @@ def test_a_process_that_this_one_began_takes_its_cores_too() -> None:
 
 
 def test_work_of_others_counts_in_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1.5 seconds of others' work in a block of half a second are three cores."""
+    """1.5 seconds of others' work in a block of half a second, or a little more, are three cores, or a little less."""
     counts = iter([100.0, 101.5])
     monkeypatch.setattr("rooftop.hardware.load._busy_s", lambda: next(counts))
     monkeypatch.setattr("rooftop.hardware.load._own_s", lambda: 0.0)
     with other_load() as seen:
         time.sleep(0.5)
-    assert seen.cores == pytest.approx(3.0, rel=0.1)
+    assert seen.seconds >= 0.5
+    assert seen.cores == pytest.approx(1.5 / seen.seconds)
 
 
 @pytest.mark.parametrize(

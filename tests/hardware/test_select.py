@@ -91,7 +91,7 @@ def test_near_prefers_nvlink_then_direct_access_then_free_memory(monkeypatch: py
     with pytest.raises(DeviceSelectionError, match=r"cuda:0 .*: the one that the others are to be near"):
         chosen(5, near=0)
     for wrong in ("cpu", "cuda:5", 7):
-        with pytest.raises(ValueError, match="is no GPU of this machine: torch can use 5"):
+        with pytest.raises(ValueError, match="is not a GPU of this machine: torch can use 5"):
             chosen(near=wrong)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rooftop.hardware import sequences
 from rooftop.hardware.sequences import LEAST_STEPS, WINDOW_STEPS, StepClock, StepTime
 
 CPU = torch.device("cpu")
@@ -64,22 +66,24 @@ def test_the_steps_of_a_loop_differ_and_all_of_them_count() -> None:
     assert (seen.low_ms, seen.high_ms) == (10.0, 12.0)
 
 
-def test_a_clock_counts_what_comes_after_the_lead() -> None:
+def test_a_clock_counts_what_comes_after_the_lead(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first step of each block is slow, as after a pause: it is not among those that count."""
-    calls = 0
+    now, first = 0.0, True
 
     def step() -> None:
-        nonlocal calls
-        calls += 1
-        time.sleep(0.05 if calls == 1 else 0.002)
+        nonlocal now, first
+        now += 0.05 if first else 0.002
+        first = False
 
+    ticks = SimpleNamespace(perf_counter=lambda: now, perf_counter_ns=lambda: round(1e9 * now))
+    monkeypatch.setattr(sequences, "time", ticks)
     clock = StepClock(step, CPU)
-    clock.run_block(0.02)
-    for _ in range(2):
+    for _ in range(3):
+        first = True
         clock.run_block(0.02)
     assert clock.wall.blocks == 3
     assert clock.wall.steps >= 3 * LEAST_STEPS
-    assert 2.0 <= clock.wall.ms < 25.0
+    assert (clock.wall.ms, clock.wall.high_ms) == (pytest.approx(2.0), pytest.approx(2.0))
     assert clock.launching_ms is None
 
 

@@ -235,7 +235,7 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
 
 WITHOUT_AUTOGRAD = {  # what calls these refuses tensors that autograd watches, or they have no tensors
     "activation", "max_pool2d", "merge_attention_states_", "paged_attention", "random_normal", "random_uniform",
-    "rope_", "scale_gradient", "scale_gradient_",
+    "rope_", "scale_gradient_",
 }  # fmt: skip
 
 

@@ -1,4 +1,7 @@
-"""The tables of docs/kernels.md are what benchmarks/kernels/tables.py makes of the committed figures."""
+"""The tables of the pages are what benchmarks/kernels/tables.py makes of the committed figures.
+
+The snippets of docs/kernels.md run.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from rooftop import kernels, nn
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = runpy.run_path(str(ROOT / "benchmarks" / "kernels" / "tables.py"))
-PAGE = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+DOCS = ROOT / "docs"
+PAGE = (DOCS / "kernels.md").read_text(encoding="utf-8")
 MARKED = "before\n<!-- figures: some.json -->\nold\n<!-- end of figures -->\nafter\n"
 
 
@@ -24,11 +28,38 @@ def filled(tmp_path: Path, content: Any) -> str:
     return TABLES["with_figures"](MARKED, tmp_path)
 
 
-def test_the_page_is_up_to_date() -> None:
-    results = ROOT / "benchmarks" / "results" / "h200"
-    assert TABLES["with_figures"](PAGE, results) == PAGE, "run python benchmarks/kernels/tables.py"
-    assert PAGE.count("<!-- figures:") == PAGE.count("<!-- end of figures -->") == len(TABLES["MARKED"].findall(PAGE))
-    assert "<!-- figures: norms.json -->" in PAGE
+@pytest.mark.parametrize("name", [str(page.relative_to(DOCS)) for page in TABLES["PAGES"]])
+def test_each_page_is_up_to_date(name: str) -> None:
+    page = (DOCS / name).read_text(encoding="utf-8")
+    assert TABLES["with_figures"](page, TABLES["RESULTS"]) == page, "run python benchmarks/kernels/tables.py"
+    assert page.count("<!-- figures:") == page.count("<!-- end of figures -->") == len(TABLES["MARKED"].findall(page))
+
+
+def test_the_guide_has_the_overview_and_the_measurements_have_the_rest() -> None:
+    assert re.findall("<!-- figures: (.*) -->", PAGE) == ["overview"]
+    pages = [page.read_text(encoding="utf-8") for page in DOCS.glob("measurements/kernels*.md")]
+    shown = [f"{name}.json" for page in pages for name in re.findall(r"<!-- figures: (\w+)\.json -->", page)]
+    assert len(shown) == len(set(shown))
+    assert {f"{line.file}.json" for line in TABLES["OVERVIEW"]} <= set(shown)
+
+
+def test_the_overview_takes_the_rows_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"columns": 8, "direction": "forward", "roof": 4.0, "unit": "TB/s", "graph": {"rooftop": 3.0, "torch": 1.0}},
+        {"columns": 8, "direction": "backward", "roof": 4.0, "unit": "TB/s", "graph": {"rooftop": 2.5, "compile": 2.0}},
+        {"columns": 8, "features": 2, "roof": 4.0, "unit": "TB/s", "graph": {"rooftop": 9.0}},
+        {"columns": 9, "direction": "forward", "roof": 4.0, "unit": "TB/s", "graph": {"rooftop": 8.0}},
+    ]
+    (tmp_path / "some.json").write_text(json.dumps({"rows": rows}))
+    line = TABLES["Line"]("norm", "4x8", "some", {"columns": 8, "features": None})
+    monkeypatch.setitem(TABLES["overview"].__globals__, "OVERVIEW", (line,))
+    assert TABLES["overview"](tmp_path).splitlines()[2:] == [
+        "| `norm` forward, TB/s | 4x8 | 4.00 | **3.00** | 1.00 | - | - |",
+        "| `norm` backward, TB/s | 4x8 | 4.00 | **2.50** | - | 2.00 | - |",
+    ]
+    monkeypatch.setitem(TABLES["overview"].__globals__, "OVERVIEW", (line._replace(has={"columns": 7}),))
+    with pytest.raises(ValueError, match=r"some\.json has no row"):
+        TABLES["overview"](tmp_path)
 
 
 def test_directions_stand_beside_each_other_and_ours_is_first(tmp_path: Path) -> None:
@@ -59,6 +90,15 @@ def test_operators_that_are_described_otherwise_have_tables_of_their_own(tmp_pat
     text = filled(tmp_path, {"rows": rows})
     assert "`rope`, us:\n\n| shape | causal | roof | rooftop |\n| ---: | ---: | ---: | ---: |\n| 2 x 3 | yes |" in text
     assert "`swiglu`, us:\n\n| rows | roof | rooftop |\n| ---: | ---: | ---: |\n| 4 | 1.00 | **2.50** |" in text
+
+
+def test_a_page_may_show_some_rows_of_a_file(tmp_path: Path) -> None:
+    rows = [{"kind": kind, "rows": n, "roof": 1.0, "rates": {"rooftop": n}} for kind in ("a", "b") for n in (2, 3, 4)]
+    (tmp_path / "some.json").write_text(json.dumps({"threads": 2, "rows": rows}))
+    text = TABLES["with_figures"](MARKED.replace("some.json", "some.json kind=b rows=2,4"), tmp_path)
+    assert re.findall(r"^\| (\w+ \| \d+) ", text, re.MULTILINE) == ["b | 2", "b | 4"]
+    assert text.startswith("before\n<!-- figures: some.json kind=b rows=2,4 -->\n\nIn ")
+    assert TABLES["with_figures"](text, tmp_path) == text
 
 
 def test_what_was_not_measured_says_how(tmp_path: Path) -> None:

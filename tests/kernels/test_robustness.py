@@ -307,7 +307,10 @@ PUBLIC = [
     ),
 ]
 # they compute nothing themselves, or (the second set) have no tensors among their arguments
-NO_OPERATORS = {"AttentionPlan", "attention_plan", "conv_act_plan", "decompositions", "linear_act_plan", "fused"}
+NO_OPERATORS = {"AttentionPlan", "decompositions", "fused"} | {
+    f"{name}_plan"
+    for name in ("attention", "conv_act", "layer_norm", "linear_act", "max_pool2d", "reduction", "softmax")
+}
 NO_TENSORS = {"Box", "random_key", "random_normal", "random_uniform"}
 SIZES = {"B": 2, "H": 3, "G": 2, "S": 5, "D": 8, "C": 4, "M": 4, "N": 6, "K": 3, "V": 7}
 WITHOUT_GRADIENT = {"argmax", "argmin", "max_pool2d", "paged_attention"}

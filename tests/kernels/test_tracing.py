@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rooftop import kernels
-from rooftop.launch.operators import _decompositions, _functions
+from rooftop.launch.operators import _declared, _decompositions
 from rooftop.launch.symbolic import recorded_whole
 
 TABLE = runpy.run_path(str(Path(__file__).with_name("test_robustness.py")))
@@ -208,7 +208,7 @@ def test_an_argument_is_checked_when_a_program_of_fx_runs() -> None:
 
 
 def test_an_operator_has_a_decomposition_unless_it_is_for_training_tables_pages_or_random_numbers() -> None:
-    without = {name for name in _functions if getattr(torch.ops.rooftop, name).default not in _decompositions}
+    without = {name for name in _declared if getattr(torch.ops.rooftop, name).default not in _decompositions}
     kinds = ("backward", "scale_gradient", "sparse_r", "random")
     others = {name for name in without if not any(kind in name for kind in kinds)}
     assert others == {"paged_attention", "counter_dropout"}

@@ -250,7 +250,7 @@ def test_half_a_million_threads_in_a_block_are_a_clear_error() -> None:
         ({"grid": (1, 1, 1, 1)}, TypeError, "grid must be an int or one to three"),
         ({"shared_bytes": 228 * 1024}, ValueError, r"0 \+ 233,472 bytes .* sm_90 has 232,448"),
         ({"shared_bytes": -1}, ValueError, "must not be negative"),
-        ({"grid": 9, "cluster": 2}, ValueError, "no multiple of the cluster"),
+        ({"grid": 9, "cluster": 2}, ValueError, "not a multiple of the cluster"),
         ({"grid": 32, "cluster": 32}, ValueError, "more than 16 blocks"),
     ],
 )

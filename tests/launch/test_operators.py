@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import rooftop.sparse.site_norms  # noqa: F401 (registers operators)
 from rooftop.kernels import fused, layer_norm
-from rooftop.launch import fast_path
+from rooftop.launch import fast_path, operators
 
 
 class Names(TorchDispatchMode):
@@ -93,7 +94,7 @@ class Names(TorchDispatchMode):
 seen = []
 with Names():
     import rooftop.kernels
-    from rooftop.launch import fast_path
+    from rooftop.launch import fast_path, operators
 assert fast_path.is_plain((torch.ones(3),))
 with Names():
     assert not fast_path.is_plain((torch.ones(3),))
@@ -174,3 +175,35 @@ def test_what_is_computed_on_the_cpu_alone() -> None:
     torch.func.vmap(lambda row: seen.append(computed_on_cpu(row)) or row)(torch.ones(1, 2))
     assert seen == [False]
     assert computed_on_cpu(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("linear_act", "bool keep, bool rounded=False) -> (Tensor, Tensor)"),  # `keep` is a method of the class
+        ("paged_attention", "SymInt? positions, SymInt? window=None) -> Tensor"),
+        ("site_norm_backward", "Tensor count, bool by_running) -> (Tensor, Tensor, Tensor)"),  # tuples have a `count`
+        ("scale_gradient_", "(Tensor(a0!) gradient, Tensor factor) -> ()"),
+    ],
+)
+def test_schemas_follow_from_fields_and_their_defaults(name: str, expected: str) -> None:
+    assert str(getattr(torch.ops.rooftop, name).default._schema).endswith(expected)
+
+
+def test_an_argument_left_out_has_its_default_on_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(2, 3, requires_grad=True), torch.randn(4, 3)
+    call, found = operators._declared["linear_act"].call, []
+    for plain in (fast_path.is_plain, lambda arguments: False):
+        monkeypatch.setattr(fast_path, "is_plain", plain)
+        y, _ = call(x, weight, None, "relu", None, False)
+        found.append([y.detach(), *torch.autograd.grad(y.sum(), x)])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_a_refused_derivative_keeps_no_tensors() -> None:
+    dout = torch.randn(2, 1, 3, 4, requires_grad=True)
+    out, lse = torch.randn(2, 1, 3, 4), torch.randn(2, 1, 3)
+    dout_a, *_ = operators._declared["merge_attention_states_backward"].call(dout, None, out, lse, out, lse)
+    assert dout_a.grad_fn.saved_tensors == ()
+    with pytest.raises(NotImplementedError, match="merge_attention_states has no second derivative"):
+        dout_a.sum().backward()

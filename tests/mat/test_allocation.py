@@ -34,7 +34,7 @@ def test_headers_are_counted() -> None:
     views = [m.row(0), m[1:3, 2:4], m.reshape(1), copy.copy(m), Mat(m)]
     assert data.headers == 6
     assert all(view.data is data for view in views)
-    tensor, array = m.tensor(), m.numpy()  # look at the memory and are no headers
+    tensor, array = m.tensor(), m.numpy()  # look at the memory and are not headers
     assert data.headers == 6
     clone = m.clone()
     assert data.headers == 6

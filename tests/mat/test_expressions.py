@@ -293,19 +293,27 @@ def test_arrays_and_tensors_are_operands() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "said"),
     [
-        (lambda a, f: a + f, TypeError, "a sum takes two of one type, got CV_8UC3 and CV_32FC1: convertTo one"),
-        (lambda a, f: a + a[1:], ValueError, "a sum takes two of one size, got 4 x 5 and 3 x 5: nothing is broadcast"),
+        (
+            lambda a, f: a + f,
+            TypeError,
+            "a sum takes two Mats of the same type, got CV_8UC3 and CV_32FC1: convertTo one",
+        ),
+        (
+            lambda a, f: a + a[1:],
+            ValueError,
+            "a sum takes two Mats of the same size, got 4 x 5 and 3 x 5: nothing is broadcast",
+        ),
         (lambda a, f: a * a, TypeError, r"a.mul\(b\) is element by element, and convertTo\(CV_32F\) makes one"),
         (lambda a, f: f @ f, ValueError, "a product of 4 x 5 and 4 x 5: the columns of the first"),
         (lambda a, f: f & f, TypeError, "bits are of integers, got CV_32FC1"),
-        (lambda a, f: a & 1.5, TypeError, "bits are of whole numbers"),
+        (lambda a, f: a & 1.5, TypeError, "bitwise operations need integers"),
         (lambda a, f: f.inv(), ValueError, "an inverse is of a square matrix, got 4 x 5: 'svd' gives"),
         (lambda a, f: f.inv("qr"), ValueError, "one of lu, cholesky, svd, got 'qr'"),
-        (lambda a, f: Mat((2, 2, 2), CV_8U).t(), ValueError, r"t\(\) is of two dimensions, got 2 x 2 x 2"),
+        (lambda a, f: Mat((2, 2, 2), CV_8U).t(), ValueError, r"t\(\) needs two dimensions, got 2 x 2 x 2"),
         (lambda a, f: a.mul("3"), TypeError, "mul takes a Mat, an expression, an array or numbers, got str"),
         (lambda a, f: a + "3", TypeError, "unsupported operand"),
-        (lambda a, f: a * 10**400, ValueError, "a number of more than 1023 bits is none that a Mat can hold"),
-        (lambda a, f: a & float("nan"), TypeError, "bits are of whole numbers"),
+        (lambda a, f: a * 10**400, ValueError, "a number of more than 1023 bits is more than a Mat can hold"),
+        (lambda a, f: a & float("nan"), TypeError, "bitwise operations need integers"),
         (lambda a, f: a.copyTo(None, [1, 2]), TypeError, "a mask is a Mat, an expression, an array or a tensor"),
         (lambda a, f: mat.minimum(1, 2), TypeError, "one of the two must be a Mat"),
         (lambda a, f: Mat(3, 3, CV_8UC3).__setitem__(slice(0, 2), a + 1), ValueError, "cannot be assigned to a region"),
@@ -358,7 +366,7 @@ def test_in_place_is_the_assignment_of_the_expression() -> None:
     assert whole.data_ptr() == data
     with pytest.raises(TypeError):
         whole += "text"
-    with pytest.raises(ValueError, match="one size"):
+    with pytest.raises(ValueError, match="of the same size"):
         whole += Mat(3, 3, CV_32F)
 
 

@@ -76,11 +76,15 @@ def test_no_solution_is_an_error(method: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "error", "said"),
     [
-        (lambda a, u: a.dot(u), TypeError, "a dot product is of two of one type, got CV_64FC1 and CV_8UC1"),
-        (lambda a, u: a.dot(a[1:]), ValueError, "a dot product is of two of one size"),
+        (
+            lambda a, u: a.dot(u),
+            TypeError,
+            "a dot product takes two vectors of the same type, got CV_64FC1 and CV_8UC1",
+        ),
+        (lambda a, u: a.dot(a[1:]), ValueError, "a dot product takes two vectors of the same size"),
         (lambda a, u: u.cross(u), TypeError, "a cross product is of floating numbers, got CV_8UC1"),
         (lambda a, u: a.cross(a), ValueError, "a cross product is of three numbers"),
-        (lambda a, u: mat.determinant(u), TypeError, "a determinant is of one channel of floating numbers"),
+        (lambda a, u: mat.determinant(u), TypeError, "a determinant needs one channel of floating-point numbers"),
         (lambda a, u: mat.determinant(a[1:]), ValueError, "a determinant is of a square matrix"),
         (lambda a, u: mat.solve(a, a, "ql"), ValueError, "one of lu, cholesky, qr, svd, got 'ql'"),
         (lambda a, u: mat.solve(a, a[1:]), ValueError, "as many right sides as equations, got 4 and 3 rows"),

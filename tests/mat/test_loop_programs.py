@@ -295,7 +295,7 @@ def test_a_process_that_forks_while_a_thread_compiles() -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
         child = os.fork()
     if child == 0:
-        os._exit(0 if lock._lock.acquire(timeout=5) else 1)
+        os._exit(0 if lock._lock.acquire(timeout=60) else 1)
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 

@@ -74,7 +74,7 @@ def test_dtypes_are_types_and_back() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: mat.CV_MAKETYPE(13, 1), "13 is no depth"),
+        (lambda: mat.CV_MAKETYPE(13, 1), "13 is not a depth"),
         (lambda: mat.CV_8UC(0), "1 to 512 channels, got 0"),
         (lambda: mat.CV_8UC(513), "1 to 512 channels, got 513"),
         (lambda: mat.typeToString(31), "31 is the code of no type"),

@@ -252,9 +252,9 @@ def test_reshape_of_n_dimensions() -> None:
         (lambda m: m.reshape(-2), "1 to 512 channels, got -2"),
         (lambda m: m.roi(0, 0, -1, 2), "a width and a height of at least 0"),
         (lambda m: m[0:4:2], "has no step, got 2"),
-        (lambda m: Mat((2, 2, 2), CV_8U).locateROI(), "locateROI is of two dimensions"),
+        (lambda m: Mat((2, 2, 2), CV_8U).locateROI(), "locateROI needs two dimensions"),
         (lambda m: m[1:1].locateROI(), "locateROI of a Mat without elements"),
-        (lambda m: Mat((2, 2, 2), CV_8U).row(0), "rows is of two dimensions"),
+        (lambda m: Mat((2, 2, 2), CV_8U).row(0), "rows needs two dimensions"),
     ],
 )
 def test_what_cannot_be_seen_so(call: object, message: str) -> None:

@@ -63,12 +63,15 @@ def write_video(
 
 @pytest.fixture(scope="session")
 def make_video(tmp_path_factory: pytest.TempPathFactory) -> MakeVideo:
-    """`write_video` by a name in a folder of the session; each is made once."""
-    folder = tmp_path_factory.mktemp("videos")
+    """`write_video` by a name; each is made once in a session. Those of one name with other settings are others."""
+    made: dict[str, Path] = {}
 
     def make(name: str, codec: str = "libx264", **settings: object) -> Path:
-        path = folder / name
-        return path if path.exists() else write_video(path, codec, **settings)  # type: ignore[arg-type]
+        key = repr((name, codec, sorted(settings.items())))
+        if key not in made:
+            path = tmp_path_factory.mktemp("video") / name
+            made[key] = write_video(path, codec, **settings)  # type: ignore[arg-type]
+        return made[key]
 
     return make
 

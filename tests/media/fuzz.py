@@ -52,7 +52,7 @@ from rooftop.media.colours import Colours
 from rooftop.media.decoding import Decoder
 from rooftop.media.opening import Source
 
-WORK_S, WAIT_S = 10, 60  # of a processor; and of a clock, on a machine that others use
+WORK_S, WAIT_S = 10, 300  # of a processor; and of a clock, on a machine that others use
 MEMORY_BYTES = 1 << 30
 ADDRESSES_BYTES = 4 << 30  # threads' stacks and heaps take addresses, not memory
 MOST_FRAMES = 400

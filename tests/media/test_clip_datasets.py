@@ -127,9 +127,9 @@ def test_files_that_cannot_be_read_are_named_or_skipped(make_video: MakeVideo, t
     text, cut = tmp_path / "text.mp4", tmp_path / "cut.mkv"
     text.write_text("no video")
     cut.write_bytes(content[: len(content) * 2 // 3])
-    with pytest.raises(InputError, match=r"text\.mp4 is no video"):
+    with pytest.raises(InputError, match=r"text\.mp4 is not a video"):
         ClipDataset([whole, text], frames=4)
-    with pytest.warns(UserWarning, match=r"skipped: .*text\.mp4 is no video"):
+    with pytest.warns(UserWarning, match=r"skipped: .*text\.mp4 is not a video"):
         clips = ClipDataset([text, whole, text], frames=4, on_error="skip")
     assert [path for path, _ in clips.skipped] == [text, text]
     assert clips.counts == [7]

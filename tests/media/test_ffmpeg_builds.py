@@ -38,7 +38,7 @@ OBJECTS = 1.o 2.o 3.o 4.o 5.o 6.o
 ffmpeg: $(OBJECTS)
 	@printf "LD\\t%s\\n" $@; cat $(OBJECTS) > /dev/null; cp @SOURCE@/fftools/ffmpeg.sh $@
 %.o:
-	@printf "CC\\t%s\\n" $@; echo begun > $@; [ "$$SLOW" != $@ ] || sleep 30; \
+	@printf "CC\\t%s\\n" $@; echo begun > $@; [ "$$SLOW" != $@ ] || sleep 300; \
 	[ "$$BROKEN" != $@ ] && echo $@ >> $$RECORD/compiled && echo whole > $@
 install: ffmpeg
 	mkdir -p $(DESTDIR)@PREFIX@/bin
@@ -137,7 +137,7 @@ def test_an_interrupted_build_goes_on_where_it_was(place: Place, monkeypatch: py
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         build_ffmpeg(place.source, place.prefix, headers=place.headers, jobs=1, report=interrupt_at("4.o"))
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 120
     assert place.record("compiled") == ["1.o", "2.o", "3.o"]
     assert not place.prefix.exists()
     monkeypatch.setenv("SLOW", "")
@@ -260,10 +260,10 @@ def test_wrong_folders_are_refused_before_anything_is_done(place: Place) -> None
     for source, prefix, said in (
         (spaced, place.prefix, "spaces or special characters"),
         (place.source, place.folder / "in stalled", "spaces or special characters"),
-        (place.folder, place.prefix, "is no source of FFmpeg.*; .* is one"),
-        (other, place.prefix, "is no source of FFmpeg"),
+        (place.folder, place.prefix, "is not a source of FFmpeg.*; .* is one"),
+        (other, place.prefix, "is not a source of FFmpeg"),
         (other / "letter.txt", place.prefix, "is a file: unpack it"),
-        (place.folder / "nowhere", place.prefix, "is no folder"),
+        (place.folder / "nowhere", place.prefix, "is not a folder"),
         (configured, place.prefix, "make -C .* distclean"),
         (place.source, other, "has other files"),
         (place.source, other / "letter.txt", "is a file: expected a new folder"),

@@ -115,7 +115,7 @@ def played(tmp_path: Path) -> Iterator[Played]:
             f'  case "$word" in\n{cases}\n    *) set -- "$@" "$word";;\n  esac\ndone\nexec {FFMPEG} "$@"\n'
         )
         script.chmod(0o755)
-        made.append(Trials(script, "5.1", timeout_s=30))
+        made.append(Trials(script, "5.1", timeout_s=120))
         made[-1].decoders += ("mpeg4_cuvid",)
         made[-1].encoders += ("mpeg4_nvenc",)
         return made[-1]
@@ -211,7 +211,7 @@ def test_raw_frames_are_planes_in_levels() -> None:
         chroma = np.stack([planes[:, luma : luma * 5 // 4], planes[:, luma * 5 // 4 :]], axis=2).reshape(FRAMES, -1)
         data = (np.concatenate([planes[:, :luma], chroma], axis=1) << shift).tobytes()
         np.testing.assert_array_equal(levels(data, wide), levels_of_picture(bits))
-        assert len(levels(data[:-1], wide)) == FRAMES - 1  # what is cut off is no frame
+        assert len(levels(data[:-1], wide)) == FRAMES - 1  # what is cut off is not a frame
     assert abs(levels_of_picture(8) - levels_of_picture(10)).max() <= 0.5
     assert all(abs(a - b).mean() > 10 for a, b in zip(levels_of_picture(8), levels_of_picture(8)[1:], strict=False))
 
@@ -262,8 +262,9 @@ esac; done
 
 
 def test_a_trial_that_does_not_end_is_ended(tmp_path: Path) -> None:
-    with closing(Trials(fake(tmp_path, LISTS + "exec sleep 60"), "7.1", timeout_s=0.3)) as trials:
-        assert trials.devices == ("cuda",)
+    with closing(Trials(fake(tmp_path, LISTS + "exec sleep 60"), "7.1", timeout_s=60)) as trials:
+        assert (trials.devices, trials.encoders) == (("cuda",), ("mpeg4",))
+        trials.timeout_s = 0.3
         assert trials.open_device("cuda").note == "it was not done after 0.3 s"
         clip, made = trials.make_clip(MPEG4)
     assert clip is None
@@ -287,9 +288,9 @@ def test_no_ffmpeg_is_said_with_the_command_that_installs_it(monkeypatch: pytest
 
 
 def test_what_is_no_ffmpeg_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is no program"):
+    with pytest.raises(InputError, match="is not a program"):
         ffmpeg_abilities(tmp_path / "nowhere")
-    with pytest.raises(InputError, match=r"is no ffmpeg: it says 'no libnpp.so'"):
+    with pytest.raises(InputError, match=r"is not an ffmpeg: it says 'no libnpp.so'"):
         ffmpeg_abilities(fake(tmp_path, "echo no libnpp.so >&2; exit 127"))
     with pytest.raises(InputError, match="codec 'h266' is not known: expected some of h264, hevc"):
         ffmpeg_abilities(fake(tmp_path, LISTS), codecs=["h266"])

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("av")
 FILES = int(os.environ.get("ROOFTOP_FUZZ_FILES", "60"))
-SECONDS_A_FILE = 2.0
+SECONDS_A_FILE = 10.0
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc and sets limits of Linux")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import textwrap
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,12 +63,12 @@ def test_the_example_of_the_page_runs(
 ) -> None:
     page = (Path(__file__).parents[2] / "docs" / "media.md").read_text(encoding="utf-8")
     section = page.split("## Photographs\n")[1].split("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("    ") or not line]
+    (snippet,) = re.findall(r"```py\n(.*?)```", section, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     Path("holiday").mkdir()
     Path("holiday/cat.jpg").write_bytes(FORMS["jpeg"])
     names: dict[str, object] = {"__name__": "snippet"}
-    exec(compile(textwrap.dedent("\n".join(lines)), "snippet", "exec"), names)
+    exec(compile(snippet, "snippet", "exec"), names)
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "cat.jpg (3, 60, 91)"
     assert out[1].startswith("cpu there is no NVJPEG")
@@ -177,7 +177,7 @@ def test_folders_in_order_ahead(folder: Path) -> None:
 def test_a_broken_file_is_named_or_skipped(folder: Path) -> None:
     (folder / "broken.jpg").write_bytes(FORMS["jpeg"][:700])
     (folder / "a.jpg").write_text("no image")
-    with pytest.raises(InputError, match=r"a\.jpg is no image"):
+    with pytest.raises(InputError, match=r"a\.jpg is not an image"):
         list(read_images([folder]))
     decoder = ImageDecoder(on_error="skip", threads=2)
     with pytest.warns(UserWarning, match="skipped: ") as warned:
@@ -186,7 +186,7 @@ def test_a_broken_file_is_named_or_skipped(folder: Path) -> None:
     assert [path.name for path, _ in decoder.skipped] == ["a.jpg", "broken.jpg"]
     assert "truncated" in decoder.skipped[1][1]
     assert len(warned) == 2
-    with pytest.raises(InputError, match="is no image"):
+    with pytest.raises(InputError, match="is not an image"):
         decoder.decode(folder / "a.jpg")
     with pytest.raises(InputError, match="does not exist"):
         decoder.read([folder / "missing.jpg"])

@@ -314,7 +314,7 @@ def test_how_pictures_are_turned_stays_with_them(make_video: MakeVideo, tmp_path
 
 
 def test_headers_at_the_end_of_a_file_stay_with_it(make_video: MakeVideo, tmp_path: Path, decoders: list[Any]) -> None:
-    """Behind the pictures of a packet that is no key frame."""
+    """Behind the pictures of a packet that is not a key frame."""
     path = make_video("plain-end.mp4", "libx264", options={**H264, "bf": "0"}, frames=12, width=96)
     strange = make_video("strange.mp4", "libx264", options={**H264, "preset": "medium"}, frames=2, width=96)
     with av.open(str(strange)) as container:

@@ -38,11 +38,11 @@ def test_the_command(make_video: MakeVideo, capsys: pytest.CaptureFixture[str], 
     out = capsys.readouterr().out
     assert "32 x 48, stored 48 x 32" in out
     assert "bt601 (assumed), limited range (assumed)" in out
-    assert "30, of which 4 key frames; at most 8 decoded for one" in out
+    assert "30, of which 4 key frames; reading one decodes 8 at most" in out
     assert main(["media", "probe", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["frames"] == 30
     (tmp_path / "words.mp4").write_text("words " * 99)
     assert main(["media", "probe", str(tmp_path / "words.mp4")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "is no video that FFmpeg can read" in error
+    assert "is not a video that FFmpeg can read" in error

@@ -195,7 +195,7 @@ def test_what_has_no_sound_is_named(make_sound: MakeSound, tmp_path: Path) -> No
     (tmp_path / "words.mp3").write_text("no sound at all\n" * 100)
     with pytest.raises(InputError, match="has no sound, only video"):
         read_sound(silent)
-    with pytest.raises(InputError, match="is no sound or video that FFmpeg can read"):
+    with pytest.raises(InputError, match="is not a sound or video that FFmpeg can read"):
         read_sound(tmp_path / "words.mp3")
     with pytest.raises(InputError, match="does not exist"):
         read_sound(tmp_path / "missing.wav")

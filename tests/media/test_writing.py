@@ -132,7 +132,11 @@ def test_what_cannot_be_written_is_refused_before(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=said):
             VideoWriter(path, **{"fps": 25, **settings})  # type: ignore[arg-type]
-    for where, said in (("out.abacus", "no suffix of a format"), ("missing/out.mp4", "is no folder"), ("", "a folder")):
+    for where, said in (
+        ("out.abacus", "no suffix of a format"),
+        ("missing/out.mp4", "is not a folder"),
+        ("", "a folder"),
+    ):
         with pytest.raises(InputError, match=said):
             VideoWriter(tmp_path / where, 25)
     with VideoWriter(path, 25) as writer:

@@ -17,9 +17,11 @@ from rooftop.models.images import (
     STD,
     Preprocessing,
     check_images,
+    cropped,
     find_images,
     load_images,
     normalized,
+    normalized_pixels,
     preprocess,
     read_image,
 )
@@ -61,11 +63,11 @@ def test_tensors_are_to_the_bit_those_of_pillow_and_torch(form: str, cat: Image.
     for number, found in enumerate(batch):
         with Image.open(tmp_path / f"{number}.{form}") as image:
             resized = image.resize((256 * 451 // 300, 256), Image.Resampling.BILINEAR)
-        cropped = resized.crop((80, 16, 304, 240))
-        pixels = torch.from_numpy(np.array(cropped, dtype=np.float32)) / 255
+        shown = resized.crop((80, 16, 304, 240))
+        pixels = torch.from_numpy(np.array(shown, dtype=np.float32)) / 255
         expected = ((pixels - torch.tensor(MEAN)) / torch.tensor(STD)).permute(2, 0, 1)
         assert torch.equal(found, expected)
-        assert torch.equal(normalized(cropped), expected)
+        assert torch.equal(normalized(shown), expected)
 
 
 def test_a_batch_from_files_and_folders(cat: Image.Image, tmp_path: Path) -> None:
@@ -99,7 +101,7 @@ def test_beginnings_are_checked_without_decoding(cat: Image.Image, tmp_path: Pat
     (tmp_path / "half.jpg").write_bytes((tmp_path / "whole.jpg").read_bytes()[:5000])
     check_images([tmp_path / "whole.jpg", tmp_path / "half.jpg"])
     (tmp_path / "text.jpg").write_text("no image")
-    with pytest.raises(InputError, match=r"text\.jpg is no image"):
+    with pytest.raises(InputError, match=r"text\.jpg is not an image"):
         check_images([tmp_path / "whole.jpg", tmp_path / "text.jpg"])
 
 
@@ -123,7 +125,7 @@ def test_what_is_no_photograph_is_refused_by_name(cat: Image.Image, tmp_path: Pa
     (tmp_path / "half.jpg").write_bytes((tmp_path / "whole.jpg").read_bytes()[:5000])
     (tmp_path / "empty").mkdir()
     for name, message in (
-        ("text.jpg", "no image that Pillow can read"),
+        ("text.jpg", "not an image that Pillow can read"),
         ("half.jpg", "cannot be read"),
         ("empty", "holds no photographs"),
         ("missing.jpg", "does not exist"),
@@ -131,3 +133,21 @@ def test_what_is_no_photograph_is_refused_by_name(cat: Image.Image, tmp_path: Pa
         with pytest.raises(InputError, match=message) as caught:
             load_images([tmp_path / name])
         assert name in str(caught.value)
+
+
+def test_pixels_of_a_batch_are_normalized_bit_for_bit(cat: Image.Image) -> None:
+    photos = [cropped(cat), cropped(cat.transpose(Image.Transpose.FLIP_LEFT_RIGHT))]
+    pixels = torch.stack([torch.from_numpy(np.array(photo)) for photo in photos])
+    expected = torch.stack([normalized(photo) for photo in photos])
+    found = normalized_pixels(pixels)
+    assert torch.equal(found, expected)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(normalized_pixels(pixels[0, :3, :5], (0.1, 0.2, 0.3), (0.3, 0.2, 0.1)),
+                       normalized(photos[0].crop((0, 0, 5, 3)), (0.1, 0.2, 0.3), (0.3, 0.2, 0.1)))  # fmt: skip
+    assert normalized_pixels(pixels[:0]).shape == (0, 3, 224, 224)
+
+
+@pytest.mark.gpu
+def test_pixels_are_normalized_on_a_gpu_as_on_the_cpu() -> None:
+    pixels = torch.arange(256, dtype=torch.uint8)[:, None, None].expand(256, 1, 3)
+    assert torch.equal(normalized_pixels(pixels.cuda()).cpu(), normalized_pixels(pixels))

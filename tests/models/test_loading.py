@@ -199,10 +199,10 @@ def test_a_next_frame_network_of_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("resnet5", r"'resnet5' is no built-in model \(did you mean resnet50\?\): there are "),
+        ("resnet5", r"'resnet5' is not a built-in model \(did you mean resnet50\?\): there are "),
         ("detr_resnet_50", r"did you mean detr_resnet50"),
         ("swin_tiny", r"did you mean swin_t"),
-        ("xyz", r"'xyz' is no built-in model: there are resnet18, .*colour_next_frame_network$"),
+        ("xyz", r"'xyz' is not a built-in model: there are resnet18, .*colour_next_frame_network$"),
     ],
 )
 def test_names_that_are_none(name: str, message: str, file: Path) -> None:
@@ -244,7 +244,7 @@ def test_damaged_files(
         torch.save(state, path)
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(
-        WeightsError, match=rf"mine\{suffix} is damaged or no .*Expected what .* (wrote|writes)"
+        WeightsError, match=rf"mine\{suffix} is damaged or (no|not a) .*Expected what .* (wrote|writes)"
     ) as caught:
         load("resnet18" if suffix in (".pth", ".safetensors") else "next_frame_network", path)
     assert "\n" not in str(caught.value)

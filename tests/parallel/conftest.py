@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import importlib.util
 import inspect
+import io
 import os
 import pickle
 import sys
@@ -30,8 +31,31 @@ import pytest
 import torch
 import torch.distributed as dist
 
-LIMIT_S = 60.0
-GRACE_S = 10.0  # for the other ranks, after one has failed
+LIMIT_S = 180.0
+GRACE_S = 60.0  # for the other ranks, after one has failed
+
+# ---- in all processes --------------------------------------------------------------------------------------------
+
+
+class Packing(pickle.Pickler):
+    """Pickles plain tensors as arrays of NumPy: PyTorch takes 0.3 ms to read each, NumPy 0.01 ms."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.requires_grad:
+            return NotImplemented
+        if value.device.type != "cpu" or value.layout is not torch.strided or value.dtype not in AS_ARRAYS:
+            return NotImplemented
+        return torch.from_numpy, (value.contiguous().numpy(),)
+
+
+AS_ARRAYS = (torch.float64, torch.float32, torch.int64, torch.int32, torch.bool)
+
+
+def packed(value: Any) -> bytes:
+    file = io.BytesIO()
+    Packing(file).dump(value)
+    return file.getvalue()
+
 
 # ---- in the processes of the ranks -------------------------------------------------------------------------------
 
@@ -59,7 +83,7 @@ def serve(connection: Connection) -> None:
         before = dict(os.environ)
         os.environ.update(task["environment"])
         try:
-            answer = Outcome(value=pickle.dumps(_performed(**task)))
+            answer = Outcome(value=packed(_performed(**task)))
         except BaseException as error:
             answer = Outcome(b"", type(error).__name__, str(error), traceback.format_exc())
         if dist.is_initialized():
@@ -79,7 +103,7 @@ def _performed(
     call = loaded(module, file)
     for part in function.split("."):
         call = getattr(call, part)
-    with join(device=device) if joined else nullcontext():
+    with join(device=device, patience_s=LIMIT_S) if joined else nullcontext():
         return call(*pickle.loads(arguments))  # type: ignore[operator]
 
 
@@ -153,7 +177,7 @@ class Pool:
             "module": function.__module__,
             "file": inspect.getfile(function),
             "function": function.__qualname__,
-            "arguments": pickle.dumps(arguments),
+            "arguments": packed(arguments),
             "joined": joined,
             "device": device,
         }

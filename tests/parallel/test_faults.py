@@ -24,7 +24,9 @@ import signal, sys
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 from rooftop.cli.main import run
+from rooftop.parallel import watching
 
+watching.TELLING_S = 10.0  # on a busy machine ranks answer late
 at = sys.argv.index("train")
 config, *_ = config_from_args(parse_args([*sys.argv[1:at], "rooftop"]))
 config.start_method = "fork"
@@ -70,7 +72,7 @@ def losses(path: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in found}
 
 
-def wait_for_step(path: Path, step: int, agents: list[BaseProcess], limit_s: float = 90.0) -> None:
+def wait_for_step(path: Path, step: int, agents: list[BaseProcess], limit_s: float = 300.0) -> None:
     until = time.monotonic() + limit_s
     while max(losses(path), default=0) < step:
         assert all(agent.is_alive() for agent in agents)
@@ -105,10 +107,10 @@ def test_a_rank_that_dies_or_stops_ends_all_and_is_named(
     ranks = ranks_of(agent)
     began = time.monotonic()
     ranks[2].send_signal(number)
-    agent.join(60)
+    agent.join(180)
     assert agent.exitcode not in (None, 0)
     assert all(ended(rank) for rank in ranks)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 150
     errors = (book / "err").read_text()
     (line,) = [line for line in errors.splitlines() if line.startswith("rooftop: error: ")]
     assert said in line
@@ -117,7 +119,7 @@ def test_a_rank_that_dies_or_stops_ends_all_and_is_named(
 
 
 def test_sigterm_ends_all_ranks_without_an_error(fork: Fork, book: Path) -> None:
-    """Where nothing is saved there is nothing to wait for; a launcher that ends its ranks is no failure of one."""
+    """Where nothing is saved there is nothing to wait for; a launcher that ends its ranks is not a failure of one."""
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", "one", "--nproc-per-node", "2"]
     words = [*where, *WORDS, "--train-iters", "1000000"]
     agent = fork(AGENT, *words, environment={}, folder=book, output=book / "out", errors=book / "err")
@@ -125,7 +127,7 @@ def test_sigterm_ends_all_ranks_without_an_error(fork: Fork, book: Path) -> None
     ranks = ranks_of(agent)
     assert agent.pid is not None
     os.kill(agent.pid, signal.SIGTERM)
-    agent.join(30)
+    agent.join(120)
     assert agent.exitcode not in (None, 0)
     assert all(ended(rank) for rank in ranks)
     assert "rooftop: error" not in (book / "err").read_text()
@@ -140,7 +142,7 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-STEPS = 60
+STEPS = 100
 OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """PyTorch 2.13 lets no launcher in later that the others do not know, where they share a store."""
 
@@ -150,12 +152,31 @@ def launcher(
 ) -> BaseProcess:
     """One of two launchers of a training on two machines, which a single one may go on with."""
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "two", "--nnodes", "1:2"]
-    soon = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=8"
+    soon = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=15"
     where += ["--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-conf", soon]
     words = ["--global-batch-size", "4", "--train-iters", str(steps), "--save", "run", "--load", "run"]
     words = [*where, *WORDS, *words, "--save-interval", "10"]
     said = {"output": book / f"out{number}", "errors": book / f"err{number}"}
     return fork(AGENT, *words, environment=environment or {}, folder=book, **said)
+
+
+def two_launchers(
+    port: int, steps: int, fork: Fork, book: Path, environment: dict[str, str] | None = None
+) -> tuple[BaseProcess, BaseProcess]:
+    """The first has the store at which they meet: it lives on when the second is killed."""
+    first = launcher(1, port, steps, fork, book, environment)
+    until = time.monotonic() + 300
+    while port not in listening(first):
+        assert first.is_alive()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return first, launcher(2, port, steps, fork, book, environment)
+
+
+def listening(process: BaseProcess) -> set[int]:
+    """The ports at which a process listens."""
+    found = psutil.Process(process.pid).net_connections("tcp")
+    return {each.laddr.port for each in found if each.status == psutil.CONN_LISTEN}
 
 
 def starts(book: Path) -> list[tuple[int, int]]:
@@ -166,9 +187,18 @@ def starts(book: Path) -> list[tuple[int, int]]:
     return [(int(size), int(found[1]) if found else 0) for size, found in zip(parts[::2], gone_on, strict=True)]
 
 
+def wait_for_checkpoint(book: Path, step: int, agent: BaseProcess) -> None:
+    """It is written by a process of low priority: on a busy machine that lasts for many steps."""
+    until = time.monotonic() + 300
+    while not (book / "run" / f"step-{step:08d}").exists():
+        assert agent.is_alive()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
 def wait_for_start(book: Path, ranks: int, agent: BaseProcess) -> int:
     """Until so many ranks have gone on; gives the step after which they did."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while True:
         for size, step in starts(book):
             if size == ranks and step > 0:
@@ -184,7 +214,7 @@ def one_is_killed(first: BaseProcess, second: BaseProcess, book: Path) -> int:
     orphans = ranks_of(second)
     second.kill()
     step = wait_for_start(book, 2, first)
-    assert step in (10, 20)  # that of step 20 may not have been whole yet
+    assert step in range(10, max(losses(book / "lines")) + 1, 10)  # the last one may not have been whole yet
     assert all(ended(rank) for rank in orphans)
     said = (book / "err1").read_text() + (book / "err2").read_text()
     assert "rank 2 of 4 " in said or "ranks 2-3 of 4 are gone without an error (their processes have ended); " in said
@@ -197,7 +227,7 @@ def go_on(step: int, until: int, fork: Fork, book: Path) -> dict[int, float]:
     words = ["--global-batch-size", "4", "--train-iters", str(until), "--load", f"run/step-{step:08d}"]
     words = [*where, *WORDS[:-1], "again", *words]
     again = fork(AGENT, *words, environment={}, folder=book, output=book / "again-out", errors=book / "again-err")
-    again.join(60)
+    again.join(300)
     assert again.exitcode == 0, (book / "again-err").read_text()
     return losses(book / "again")
 
@@ -205,9 +235,9 @@ def go_on(step: int, until: int, fork: Fork, book: Path) -> dict[int, float]:
 def test_a_training_goes_on_with_the_launcher_that_is_left(fork: Fork, book: Path) -> None:
     """From the last checkpoint, as two ranks do that go on by themselves."""
     port = free_port()
-    first, second = (launcher(number, port, STEPS, fork, book) for number in (1, 2))
+    first, second = two_launchers(port, STEPS, fork, book)
     step = one_is_killed(first, second, book)
-    first.join(120)
+    first.join(300)
     assert first.exitcode == 0, (book / "err1").read_text()
     found = losses(book / "lines")
     assert sorted(found) == list(range(1, STEPS + 1))
@@ -219,14 +249,15 @@ def test_a_training_goes_on_with_the_launcher_that_is_left(fork: Fork, book: Pat
 def test_a_launcher_that_comes_again_takes_part(fork: Fork, book: Path) -> None:
     """With another count of restarts than the one that has stayed; ranks that are ended for it save first."""
     port, steps = free_port(), 200
-    first, second = (launcher(number, port, steps, fork, book, OWN_STORES) for number in (1, 2))
+    first, second = two_launchers(port, steps, fork, book, OWN_STORES)
     fewer = one_is_killed(first, second, book)
     wait_for_step(book / "lines", fewer + 20, [first])
+    wait_for_checkpoint(book, fewer + 20, first)
     third = launcher(3, port, steps, fork, book, OWN_STORES)
     more = wait_for_start(book, 4, first)
     assert more >= fewer + 20
     for agent in (first, third):
-        agent.join(120)
+        agent.join(300)
         assert agent.exitcode == 0, (book / "err1").read_text() + (book / "err3").read_text()
     found = losses(book / "lines")
     assert sorted(found) == list(range(1, steps + 1))

@@ -383,7 +383,7 @@ def test_the_command_trains_so_and_refuses_where_there_are_no_data_ranks(on_rank
     assert losses[0][2] < losses[0][0] - 0.05
     said = on_ranks(2, called, [*words, "--use-torch-fsdp2", "--tensor-parallel-size", "2"], joined=False)
     assert [status for status, _ in said] == [2, 2]
-    assert "has no data or context parallel ranks to share the model" in "".join(err for _, err in said)
+    assert "shards the model over data and context parallel ranks" in "".join(err for _, err in said)
 
 
 # ---- bfloat16 ----------------------------------------------------------------------------------------------------

@@ -29,10 +29,10 @@ from rooftop.models.gpt.sampling import Sampling, choose, choose_on_ranks
 from rooftop.models.gpt.weights import empty_gpt, save_gpt
 from rooftop.models.weights.safetensors_files import TensorFiles
 from rooftop.parallel import Layout, shards_of
-from rooftop.train.checkpoints import save_training
-from rooftop.train.gpt_trainer import GptTrainer
-from rooftop.train.gpt_training import GptTraining
-from rooftop.train.tokens import Tokens
+from rooftop.train.checkpoints.trainings import save_training
+from rooftop.train.gpt.trainer import GptTrainer
+from rooftop.train.gpt.training import GptTraining
+from rooftop.train.tokens.tokens import Tokens
 
 Run = Callable[..., list[Any]]
 
@@ -55,7 +55,7 @@ DRAWN = ("--temperature", 0.8, "--seed", 2)
 
 
 def whole(config: GptConfig, dtype: torch.dtype = torch.float64) -> Gpt:
-    """With values whose text is no repetition; the same on each rank."""
+    """With values whose text is not a repetition; the same on each rank."""
     model, generator = Gpt(config, dtype=dtype).eval(), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -36,11 +36,11 @@ from rooftop.train import (
     run_steps,
     save_training,
 )
-from rooftop.train.checkpoints import open_tensors
-from rooftop.train.distributed_reader import CheckpointReader
-from rooftop.train.saved_tensors import whole_tensor
+from rooftop.train.checkpoints.distributed_reader import CheckpointReader
+from rooftop.train.checkpoints.saved_tensors import whole_tensor
+from rooftop.train.checkpoints.training_records import plain_training, read_record
+from rooftop.train.checkpoints.trainings import open_tensors
 from rooftop.train.stopping import stop_on_sigterm
-from rooftop.train.training_records import plain_training, read_record
 
 Run = Callable[..., list[Any]]
 Numbers = list[list[float]]
@@ -197,8 +197,7 @@ def records(shards: dict[str, Shard]) -> dict[str, Any]:
 
 
 def saved_as_before(training: GptTraining, name: str, to: Path, steps: int, without_shards: bool = False) -> Numbers:
-    """Some steps, saved in format 1, as Rooftop wrote it before (src/rooftop/train/checkpoints.py at 4023728), and one
-    step more."""
+    """Some steps, saved in format 1, as src/rooftop/train/checkpoints.py wrote it at 4023728, and one step more."""
     one = trainer(training, name)
     numbers(one, steps)
 
@@ -254,7 +253,9 @@ def test_format_1_without_pieces_is_gone_on_with_by_as_many_ranks_alone(on_ranks
     training = training_of("llama")
     expected = on_ranks(4, saved_as_before, training, "tp=4", tmp_path, 1, True)
     assert on_ranks(4, gone_on, training, "tp=4", tmp_path, 1, tmp_path / "again") == expected
-    with pytest.raises(InputError, match="4 tensor parallel ranks, saved before Rooftop wrote which pieces each has"):
+    with pytest.raises(
+        InputError, match="4 tensor parallel ranks, of a format that does not record the pieces of each rank"
+    ):
         read_alone(training, tmp_path)
 
 
@@ -366,7 +367,7 @@ def test_a_rank_that_is_gone_ends_the_others_and_leaves_what_was_saved(
     with pytest.raises(ranks_failed) as raised:
         on_ranks(2, dies, training_of("llama"), tmp_path)
     assert "rank 1 of 2 is gone without an error" in raised.value.errors[0]  # type: ignore[attr-defined]
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 150
     assert 1 <= read_record(tmp_path).step <= 3
     assert all(tensor.isfinite().all() for tensor in tensors(tmp_path).values())
 

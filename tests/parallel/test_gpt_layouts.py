@@ -53,7 +53,10 @@ LLAMA = GptConfig(vocabulary=31, layers=2, width=16, heads=8, kv_heads=2, hidden
                   position="rope", activation="swiglu", dropout=0.2)  # fmt: skip
 CONFIGS = {"gpt": GPT, "llama": LLAMA}
 both = pytest.mark.parametrize("kind", CONFIGS)
-BATCH, LENGTH, STEPS, SEED = 8, 8, 3, 3
+BATCH, LENGTH, SEED = 8, 8, 3
+STEPS = {1: 3, 2: 3, 4: 2, 8: 2}
+"""By the number of ranks. The second step differs from the first in all that is kept; a third one differs in nothing
+more, and few ranks make it in less time."""
 CLOSE = 1e-10
 FAR = 1e-7  # what a fault must do at least
 
@@ -165,7 +168,7 @@ def enlarged(model: Gpt) -> Gpt:
     return model
 
 
-def trained(case: Case, groups: Mapping[str, Group], steps: int = STEPS) -> Trained:
+def trained(case: Case, groups: Mapping[str, Group], steps: int) -> Trained:
     """Some steps on this rank."""
     config, layout = CONFIGS[case.kind], case.layout
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -210,17 +213,17 @@ def device_here() -> torch.device:
 
 
 @cache
-def references() -> dict[tuple[str, bool], Trained]:
+def references(steps: int) -> dict[tuple[str, bool], Trained]:
     """The same on one process, by kind and whether documents are packed."""
     return {
-        (kind, packed): trained(Case(kind, Layout(), documents=packed), Layout().process_groups())
+        (kind, packed): trained(Case(kind, Layout(), documents=packed), Layout().process_groups(), steps)
         for kind in CONFIGS
         for packed in (False, True)
     }
 
 
 def differences(found: Trained, expected: Trained, model: nn.Module) -> dict[str, float]:
-    """The largest, of each kind, of this rank's part from the same part of the whole; of as many steps as found."""
+    """The largest, of each kind, of this rank's part from the same part of the whole, after as many steps."""
     shards = shards_of(model)
 
     def part(name: str, whole: Tensor) -> Tensor:
@@ -231,14 +234,14 @@ def differences(found: Trained, expected: Trained, model: nn.Module) -> dict[str
         return max(float((ours[name] - part(name, whole[name])).abs().max()) for name in ours)
 
     def largest_of(ours: list[Tensor], theirs: list[Tensor]) -> float:
-        return max(abs(float(a) - float(b)) for a, b in zip(ours, theirs, strict=False))
+        return max(abs(float(a) - float(b)) for a, b in zip(ours, theirs, strict=True))
 
     return {
         "initial": largest(found.initial, expected.initial),
         "loss": largest_of(found.losses, expected.losses),
         "norm": largest_of(found.norms, expected.norms),
         "gradient": max(map(largest, found.gradients, expected.gradients)),
-        "parameter": largest(found.parameters, expected.parameters) if len(found.losses) == STEPS else 0.0,
+        "parameter": largest(found.parameters, expected.parameters),
     }
 
 
@@ -251,14 +254,14 @@ def groups_of(layouts: list[Layout]) -> dict[tuple[int, int, int], dict[str, Gro
     return made
 
 
-def all_differences(cases: list[Case], expected: dict[tuple[str, bool], Trained]) -> list[dict[str, float]]:
+def all_differences(cases: list[Case], expected: dict[tuple[str, bool], Trained], steps: int) -> list[dict[str, float]]:
     """Of each case, on a rank."""
     groups = groups_of([case.layout for case in cases])
     found = []
     for case in cases:
         here = groups[case.layout.dp, case.layout.tp, case.layout.cp]
         parts = parallel_gpt(CONFIGS[case.kind], case.layout, here, seed=SEED, device="meta")
-        found.append(differences(trained(case, here), expected[case.kind, case.documents], parts))
+        found.append(differences(trained(case, here, steps), expected[case.kind, case.documents], parts))
     return found
 
 
@@ -267,8 +270,8 @@ def all_differences(cases: list[Case], expected: dict[tuple[str, bool], Trained]
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_training_is_that_of_one_process(world: int, on_ranks: Run) -> None:
-    cases = cases_of(world)
-    of_ranks = on_ranks(world, all_differences, cases, references(), limit_s=240.0)
+    cases, steps = cases_of(world), STEPS[world]
+    of_ranks = on_ranks(world, all_differences, cases, references(steps), steps, limit_s=900.0)
     for number, case in enumerate(cases):
         for rank, found in enumerate(of_ranks):
             assert found[number]["initial"] == 0, (case, rank)
@@ -459,7 +462,7 @@ def shown(world: int, expected: dict[tuple[str, bool], Trained]) -> dict[str, fl
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_faults_are_found(world: int, on_ranks: Run) -> None:
-    of_ranks = on_ranks(world, shown, world, references())
+    of_ranks = on_ranks(world, shown, world, references(steps=1))
     assert of_ranks[0]
     for name in of_ranks[0]:
         assert max(found[name] for found in of_ranks) > FAR, name
@@ -487,7 +490,7 @@ def by_ddp(expected: Trained) -> tuple[float, float]:
 
 
 def test_ddp_may_sum_over_the_data_ranks(on_ranks: Run) -> None:
-    for apart, norm in on_ranks(4, by_ddp, references()["llama", False]):
+    for apart, norm in on_ranks(4, by_ddp, references(steps=1)["llama", False]):
         assert apart < CLOSE
         assert norm < CLOSE
 
@@ -557,7 +560,7 @@ def refusals() -> list[str]:
 
 
 def test_a_wrong_layout_is_refused_on_every_rank(on_ranks: Run) -> None:
-    first, second = on_ranks(2, refusals, limit_s=30.0)
+    first, second = on_ranks(2, refusals, limit_s=150.0)
     assert first[:-1] == second[:-1]
     parts = [
         "heads=9 is not divisible by tp=2",
@@ -687,7 +690,7 @@ def test_on_gpus_training_is_that_of_one_process(on_ranks: Run) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     cases = cases_of(2)
-    of_ranks = on_ranks(2, all_differences, cases, references(), device="cuda", limit_s=240.0)
+    of_ranks = on_ranks(2, all_differences, cases, references(STEPS[2]), STEPS[2], device="cuda", limit_s=240.0)
     for number, case in enumerate(cases):
         for rank, found in enumerate(of_ranks):
             assert found[number]["initial"] == 0, (case, rank)

@@ -244,7 +244,7 @@ def test_a_step_without_targets_is_said(tmp_path: Path) -> None:
     status, out, err = called(words)
     assert status == 0
     assert "loss 0.000000" in out
-    assert "no token of step 1 has a target to learn: all follow --eod-token" in err
+    assert "step 1 has no target to learn: all its tokens are --eod-token" in err
 
 
 def instead(words: list[str], change: list[str]) -> list[str]:
@@ -348,10 +348,16 @@ WRONG = {
     "heads": (["--tensor-parallel-size", "2", "--num-attention-heads", "1"], "heads=1 is not divisible by tp=2"),
     "halves": (
         ["--tp-comm-overlap", "--micro-batch-size", "1"],
-        "a micro_batch of 1 has no halves (--tp-comm-overlap)",
+        "a micro_batch of 1 cannot be halved (halves, --tp-comm-overlap)",
     ),
-    "halves again": (["--tp-comm-overlap", "--micro-batch-size", "2", "--recompute"], "leave out halves or recompute"),
-    "halves alone": (["--tp-comm-overlap", "--micro-batch-size", "2"], "has no tensor parallel ranks, whose exchanges"),
+    "halves again": (
+        ["--tp-comm-overlap", "--micro-batch-size", "2", "--recompute"],
+        "cannot be combined with recompute",
+    ),
+    "halves alone": (
+        ["--tp-comm-overlap", "--micro-batch-size", "2"],
+        "hide the communication of tensor parallel ranks",
+    ),
     "shared graph": (["--enable-cuda-graph"], "a CUDA graph (cuda_graph, --enable-cuda-graph) needs a GPU"),
     "batch": (["--micro-batch-size", "3"], "is not divisible by micro_batch=3 (--micro-batch-size)"),
     "layers": (["--pipeline-parallel-size", "2", "--num-layers", "1"], "layers=1 is less than pp=2"),
@@ -379,16 +385,16 @@ WRONG = {
             "--pipeline-schedule",
             "1f1b",
         ],
-        "is for the schedule interleaved; 1f1b has its own number of stages a rank",
+        "is for the schedule interleaved; 1f1b sets its own number of stages per rank",
     ),
     "context": (["--context-parallel-size", "2", "--seq-length", "6"], "sequence=6 is not divisible by 4"),
     "context halves": (
         ["--context-parallel-size", "2", "--tp-comm-overlap", "--micro-batch-size", "2"],
-        "context parallel ranks cannot have halves",
+        "context parallelism cannot be combined with halves",
     ),
     "exchanged heads": (
         ["--context-parallel-size", "2", "--cp-comm-type", "a2a", "--num-attention-heads", "1"],
-        "exchanges 1 heads of queries and 1 of keys of a tensor parallel rank among 2 ranks",
+        "among 2 ranks, which do not divide 1 query heads and 1 key heads",
     ),
     "neighbours": (
         ["--context-parallel-size", "2", "--cp-comm-type", "a2a+p2p"],
@@ -398,19 +404,22 @@ WRONG = {
         ["--context-parallel-size", "2", "--hierarchical-context-parallel-sizes", "2", "2"],
         "expected two sizes whose product is --context-parallel-size 2",
     ),
-    "sums of none that share": (["--accumulate-whole-gradients"], "is for data ranks that share the model"),
-    "transport of none": (["--cp-comm-type", "a2a"], "has no context parallel ranks, of which transport and near"),
+    "sums of none that share": (["--accumulate-whole-gradients"], "needs fully_shard (--use-torch-fsdp2)"),
+    "transport of none": (["--cp-comm-type", "a2a"], "need context parallel ranks, but the layout"),
     "neighbours of another transport": (
         ["--context-parallel-size", "2", "--hierarchical-context-parallel-sizes", "1", "2", "--cp-comm-type", "p2p"],
-        "is for the transport a2a+p2p, and this is p2p",
+        "is for the transport a2a+p2p, but the transport is p2p",
     ),
-    "a file to save in": (["--dry-run", "--save", __file__], "is no folder"),
+    "a file to save in": (["--dry-run", "--save", __file__], "is not a folder"),
     "end of documents": (["--eod-token", "31"], "must be a token from 0 to 30, got 31"),
     "no end of documents": (["--reset-position-ids"], "give document_end (--eod-token)"),
-    "replayed documents": (["--eod-token", "3", "--enable-cuda-graph"], "differ from step to step, and cannot have a"),
-    "short": (["--seq-length", "400"], "has 400 tokens, a sequence of 400 takes 401"),
-    "vocabulary": (["--vocab-size", "30"], "has the token 30, a vocabulary of 30 has 0 to 29"),
-    "missing": (["--data-path", "nowhere.bin"], "nowhere.bin is not there"),
+    "replayed documents": (
+        ["--eod-token", "3", "--enable-cuda-graph"],
+        "differ from step to step and cannot be combined with a",
+    ),
+    "short": (["--seq-length", "400"], "has 400 tokens, but a sequence of 400 needs 401"),
+    "vocabulary": (["--vocab-size", "30"], "has the token 30, but a vocabulary of 30 has 0 to 29"),
+    "missing": (["--data-path", "nowhere.bin"], "nowhere.bin does not exist"),
     "load": (["--load", "nowhere"], "no training was saved in nowhere"),
 }
 
@@ -419,7 +428,7 @@ WRONG = {
 def test_what_is_wrong_everywhere_is_said_once_and_nobody_waits(name: str, on_ranks: Run, data: Path) -> None:
     change, words = WRONG[name]
     said: list[Said] = on_ranks(
-        2, called, instead([*WORDS, "--data-path", str(data)], change), joined=False, limit_s=30
+        2, called, instead([*WORDS, "--data-path", str(data)], change), joined=False, limit_s=150
     )
     assert [status for status, _, _ in said] == [2, 2]
     errors = [err for _, _, err in said if err]
@@ -455,11 +464,11 @@ def test_what_fails_once_ranks_have_met_is_said_once(
         places = [words.index(name) for name in sized]
         words = [word for at, word in enumerate(words) if at not in places and at - 1 not in places]
         words += ["--init-from", str(tmp_path)]
-    said: list[Said] = on_ranks(2, called if everywhere else failing_at_rank_one, words, joined=False, limit_s=60)
+    said: list[Said] = on_ranks(2, called if everywhere else failing_at_rank_one, words, joined=False, limit_s=150)
     assert all(status in (1, 2) for status, _, _ in said)
     errors = [err for _, _, err in said if err]
     assert len(errors) == 1, errors
-    assert ("is no .safetensors file" if everywhere else "rank 1's weights") in errors[0]
+    assert ("is not a .safetensors file" if everywhere else "rank 1's weights") in errors[0]
     assert "Traceback" not in errors[0]
 
 

@@ -204,7 +204,7 @@ def test_all_that_does_not_fit_is_said_at_once() -> None:
 def test_a_model_that_no_layout_fits() -> None:
     with pytest.raises(ValueError, match="No layout of 7 ranks fits"):
         Layout(tp=7).check(7, heads=4, batch=3, sequence=4, layers=2)
-    with pytest.raises(ValueError, match="kv_heads=3: each KV head serves equally many"):
+    with pytest.raises(ValueError, match="kv_heads=3: all KV heads serve the same number of heads"):
         Layout().check(heads=8, kv_heads=3)
     with pytest.raises(ValueError, match="layers=0: expected a positive integer"):
         Layout().check(layers=0)

@@ -8,7 +8,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -58,7 +58,10 @@ CONFIGS = {
     "gpt of 8": replace(GPT, layers=8),
     "llama of 8": replace(LLAMA, layers=8),
 }
-BATCH, LENGTH, STEPS, SEED = 8, 8, 3, 3
+BATCH, LENGTH, SEED = 8, 8, 3
+STEPS = {2: 3, 4: 2, 8: 2}
+"""By the number of ranks. The second step differs from the first in all that is kept; a third one differs in nothing
+more, and few ranks make it in less time."""
 CLOSE = 1e-10
 FAR = 1e-7  # what a fault must do at least
 
@@ -170,21 +173,24 @@ OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.01, "reduction": "sum"}
 
 
 @cache
-def references() -> dict[str, Trained]:
+def reference(kind: str, steps: int) -> Trained:
     """The whole model and the whole batch at once, on one process."""
-    found = {}
-    for kind, config in CONFIGS.items():
-        model = parallel_gpt(config, seed=SEED, dtype=torch.float64)
-        tokens, targets = text(config)
-        count = (targets != -100).sum()
+    config = CONFIGS[kind]
+    model = parallel_gpt(config, seed=SEED, dtype=torch.float64)
+    tokens, targets = text(config)
+    count = (targets != -100).sum()
 
-        def backward(step: int, model=model, tokens=tokens, targets=targets, count=count) -> Tensor:
-            loss = model(tokens, targets, step=step, **OPTIONS) / count
-            loss.backward()
-            return loss.detach()
+    def backward(step: int) -> Tensor:
+        loss = model(tokens, targets, step=step, **OPTIONS) / count
+        loss.backward()
+        return loss.detach()
 
-        found[kind] = trained_with(model, ModelGradients(model), backward, STEPS)
-    return found
+    return trained_with(model, ModelGradients(model), backward, steps)
+
+
+def references(cases: Iterable[Case], steps: int) -> dict[str, Trained]:
+    """Of the models of some cases."""
+    return {kind: reference(kind, steps) for kind in {case.kind for case in cases}}
 
 
 def made_stages(case: Case, groups: Mapping[str, Group], schedule: Schedule, device: str = "cpu") -> GptStages:
@@ -203,7 +209,7 @@ def made_stages(case: Case, groups: Mapping[str, Group], schedule: Schedule, dev
     )
 
 
-def trained(case: Case, groups: Mapping[str, Group], steps: int = STEPS) -> tuple[Trained, GptStages]:
+def trained(case: Case, groups: Mapping[str, Group], steps: int) -> tuple[Trained, GptStages]:
     """On this rank."""
     layout, config = case.layout, CONFIGS[case.kind]
     at = layout.coordinates(dist.get_rank())
@@ -244,7 +250,7 @@ def trained(case: Case, groups: Mapping[str, Group], steps: int = STEPS) -> tupl
 
 
 def differences(found: Trained, model: GptStages, expected: Trained) -> dict[str, float]:
-    """The largest, of each kind, of this rank's part from the same part of the whole; of as many steps as found."""
+    """The largest, of each kind, of this rank's part from the same part of the whole, after as many steps."""
     shards = shards_of(model)
 
     def largest(ours: Tensors, whole: Tensors) -> float:
@@ -255,13 +261,12 @@ def differences(found: Trained, model: GptStages, expected: Trained) -> dict[str
             apart.append(float((tensor - (shards[name].of(same) if name in shards else same)).abs().max()))
         return max(apart)
 
-    steps = len(found.losses)
     return {
         "initial": largest(found.initial, expected.initial),
-        "loss": max(abs(a - b) for a, b in zip(found.losses, expected.losses, strict=False)),
-        "norm": max(abs(a - b) for a, b in zip(found.norms, expected.norms, strict=False)),
+        "loss": max(abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True)),
+        "norm": max(abs(a - b) for a, b in zip(found.norms, expected.norms, strict=True)),
         "gradient": max(map(largest, found.gradients, expected.gradients)),
-        "parameter": largest(found.parameters, expected.parameters) if steps == STEPS else 0.0,
+        "parameter": largest(found.parameters, expected.parameters),
     }
 
 
@@ -275,10 +280,10 @@ def groups_of(layouts: list[Layout]) -> dict[str, dict[str, Group]]:
     return {str(layout): made[str(replace(layout, sequence_parallel=False))] for layout in layouts}
 
 
-def all_differences(cases: list[Case], expected: dict[str, Trained]) -> list[dict[str, float]]:
+def all_differences(cases: list[Case], expected: dict[str, Trained], steps: int) -> list[dict[str, float]]:
     """Of each case, on a rank."""
     groups = groups_of([case.layout for case in cases])
-    return [differences(*trained(case, groups[str(case.layout)]), expected[case.kind]) for case in cases]
+    return [differences(*trained(case, groups[str(case.layout)], steps), expected[case.kind]) for case in cases]
 
 
 # ---- the laws ----------------------------------------------------------------------------------------------------
@@ -286,8 +291,8 @@ def all_differences(cases: list[Case], expected: dict[str, Trained]) -> list[dic
 
 @pytest.mark.parametrize("world", CASES)
 def test_training_is_that_of_one_process(world: int, on_ranks: Run) -> None:
-    cases = CASES[world]
-    of_ranks = on_ranks(world, all_differences, cases, references(), limit_s=240.0)
+    cases, steps = CASES[world], STEPS[world]
+    of_ranks = on_ranks(world, all_differences, cases, references(cases, steps), steps, limit_s=900.0)
     for number, case in enumerate(cases):
         for rank, found in enumerate(of_ranks):
             assert found[number]["initial"] == 0, (case, rank)
@@ -391,7 +396,7 @@ def shown(expected: dict[str, Trained]) -> dict[str, float]:
 
 
 def test_faults_are_found(on_ranks: Run) -> None:
-    of_ranks = on_ranks(2, shown, references())
+    of_ranks = on_ranks(2, shown, references((fault.case for fault in FAULTS.values()), steps=1))
     for name in FAULTS:
         assert max(found[name] for found in of_ranks) > FAR, name
 
@@ -473,8 +478,9 @@ def test_on_gpus_training_is_that_of_one_process(on_ranks: Run) -> None:
     """By NCCL."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    of_ranks = on_ranks(2, all_differences, CASES[2], references(), device="cuda", limit_s=240.0)
-    for number, case in enumerate(CASES[2]):
+    cases, steps = CASES[2], STEPS[2]
+    of_ranks = on_ranks(2, all_differences, cases, references(cases, steps), steps, device="cuda", limit_s=240.0)
+    for number, case in enumerate(cases):
         for rank, found in enumerate(of_ranks):
             assert found[number]["initial"] == 0, (case, rank)
             assert max(found[number].values()) < CLOSE, (case, rank, found[number])
@@ -487,7 +493,7 @@ def failing(name: str, stages: int | None, wrong: int, how: str) -> None:
     """Rank `wrong` raises, ends or is stopped at its second forward."""
     size = int(os.environ["WORLD_SIZE"])
     with (
-        patch.object(watching, "STOPPED_S", 3.0),
+        patch.multiple(watching, STOPPED_S=3.0, TELLING_S=30.0, ARRIVING_S=20.0),  # a busy machine answers late
         join(device="cpu", timeout_s=50) as world,
     ):
         groups = Layout(pp=size).process_groups()
@@ -525,7 +531,7 @@ def test_a_rank_that_fails_is_named_at_all_with_what_was_awaited(
     began = time.monotonic()
     with pytest.raises(ranks_failed) as caught:
         on_ranks(3, failing, name, stages, wrong, how, joined=False)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 150
     errors = caught.value.errors
     own = errors.pop(wrong)
     # One that is stopped is let go on, to hear that it has failed.

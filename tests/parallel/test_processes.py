@@ -163,11 +163,11 @@ def test_slurm_starts_the_ranks(on_ranks: Run) -> None:
 
 
 def errors_of(run: Run, failed: type[Exception], *arguments: Any, **options: Any) -> dict[int, str]:
-    """What each rank raised, all of them within 30 s."""
+    """What each rank raised, long before PyTorch gives up by itself."""
     began = time.monotonic()
     with pytest.raises(failed) as caught:
         run(*arguments, joined=False, **options)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 150
     return caught.value.errors  # type: ignore[attr-defined]
 
 
@@ -241,7 +241,7 @@ def started_anew(start: int, attempts: list[int]) -> tuple[int, int, list[float]
     """A block of the ranks that launchers have started, whose counts of restarts differ."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempts[int(os.environ["RANK"])])
     processes._joined.clear()  # as in a process of its own
-    with join(settings={"start": start}, device="cpu", patience_s=10.0) as world:
+    with join(settings={"start": start}, device="cpu", patience_s=60.0) as world:
         found = [torch.zeros(1) for _ in range(world.size)]
         dist.all_gather(found, torch.full((1,), float(10 * start + world.rank)))
     return world.rank, world.size, [each.item() for each in found]
@@ -331,21 +331,27 @@ def test_the_death_of_the_rank_that_holds_the_store(on_ranks: Run, ranks_failed:
     assert all("rank 0 of 3, or the launcher that held the store, is gone" in error for error in errors.values())
 
 
-def late(rank: int, seconds: float, share: float = 1.0) -> float:
-    """Ranks wait for each other's end for a share of the 20 s in which a busy machine forms a group, too."""
+def late(rank: int, seconds: float, share: float = 1.0) -> tuple[float, float]:
+    """When a rank has ended its part of the block, and when it has left the block: `rank` ends it last.
+
+    Ranks wait for each other's end for a share of the 20 s in which a busy machine forms a group, too.
+    """
     end = processes._Ranks.end
     with pytest.MonkeyPatch.context() as patch, join(device="cpu", timeout_s=20.0) as world:
         patch.setattr(processes._Ranks, "end", lambda ranks, timeout_s: end(ranks, share * timeout_s))
+        store = dist.distributed_c10d._get_default_store()
         if world.rank == rank:
+            store.wait([f"ends/{other}" for other in range(world.size) if other != rank])
             time.sleep(seconds)
+        else:
+            store.set(f"ends/{world.rank}", "1")
         ended = time.monotonic()
-    return time.monotonic() - ended
+    return ended, time.monotonic()
 
 
 def test_no_rank_ends_before_the_last_has_ended(on_ranks: Run) -> None:
-    waits = on_ranks(3, late, 1, 0.8, joined=False)
-    assert min(waits[0], waits[2]) > 0.3
-    assert waits[1] < min(waits[0], waits[2])
+    said = on_ranks(3, late, 1, 0.8, joined=False)  # by one clock of the machine
+    assert min(left for _, left in said) >= max(ended for ended, _ in said)
 
 
 def slow_to_hear(seconds: float) -> None:
@@ -360,16 +366,16 @@ def test_the_rank_that_holds_the_store_stays_until_all_have_heard(on_ranks: Run)
 
 
 def test_a_rank_that_does_not_end_is_named_at_all(on_ranks: Run, ranks_failed: type[Exception]) -> None:
-    errors = errors_of(on_ranks, ranks_failed, 3, late, 1, 2.0, 0.05)
+    errors = errors_of(on_ranks, ranks_failed, 3, late, 1, 8.0, 0.15)
     assert len(set(errors.values())) == 1
-    assert errors[1].startswith("RankError: rank 1 of 3 did not end within 1 s of rank ")
+    assert errors[1].startswith("RankError: rank 1 of 3 did not end within 3 s of rank ")
 
 
 def forms_after_one_that_did_not() -> float:
     with pytest.MonkeyPatch.context() as patch:
         if os.environ["RANK"] == "1":
             patch.setattr(dist, "init_process_group", lambda *_, **__: {}["no such backend"])
-        with pytest.raises((KeyError, RankError)), join(device="cpu", timeout_s=0.5):
+        with pytest.raises((KeyError, RankError)), join(device="cpu", timeout_s=3.0):
             pass
     with join(device="cpu", timeout_s=20) as world:
         found = torch.ones(1)

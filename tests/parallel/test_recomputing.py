@@ -273,5 +273,5 @@ def test_other_words_are_refused() -> None:
         parallel_gpt(GPT, seed=1, recompute="selectiv")
     with pytest.raises(ValueError, match="got 1"):
         granularity_of(1, "Gpt")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="leave out halves or recompute"):
+    with pytest.raises(ValueError, match="cannot be combined with recompute"):
         parallel_gpt(GPT, seed=1, recompute="selective", halves=True)

@@ -100,7 +100,7 @@ def given(make: Make) -> Tensor:
 
 
 def computed(module: nn.Module, x: Tensor, dy: Tensor, enter: Callable[[Tensor], Tensor], leave: Any) -> list[Tensor]:
-    """The result, and the gradient of x if it is no token."""
+    """The result, and the gradient of x if it is not a token."""
     leaf = x.clone().requires_grad_(x.is_floating_point())
     y = leave(module(enter(leaf)))
     y.backward(dy)
@@ -227,7 +227,7 @@ def refusals() -> list[str]:
 
 
 def test_errors_say_what_would_fit(on_ranks: Run) -> None:
-    first, second = on_ranks(2, refusals, limit_s=30.0)
+    first, second = on_ranks(2, refusals, limit_s=150.0)
     assert first == second
     expected = [
         "ColumnParallelLinear: key=9 cannot be split among 2 ranks: 9 is not divisible by it; use 1, 3, 9 ranks",
@@ -238,7 +238,7 @@ def test_errors_say_what_would_fit(on_ranks: Run) -> None:
         "heads=3 must divide width=16",
         "features=9 cannot be split among 2 ranks",
         "add it after a row layer",
-        "no residual: add it to the result",
+        "takes no residual: add it to the result",
         "dimension -2 of (1, 3, 8) cannot be split among 2 ranks",
         "token 5 of a vocabulary of 5",
     ]

@@ -44,7 +44,7 @@ def problem(vocabulary: int, scale: float, dtype: torch.dtype = torch.float64) -
 
 def of_torch(logits: Tensor, target: Tensor, z_loss: float = 0.0, reduction: str = "mean", **options: Any) -> Tensor:
     ignored = options.get("ignore_index", -100)
-    target = target.where((target >= 0) | (target == ignored), 0)  # -100, where that is not ignored, is no class
+    target = target.where((target >= 0) | (target == ignored), 0)  # -100, where that is not ignored, is not a class
     losses = functional.cross_entropy(logits, target, reduction="none", **options)
     counted = target != ignored
     losses = losses + torch.where(counted, z_loss * logits.logsumexp(-1).square(), 0.0)
@@ -312,10 +312,10 @@ def refusals() -> list[str]:
 
 
 def test_what_is_refused_is_so_on_every_rank(on_ranks: Run) -> None:
-    first, second = on_ranks(2, refusals, limit_s=30.0)
+    first, second = on_ranks(2, refusals, limit_s=150.0)
     assert first == second
     expected = [
-        "target 15 at 0 is no class: expected 0 to 14",
+        "target 15 at 0 is not a class: expected 0 to 14",
         "a vocabulary of 17 over 2 ranks needs 9 classes on each, got 8",
         "expected target of shape (4,)",
         "target must be class indices of int64",

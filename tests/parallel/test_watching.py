@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,16 +33,16 @@ Run = Callable[..., list[Any]]
 
 @contextmanager
 def impatient(**constants: float) -> Iterator[None]:
-    """Shorter times than a user has."""
+    """Shorter times than a user has, but for what a rank answers: on a busy machine that takes its time."""
     with ExitStack() as stack:
-        for name, value in {"NOTE_S": 0.5, **constants}.items():
+        for name, value in {"NOTE_S": 0.5, "TELLING_S": 30.0, **constants}.items():
             module = waits if name == "NOTE_S" else watching
             stack.enter_context(patch.object(module, name, value))
         yield
 
 
 def errors_of(
-    run: Run, failed: type[Exception], *arguments: Any, limit_s: float = 25.0, **options: Any
+    run: Run, failed: type[Exception], *arguments: Any, limit_s: float = 150.0, **options: Any
 ) -> dict[int, str]:
     """What each rank raised, all of them in time."""
     with pytest.raises(failed) as caught:
@@ -57,7 +58,7 @@ def sums(wrong: int, what: str, kills: Path | None = None) -> None:
     with (
         impatient(),
         patch.object(process_states, "OOM_KILLS", kills or Path("/proc/vmstat")),
-        join(device="cpu", timeout_s=2.0 if what.startswith("hang") else 20.0) as world,
+        join(device="cpu", timeout_s=6.0 if what.startswith("hang") else 20.0) as world,
     ):
         for step in range(1, 9):
             report(f"step {step}")
@@ -151,7 +152,8 @@ def test_a_rank_that_hangs_is_named_and_ended(
 
 
 def leaving(wrong: int, what: str) -> None:
-    with impatient(LEAVING_S=0.5, STUCK_S=0.4, LOOK_S=0.2):
+    """Only rank `wrong` does not leave by itself, and is ended soon."""
+    with impatient(LEAVING_S=0.5 if os.environ["RANK"] == str(wrong) else 60.0, STUCK_S=0.4, LOOK_S=0.2):
         sums(wrong, what)
 
 
@@ -159,9 +161,12 @@ def leaving(wrong: int, what: str) -> None:
 
 
 def slow(kind: str) -> tuple[float, list[str]]:
-    """Rank 1 takes 2.5 s between two sums. A rank is named after 0.5 s here, and ended if it is stopped for 1 s."""
+    """Rank 1 takes 2.5 s between two sums. A rank is named after 0.5 s here, and ended if it is stopped for 1 s.
+
+    Where it is expected to, it takes 6 s and would be named after 2 s: the others must hear of it before.
+    """
     with (
-        impatient(STOPPED_S=1.0, STUCK_S=0.2, LOOK_S=0.2, SILENT_S=1.0),
+        impatient(NOTE_S=2.0 if kind == "expected" else 0.5, STOPPED_S=1.0, STUCK_S=0.2, LOOK_S=0.2, SILENT_S=1.0),
         patch.object(watching, "print", create=True) as shown,
         join(device="cpu", timeout_s=20.0) as world,
     ):
@@ -185,7 +190,7 @@ def keeps_the_lock() -> None:
 
 def is_expected_to() -> None:
     with others_wait("measuring this machine"):
-        time.sleep(2.5)
+        time.sleep(6.0)
 
 
 SLOW: dict[str, Callable[[], None]] = {"computes": computes, "lock": keeps_the_lock, "expected": is_expected_to}
@@ -196,11 +201,14 @@ def test_what_is_slow_and_alive_is_named_and_goes_on(kind: str, on_ranks: Run) -
     (first, notes), (second, others) = on_ranks(2, slow, kind, joined=False)
     assert first == second == 4.0
     assert not others
+    notes = [note for note in notes if "number 2 of ranks" in note]  # not that rank 1 has begun late
     if kind == "expected":
         assert not notes
         return
-    assert 1 <= len(notes) <= 3  # each after twice as long
-    said = r"rooftop: note: for \d s rank 1 lacks the all_reduce of 3 float32 \(number 2 of ranks 0-1\), which rank 0 "
+    seconds = [int(re.findall(r"note: for (\d+) s", note)[0]) for note in notes]
+    assert seconds
+    assert all(after + 0.5 >= 2 * (before - 0.5) for before, after in pairwise(seconds))  # each after twice as long
+    said = r"rooftop: note: for \d+ s rank 1 lacks the all_reduce of 3 float32 \(number 2 of ranks 0-1\), which rank 0 "
     said += r"awaits; rank 1 is at .*test_watching.py:.*. All ranks end when this has lasted for 20 s"
     assert re.match(said, notes[0])
 
@@ -214,7 +222,7 @@ def with_a_broken_recorder() -> tuple[float, list[str]]:
         patch.object(watching, "print", create=True) as shown,
         join(device="cpu", timeout_s=20.0),
     ):
-        time.sleep(1.5)
+        assert watching.poll(lambda: shown.called, time.monotonic() + 60)
         value = float(start_sum(torch.ones(3), dist.group.WORLD)()[0])
     return value, [call.args[0] for call in shown.call_args_list]
 
@@ -287,7 +295,7 @@ def test_a_process_is_alive_stopped_or_gone() -> None:
     child = os.fork()
     if child == 0:
         os.write(write, repr(Process.here()).encode())
-        time.sleep(30)
+        time.sleep(600)
         os._exit(0)
     process = eval(os.read(read, 4096).decode())
     assert process == Process(Process.here().machine, child, process.began)

@@ -7,6 +7,7 @@ import json
 import struct
 import zlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +52,14 @@ def relief(picture: NDArray[np.float64]) -> Arrays:
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Geometry]:
-    """`built("ball", vertices, faces, ...)`: the geometry, built at the first call of that name."""
-    folder = tmp_path_factory.mktemp("scenes")
+def built(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Callable[..., Geometry]:
+    """`built("ball", vertices, faces, ...)`: the geometry, built at the first call of that name in any worker."""
 
     def build(name: str, vertices: NDArray[np.float64], faces: NDArray[np.int64], **options: object) -> Geometry:
-        path: Path = folder / f"{name}.rtg"
-        if not path.exists():
-            scene.build(vertices, faces, path, **options)  # type: ignore[arg-type]
-        return Geometry.open(path)
+        def make(folder: Path) -> None:
+            scene.build(vertices, faces, folder / f"{name}.rtg", **options)  # type: ignore[arg-type]
+
+        return Geometry.open(made_once(f"built-{name}", make) / f"{name}.rtg")
 
     return build
 
@@ -118,8 +118,7 @@ def _in_old_layout(geometry: Geometry, path: Path, version: int = 3) -> Geometry
 
     Its pages are longer: those of a mesh with full pages do not fit into PAGE_BYTES.
     """
-    pages = [_page(geometry, page).astype("<u4").tobytes() for page in range(geometry.pages)]
-    assert max(map(len, pages)) <= 128 << 10
+    pages = _old_pages(geometry.path)
     needs = np.concatenate([geometry.needs.starts, geometry.needs.pages]).astype("<u4").tobytes()
     sections = {b"nodes": geometry.nodes.tobytes(), b"meta": json.dumps(geometry.meta).encode(), b"needs": needs}
     if version < 3:
@@ -140,6 +139,15 @@ def _in_old_layout(geometry: Geometry, path: Path, version: int = 3) -> Geometry
     struct.pack_into(layouts.HEADER, data, 0, *header)
     path.write_bytes(data)
     return Geometry.open(path)
+
+
+@cache
+def _old_pages(path: Path) -> tuple[bytes, ...]:
+    """Of a file: all three versions have the same."""
+    geometry = Geometry.open(path)
+    pages = tuple(_page(geometry, page).astype("<u4").tobytes() for page in range(geometry.pages))
+    assert max(map(len, pages)) <= 128 << 10
+    return pages
 
 
 def _page(geometry: Geometry, page: int) -> Words:

@@ -19,7 +19,7 @@ AHEAD = Camera.look_at((0, 0, 0.5), (5, 0, 0), width=40, height=30)
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: DirectionalLight((1, 0, -1), cascades=2.0), "cascades=2.0: expected a whole number from 1 to 8"),  # type: ignore[arg-type]
+        (lambda: DirectionalLight((1, 0, -1), cascades=2.0), "cascades=2.0: expected an integer from 1 to 8"),  # type: ignore[arg-type]
         (lambda: DirectionalLight((1, 0, -1), cascades=np.True_), "cascades="),  # type: ignore[arg-type]
         (lambda: DirectionalLight((1, 0, -1), cascades=np.array([1, 2])), "cascades=ndarray of shape"),  # type: ignore[arg-type]
         (lambda: PointLight((0, 0, 0), range=1e-30), "range=1e-30: expected a number from 1e-27"),

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from rooftop import scene
 from rooftop.scene import Geometry, layouts
-from rooftop.scene.building import grouping, levels, normals, welding
+from rooftop.scene.building import grouping, levels, normals, orders, welding
 from rooftop.scene.building import workers as worker_pool
 from rooftop.scene.geometry import DecodedCluster
 
@@ -431,6 +431,7 @@ def test_the_file_does_not_depend_on_workers(kind: str, tmp_path: Path, monkeypa
     monkeypatch.setattr(levels, "RUN_CLUSTERS", 60)
     monkeypatch.setattr(welding, "PART", 2000)
     monkeypatch.setattr(worker_pool, "CHUNK", 3000)
+    monkeypatch.setattr(orders, "CHUNK", 3000)
     monkeypatch.setattr(normals, "FACES", 3000)
     forked: list[int] = []
     fork = os.fork
@@ -443,7 +444,8 @@ def test_the_file_does_not_depend_on_workers(kind: str, tmp_path: Path, monkeypa
     for workers in (1, 2, 3):
         forked.clear()
         scene.build(points, faces, tmp_path / f"{workers}.rtg", "smooth", uv, workers=workers)
-        assert (len(forked) > 12) == (workers > 1 and sys.platform == "linux")
+        # to compute normals, twice; to find equal vertices and faces; for the levels
+        assert (len(forked) >= 4 * workers) == (workers > 1 and sys.platform == "linux")
     assert (tmp_path / "1.rtg").read_bytes() == (tmp_path / "2.rtg").read_bytes()
     assert (tmp_path / "1.rtg").read_bytes() == (tmp_path / "3.rtg").read_bytes()
 

@@ -257,10 +257,10 @@ def test_numbers_that_are_none(cube: Geometry) -> None:
         (lambda: scene.remove(-1), "instance=-1: expected 0 to 3"),
         (lambda: scene.remove_all([1, 0, 1]), "instance=1 is named 2 times: expected each once"),
         (lambda: scene.move_all([3, 3], two), "instance=3 is named 2 times"),
-        (lambda: scene.remove_all([0.5]), "expected whole numbers"),  # type: ignore[list-item]
-        (lambda: scene.remove_all([[0]]), "expected whole numbers"),  # type: ignore[list-item]
-        (lambda: scene.remove_all(True), "expected whole numbers"),  # type: ignore[arg-type]
-        (lambda: scene.remove_all([True]), "expected whole numbers"),
+        (lambda: scene.remove_all([0.5]), "expected integers"),  # type: ignore[list-item]
+        (lambda: scene.remove_all([[0]]), "expected integers"),  # type: ignore[list-item]
+        (lambda: scene.remove_all(True), "expected integers"),  # type: ignore[arg-type]
+        (lambda: scene.remove_all([True]), "expected integers"),
         (lambda: Scene().remove(0), "instance=0: expected none: the scene has no instances"),
     ):
         with pytest.raises(ValueError, match=words):

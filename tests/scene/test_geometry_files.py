@@ -451,7 +451,7 @@ def test_a_file_that_is_another_than_the_pickled_one_is_refused(path: Path, tmp_
     shutil.copy(path, target)
     pickled = pickle.dumps(Geometry.open(target))
     scene.build(np.eye(3), np.array([[0, 1, 2]]), target)
-    with pytest.raises(InputError, match=r"mesh.rtg has another mesh than when it was pickled"):
+    with pytest.raises(InputError, match=r"mesh.rtg holds another mesh than when it was pickled"):
         pickle.loads(pickled)
     target.unlink()
     with pytest.raises(FileNotFoundError):

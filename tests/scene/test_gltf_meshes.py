@@ -177,7 +177,7 @@ def test_what_is_plain_stays_and_points_are_told(tmp_path: Path) -> None:
         assert plain_gltf(gltf.saved(tmp_path)) == (None, [])
     for mode in (0, 0, 1, 3):
         gltf.part(positions, None, mode)
-    with pytest.warns(UserWarning, match=r"no surfaces are left out \(2 of points, 1 of lines, 1 of a line\)"):
+    with pytest.warns(UserWarning, match=r"not surfaces are left out \(2 of points, 1 of lines, 1 of a line\)"):
         assert area(gltf.read(tmp_path)) == pytest.approx(1.0)
 
 
@@ -223,5 +223,5 @@ def test_damaged_files_say_so(tmp_path: Path) -> None:
         read_mesh(tmp_path / "cut.glb")
     path = gltf.saved(tmp_path, "file")
     (tmp_path / "a b.bin").unlink()
-    with pytest.raises(InputError, match=r"names a%20b\.bin, which is no file beside it"):
+    with pytest.raises(InputError, match=r"names a%20b\.bin, which is not a file beside it"):
         read_mesh(path)

@@ -44,7 +44,7 @@ def with_one(values: NDArray[Any], at: Any, value: Any) -> NDArray[Any]:
         ((POINTS, FACES, POINTS[:-1]), ValueError, r"\(642, 3\)"),
         ((POINTS, FACES, None, None, [1, 2]), ValueError, r"\(1,280,\)"),
         ((POINTS, FACES, None, None, np.full(len(FACES), 65536)), ValueError, "65535"),
-        ((POINTS, FACES.astype(float)), TypeError, "whole numbers, not float64"),
+        ((POINTS, FACES.astype(float)), TypeError, "integers, not float64"),
         ((POINTS.astype(str), FACES), TypeError, "numbers"),
         ((POINTS * 0 + 3, FACES), ValueError, "same place"),
         ((np.repeat(np.eye(3), 3, axis=0), np.arange(9).reshape(3, 3)), ValueError, "3 faces has an area"),

@@ -158,7 +158,7 @@ def test_missing_and_damaged_images_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"a\.mtl: material brick names the image maps/brick\.png.*--no-textures"):
         read(tmp_path, mtl)
     (tmp_path / "brick.png").write_bytes(b"no image")
-    with pytest.raises(InputError, match=r"a\.mtl: material brick: .*brick\.png is no image.*--no-textures"):
+    with pytest.raises(InputError, match=r"a\.mtl: material brick: .*brick\.png is not an image.*--no-textures"):
         read(tmp_path, mtl)
     assert only(read(tmp_path, mtl, textures=False)).color == (1, 0, 0)
     with pytest.raises(InputError, match=r"a\.mtl: material brick names the image of an empty name"):

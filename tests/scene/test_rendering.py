@@ -752,7 +752,7 @@ def test_outputs_that_were_not_asked_for_are_named(ball: Geometry) -> None:
         (lambda: Camera.look_at((0, 0, 0), (0, 0, 2)), "points along the view"),
         (lambda: Camera.look_at((0, 0, np.nan), (0, 0, 2)), "eye=.*three finite numbers"),
         (lambda: Camera.look_at((1, 0, 0), (0, 0, 0), fov_y_degrees=180), "fov_y_degrees=180"),
-        (lambda: Camera.look_at((1, 0, 0), (0, 0, 0), width=0), "width=0: expected a whole number of pixels from 1"),
+        (lambda: Camera.look_at((1, 0, 0), (0, 0, 0), width=0), "width=0: expected an integer number of pixels from 1"),
         (lambda: Camera.look_at((1, 0, 0), (0, 0, 0), near=0), "near=0: expected a number from 1e-30"),
         (lambda: Camera.from_intrinsics(np.eye(4), np.eye(4), 3, 3), "K must be"),
         (lambda: Camera.from_intrinsics([[9, 1, 0], [0, 9, 0], [0, 0, 1]], np.eye(4), 3, 3), "without skew"),
@@ -925,5 +925,5 @@ def test_transforms_that_are_none(ball: Geometry, transform: Floats, words: str)
         scene.move(0, transform)
     with pytest.raises(ValueError, match="instance=1: expected 0 to 0"):
         scene.move(1, np.eye(4))
-    with pytest.raises(ValueError, match="expected 1 whole numbers"):
+    with pytest.raises(ValueError, match="expected 1 integers"):
         scene.move_all([0, 0], np.eye(4)[None])

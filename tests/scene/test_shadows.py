@@ -305,9 +305,9 @@ def test_six_maps_of_a_point_hold_every_direction() -> None:
 WRONG: dict[str, Callable[[], Any]] = {
     "expected a direction, not zeros": lambda: DirectionalLight((0, 0, 0)),
     "direction=.*: expected three finite numbers": lambda: DirectionalLight((0, 0, float("nan"))),
-    "cascades=9: expected a whole number from 1 to 8": lambda: DirectionalLight((0, 0, 1), cascades=9),
+    "cascades=9: expected an integer from 1 to 8": lambda: DirectionalLight((0, 0, 1), cascades=9),
     "at least 16 texels": lambda: DirectionalLight((0, 0, 1), size=8),
-    "size=70000: expected a whole number of pixels": lambda: PointLight((0, 0, 1), size=70000),
+    "size=70000: expected an integer number of pixels": lambda: PointLight((0, 0, 1), size=70000),
     "color=.*: expected three finite numbers, 0 or more": lambda: PointLight((0, 0, 1), color=(1, 1, -1)),
     "angle_degrees=180": lambda: SpotLight((0, 0, 1), (0, 0, 1), angle_degrees=180),
     "range=0": lambda: SpotLight((0, 0, 1), (0, 0, 1), range=0),

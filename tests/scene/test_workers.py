@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -133,6 +134,90 @@ def test_no_worker_is_refused() -> None:
     assert Workers.of(None).count >= 1
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_threads_give_results_in_the_order_of_the_items(count: int) -> None:
+    seen: set[int] = set()
+    met = threading.Barrier(count, timeout=60)  # that many at once
+
+    def work(item: int) -> int:
+        if item < count:
+            met.wait()
+        seen.add(threading.get_ident())
+        return -item
+
+    assert Workers(count).threads(work, range(20)) == [-item for item in range(20)]
+    assert len(seen) == count
+
+
+# ---- teams -----------------------------------------------------------------------------------------------------------
+
+
+def times(state: np.ndarray, item: int) -> tuple[int, np.ndarray]:
+    return os.getpid(), state * item
+
+
+def write_to(state: np.ndarray, item: int) -> None:
+    state[item] = 1
+
+
+@linux
+def test_processes_stay_from_run_to_run_and_get_the_state_of_each() -> None:
+    processes = set()
+    with Workers(2).team([times]) as team:
+        for run in range(4):
+            size = 10 ** (4 - run) if run < 2 else 10**run  # the second is smaller, the others grow
+            state = np.arange(size) + run
+            found = team.run(times, range(30), state)
+            assert all((each == state * number).all() for number, (_, each) in enumerate(found))
+            processes |= {process for process, _ in found}
+        assert 1 <= len(processes) <= 2
+        team.forget()
+        assert no_process_is_left()
+        again = {process for process, _ in team.run(times, range(30), np.arange(3))}
+        assert not again & processes
+    assert no_process_is_left()
+
+
+@linux
+def test_a_team_that_is_too_small_or_lacks_a_function_is_forked_anew() -> None:
+    more = 5
+
+    def plus(state: int, item: int) -> int:  # it cannot be sent: its processes were forked with it
+        return state + item + more
+
+    with Workers(3).team([times]) as team:
+        few = {process for process, _ in team.run(times, range(2), np.arange(2))}
+        assert team.run(plus, range(9), 2) == [7 + item for item in range(9)]
+        several = team.run(times, range(9), np.arange(2))
+        assert not few & {process for process, _ in several}
+
+
+@linux
+def test_what_was_sent_cannot_be_written_to() -> None:
+    with Workers(2).team([times, write_to]) as team:
+        team.run(times, range(9), np.arange(9))
+        with pytest.raises(ValueError, match="read-only"):
+            team.run(write_to, range(9), np.arange(9))
+    assert no_process_is_left()
+
+
+@linux
+def test_stages_of_a_later_run_share_its_state() -> None:
+    values = shared(40, np.int64)
+
+    def write(state: int, item: int) -> None:
+        time.sleep(0.002 * (item % 3))
+        values[item] = item * state
+
+    def total(state: int, item: int) -> int:
+        return int(values.sum()) + state
+
+    with Workers(3).team([write, total]) as team:
+        for state in range(3):
+            found = team.run(total, range(40), state, before=[(write, range(40))])
+            assert found == [sum(range(40)) * state + state] * 40
+
+
 # ---- builds ----------------------------------------------------------------------------------------------------------
 
 
@@ -144,6 +229,20 @@ def test_a_build_whose_worker_is_killed_leaves_nothing_behind(tmp_path: Path, mo
     with pytest.raises(BuildError, match="while cutting triangles; nothing was written"):
         scene.build(ball.vertices, ball.faces, tmp_path / "ball.rtg", workers=2)
     assert not list(tmp_path.iterdir())
+
+
+@linux
+def test_processes_are_forked_once_for_all_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "LEAST_TRIANGLES", 500)
+    monkeypatch.setattr(levels, "RUN_CLUSTERS", 50)
+    monkeypatch.setattr(levels, "PIECE_TRIANGLES", 1000)
+    forks = []
+    fork = os.fork
+    monkeypatch.setattr(os, "fork", lambda: forks.append(0) or fork())
+    ball = trimesh.creation.icosphere(6)
+    report = scene.build(ball.vertices, ball.faces, tmp_path / "ball.rtg", workers=2)
+    assert len(report.levels) > 6
+    assert len(forks) <= 6  # two to find what is equal, two for levels, two to write
 
 
 @pytest.mark.parametrize("workers", [1, 2])

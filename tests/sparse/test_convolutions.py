@@ -459,7 +459,7 @@ def test_a_key_whose_indices_were_changed_in_place() -> None:
     for same in (y, copy.copy(y), y.replace_feature(y.features.detach())):
         conv(same)
     x.indices.copy_(random_sites(60, 2, GRID, seed=1))
-    with pytest.raises(ValueError, match="'a' has a rulebook of what indices were before they were changed in place"):
+    with pytest.raises(ValueError, match="'a' has a rulebook of indices that were changed in place afterwards"):
         conv(y)
     assert torch.equal(conv(x).indices, x.indices)
     with torch.no_grad():
@@ -471,7 +471,7 @@ def test_an_inverse_convolution_that_does_not_fit() -> None:
     x = a_tensor(3)
     y = spconv.SparseConv3d(3, 3, 3, 2, 1, indice_key="down", dtype=torch.float64)(x)
     with pytest.raises(
-        ValueError, match=r"a kernel of \(3, 3, 3\): an inverse convolution has the same, got \(2, 2, 2\)"
+        ValueError, match=r"a kernel of \(3, 3, 3\): an inverse convolution needs the same kernel, got \(2, 2, 2\)"
     ):
         spconv.SparseInverseConv3d(3, 3, 2, "down").double()(y)
     up = spconv.SparseInverseConv3d(3, 3, 3, "down").double()
@@ -491,15 +491,15 @@ def test_wrong_arguments() -> None:
         (lambda: spconv.SubMConv3d(3, 4, 3, 2), ValueError, r"stride must be 1, got \(2, 2, 2\)"),
         (lambda: spconv.SparseConv3d(3, 4, (3, 3)), ValueError, r"kernel_size.*at least 1, or 3 of them, got \(3, 3\)"),
         (lambda: spconv.SparseConv3d(3, 4, 3, padding=-1), ValueError, "padding must be an integer of at least 0"),
-        (lambda: spconv.SparseConv3d(3, 4, 2.5), TypeError, r"kernel_size must be a whole number .*, got 2\.5"),
-        (lambda: spconv.SparseConv3d(3, 4, (3, 2.5, 3)), TypeError, r"kernel_size must be a whole number .*, got 2\.5"),
-        (lambda: spconv.SparseConv3d(3, 4, True), TypeError, "kernel_size must be a whole number .*, got True"),
-        (lambda: spconv.SparseConv3d(3, 4, 3, None), TypeError, "stride must be a whole number .*, got None"),
+        (lambda: spconv.SparseConv3d(3, 4, 2.5), TypeError, r"kernel_size must be an integer .*, got 2\.5"),
+        (lambda: spconv.SparseConv3d(3, 4, (3, 2.5, 3)), TypeError, r"kernel_size must be an integer .*, got 2\.5"),
+        (lambda: spconv.SparseConv3d(3, 4, True), TypeError, "kernel_size must be an integer .*, got True"),
+        (lambda: spconv.SparseConv3d(3, 4, 3, None), TypeError, "stride must be an integer .*, got None"),
         (lambda: spconv.SparseConv3d(3, 4, 3, num_out_act_bound=-1), ValueError, "at least 0, or None .* got -1"),
         (
             lambda: spconv.SparseConv3d(3, 4, 3, num_out_act_bound=1.5),
             TypeError,
-            r"bound must be a whole number, got 1\.5",
+            r"bound must be an integer, got 1\.5",
         ),
         (
             lambda: spconv.SubMConv3d(3, 4, 1)(a_tensor(3)),

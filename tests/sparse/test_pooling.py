@@ -189,7 +189,7 @@ def test_what_is_no_such_tensor(pool: Any) -> None:
         ({"kernel_size": 2, "dilation": 0}, ValueError, "dilation must be"),
         ({"kernel_size": 2, "subm": True}, ValueError, r"kernel_size must be odd, got \(2, 2, 2\)"),
         ({"kernel_size": 3, "stride": 2, "subm": True}, ValueError, r"stride must be 1, got \(2, 2, 2\)"),
-        ({"kernel_size": 2.5}, TypeError, r"kernel_size must be a whole number .*, got 2\.5"),
+        ({"kernel_size": 2.5}, TypeError, r"kernel_size must be an integer .*, got 2\.5"),
         ({"kernel_size": 2, "num_out_act_bound": -1}, ValueError, "num_out_act_bound must be at least 0"),
         ({"kernel_size": 2, "algo": "fast"}, TypeError, "algo must be a rooftop.sparse.ConvAlgo or None, got 'fast'"),
     ],

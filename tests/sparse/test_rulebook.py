@@ -468,7 +468,7 @@ def test_wrong_bounds() -> None:
     with pytest.raises(ValueError, match=r"num_out_act_bound must be from 0 to \d+, got -1"):
         build_rulebook(indices, of_kind("strided", 1, (4, 4)), -1)
     for bound in ("5", True, 2.5, float("nan")):
-        with pytest.raises(TypeError, match="num_out_act_bound must be a whole number, got"):
+        with pytest.raises(TypeError, match="num_out_act_bound must be an integer, got"):
             build_rulebook(random_sites(5, 1, (8,)), geometry(1, (8,), 3, 2, 1), bound)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"num_out_act_bound must be from 5 to \d+, got 4"):
         build_rulebook(indices, of_kind("submanifold", 1, (4, 4)), 4)

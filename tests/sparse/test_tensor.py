@@ -176,12 +176,12 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"indices": INDICES.float()}, TypeError, r"torch\.int32 or torch\.int64, got torch\.float32"),
     ({"spatial_shape": [3, 4, 5]}, ValueError, r"indices must be \(N, 4\).*got \(3, 3\)"),
     ({"spatial_shape": [0, 4]}, ValueError, "spatial_shape must be at least 1"),
-    ({"spatial_shape": [3.7, 4]}, TypeError, r"spatial_shape must be a whole number in each dimension, got 3\.7"),
-    ({"spatial_shape": "34"}, TypeError, "spatial_shape must be a whole number in each dimension, got '3'"),
+    ({"spatial_shape": [3.7, 4]}, TypeError, r"spatial_shape must be an integer in each dimension, got 3\.7"),
+    ({"spatial_shape": "34"}, TypeError, "spatial_shape must be an integer in each dimension, got '3'"),
     ({"spatial_shape": [2**31, 2**31]}, ValueError, r"times batch_size 3 is beyond 2\^63 cells"),
     ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
-    ({"batch_size": 2.5}, TypeError, r"batch_size must be a whole number, got 2\.5"),
-    ({"batch_size": None}, TypeError, "batch_size must be a whole number, got None"),
+    ({"batch_size": 2.5}, TypeError, r"batch_size must be an integer, got 2\.5"),
+    ({"batch_size": None}, TypeError, "batch_size must be an integer, got None"),
 ]
 
 

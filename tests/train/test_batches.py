@@ -10,7 +10,7 @@ import torch
 
 from rooftop.errors import InputError
 from rooftop.train import Batches, Tokens
-from rooftop.train.batches import shuffled
+from rooftop.train.tokens.batches import shuffled
 
 TOKENS = Tokens([np.arange(41)], "numbers")
 
@@ -48,5 +48,5 @@ def test_parts_of_a_batch_are_those_of_the_whole() -> None:
 
 def test_too_few_tokens_are_refused() -> None:
     assert Batches(TOKENS, 40, 1, 0).sequences == 1
-    with pytest.raises(InputError, match="numbers has 41 tokens, a sequence of 41 takes 42"):
+    with pytest.raises(InputError, match="numbers has 41 tokens, but a sequence of 41 needs 42"):
         Batches(TOKENS, 41, 1, 0)

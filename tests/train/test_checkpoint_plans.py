@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from rooftop.kernels import Box
 from rooftop.parallel import Piece, Shard
 from rooftop.parallel.shards import padded_rows_of, rows_of
-from rooftop.train import checkpoint_plans
-from rooftop.train.checkpoint_files import FilePiece
-from rooftop.train.checkpoint_plans import Held, box_of, part_of, planned
+from rooftop.train.checkpoints import plans as checkpoint_plans
+from rooftop.train.checkpoints.files import FilePiece
+from rooftop.train.checkpoints.plans import Held, box_of, part_of, planned
 
 
 def held_by(tp: int, dp: int, stages: int, shared: bool) -> list[list[Held]]:
@@ -103,5 +103,5 @@ def test_what_nobody_holds_or_ranks_disagree_on_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"up is .* on two ranks"):
         planned([[Held.of("up", "F32", (8, 2), None)], [Held.of("up", "F64", (8, 2), None)]])
     apart = Shard((Piece(Box((8, 2), (0, 0), (4, 2), (2, 1))),))
-    with pytest.raises(ValueError, match="parts of up that are rows and columns"):
+    with pytest.raises(ValueError, match="only rows and columns of up"):
         Held.of("up", "F32", (8, 2), apart)

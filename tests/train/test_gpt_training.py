@@ -31,8 +31,6 @@ from rooftop.train import (
     Replayed,
     StepReport,
     Tokens,
-    checkpoint_folders,
-    checkpoint_writing,
     find_training,
     load_training,
     nothing_saved,
@@ -42,6 +40,8 @@ from rooftop.train import (
     step_cost,
     step_roof,
 )
+from rooftop.train.checkpoints import folders as checkpoint_folders
+from rooftop.train.checkpoints import writing as checkpoint_writing
 
 CONFIG = GptConfig(vocabulary=11, layers=2, width=16, heads=2, kv_heads=2, hidden=32, positions=8, dropout=0.1)
 TRAINING = GptTraining(config=CONFIG, length=8, global_batch=4, micro_batch=2, learning_rate=0.01)
@@ -188,7 +188,7 @@ def test_other_data_are_noticed(tmp_path: Path) -> None:
     whole = tokens.read(0, len(tokens)).numpy()
     assert other_data(found, Tokens([whole[:7], whole[7:]], "the same in two files")) is None
     for changed in (whole[:-1], whole[::-1].copy(), (whole + 1) % 3):
-        assert "is not what" in (other_data(found, Tokens([changed], "other")) or "")
+        assert "its sequences differ" in (other_data(found, Tokens([changed], "other")) or "")
     described = json.loads((found / "training.json").read_text())
     del described["data"]
     (found / "training.json").write_text(json.dumps(described))  # as older ones are
@@ -250,10 +250,10 @@ def test_a_step_that_is_saved_again_is_there_all_the_time(
 def test_a_folder_that_holds_no_training_says_so(damage: str, tmp_path: Path) -> None:
     found = save_training(tmp_path, trainer())
     (found / "training.json").write_text(damage)
-    with pytest.raises(InputError, match="does not hold a training as --save writes it"):
+    with pytest.raises(InputError, match="is not a file of rooftop train --save"):
         find_training(tmp_path, TRAINING)
     (tmp_path / "latest").write_text("\0")
-    with pytest.raises(InputError, match="which is no step of a training there; whole ones are step-"):
+    with pytest.raises(InputError, match="but there is no such step; complete steps are step-"):
         find_training(tmp_path, TRAINING)
 
 
@@ -273,7 +273,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"rank-00000\.safetensors, which has .*, has 7 bytes, expected"):
         load_training(find_training(tmp_path, TRAINING)[0], trainer())
     (folder / "training.json").write_text("{}")
-    with pytest.raises(InputError, match="does not hold a training"):
+    with pytest.raises(InputError, match="is not a file of rooftop train --save"):
         find_training(tmp_path, TRAINING)
 
 
@@ -377,7 +377,7 @@ def test_a_replay_refuses_other_shapes() -> None:
 
 @pytest.mark.gpu
 def test_a_loop_of_ones_own() -> None:
-    """As docs/parallel.md has it."""
+    """As docs/training.md has it."""
 
     def trained(with_graph: bool) -> list[float]:
         torch.manual_seed(0)
@@ -414,16 +414,16 @@ def test_what_cannot_be_captured_is_said() -> None:
     ]
     ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 1
-    assert "RuntimeError: Replayed: this cannot be captured as a CUDA graph: " in ended.stderr
+    assert "RuntimeError: Replayed: the function cannot be captured in a CUDA graph: " in ended.stderr
     assert "operation not permitted" in ended.stderr
 
 
 def test_a_graph_needs_a_gpu() -> None:
-    with pytest.raises(ValueError, match="needs a GPU, and this is trained on cpu: leave the graph out"):
+    with pytest.raises(ValueError, match="needs a GPU, but the training runs on cpu: leave the graph out"):
         trainer(GRAPHED)
     with pytest.raises(ValueError, match="Replayed: a CUDA graph needs a GPU, got cpu: call the function itself"):
         Replayed(lambda: (), CPU)
-    with pytest.raises(ValueError, match="needs a GPU, and this is trained on cpu"):
+    with pytest.raises(ValueError, match="needs a GPU, but the training runs on cpu"):
         GRAPHED.check(Layout(), 1, "cpu")
     GRAPHED.check(Layout(), 1, "cuda:0")
 
@@ -433,7 +433,7 @@ def test_data_ranks_that_share_the_model_have_neither_graph_nor_halves(change: d
     training, layout = replace(TRAINING, config=replace(CONFIG, vocabulary=12), **change), Layout(dp=2, tp=2)
     training.check(layout, 4, "cuda")
     with pytest.raises(
-        ValueError, match=r"that share the model .* cannot have (halves|a CUDA graph) .*: leave out one"
+        ValueError, match=r"fully_shard .* cannot be combined with (halves|a CUDA graph) .*: leave out one"
     ):
         training.check(layout, 4, "cuda", fully_shard=True)
 
@@ -445,13 +445,16 @@ def test_data_ranks_that_share_the_model_have_neither_graph_nor_halves(change: d
         ({"decay": "cosine"}, "decay_steps .* must be more than the 0 steps of the warm-up, got None"),
         ({"decay": "linear", "decay_steps": 5, "warmup": 5}, "must be more than the 5 steps of the warm-up, got 5"),
         ({"decay": "linear", "decay_steps": 5, "least_rate": 1.0}, "at most the learning_rate 0.01, got 1.0"),
-        ({"least_rate": 1e-4}, r"are of a rate that falls: expected decay \(--lr-decay-style\) linear or cosine"),
-        ({"decay_steps": 7}, "are of a rate that falls"),
+        (
+            {"least_rate": 1e-4},
+            r"need a learning rate that falls: expected decay \(--lr-decay-style\) linear or cosine",
+        ),
+        ({"decay_steps": 7}, "need a learning rate that falls"),
         ({"warmup": -1}, "warmup must be finite and 0 or more"),
         ({"learning_rate": float("inf")}, "learning_rate must be finite and 0 or more, got inf"),
         ({"seed": 1 << 64}, "seed must be an int from 0"),
-        ({"halves": True, "micro_batch": 1}, "a micro_batch of 1 has no halves"),
-        ({"halves": True, "recompute": True}, "leave out halves or recompute"),
+        ({"halves": True, "micro_batch": 1}, "a micro_batch of 1 cannot be halved"),
+        ({"halves": True, "recompute": True}, "cannot be combined with recompute"),
         ({"length": 9}, "sequences of 9 tokens, but the model has 8 positions"),
         ({"micro_batch": 0}, "micro_batch must be positive"),
         ({"clip": -1.0}, "clip must be finite and 0 or more"),
@@ -475,7 +478,7 @@ def test_reports_have_every_step_once_in_groups_of_the_interval(tmp_path: Path) 
 
 @pytest.mark.parametrize("options", [{"save_interval": 2}, {"keep_last": 1}, {"async_save": False}])
 def test_how_it_is_saved_needs_a_folder(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="say how checkpoints are saved: give save, the folder for them"):
+    with pytest.raises(ValueError, match="need save, the folder of the checkpoints: give save"):
         next(run_steps(trainer(), 3, **options))
 
 
@@ -508,7 +511,7 @@ def test_a_model_begins_from_no_training(tmp_path: Path, capsys: pytest.CaptureF
     one = trainer()
     one.advance()
     save_training(tmp_path / "run", one)
-    said = "holds a training that rooftop train --save wrote, and no model of Hugging Face: --load goes on with it"
+    said = "holds a training of rooftop train --save, not a model of Hugging Face: resume it with --load"
     (tmp_path / "book.txt").write_text("abc " * 200)
     for folder in ("run", "run/step-00000001"):
         assert called(tmp_path, "--init-from", str(tmp_path / folder)) == 2
@@ -591,8 +594,8 @@ def test_the_command_trains_on_a_folder_of_text_and_shows_the_roof(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--save-interval", "5"], "--save-interval says how often"),
-        (["--preset", "gpt2", "--hidden-size", "8"], "--preset gpt2 has its --hidden-size"),
+        (["--save-interval", "5"], "--save-interval needs a folder"),
+        (["--preset", "gpt2", "--hidden-size", "8"], "--preset gpt2 sets --hidden-size"),
         (["--preset", "gpt2", "--seq-length", "2048"], "sequences of 2048 tokens, but the model has 1024 positions"),
         (["--num-attention-heads", "3"], "3 heads do not divide a width of 256"),
         (["--metrics", "no/such/folder/m"], "there is no folder no/such/folder"),
@@ -613,7 +616,7 @@ def test_figures_are_not_written_over_the_text(tmp_path: Path, capsys: pytest.Ca
     text.write_text("text " * 100)
     for data in (text, tmp_path):
         assert called(data, "--metrics", str(text)) == 2
-        assert "is read: give another name" in capsys.readouterr().err
+        assert "is an input: give another name" in capsys.readouterr().err
     assert text.read_text() == "text " * 100
 
 

@@ -29,7 +29,7 @@ from rooftop.train import (
     load_training,
     save_training,
 )
-from rooftop.train.trained_models import load_trained_gpt
+from rooftop.train.checkpoints.trained_models import load_trained_gpt
 
 NARROW = torch.float16 if INTERPRETED else torch.bfloat16
 CONFIG = GptConfig(vocabulary=11, layers=2, width=16, heads=2, kv_heads=2, hidden=32, positions=8)
@@ -232,7 +232,7 @@ def test_a_load_between_step_and_publish_is_refused() -> None:
     model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     load(model, model.state_dict())
-    with pytest.raises(RuntimeError, match="both weight of the model and its copy were written to"):
+    with pytest.raises(RuntimeError, match="both weight of the model and its copy were changed"):
         weights.publish()
 
 
@@ -299,7 +299,7 @@ def test_the_command_begins_from_a_folder(
     for name, expected in load_gpt(folder).named_parameters():
         assert torch.equal(saved.get_parameter(name), expected)
     for more, said in (
-        (["--preset", "gpt2", "--num-layers", "3"], "has its sizes: leave out --preset and --num-layers"),
+        (["--preset", "gpt2", "--num-layers", "3"], "sets the sizes of the model: leave out --preset and --num-layers"),
         (["--vocab-size", "11"], "leave out --vocab-size"),
     ):
         capsys.readouterr()
@@ -307,7 +307,7 @@ def test_the_command_begins_from_a_folder(
         assert said in capsys.readouterr().err
     Path("a.txt").write_text("text " * 50)
     for change, said in (
-        ({"a.bin": "a.txt"}, "a.txt is text, of which each byte"),
+        ({"a.bin": "a.txt"}, "a.txt is text, whose tokens would be bytes"),
         ({str(folder): "no"}, "is not there"),
     ):
         assert main([change.get(word, word) for word in words]) == 2

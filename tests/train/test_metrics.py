@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from rooftop.cli.main import main
 from rooftop.errors import InputError
-from rooftop.train.metrics import add_lines, kept_lines, metrics_file
-from rooftop.train.running import StepReport
+from rooftop.train.gpt.metrics import add_lines, kept_lines, metrics_file
+from rooftop.train.gpt.running import StepReport
 
 
 def report(step: int, loss: float = 1.0) -> StepReport:

@@ -69,13 +69,13 @@ def test_one_row_alone_is_as_without_a_mixture() -> None:
 
 def test_rows_that_do_not_go_together_are_refused() -> None:
     text = Tokens([np.frombuffer(b"abc" * 9, np.uint8)], "a.txt", text=True)
-    with pytest.raises(InputError, match=r"a\.txt is text, of which each byte is a token, and long has other tokens"):
+    with pytest.raises(InputError, match=r"a\.txt is text, whose tokens are bytes, but long has other tokens"):
         Mixture([LONG, text])
     with pytest.raises(InputError, match=r"different vocabularies \(65 in a, 70 in b\)"):
         Mixture([Tokens([np.arange(9)], name, vocabulary=size) for name, size in (("a", 65), ("b", 70))])
     with pytest.raises(ValueError, match="a weight for each row, got 1 rows and 2 weights"):
         Mixture([LONG], [1, 2])
-    with pytest.raises(InputError, match="short has 13 tokens, a sequence of 13 takes 14"):
+    with pytest.raises(InputError, match="short has 13 tokens, but a sequence of 13 needs 14"):
         Batches(Mixture([LONG, SHORT]), 13, 1, 0)
 
 
@@ -112,7 +112,7 @@ def test_a_training_goes_on_with_the_sequences_that_would_have_come(tmp_path: Pa
     load_training(find_training(tmp_path, TRAINING)[0], second)
     assert [float(second.advance()[0]) for _ in range(3)] == pytest.approx(expected[3:], abs=1e-12)
     assert other_data(found, mixture) is None
-    assert "is not what" in (other_data(found, Mixture(mixture.rows, [0.5, 0.5])) or "")
+    assert "its sequences differ" in (other_data(found, Mixture(mixture.rows, [0.5, 0.5])) or "")
 
 
 # ---- the command line ----------------------------------------------------------------------------------------------
@@ -154,14 +154,14 @@ def test_all_paths_count(words: str, shares: tuple[str, str], folder: Path, caps
         ("0.7", "the weight 0.7 has no path"),
         ("0.7 A 0.3", "the weight 0.3 has no path: expected a path after each weight, as 0.7 A 0.3 B"),
         ("0.7 0.3 A", "the weight 0.7 has no path"),
-        ("A 0.3 B", "A has no weight, and others have"),
-        ("0.3 B A", "A has no weight, and others have"),
+        ("A 0.3 B", "A has no weight, but other paths have"),
+        ("0.3 B A", "A has no weight, but other paths have"),
         ("0 A 0 B", "all weights are 0"),
         ("1.5 A -0.5 B", "a weight must be finite and 0 or more, got -0.5"),
         ("nan A 1 B", "a weight must be finite and 0 or more, got nan"),
         ("inf A 1 B", "got inf"),
-        ("0.5 A 0.5 C", "C is not there"),
-        ("A C", "C is not there"),
+        ("0.5 A 0.5 C", "C does not exist"),
+        ("A C", "C does not exist"),
     ],
 )
 def test_a_wrong_mixture_is_refused_before_training(
@@ -183,6 +183,6 @@ def test_a_folder_whose_name_is_a_number_is_a_path(folder: Path) -> None:
 
 def test_what_any_of_the_paths_has_is_not_written_over(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert called("--data-path", "0.5", "A", "0.5", "B", "--metrics", "B") == 2
-    assert "is read: give another name" in capsys.readouterr().err
+    assert "is an input: give another name" in capsys.readouterr().err
     assert called("--data-path", "A", "B", "--metrics", "m") == 0
     assert [json.loads(line)["step"] for line in (folder / "m").read_text().splitlines()] == [1, 2]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rooftop.train import proportions
-from rooftop.train.proportions import FINEST, Proportions
+from rooftop.train.tokens import proportions
+from rooftop.train.tokens.proportions import FINEST, Proportions
 
 WHOLE = st.integers(0, 40).map(Fraction)
 DECIMAL = st.decimals(0, 1, places=4, allow_nan=False).map(Fraction)

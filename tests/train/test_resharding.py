@@ -12,7 +12,7 @@ from torch import Tensor
 from rooftop.kernels import Box
 from rooftop.parallel import Piece, Shard
 from rooftop.parallel.shards import padded_rows_of, rows_of
-from rooftop.train.resharding import put_together, shards_from
+from rooftop.train.checkpoints.resharding import put_together, shards_from
 
 RANKS = st.sampled_from([1, 2, 4, 8])
 Held = tuple[Shard | None, Tensor]

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from rooftop.errors import InputError
 from rooftop.kernels import Box
-from rooftop.train import checkpoint_files
-from rooftop.train.checkpoint_files import FilePiece, checksum, header_of, write_file
-from rooftop.train.checkpoint_folders import TRAINING, write_described
-from rooftop.train.checkpoint_plans import Held, part_of, planned
-from rooftop.train.saved_tensors import DTYPES, KINDS, SavedTensors, entry_of, whole_tensor
+from rooftop.train.checkpoints import files as checkpoint_files
+from rooftop.train.checkpoints.files import FilePiece, checksum, header_of, write_file
+from rooftop.train.checkpoints.folders import TRAINING, write_described
+from rooftop.train.checkpoints.plans import Held, part_of, planned
+from rooftop.train.checkpoints.saved_tensors import DTYPES, KINDS, SavedTensors, entry_of, whole_tensor
 
 BLOCK = 64
 """Bytes, here, so that small tensors have several blocks."""
@@ -188,7 +188,7 @@ def test_a_file_that_is_cut_off_missing_or_of_another_save_is_said(two_files: Pa
         whole_tensor(opened(two_files), "up")
     whole_tensor(opened(two_files), "norm")  # it is in the other file
     file.unlink()
-    with pytest.raises(InputError, match=r"rank-1\.safetensors is missing, which has up"):
+    with pytest.raises(InputError, match=r"rank-1\.safetensors, which has up, is missing"):
         opened(two_files).check_files()
     file.write_bytes(content)
     index.write_text(text.replace('"step":3', '"step":4'))
@@ -209,7 +209,7 @@ def test_another_shape_or_dtype_is_refused_by_name(two_files: Path) -> None:
     ):
         with pytest.raises(InputError, match=words):
             entry_of(saved, two_files, "up", dtype, shape)
-    with pytest.raises(InputError, match="has no tensor down: it is of another model"):
+    with pytest.raises(InputError, match="has no tensor down: it belongs to another model"):
         entry_of(saved, two_files, "down", torch.float32, (1,))
 
 

@@ -35,20 +35,20 @@ from rooftop.train import (
     GptTraining,
     Saver,
     Tokens,
-    checkpoint_files,
-    checkpoint_folders,
     find_training,
     load_training,
     run_steps,
     save_training,
 )
-from rooftop.train.checkpoint_writing import WritingProcess
-from rooftop.train.checkpoints import nothing_saved, open_tensors
-from rooftop.train.saved_tensors import SavedTensors, whole_tensor
-from rooftop.train.staging import Staging
+from rooftop.train.checkpoints import files as checkpoint_files
+from rooftop.train.checkpoints import folders as checkpoint_folders
+from rooftop.train.checkpoints.saved_tensors import SavedTensors, whole_tensor
+from rooftop.train.checkpoints.staging import Staging
+from rooftop.train.checkpoints.trainer_tensors import tensors_of
+from rooftop.train.checkpoints.training_records import read_record
+from rooftop.train.checkpoints.trainings import nothing_saved, open_tensors
+from rooftop.train.checkpoints.writing import WritingProcess
 from rooftop.train.stopping import STOPPED_STATUS
-from rooftop.train.trainer_tensors import tensors_of
-from rooftop.train.training_records import read_record
 
 CONFIG = GptConfig(vocabulary=31, layers=2, width=16, heads=2, kv_heads=2, hidden=32, positions=8, dropout=0.1)
 TRAINING = GptTraining(config=CONFIG, length=8, global_batch=2, micro_batch=2, learning_rate=0.01)
@@ -215,7 +215,9 @@ def test_a_latest_that_names_no_step_is_said_with_those_that_are_there(name: str
     for _ in run_steps(trainer(), 2, save=tmp_path, save_interval=1):
         pass
     (tmp_path / "latest").write_text(f"{name}\n")
-    with pytest.raises(InputError, match=r"which is no step .* whole ones are step-00000001, step-00000002: give one"):
+    with pytest.raises(
+        InputError, match=r"there is no such step; complete steps are step-00000001, step-00000002: give one"
+    ):
         read_record(tmp_path)
     assert read_record(tmp_path / "step-00000002").step == 2
 
@@ -539,8 +541,8 @@ def test_sigterm_saves_and_the_same_words_go_on(fork: Fork, book: Path) -> None:
     process.join(30)
     assert process.exitcode == STOPPED_STATUS == 143
     step = read_record(book / "run").step
-    assert f"stopped by SIGTERM after step {step}; --load run goes on" in (book / "err").read_text()
-    assert "nothing was saved in run yet: beginning anew" in (book / "out").read_text()
+    assert f"stopped by SIGTERM after step {step}; --load run resumes" in (book / "err").read_text()
+    assert "run has no checkpoint yet: starting at step 1" in (book / "out").read_text()
     assert lines(book / "lines")[-1][0] == step
     assert main([*words, "--train-iters", str(step + 2)]) == 0
     assert main([*WORDS, "--metrics", "whole", "--train-iters", str(step + 2)]) == 0
@@ -555,17 +557,17 @@ def test_only_a_folder_that_is_saved_to_may_be_missing(book: Path, capsys: pytes
         assert "no training was saved in run" in capsys.readouterr().err
     assert not (book / "run").exists()
     assert main([*words, "--load", "run", "--save", f"{book}/run"]) == 0
-    assert "nothing was saved in run yet: beginning anew" in capsys.readouterr().out
+    assert "run has no checkpoint yet: starting at step 1" in capsys.readouterr().out
     assert main([*words, "--load", "run", "--save", "run"]) == 2
-    assert "run has 1 steps already: expected more as --train-iters, got 1" in capsys.readouterr().err
+    assert "run already has 1 steps: expected a larger --train-iters, got 1" in capsys.readouterr().err
     (book / "run" / "latest").unlink()  # killed just before it was there: the step is whole
     assert main([*words, "--load", "run", "--save", "run"]) == 2
-    assert "run has 1 steps already" in capsys.readouterr().err
+    assert "run already has 1 steps" in capsys.readouterr().err
     assert main([*words, "--keep-last", "2"]) == 2
-    assert "--keep-last says how many steps are left there: expected --save DIR" in capsys.readouterr().err
+    assert "--keep-last needs a folder to save to: expected --save DIR" in capsys.readouterr().err
     for option in ("--no-async-save", "--async-save"):
         assert main([*words, option]) == 2
-        assert f"{option} says how it is written: expected --save DIR, where to" in capsys.readouterr().err
+        assert f"{option} needs a folder to save to: expected --save DIR" in capsys.readouterr().err
 
 
 def test_the_writing_process_does_not_hear_what_the_training_is_sent(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rooftop.cli.main import main
 from rooftop.errors import InputError
 from rooftop.train import open_tokens
-from rooftop.train.number_widths import LOOKED_AT, PLACES, found_kind
+from rooftop.train.tokens.number_widths import LOOKED_AT, PLACES, found_kind
 
 RANDOM = np.random.default_rng(0)
 
@@ -131,15 +131,15 @@ def test_megatrons_index_says_the_dtype(kind: str, name: str, tmp_path: Path) ->
     ("index", "words"),
     [
         (index_of("int32", magic=b"TNTIDX\0\0\0"), "before Megatron's memory-mapped one"),
-        (index_of("int32", magic=b"SOMETHING"), "is no index of Megatron-LM"),
-        (b"", "is no index of Megatron-LM"),
+        (index_of("int32", magic=b"SOMETHING"), "is not an index of Megatron-LM"),
+        (b"", "is not an index of Megatron-LM"),
         (index_of("int32", version=2), "has version 2, expected 1"),
-        (index_of("int32", code=7), "its numbers are float32: tokens are integers"),
+        (index_of("int32", code=7), "its numbers are float32: expected integers"),
         (index_of("int32", code=9), "of the unknown code 9"),
         (index_of("int32")[:20], "is cut off after 20 bytes"),
-        (index_of("int32")[:-8], r"bytes, 4 sequences and 5 document entries take 122"),
-        (index_of("int32", [3, 5, 0, 3]), "has 40 bytes, .* speaks of 44: is one of another run"),
-        (index_of("uint16"), "has 40 bytes, .* speaks of 20"),
+        (index_of("int32")[:-8], r"bytes, 4 sequences and 5 document entries need 122"),
+        (index_of("int32", [3, 5, 0, 3]), "has 40 bytes, .* describes 44: are they of different runs"),
+        (index_of("uint16"), "has 40 bytes, .* describes 20"),
         (index_of("int32", starts=np.array([0, 20, 0, 32])), "do not lie one after another"),
     ],
 )
@@ -159,7 +159,7 @@ def test_a_dtype_that_the_file_contradicts_is_refused(tmp_path: Path) -> None:
     for name, words in (
         ("text.bin", "int32 tokens, as the index text.idx says: --token-dtype uint16 does not fit"),
         ("a.npy", "int64 tokens, as its header says"),
-        ("a.txt", "--token-dtype uint16 is of a .bin file"),
+        ("a.txt", "--token-dtype uint16 is for .bin files"),
     ):
         with pytest.raises(InputError, match=words):
             open_tokens(tmp_path / name, "uint16")
@@ -182,12 +182,12 @@ def test_the_header_of_llm_c_is_no_token(
     path = tmp_path / "fineweb_train_000001.bin"
     path.write_bytes(headed(magic, version, tokens))
     for mapped in (0, 1 << 20):
-        monkeypatch.setattr("rooftop.train.token_files.MAPPED_BYTES", mapped)
+        monkeypatch.setattr("rooftop.train.tokens.token_files.MAPPED_BYTES", mapped)
         assert row_of(path) == tokens.tolist()
     for content, words in (
         (headed(magic, version + 1, tokens), f"llm.c's header {magic} of version {version + 1}: expected {version}"),
-        (headed(magic, version, tokens, 400), "which speaks of 400 tokens"),
-        (headed(magic, version, tokens)[:-1], "which speaks of 333 tokens"),
+        (headed(magic, version, tokens, 400), "which announces 400 tokens"),
+        (headed(magic, version, tokens)[:-1], "which announces 333 tokens"),
         (headed(magic, version, tokens)[:99], "is cut off after 99 bytes"),
         (headed(20240522, 1, tokens), "questions of HellaSwag of llm.c"),
         (headed(20240326, 3, tokens), "a model of llm.c"),
@@ -217,7 +217,7 @@ def test_nanogpts_meta_says_how_many_characters_there_are(tmp_path: Path) -> Non
         assert open_tokens(tmp_path / "train.bin").vocabulary is None
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
     tokens.astype(np.uint32).tofile(tmp_path / "train.bin")
-    with pytest.raises(InputError, match=r"looks like uint32, and meta.pkl beside it is of nanoGPT"):
+    with pytest.raises(InputError, match=r"looks like uint32, but meta.pkl beside it is from nanoGPT"):
         open_tokens(tmp_path / "train.bin")
     assert open_tokens(tmp_path / "train.bin", "uint32").vocabulary == 65
 

@@ -54,7 +54,7 @@ def test_lists_of_tokens_and_texts_are_rows(datasets: Any, way: str, tmp_path: P
 
 def test_a_slice_of_a_table_has_its_rows_alone(datasets: Any, tmp_path: Path) -> None:
     """Arrow's buffers have what is before and behind it too."""
-    from rooftop.train.token_tables import _numbers
+    from rooftop.train.tokens.token_tables import _numbers
 
     for name, expected in (("input_ids", [4, 1, 5, 70000]), ("text", list(b"and blue"))):
         (chunk,) = datasets.Dataset.from_dict({name: ROWS[name]}).data.column(name).slice(1, 2).chunks
@@ -65,8 +65,8 @@ def test_what_is_no_row_is_refused(datasets: Any, tmp_path: Path) -> None:
     for number, (rows, words) in enumerate(
         [
             ({"label": [1, 2]}, "has the columns label: expected input_ids or text"),
-            ({"input_ids": [[1, None], [2]]}, "1 empty places in its lists of input_ids"),
-            ({"input_ids": [[1], None]}, "1 empty places in its column input_ids"),
+            ({"input_ids": [[1, None], [2]]}, "1 missing values in its lists of input_ids"),
+            ({"input_ids": [[1], None]}, "1 missing values in its column input_ids"),
             ({"input_ids": [[0.5]]}, "in its column input_ids: expected lists of integers"),
             ({"text": [1, 2]}, "in its column text: expected text"),
             ({"input_ids": [[]]}, "no rows with tokens|expected lists of integers"),

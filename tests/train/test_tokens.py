@@ -1,4 +1,4 @@
-"""Tokens: from whatever file, the same row; and what is no row of tokens is refused by name."""
+"""Tokens: from whatever file, the same row; and what is not a row of tokens is refused by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rooftop.errors import InputError
-from rooftop.train import Tokens, open_tokens, token_files
+from rooftop.train import Tokens, open_tokens
+from rooftop.train.tokens import token_files
 
 ROW = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], np.uint16)
 
@@ -54,12 +55,12 @@ def test_a_row_in_parts_reads_as_one_in_a_piece() -> None:
 
 
 def test_a_vocabulary_must_have_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rooftop.train.tokens.SCANNED", 4)
+    monkeypatch.setattr("rooftop.train.tokens.tokens.SCANNED", 4)
     seen: list[float] = []
     Tokens([ROW], "row").check_vocabulary(10, lambda what, fraction: seen.append(fraction))
     assert seen == [0.4, 0.8, 1.0]
     Tokens([ROW], "row").check_vocabulary(1 << 16, lambda what, fraction: pytest.fail("the type says enough"))
-    with pytest.raises(InputError, match="row has the token 9, a vocabulary of 9 has 0 to 8: enlarge it"):
+    with pytest.raises(InputError, match="row has the token 9, but a vocabulary of 9 has 0 to 8: enlarge it"):
         Tokens([ROW], "row").check_vocabulary(9)
     with pytest.raises(InputError, match="row has the token -1"):
         Tokens([np.array([0, -1])], "row").check_vocabulary(9)
@@ -70,11 +71,11 @@ def test_a_vocabulary_must_have_all_tokens(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.bin", b"123", "has 3 bytes, which is no whole number of 16-bit tokens"),
-        ("a.npy", b"text", "is no .npy file of numbers"),
-        ("a.txt", b"a\0b", "is no text: it has zero bytes"),
+        ("a.bin", b"123", "has 3 bytes, which is not a whole number of 16-bit tokens"),
+        ("a.npy", b"text", "is not a .npy file of numbers"),
+        ("a.txt", b"a\0b", "is not text: it has zero bytes"),
         ("nothing/", b"", "has no text in it"),
-        ("missing", None, "is not there"),
+        ("missing", None, "does not exist"),
     ],
 )
 def test_what_is_no_row_of_tokens_is_refused(name: str, content: bytes | None, words: str, tmp_path: Path) -> None:

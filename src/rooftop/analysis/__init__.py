@@ -1,4 +1,4 @@
-"""Where the time goes: a step of a program against the roofs of its operators, its modules and itself."""
+"""Where the time goes: a step of a program compared with the roofs of its operators, its modules and itself."""
 
 from rooftop.analysis.analyzing import analyze
 from rooftop.analysis.predicting import fake_tensors, predict

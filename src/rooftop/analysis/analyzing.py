@@ -1,4 +1,4 @@
-"""`rooftop.analyze`: measure a step, put its floors beside it, say what would close the gaps."""
+"""`rooftop.analyze`: measure a step, compare it with its roofs, and propose changes that close the gaps."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ def analyze(
     progress: Progress = lambda what, fraction: None,
     **kwargs: Any,
 ) -> Report:
-    """How far one step of a model is from what this machine can do, and why.
+    """How far one step of a model is from the limits of this machine, and why.
 
-    The model runs where its parameters are, on the arguments as they are. Its weights, buffers, gradients and train
+    The model runs on its parameters' device, with the arguments unchanged. Its weights, buffers, gradients and train
     flags, the arguments and the random state are the same afterwards (with `optimizer`, its steps do change the
-    weights). Where the step changes an object that it is given (a cache of keys and values), each run begins with the
-    object as given.
+    weights). If the step changes an object among its arguments (a cache of keys and values), each run begins with the
+    original object.
 
     Args:
         target: an `nn.Module`, run in eval mode without gradients, or with `train=True` in training mode, forward and
-            backward; or any other callable, run as it is.
+            backward; or any other callable, called directly.
         *args, **kwargs: its arguments.
         train: also run the backward pass.
         optimizer: also step this optimizer.
-        loss: makes the loss from the output. Without it a one-element output is the loss; others are sent back with
-            fixed random gradients.
+        loss: makes the loss from the output. Without `loss`, a one-element output is the loss; other outputs get fixed
+            random gradients.
         compile: compile the target with `torch.compile` first: True, or one of its modes ("reduce-overhead").
         trace: also write the profiler's trace of one step to this file, for Perfetto or chrome://tracing.
-        ceilings: what to compare with; None measures what the step needs of this machine (cached, under 30 s the first
-            time) and raises what an operator has surpassed.
-        name: what the report calls the target.
-        progress: called with (what is being done, fraction done).
+        ceilings: ceilings to compare with. None measures the ceilings that the step needs on this machine (cached,
+            under 30 s the first time) and raises those that an operator has surpassed.
+        name: the target's name in the report.
+        progress: called with (the current activity, fraction done).
 
     Raises:
         TypeError, ValueError: wrong arguments.
-        CeilingsFileError: the ceilings are those of another kind of device.
+        CeilingsFileError: the ceilings are for another kind of device.
         ModelRunError: the model raised or ran out of memory.
 
     Example:
@@ -104,7 +104,7 @@ def _require_data(program: Program) -> None:
     """Fake tensors have shapes and no data: nothing can be measured on them.
 
     Raises:
-        ValueError: the program has some.
+        ValueError: the program has fake tensors.
     """
     parameters = program.module.parameters() if program.module is not None else ()
     if any(isinstance(tensor, FakeTensor) for tensor in (*parameters, *tensors_in([program.args, program.kwargs]))):

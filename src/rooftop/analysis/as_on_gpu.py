@@ -1,10 +1,10 @@
-"""Run a program on fake CPU tensors by the operators that PyTorch would choose on a GPU.
+"""Run a program on fake CPU tensors with the operators that PyTorch would choose on a GPU.
 
-`rooftop.predict` counts a step on fake tensors of the CPU, as a PyTorch without CUDA cannot differentiate fake tensors
-of a GPU. Nearly all operators are the same on both. Some composite operators look at the device and call other
-operators; `rooftop.analysis.gpu_operators.CHOSEN_BY_DEVICE` holds what each of them does on a GPU.
+`rooftop.predict` counts a step on fake CPU tensors, because a PyTorch without CUDA cannot differentiate fake GPU
+tensors. Nearly all operators are the same on both. Some composite operators check the device and call other operators;
+`rooftop.analysis.gpu_operators.CHOSEN_BY_DEVICE` has the GPU's version of each.
 
-Where the table takes effect, so that no caller is missed:
+The places where this table takes effect, so that no caller is missed:
 
     dispatcher      a kernel for the autograd key of the CPU: calls from Python, C++ (`F.multi_head_attention_forward`,
                     TorchScript) and the backward pass all pass through it
@@ -12,7 +12,7 @@ Where the table takes effect, so that no caller is missed:
     foreach         optimizers and `clip_grad_norm_` ask PyTorch which devices have kernels for lists of tensors
     autocast        `torch.autocast("cuda")` casts, by the CPU's list of operators, as the tensors are the CPU's
 
-All of it holds for one thread and one `with` block. Programs in other threads get their usual operators.
+All of this applies to one thread and one `with` block. Programs in other threads get their usual operators.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ from rooftop.analysis.gpu_operators import CHOSEN_BY_DEVICE
 from rooftop.analysis.gpu_recurrent import RECURRENT_SHAPES
 
 _THREAD = threading.local()
-_LOCK = threading.Lock()  # of the two below: kernels and lists of types belong to the process
+_LOCK = threading.Lock()  # for the two below: kernels and lists of types belong to the process
 _users = 0
 _registered = ExitStack()
 
 
 @contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """Inside, composite operators on CPU tensors of this thread call what they would call on an NVIDIA GPU.
+    """Within the block, composite operators on CPU tensors of this thread call the operators that they would call on an
+    NVIDIA GPU.
 
-    Enter it after every other dispatch mode that is to see the operators.
+    Enter it after every other dispatch mode that must see the operators.
     """
     _acquire()
     before = _is_active()
@@ -64,7 +65,7 @@ def _is_active() -> bool:
 
 
 class _WholeComposites(TorchDispatchMode):
-    """Composite operators that arrive whole, as they do under `torch.inference_mode`."""
+    """Composite operators that are not decomposed, as under `torch.inference_mode`."""
 
     supports_higher_order_operators = True  # without it PyTorch ends the program at the first of them
 
@@ -118,7 +119,7 @@ def _for_this_thread(func: Any, instead: Callable[..., Any]) -> Callable[..., An
 
 
 def _let_lists_be_taken(stack: ExitStack) -> None:
-    """PyTorch takes a list of tensors at once if it knows their device and their type for it."""
+    """PyTorch handles a whole list of tensors at once if it knows that their device and type support it."""
     devices = _foreach_utils._get_foreach_kernels_supported_devices
 
     def with_this_threads_cpu() -> list[str]:
@@ -133,7 +134,7 @@ def _let_lists_be_taken(stack: ExitStack) -> None:
 
 
 class _Types(list[type]):
-    """Types of tensors that operators on lists take; fake ones stand for real ones."""
+    """Types of tensors that operators on lists accept; fake ones count as real ones."""
 
     def __contains__(self, kind: object) -> bool:
         return super().__contains__(kind) or (kind in (FakeTensor, nn.Parameter) and _is_active())
@@ -165,7 +166,7 @@ def _let_flex_attention_have_gradients(stack: ExitStack) -> None:
 
 
 def _autocast_in_force() -> AbstractContextManager[Any]:
-    """The GPU's autocast that a prediction stands in, for the CPU."""
+    """Apply the GPU's autocast, if a prediction runs under it, to the CPU."""
     if not torch.is_autocast_enabled("cuda"):
         return nullcontext()
     return torch.autocast("cpu", torch.get_autocast_dtype("cuda"))

@@ -1,14 +1,14 @@
-"""Which module, and which phase of the step, an operator belongs to: forward, backward or optimizer.
+"""The module, and the phase of the step, of an operator: forward, backward or optimizer.
 
-Forward: hooks on every module tell which modules are running (see `running_calls`).
-Backward: the node that is running tells the module that made it (see `node_makers`); the node that accumulates a
-gradient tells its parameter, and thereby the parameter's owner.
-Optimizer: hooks around `Optimizer.step`. What a closure passed to it runs (as LBFGS and Lightning do) is forward and
-backward all the same: the closure runs outside the optimizer's phase.
+Forward: hooks on every module report which modules are running (see `running_calls`).
+Backward: the running node gives the module that created it (see `node_makers`); a node that accumulates a gradient
+gives its parameter, and thereby the parameter's owner.
+Optimizer: hooks around `Optimizer.step`. Work of a closure passed to it (as by LBFGS and Lightning) still counts as
+forward and backward, outside the optimizer's phase.
 
-The same hooks add up what each module takes in and gives out, which is what its fused roof counts.
+The same hooks add up each module's inputs and outputs, which its fused roof counts.
 
-A program may drop a model or an optimizer so as to have its memory. So nothing here keeps one alive.
+A program may drop a model or an optimizer to free its memory. So nothing here keeps one alive.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from rooftop.hardware.module_paths import ModulePaths, inner_modules, own_parame
 from rooftop.hardware.running_calls import RunningCalls, caller_of_hook
 
 LOSS, AUTOGRAD, OPTIMIZER = "(loss)", "(autograd)", "(optimizer)"
-"""Scopes of operators outside any module: forward, backward, and in the optimizer."""
+"""Scopes of operators outside any module: in forward, in backward, and in the optimizer."""
 
 
 @dataclass
 class ModuleTraffic:
-    """What one module took in and gave out during one step, over all its calls.
+    """Inputs and outputs of one module during one step, over all its calls.
 
     Attributes:
         type: class name.
@@ -70,7 +70,7 @@ class ModuleTraffic:
 
 @dataclass(frozen=True)
 class OptimizerTraffic:
-    """Bytes that the optimizers of one step read and write at least, and whether one refuses CUDA graph capture."""
+    """The least bytes that the optimizers of one step read and write, and whether one refuses CUDA graph capture."""
 
     read: int = 0
     written: int = 0
@@ -83,15 +83,15 @@ class ModuleTracker:
     A scope is the path of a module's call ("layer1.0.conv1"; "" is the root; see `module_paths`) or one of LOSS,
     AUTOGRAD, OPTIMIZER.
 
-    Args:
+    root: the module whose scopes have no prefix; None: the first that is called.
         root: the module to name others from; None: the first that is called.
-        inside: follow modules as they run. Compiled code runs none of them: what it takes in and gives out is then told
-            by `observe`.
+        inside: follow modules as they run. Compiled code calls none of these hooks: `observe` then reports its inputs
+            and outputs.
 
     Attributes:
-        traffic: scope -> ModuleTraffic of this step. `restart()` clears it for the next.
-        elsewhere: whether modules ran in threads of their own, where operators are not seen.
-        uncounted: class of each module and optimizer whose memory traffic could not be counted -> why.
+        traffic: scope -> ModuleTraffic of this step. `restart()` clears it for the next step.
+        elsewhere: whether modules ran in their own threads, where operators are not seen.
+        uncounted: class of each module and optimizer whose memory traffic could not be counted -> the reason.
     """
 
     def __init__(self, root: nn.Module | None = None, inside: bool = True) -> None:
@@ -99,7 +99,7 @@ class ModuleTracker:
         self.elsewhere = False
         self.uncounted: dict[str, str] = {}
         self._thread = threading.get_ident()
-        self._optimizers = WeakIdKeyDictionary()  # those whose `step` ran -> how often
+        self._optimizers = WeakIdKeyDictionary()  # optimizers whose `step` ran -> how often
         self._optimizer_traffic: OptimizerTraffic | None = None  # of a snapshot
         self._paths = ModulePaths()
         self._running = RunningCalls()  # each within the backward node that called it, None: no node
@@ -124,7 +124,7 @@ class ModuleTracker:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Inside, follow modules as they run, where `inside` is False and so nothing else does.
+        """Follow modules as they run inside the block, unless `inside` is True already.
 
         Code that is compiled meanwhile would contain the hooks, or not compile at all.
         """
@@ -135,7 +135,7 @@ class ModuleTracker:
             leaving = register_module_forward_hook(self._leaving, with_kwargs=True, always_call=True)
             hooks.callback(entering.remove)
             hooks.callback(leaving.remove)
-            # `remove` does not know of this one, and while it is there torch takes the slow way through each module.
+            # `remove` does not remove this one, and while it exists torch takes the slow path through each module
             hooks.callback(_global_forward_hooks_with_kwargs.pop, leaving.id, None)
             hooks.enter_context(_unwarned())
             self._is_following = True
@@ -143,7 +143,7 @@ class ModuleTracker:
             yield
 
     def snapshot(self) -> ModuleTracker:
-        """A tracker that is never active and keeps what this one knows of the step now."""
+        """A tracker that is never active and keeps this one's present knowledge of the step."""
         kept = ModuleTracker()
         kept.traffic = {scope: replace(traffic) for scope, traffic in self.traffic.items()}
         kept._optimizer_traffic = self.optimizer_traffic()
@@ -153,7 +153,7 @@ class ModuleTracker:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those whose `step` ran, and that are still there."""
+        """Optimizers whose `step` ran, and that still exist."""
         return list(self._optimizers)
 
     def optimizer_traffic(self) -> OptimizerTraffic:
@@ -168,7 +168,7 @@ class ModuleTracker:
                 parameters = distinct_bytes(p for group in groups for p in group["params"] if p.requires_grad)
                 state = distinct_bytes(tensors_in(list(optimizer.state.values())))
                 refuses |= any(group.get("capturable") is False for group in groups)
-            except Exception as error:  # an optimizer of a kind that is not known here must not end the program
+            except Exception as error:  # an optimizer of an unknown kind must not end the program
                 self.uncounted[type(optimizer).__name__] = f"{type(error).__name__}: {error}"
                 continue
             read += steps * (2 * parameters + state)
@@ -176,7 +176,7 @@ class ModuleTracker:
         return OptimizerTraffic(read, written, refuses)
 
     def observe(self, module: nn.Module | None, inputs: Any, output: Any) -> None:
-        """Count what one call of the root took in and gave out."""
+        """Count the inputs and outputs of one call of the root."""
         if module is not None:
             self._add_traffic("", module, list(tensors_in(inputs)), list(tensors_in(output)))
 
@@ -184,7 +184,7 @@ class ModuleTracker:
         self._hooks.close()
 
     def restart(self) -> None:
-        """Forget the last step: its traffic, and the nodes that its forward pass made."""
+        """Forget the last step: its traffic, and the nodes of its forward pass."""
         self.traffic.clear()
         self.uncounted.clear()
         self._optimizers = WeakIdKeyDictionary()
@@ -194,7 +194,7 @@ class ModuleTracker:
 
     def locate(self) -> tuple[str, str]:
         """(scope, phase) of the operator that is being dispatched now."""
-        if self._running.settle(sys._getframe(1)):  # the program caught an interruption: since then they made no node
+        if self._running.settle(sys._getframe(1)):  # the program caught an interruption: no nodes since
             self._makers.operator(self._outside())
         running = self._running.innermost
         node = torch._C._current_autograd_node()
@@ -209,11 +209,11 @@ class ModuleTracker:
         return (LOSS if running is None else running), "forward"
 
     def _running_in(self, node: Any) -> tuple[str, bool]:
-        """The scope of what a backward node computes, and whether it is a module that is being recomputed.
+        """The scope of a backward node's work, and whether it is a module that is being recomputed.
 
         If the node itself called the running module, the module is being recomputed (activation checkpointing), and the
-        work is the module's. If the module was running before, it has asked for gradients (`torch.autograd.grad`,
-        `torch.func.grad`), and the work belongs to the module that made the node.
+        work is the module's. If the module was running before, it has requested gradients (`torch.autograd.grad`,
+        `torch.func.grad`), and the work belongs to the module that created the node.
         """
         running = self._running.innermost
         if running is not None and self._running.within is node:
@@ -237,7 +237,7 @@ class ModuleTracker:
         self._running.settle(call.f_back)
         try:
             scope = self._paths.of_call(module, self._running.names)
-        except Exception as error:  # one whose attributes cannot be asked for, or that holds no modules and parameters
+        except Exception as error:  # one whose attributes cannot be read, or that holds no modules and parameters
             pass_on(error)
             self.uncounted[type(module).__name__] = f"{type(error).__name__}: {error}"
             scope = LOSS if self._running.innermost is None else self._running.innermost
@@ -253,17 +253,17 @@ class ModuleTracker:
         self._makers.runs(self._outside())
         if type(module).__name__ in self.uncounted:
             return
-        if torch._C._get_tracing_state() is not None:  # whoever looks at a size becomes part of the traced graph
+        if torch._C._get_tracing_state() is not None:  # reading a size would become part of the traced graph
             self.uncounted[type(module).__name__] = "it was being traced by torch.jit.trace"
             return
         try:
             self._add_traffic(scope, module, list(tensors_in([args, kwargs])), list(tensors_in(output)))
-        except Exception as error:  # tensors of a kind that is not known here must not end the program
+        except Exception as error:  # tensors of an unknown kind must not end the program
             pass_on(error)
             self.uncounted[type(module).__name__] = f"{type(error).__name__}: {error}"
 
     def _outside(self) -> str:
-        """The maker of nodes that are made outside the module that has just ended."""
+        """The maker of nodes that are created outside the module that has just ended."""
         node = torch._C._current_autograd_node()
         if node is not None:
             return self._running_in(node)[0]
@@ -289,12 +289,12 @@ class ModuleTracker:
         traffic.output_bytes += given
 
     def _optimizer_entering(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # the hooks are not to become part of a compiled step
+        if torch.compiler.is_compiling():  # the hooks must not become part of a compiled step
             return None
         self._optimizing += 1
         try:
             self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
-        except Exception as error:  # one that cannot be held weakly
+        except Exception as error:  # one without weak references
             pass_on(error)
             self.uncounted[type(optimizer).__name__] = f"{type(error).__name__}: {error}"
         return self._closure_outside(args, kwargs) if self._is_following else None
@@ -308,9 +308,10 @@ class ModuleTracker:
             self._optimizing = max(0, self._optimizing - 1)
 
     def _closure_outside(self, args: Any, kwargs: Any) -> Any:
-        """The arguments of `Optimizer.step`, the optimizer first, with a closure that knows it is no optimizer.
+        """The arguments of `Optimizer.step`, the optimizer first, with a closure that marks its work as outside the
+        optimizer.
 
-        None, which changes nothing, if there is no closure.
+        None, for no change, if there is no closure.
         """
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
@@ -330,7 +331,8 @@ class ModuleTracker:
 
 @contextmanager
 def _unwarned() -> Iterator[None]:
-    """Without the warning that a compiled module runs under hooks: they are ours. Other filters stay the program's.
+    """Suppresses the warning that a compiled module runs under hooks: the hooks are ours. The program's other filters
+    stay.
 
     `warnings.filterwarnings` would make Python forget which warnings it has shown, and show them again.
     """

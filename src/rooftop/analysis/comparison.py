@@ -1,7 +1,7 @@
-"""What changed between two reports: the step's figures, its operators, its modules.
+"""Differences between two reports: the step's figures, its operators, its modules.
 
-Operators are compared by phase and name, over all their shapes and dtypes: a change of dtype, layout or batch is what
-one wants to see the effect of, and not a reason to call every operator a new one. Modules are compared by path.
+Operators are compared by phase and name, over all their shapes and dtypes: a change of dtype, layout or batch does not
+make a new operator, so its effect is visible. Modules are compared by path.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from rooftop.hardware.figures import in_words
 from rooftop.hardware.histories import figures_of
 
 SAME_CEILING = 0.01  # relative
-LEAST_NOISE = 0.01  # of the wall time: what two runs of one program differ by on a quiet machine
+LEAST_NOISE = 0.01  # of the wall time: the difference of two runs of one program on a quiet machine
 
 
 @dataclass(frozen=True)
 class Change:
-    """One quantity before and after; None where it was not there. Times in ms.
+    """One quantity before and after; None if it did not exist. Times in ms.
 
     Attributes:
-        name: what is compared: a figure, an operator as "aten::add (backward)", a module's path.
-        before, after: its value. calls_before, calls_after: of an operator.
+        name: the name of a figure, an operator as "aten::add (backward)", or a module's path.
+        before, after: its values. calls_before, calls_after: for an operator.
     """
 
     name: str
@@ -42,13 +42,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What changed from one report to the other.
+    """The changes from one report to the other.
 
-    Attributes:
+    speedup: wall time before divided by wall time after.
         speedup: wall time before over wall time after.
         noise: relative; a smaller change of the wall time means nothing.
-        figures: of the step, in the order of the report. operators, modules: by falling size of their change.
-        differences: what else is not the same (device, inputs, versions, mode), each as a sentence.
+        figures: figures of the step, in the order of the report. operators, modules: by falling size of their change.
+        differences: other differences (device, inputs, versions, mode), each as a sentence.
     """
 
     speedup: float
@@ -135,7 +135,7 @@ def _differences(before: Report, after: Report) -> Iterator[str]:
 
 
 def _ceilings_changed(before: Report, after: Report) -> Iterator[str]:
-    """Figures that both were compared with, and that are not the same."""
+    """Figures that both reports were compared with, and that differ."""
     old, new = (figures_of(Ceilings.from_dict(report.ceilings)) for report in (before, after))
     both = [name for name in old if old[name] and new.get(name) and not name.startswith(("sustained", "pulse"))]
     changes = {name: new[name] / old[name] - 1 for name in both}

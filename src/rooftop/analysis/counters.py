@@ -1,15 +1,15 @@
-"""What the hardware counted: every kernel of one step, under Nsight Compute (`ncu`).
+"""Hardware counters of every kernel of one step, from Nsight Compute (`ncu`).
 
-Rooftop says what a step must move and compute. The chip's own counters say what its kernels did move, and how busy
-they kept it:
+Rooftop computes the bytes and flops that a step needs. The chip's own counters measure the bytes that its kernels
+moved, and how busy they kept it:
 
     [sys.executable, "-m", "rooftop", "analyze", "resnet50", "--counted-step"]     a program that calls `counted_step`
       -> ncu runs it and counts between cudaProfilerStart and cudaProfilerStop     `hardware_counters`
       -> one `KernelCounters` for each launch, one `KernelRow` for each kernel     `parse_counters`, `kernel_rows`
 
 ncu runs the kernels one at a time and empties the caches before each. So a kernel here finds its inputs in DRAM,
-although in the real step they may still lie in L2, and what it wrote last may still lie in L2 when its counters are
-read: bytes below what must be moved are no error, bytes far above it are traffic that a better kernel would not have.
+although in the real step they may still be in L2; and its last results may still be in L2 when its counters are read.
+Bytes below the required ones are therefore no error; bytes far above are traffic that a better kernel would avoid.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from rooftop.errors import MeasurementError
 TIMEOUT_S = 900.0
 
 # Field of `KernelCounters` -> metric. All exist from Turing to Blackwell, but GeForce Blackwell counts no DRAM bytes.
-# An H200 counts them in one pass. sm__throughput, the usual measure of the multiprocessors, needs nine, and before each
-# ncu puts back all memory that the kernel may have written.
+# An H200 counts them in one pass. sm__throughput, the usual measure of the multiprocessors, needs nine passes, and
+# before each ncu restores all memory that the kernel may have written.
 METRICS = {
     "ms": "gpu__time_duration.sum",
     "dram_read_bytes": "dram__bytes_read.sum",
@@ -78,17 +78,17 @@ NO_PERMISSION = (
 
 @dataclass(frozen=True)
 class KernelCounters:
-    """One launch of a kernel. A counter that this chip does not have is nan.
+    """One launch of a kernel. A counter that this chip lacks is nan.
 
     Attributes:
         name: as PyTorch's profiler and `OperatorRow.kernels` have it.
-        ms: duration, caches empty at its start.
+        ms: duration, with empty caches at its start.
         dram_read_bytes, dram_written_bytes: between L2 and DRAM. l2_bytes: through L2, both ways.
-        issue_percent: instructions that were executed, of the most that could be issued.
+        issue_percent: executed instructions, of the most that could be issued.
         tensor_percent: time in which the tensor cores worked, of the duration.
-        occupancy_percent: warps resident on a multiprocessor that has any, of the most that it can hold.
-        registers: of each thread. shared_bytes: shared memory of each block.
-        grid, block: (x, y, z), in blocks and in threads.
+        occupancy_percent: resident warps of an active multiprocessor, of the most that it can hold.
+        registers: registers of each thread. shared_bytes: shared memory of each block. grid, block: (x, y, z), in
+        blocks and in threads.
     """
 
     name: str
@@ -111,7 +111,7 @@ class KernelCounters:
 
 @dataclass(frozen=True)
 class KernelRow:
-    """All launches of the kernels of one name: totals, and means weighted by time."""
+    """All launches of the kernels with one name: totals, and means weighted by time."""
 
     name: str
     launches: tuple[KernelCounters, ...]
@@ -154,7 +154,7 @@ class KernelRow:
         return total / self.ms if self.ms > 0 else math.nan
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: the totals and the launches, None for what this chip did not count."""
+        """Plain values for JSON: the totals and the launches, None for counters that this chip lacks."""
         totals = ("calls", "ms", "dram_bytes", "l2_bytes", "issue_percent", "tensor_percent", "occupancy_percent")
         plain = {"name": self.name, **{name: getattr(self, name) for name in totals}}
         launches = [{k: v for k, v in asdict(launch).items() if k != "name"} for launch in self.launches]
@@ -166,18 +166,18 @@ def _without_nan(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def hardware_counters(arguments: Sequence[str], timeout_s: float = TIMEOUT_S) -> list[KernelCounters]:
-    """Run a command under ncu and return what the hardware counted in its step, one entry for each kernel launch.
+    """Run a command under ncu and return the hardware's counts for its step, one entry for each kernel launch.
 
-    PyTorch's cached GPU memory is given back first: the command needs room of its own.
+    PyTorch's cached GPU memory is released first: the command needs it.
 
     Args:
         arguments: a command line that calls `counted_step` once, e.g. [sys.executable, "-m", "rooftop", "analyze",
             "resnet50", "--counted-step"].
-        timeout_s: after which the command is ended; a step of thousands of kernels takes ncu minutes.
+        timeout_s: the command is ended after this time; a step of thousands of kernels takes ncu minutes.
 
     Raises:
         MeasurementError: no GPU, no ncu, no permission to read the counters, or the command failed, ran no kernel or
-            was not done in time. The message says what to do.
+            did not finish in time. The message says what to do.
     """
     if not torch.cuda.is_available():
         raise MeasurementError(NO_GPU.format(torch=torch.__version__))
@@ -221,7 +221,8 @@ def _version(path: Path) -> list[int]:
 
 
 def _run(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
-    """(exit status, stdout and stderr) of a command; it and what it started end with the time or with an exception."""
+    """(exit status, stdout and stderr) of a command. The command and its child processes are ended at the time limit or
+    by an exception."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -246,7 +247,7 @@ def _run(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
 
 
 def _complaint(found: str, output: str) -> str:
-    """What went wrong, in ncu's words and in the last ones of the program."""
+    """The error, in ncu's words and the program's last ones."""
     lines = [line for line in (found + "\n" + output).splitlines() if line.startswith(("==ERROR==", "==WARNING=="))]
     last = [line for line in output.splitlines() if line.strip() and not line.startswith("==")][-1:]
     words = " ".join(line.split("==", 2)[-1].strip().removeprefix("rooftop: error: ") for line in [*lines[:2], *last])
@@ -254,13 +255,13 @@ def _complaint(found: str, output: str) -> str:
 
 
 def parse_counters(text: str) -> list[KernelCounters]:
-    """The launches in what `ncu --csv --page raw --print-units base` wrote, in their order.
+    """The launches in the output of `ncu --csv --page raw --print-units base`, in order.
 
     The first line names the columns, the second their units; every other line is a launch. Lines that begin with "=="
     are messages.
 
     Raises:
-        MeasurementError: a table without the columns that are needed.
+        MeasurementError: a table without the needed columns.
     """
     lines = [line for line in text.splitlines() if line and not line.startswith("==")]
     table = csv.DictReader(lines)
@@ -302,7 +303,7 @@ def profiler_name(symbol: str) -> str:
 
 
 def kernel_rows(launches: Iterable[KernelCounters]) -> list[KernelRow]:
-    """Launches of one name make one row; rows by falling time."""
+    """Launches with one name make one row; rows by falling time."""
     groups: dict[str, list[KernelCounters]] = defaultdict(list)
     for launch in launches:
         groups[launch.name].append(launch)
@@ -310,13 +311,13 @@ def kernel_rows(launches: Iterable[KernelCounters]) -> list[KernelRow]:
     return sorted(rows, key=lambda row: -row.ms)
 
 
-# ---- in the program that is counted --------------------------------------------------------------------------------
+# ---- in the counted program ----------------------------------------------------------------------------------------
 
 
 def counted_step(program: Program) -> None:
-    """Run a program as `analyze` does, warm, and one more step in which ncu counts.
+    """Run a program as `analyze` does, warm, and then one more step in which ncu counts.
 
-    Without ncu around it, it is a step like any other. The program's state is preserved.
+    Without ncu, it is a step like any other. The program's state is preserved.
 
     Raises:
         ModelRunError: the program raised.

@@ -1,4 +1,4 @@
-"""Counters as a table: what each kernel moved beside what Rooftop says that its operators must move."""
+"""Counters as a table: each kernel's measured traffic next to the traffic that its operators require."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rooftop.analysis.report import Report
 from rooftop.analysis.report_contents import OperatorRow
 
 REREADING = 1.3
-"""Moved over counted from which a kernel is said to move data more than once."""
+"""Ratio of moved to counted bytes from which a kernel is reported to move data more than once."""
 LEAST_BYTES = 1 << 18
-"""Kernels that must move less have no ratio: on an H200 a kernel with 4 bytes to read reads 5 kB, its own code and
+"""Kernels with fewer bytes have no ratio: on an H200 a kernel with 4 bytes to read reads 5 kB, its own code and
 constants."""
 
 
@@ -28,9 +28,9 @@ class Counted:
     """Bytes that the operators of a kernel must move, as Rooftop counts them.
 
     Attributes:
-        bytes: None where no operator names the kernel, or one that does has no cost formula.
-        shared: some of these operators run other kernels too; their bytes were divided among the kernels in proportion
-            to what these moved, so that the ratio is that of the operators.
+        bytes: None if no operator names the kernel, or an operator of it has no cost formula.
+        shared: some of these operators also run other kernels. Their bytes were divided among the kernels in proportion
+            to the moved bytes, so that the ratio is that of the operators.
     """
 
     bytes: float | None
@@ -38,10 +38,10 @@ class Counted:
 
 
 def counted_bytes(rows: Sequence[KernelRow], operators: Sequence[OperatorRow]) -> dict[str, Counted]:
-    """Kernel name -> what the operators that launched it must move.
+    """Kernel name -> the bytes that the operators that launched it must move.
 
-    Copies and fills of the driver are no kernels: ncu does not count them, and an operator's bytes are then those of
-    its kernels.
+    Copies and fills of the driver are not kernels: ncu does not count them, and an operator's bytes then belong to its
+    kernels.
     """
     by_name = {row.name: row for row in rows}
     counted: dict[str, Counted] = {}
@@ -59,7 +59,7 @@ def counted_bytes(rows: Sequence[KernelRow], operators: Sequence[OperatorRow]) -
 
 
 def counters_table(rows: Sequence[KernelRow], report: Report, limit: int = 12) -> RenderableType:
-    """The kernels by falling time, at most `limit` of them, beside the operators of the report that launched them."""
+    """The kernels by falling time, at most `limit` of them, with the operators of the report that launched them."""
     title = f"\nwhat the hardware counted ({min(limit, len(rows))} of {len(rows)} kernels, caches empty before each)"
     table = Table(box=None, padding=(0, 1), title=title, title_justify="left")
     table.add_column("kernel", overflow="ellipsis", no_wrap=True, max_width=30)

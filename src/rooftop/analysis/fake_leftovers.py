@@ -1,8 +1,7 @@
 """Removes fake tensors that a predicted program has stored. They have no values, so the program could not use them.
 
 Programs store results for later: masks in a `functools.lru_cache`, tables in a global or in an attribute of a class.
-Places that can be found get back what they held before. If fake tensors are still stored elsewhere, an error names the
-place.
+Known places get their earlier contents back. If fake tensors are still stored elsewhere, an error names the place.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ _LIBRARIES = {"torch", "builtins", *sys.stdlib_module_names}
 """Packages whose classes and modules are not entered."""
 _INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 _MADE_BY_CODE = 1 << 9
-"""Flag of classes that are made as a program runs (Py_TPFLAGS_HEAPTYPE)."""
+"""Flag of classes that are created at run time (Py_TPFLAGS_HEAPTYPE)."""
 MOST_STEPS = 30
-"""From a fake tensor to the name under which a program keeps it."""
+"""From a fake tensor to the name under which a program stores it."""
 
 
 @contextmanager
 def fakes_taken_out(roots: Iterable[Any], mode: FakeTensorMode) -> Iterator[list[Any]]:
     """Restores every container reachable from the roots that holds fake tensors of the mode after the block.
 
-    Other changes stay: a library that has set itself up must not do so again. Yields a list, to which the owners of the
-    restored containers are added.
+    Other changes stay: a library that has initialized itself must not do so again. Yields a list, to which the owners
+    of the restored containers are added.
     """
     containers = _Reached(roots).containers
     owners: list[Any] = []
@@ -67,7 +66,7 @@ def _holds_fakes(values: list[Any], mode: FakeTensorMode) -> bool:
 class _Reached(Held):
     """Also follows classes and their methods, caches of functions, and attributes of tensors.
 
-    Leaves out installed packages that do not use PyTorch: they have much code and no tensors.
+    Ignores installed packages that do not use PyTorch: they have much code and no tensors.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -115,7 +114,7 @@ def _packages_without_torch() -> set[str]:
 
 
 def _is_programs(kind: type) -> bool:
-    """Whether a class is written in Python, and neither PyTorch's nor Python's own."""
+    """Whether a class is written in Python, and belongs neither to PyTorch nor to Python."""
     return bool(kind.__flags__ & _MADE_BY_CODE) and _is_outside_libraries(kind.__module__)
 
 
@@ -184,13 +183,13 @@ def require_no_fakes(mode: FakeTensorMode, name: str, emptied: list[Any]) -> Non
     """Checks that no fake tensor of a mode is stored anywhere after the mode has ended.
 
     Args:
-        name: of the predicted program, for the error.
+        name: name of the predicted program, for the error.
         emptied: caches that may still hold fake tensors, but can no longer return them.
 
     Raises:
         InputError: the program stores one. The message names the place.
     """
-    for generation in (1, 2):  # most are garbage that waits, and young
+    for generation in (1, 2):  # most are garbage not yet collected, and young
         if not _fakes_of(mode):
             return
         gc.collect(generation)
@@ -207,12 +206,12 @@ def _fakes_of(mode: FakeTensorMode) -> list[FakeTensor]:
 
 
 def _where_kept(fakes: list[FakeTensor], emptied: list[Any]) -> str | None:
-    """The first place that one of these tensors can be reached from.
+    """The first place in the program that keeps one of these tensors.
 
-    That is the name of a global, a class attribute or a cache. If there is none, it is the class of an object that
-    holds the tensor.
+    It is the name of a global, a class attribute or a cache. If there is none, it is the class of an object that holds
+    the tensor.
 
-    None if they are reached only from PyTorch, from variables of running functions, or from what was emptied.
+    None if they are reached only from PyTorch, from variables of running functions, or from emptied places.
     """
     frontier: list[Any] = [*fakes]
     seen = {id(each) for each in (*fakes, fakes, frontier, emptied, *emptied)}
@@ -240,7 +239,7 @@ def _where_kept(fakes: list[FakeTensor], emptied: list[Any]) -> str | None:
 
 
 def _name_of(holder: Any, held: set[int]) -> str | None:
-    """The program's name for what this class, cache or module's globals hold; None for other holders."""
+    """The program's name for the contents of this class, cache or module's globals; None for other holders."""
     if isinstance(holder, _CACHE):
         return f"the cache of {_full_name(holder)}"
     if isinstance(holder, type):
@@ -254,7 +253,7 @@ def _name_of(holder: Any, held: set[int]) -> str | None:
 
 
 def _is_end(holder: Any) -> bool:
-    """Whether a search for holders stops here: what holds classes, modules and frames says nothing."""
+    """Whether a search for holders stops here: holders of classes, modules and frames are irrelevant."""
     return isinstance(holder, (type, types.ModuleType, types.FrameType)) or _is_of_module(holder)
 
 

@@ -1,4 +1,4 @@
-"""What the rules of advice look at: one step, measured, beside its roofs."""
+"""The data for the rules of advice: one measured step and its roofs."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from rooftop.hardware.page_faults import NO_FAULTS, PageFaults
 
 @dataclass(frozen=True)
 class Findings:
-    """One step as the rules see it.
+    """One step, as the input of the rules.
 
     Attributes:
-        operators: in order of execution. rows: the same, grouped.
-        summary, gaps: the step as a whole. ceilings: what it is compared with.
+        operators: in order of execution. rows: the same, grouped. summary, gaps: the step as a whole. ceilings:
+        ceilings to compare with.
         plain: the run under the profiler alone, None where nothing was run.
-        host_ms: how long the host needs for the step, None where that is not known.
+        host_ms: host time of the step, None if unknown.
         best_ms: wall time of the fastest steps, None where nothing was run.
-        optimizers: those that stepped in the step and still exist.
-        refuses_capture: whether an optimizer refuses to run inside a CUDA graph as it is configured.
-        traced_more_ms: by how much the device is busy longer where the program believes that it is compiled or
-            captured; None if it fails then.
-        host_work: bytes and flops of a GPU's step that the CPU worked on.
-        faults: pages that a step took from the system; none on a GPU.
-        batched: more samples are no more launches; those of a detector, a list of images, are.
-        timed: what one rule has timed, by name, for others that need it too.
+        optimizers: those that made a step and still exist.
+        refuses_capture: whether an optimizer, with its settings, refuses to run inside a CUDA graph.
+        traced_more_ms: additional busy time of the device if the program is told that it is compiled or captured; None
+            if it then fails.
+        host_work: bytes and flops of a GPU's step that the CPU computed.
+        faults: page faults of a step; none on a GPU.
+        batched: whether more samples need no more launches; a detector's list of images does need more.
+        timed: measurements of one rule, by name, for others that need them too.
     """
 
     operators: Sequence[MeasuredOperator]
@@ -54,7 +54,7 @@ class Findings:
 
     @property
     def noise_ms(self) -> float:
-        """By how much the wall time may be off; no smaller gain can be seen."""
+        """The uncertainty of the wall time; no smaller gain can be seen."""
         low_ms, high_ms = self.summary.wall_low_ms, self.summary.wall_high_ms
         if low_ms is None or high_ms is None:
             return 0.0
@@ -62,9 +62,9 @@ class Findings:
 
     @property
     def quiet_wall_ms(self) -> float:
-        """Wall time with the host as fast as at its fastest: the GPU goes from kernel to kernel, or waits for it.
+        """Wall time with the host at its fastest: the GPU goes from kernel to kernel, or waits for the host.
 
-        From one kernel to the next of a stream the GPU needs about as long as inside a graph.
+        Between two kernels of a stream the GPU needs about as long as inside a graph.
         """
         least_ms = self.summary.wall_ms if self.best_ms is None else self.best_ms
         if self.host_ms is None:
@@ -74,8 +74,8 @@ class Findings:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can hold the step: it has kernels and does not refuse, and the host neither waits for a
-        value nor computes one."""
+        """Whether a CUDA graph can hold the step: it has kernels, does not refuse capture, and the host neither waits
+        for a value nor computes one."""
         if self.traced_more_ms is None or self.host_works or not self.summary.busy_ms:
             return False
         waiting = self.plain is not None and self.plain.waiting_ms > 0
@@ -83,12 +83,12 @@ class Findings:
 
     @property
     def host_works(self) -> bool:
-        """Whether a step of a GPU has operators on the CPU, more than counters."""
+        """Whether a GPU's step has operators on the CPU besides counters."""
         return self.host_work >= LEAST_WORK
 
     @property
     def said_of_tracing(self) -> str:
-        """What the evidence for compiling or capturing adds, "" if nothing."""
+        """An addition to the evidence for compiling or capturing, "" if there is none."""
         if not self.traced_more_ms:
             return ""
         return (
@@ -110,11 +110,11 @@ class Findings:
 
     @property
     def device(self) -> torch.device:
-        """Where operators are timed again."""
+        """The device on which operators are timed again."""
         return torch.device(self.ceilings.kind)
 
     def undisturbed_ms(self, labelled_ms: float) -> float:
-        """Time of operators as it is in a plain step: all together take no longer there than the device is busy."""
+        """Time of operators in a plain step: together at most the time in which the device is busy there."""
         return labelled_ms * self._undisturbed
 
     @cached_property
@@ -123,13 +123,14 @@ class Findings:
         return min(1.0, self.summary.busy_ms / labelled_ms) if labelled_ms else 1.0
 
     def saved_ms(self, labelled_ms: float, more_host_ms: float = 0.0) -> float:
-        """What the step gains when operators take so much less: nothing beyond where the host becomes the slower one.
+        """The time that a step gains if operators take that much less: nothing beyond the point where the host is
+        slower.
 
-        Compared are the step and the host at their fastest: what else the host does delays the step with the change as
-        it does the step without.
+        It compares the step and the host at their fastest: other work of the host delays the step with and without the
+        change alike.
 
         Args:
-            labelled_ms: of the operators. more_host_ms: that the host needs more to launch them.
+            labelled_ms: time of the operators. more_host_ms: additional host time to launch them.
         """
         busy_ms = self.undisturbed_ms(labelled_ms)
         if self.host_ms is None:
@@ -144,14 +145,14 @@ class Findings:
         return self.summary.wall_ms - max(busy_ms, self.launched_ms(outside))
 
     def launched_ms(self, operators: int) -> float:
-        """Time that the host needs for so many operators, at its average over the step; 0 where it is not known."""
+        """Host time for that many operators, at its average over the step; 0 if unknown."""
         return (self.host_ms or 0.0) * operators / max(1, len(self.operators))
 
     def saved_by_ms(self, after_ms: Sequence[float], more_host_ms: float = 0.0) -> float:
-        """`saved_ms` where the time after the change is known of each operator (labelled, in order of execution).
+        """`saved_ms` if the time after the change is known for each operator (labelled, in order of execution).
 
-        The GPU may wait for the host in one part of the step and the host be far ahead in another: what small operators
-        gain is lost where the host launches no faster, and what large ones at the end take comes after all launches.
+        The GPU may wait for the host in one part of the step while the host is far ahead in another. So gains of small
+        operators are lost if the host launches no faster, and large operators at the end run after all launches.
         """
         now_ms = [op.measured_ms for op in self.operators]
         most_ms = self.saved_ms(sum(now_ms) - sum(after_ms), more_host_ms)
@@ -160,7 +161,7 @@ class Findings:
         return min(most_ms, self._done_ms(now_ms, self.host_ms) - self._done_ms(after_ms, self.host_ms + more_host_ms))
 
     def _done_ms(self, labelled_ms: Sequence[float], host_ms: float) -> float:
-        """When the GPU is done with operators that take so long, which the host launches at the pace of the step."""
+        """When the GPU finishes operators with these times, if the host launches them at the step's pace."""
         kernels = [max(1, len(op.kernels)) for op in self.operators]
         launched, done_ms, total = 0, 0.0, sum(kernels)
         for count, ms in zip(kernels, labelled_ms, strict=True):
@@ -177,7 +178,7 @@ class Findings:
 
 
 def waits_for_device(op: MeasuredOperator) -> bool:
-    """Whether the host waits for an operator: of copies only for those to it, or from memory that may be paged."""
+    """Whether the host waits for an operator: for copies only if they go to the host, or come from pageable memory."""
     if not op.record.place:
         return False
     is_copy = op.record.name in ("aten::copy_", "aten::_to_copy")
@@ -185,4 +186,4 @@ def waits_for_device(op: MeasuredOperator) -> bool:
 
 
 LEAST_GAIN = 0.02
-"""Advice that would gain less than this fraction of the wall time is left out."""
+"""Advice that would gain less than this fraction of the wall time is omitted."""

@@ -1,11 +1,11 @@
-"""Each operator and each module against its floors.
+"""Compare each operator and each module with its roofs.
 
     op roof     sum of the roofs of its operators
     fused roof  its inputs, parameters and outputs moved once, all its flops, in one kernel
 
 In training a module moves these once in each direction: the backward pass reads the output's gradient, the inputs and
-the parameters again, and writes the gradients of both. A fused roof is never above the op roof: where counting each
-operator alone gives less (all of it in L2, or a table of which few rows are read), that is the better bound.
+the parameters again, and writes the gradients of both. A fused roof is never above the op roof: if the sum over
+operators is less (all of it in L2, or a table of which few rows are read), that is the better bound.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rooftop.hardware.ceilings import Ceilings
 
 
 def comparable(record: Record, ceilings: Ceilings) -> Record:
-    """The record; uncovered if it has flops in a precision of which the machine's rate is not known."""
+    """The record; uncovered if it has flops in a precision for which the machine's rate is unknown."""
     unknown = [precision for precision in (record.cost or FREE).flops if precision not in ceilings.flops]
     if not unknown:
         return record
@@ -79,7 +79,7 @@ class _Node:
 def module_tree(
     operators: Sequence[MeasuredOperator], tracker: ModuleTracker, ceilings: Ceilings, root_type: str
 ) -> ModuleNode:
-    """The step as a tree of modules; what belongs to none (loss, optimizer) stands in brackets under the root."""
+    """The step as a tree of modules; work outside all modules (loss, optimizer) is in brackets under the root."""
     root = _Node("")
     for scope in tracker.traffic:
         _descend(root, scope)
@@ -97,7 +97,7 @@ def _descend(root: _Node, scope: str) -> _Node:
 
 @dataclass(frozen=True)
 class _Finished:
-    """A node of the report. `fused`: the cost of its work in one piece. `parameters`: elements by parameter's id."""
+    """A node of the report. `fused`: the cost of its work as one kernel. `parameters`: elements by parameter's id."""
 
     node: ModuleNode
     fused: Cost
@@ -145,7 +145,7 @@ def _finish(node: _Node, scope: str, tracker: ModuleTracker, ceilings: Ceilings,
 
 
 def _module_traffic(traffic: ModuleTraffic, backward: bool) -> tuple[int, int]:
-    """(read, written) bytes of a module in one piece."""
+    """(read, written) bytes of a module as one kernel."""
     read = traffic.input_bytes + traffic.parameter_bytes
     written = traffic.output_bytes
     if backward:

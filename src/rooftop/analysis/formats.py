@@ -1,4 +1,4 @@
-"""Times, quantities, shapes and reasons as people read them."""
+"""Times, quantities, shapes and reasons in readable form."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def percent_text(value: float) -> str:
 
 
 def percent_interval_text(value: float, low: float, high: float) -> str:
-    """ "14.9%", and its interval where that is wider than a twentieth of it: "14.9% (14.1 to 15.8)"."""
+    """ "14.9%", with its interval if that is wider than a twentieth of the value: "14.9% (14.1 to 15.8)"."""
     text = f"{value:.1f}%"
     return f"{text} ({low:.1f} to {high:.1f})" if high - low > 0.05 * value else text
 
@@ -42,10 +42,10 @@ def shapes_text(shapes: tuple[tuple[int, ...], ...]) -> str:
 
 
 def shortened(text: str, width: int, tail: int = 0) -> str:
-    """The text in at most this many columns, its last `tail` ones among them: "fused_native_ba…mean_silu"."""
+    """The text in at most this many columns, including its last `tail` ones: "fused_native_ba…mean_silu"."""
     return text if len(text) <= width else f"{text[: width - tail - 1]}…{text[len(text) - tail :]}"
 
 
 def short_reason(reason: str) -> str:
-    """What a compiler gives as its reason, without its hints, its copy of the line and its stack trace."""
+    """A compiler's reason, without its hints, its copy of the line and its stack trace."""
     return re.split(r"\n|\s{2,}#|\s*\(HINT:", reason.strip(), maxsplit=1)[0].strip()

@@ -1,13 +1,13 @@
-"""Keeps what a step is given as it was given: caches of keys and values, states, lists, tensors.
+"""Restores the arguments of a step: caches of keys and values, states, lists, tensors.
 
-A step is run many times. An object that it changes (a cache that grows by a token, a counter) would make another
-problem of each run, and the caller would find it changed afterwards. So containers and attributes that the first runs
-change are put back before each further one, and everything at the end. Tensors that are written in place are put back
-before each run where they are small (positions, lengths), and else only at the end: they change no sizes.
+A step is run many times. An object that it changes (a cache that grows by a token, a counter) would make each run a
+different problem, and the caller would find it changed afterwards. So containers and attributes that the first runs
+change are restored before each further run, and everything at the end. Small tensors that are written in place
+(positions, lengths) are restored before each run, others only at the end: they change no sizes.
 
-The same holds for what the target itself keeps: attributes of its modules, closures and globals of its functions. What
-the first run creates for later runs (a mask) stays until the end. Logs are never put back: lists of numbers, and
-variables that hold numbers. If a callable trains, all of its state is left as the runs leave it.
+The same applies to the target's own state: attributes of its modules, closures and globals of its functions. Objects
+that the first run creates for later runs (a mask) stay until the end. Logs are never restored: lists of numbers, and
+variables that hold numbers. If a callable trains, all of its state stays as the runs leave it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rooftop.analysis import held_objects
 from rooftop.analysis.held_objects import Container, Held
 
-SMALL_BYTES = 4096  # of a tensor that is put back before each run
-LOOKS = 2  # at what the first runs change: the first one may also make what later ones use
+SMALL_BYTES = 4096  # of a tensor that is restored before each run
+LOOKS = 2  # runs whose changes are checked: the first one may also create what later ones use
 
 
 class GivenObjects:
-    """The arguments of a step, and what its target keeps, as they were when this was made.
+    """The initial state of a step's arguments, and of its target's own state.
 
     Args:
-        target: what is run; None: nothing of it is kept.
+        target: the target; None: its own state is ignored.
 
     Attributes:
         changed: class names of the objects that the first runs changed.
@@ -55,7 +55,7 @@ class GivenObjects:
         self._moved: list[_Value] = []
 
     def put_back(self) -> None:
-        """Before a run: what earlier ones have changed of containers, attributes and small tensors."""
+        """Before a run: undo earlier runs' changes of containers, attributes and small tensors."""
         for container in (*self._changing, *self._state.changing):
             container.put_back()
         if self._small or self._moved:
@@ -66,7 +66,7 @@ class GivenObjects:
                     torch._foreach_copy_([v.tensor for v in self._small], [v.here for v in self._small])
 
     def _is_laid_out(self, value: _Value) -> bool:
-        """Whether the tensor has its shape again."""
+        """Whether the tensor has its original shape again."""
         try:
             value.lay_out()
         except RuntimeError as error:  # a view that has become part of a graph
@@ -75,7 +75,7 @@ class GivenObjects:
         return True
 
     def look(self) -> None:
-        """After a run: what it has changed. Only the first runs are looked at."""
+        """After a run: find its changes. Only the first runs are inspected."""
         if self._looks == LOOKS:
             return
         self._looks += 1
@@ -95,7 +95,7 @@ class GivenObjects:
         self.changed = list(dict.fromkeys([name for name in owners if name not in _PLAIN] or owners))
 
     def put_all_back(self) -> None:
-        """At the end: everything as it was."""
+        """At the end: restore everything."""
         for container in (*self._containers, *self._state.changed()):
             if container.is_changed():
                 container.put_back()
@@ -103,7 +103,7 @@ class GivenObjects:
         for value in self._values:
             try:
                 value.put_back()
-            except RuntimeError as error:  # storage that is gone, or that nobody may write to
+            except RuntimeError as error:  # freed storage, or read-only storage
                 self._lost.append(_first_line(error))
         for tensor, version in self._not_kept:
             if _version_of(tensor) != version:
@@ -111,7 +111,7 @@ class GivenObjects:
 
     @property
     def notes(self) -> list[str]:
-        """What a report says of them."""
+        """Notes about the changed objects for the report."""
         notes = []
         if not self._complete:
             notes.append(
@@ -142,16 +142,16 @@ _PLAIN = {"dict", "list", "set", "deque", "cell", "type"}
 
 
 class _State:
-    """What the target of a step keeps from run to run.
+    """The state that a step's target keeps from run to run.
 
     Args:
         target: a module or another callable; None keeps nothing.
-        others: ids of objects that are the arguments', and so looked after already.
+        others: ids of objects that are arguments, and so handled already.
 
     Attributes:
-        containers: as they were when this was made.
-        changing: those that do not stay as the first run leaves them.
-        trains: whether a target that is no module changes weights: its state then goes on as they do.
+        containers: their initial contents.
+        changing: containers that do not stay as the first run leaves them.
+        trains: whether a target that is not a module changes weights: its state then continues with them.
     """
 
     def __init__(self, target: Any, others: set[int]) -> None:
@@ -172,7 +172,7 @@ class _State:
         return [container for container in held.containers if id(container.owner) not in self._others]
 
     def small_tensors(self, besides: list[Tensor]) -> list[Tensor]:
-        """Tensors that may say where a run begins (positions, lengths), but for those that modules of PyTorch keep."""
+        """Tensors that may determine where a run begins (positions, lengths), except those of PyTorch's modules."""
         modules = self._target.modules() if isinstance(self._target, nn.Module) else ()
         kept = {id(b) for m in modules for b in m._buffers.values() if b is not None and _is_figure(m, b)}
         kept |= {id(tensor) for tensor in besides}
@@ -192,22 +192,24 @@ class _State:
         known = {id(container.owner) for container in self.containers}
         growing = [each for each in self._after_first if each.is_changed() and not each.logs()]
         self.changing = self.changed() if growing else []
-        if all(id(container.owner) in known for container in growing):  # else it begins before what the first run made
+        if all(
+            id(container.owner) in known for container in growing
+        ):  # otherwise it would begin before the first run's additions
             owners = {id(container.owner) for container in growing}
             self.changing = [each for each in self.changing if id(each.owner) in owners]
 
     def changed(self) -> list[Container]:
-        """What is not as it was, but for logs."""
+        """Everything that has changed, except logs."""
         return [each for each in self.containers if each.is_changed() and not each.logs()]
 
 
 def _is_figure(module: nn.Module, buffer: Tensor) -> bool:
-    """Whether a buffer is no position: a statistic, or what PyTorch's own modules count."""
+    """Whether a buffer is not a position: a statistic, or a counter of PyTorch's own modules."""
     return buffer.is_floating_point() or type(module).__module__.startswith("torch.")
 
 
 class _Value:
-    """A tensor with its value before the first run, in the host's memory, as the step may need all of the device's."""
+    """A tensor with its value before the first run, in host memory, because the step may need all device memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -218,7 +220,7 @@ class _Value:
         self.here: Any = tensor.detach().clone() if small else None  # on its device
 
     def is_written(self) -> bool:
-        """Whether the step wrote to it; of tensors made under `torch.inference_mode` that is not known."""
+        """Whether the step wrote to it; unknown for tensors made under `torch.inference_mode`."""
         return self._version is not None and self.tensor._version != self._version
 
     def is_changed(self) -> bool:
@@ -231,7 +233,7 @@ class _Value:
         return not same or self.tensor.requires_grad
 
     def lay_out(self) -> None:
-        """Undo that; gradients are off."""
+        """Undo that, without gradients."""
         if not self.is_moved():
             return
         if self.tensor.grad_fn is not None:
@@ -253,12 +255,12 @@ def _layout(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 
 def _is_left(tensor: Tensor) -> bool:
     """Whether the tensor needs no restoring. Only optimizers change weights, and meta tensors have no values."""
-    with torch._C.DisableTorchFunctionSubclass():  # a subclass may refuse to be asked
+    with torch._C.DisableTorchFunctionSubclass():  # a subclass may refuse to answer
         return isinstance(tensor, nn.Parameter) or tensor.requires_grad or tensor.device.type == "meta"
 
 
 def _version_of(tensor: Tensor) -> int | None:
-    """How often it was written to; None where that is not counted (tensors made under `torch.inference_mode`)."""
+    """How often it was written to; None if that is not counted (tensors made under `torch.inference_mode`)."""
     with torch._C.DisableTorchFunctionSubclass():
         return None if tensor.is_inference() else tensor._version
 

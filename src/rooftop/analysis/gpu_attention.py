@@ -1,6 +1,6 @@
-"""Scaled dot-product attention as an NVIDIA GPU runs it: in one kernel where it has one, else product by product.
+"""Scaled dot-product attention as on an NVIDIA GPU: in one kernel if it has one, else product by product.
 
-After PyTorch's ATen/native/transformers/attention.cpp and cuda/sdp_utils.cpp, for GPUs from Ampere on.
+It follows PyTorch's ATen/native/transformers/attention.cpp and cuda/sdp_utils.cpp, for GPUs from Ampere on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """In one kernel where a GPU has one for these shapes, types and masks, else product by product."""
+    """In one kernel if a GPU has one for these shapes, types and masks, else product by product."""
     if query.dim() == 3 and all(t.dim() == 3 for t in (key, value)) and torch.__version__ >= TorchVersion("2.14"):
         # (H, S, D): from this release on a batch of one
         mask = attn_mask.unsqueeze(0) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
@@ -63,7 +63,7 @@ def attention(
 
 
 def _kernel_for(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, grouped: bool) -> str:
-    """The kernel that an NVIDIA GPU from Ampere on has for this attention; "math" if it has none."""
+    """The kernel of an NVIDIA GPU from Ampere on for this attention; "math" if it has none."""
     tensors = (query, key, value)
     if any(t.dim() != 4 or t.dtype != query.dtype or t.numel() == 0 for t in tensors) or query.is_nested:
         return "math"
@@ -91,7 +91,7 @@ def _padded(tensor: Tensor, multiple: int) -> Tensor:
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """The mask as (B, H, S_q, S_k), its rows padded in memory to where vectors of 16 elements end."""
+    """The mask as (B, H, S_q, S_k), with rows padded in memory to multiples of 16 elements."""
     if mask is None:
         return None
     keys = key.shape[2]

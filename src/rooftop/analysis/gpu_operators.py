@@ -1,8 +1,8 @@
-"""What composite operators call on an NVIDIA GPU, where that differs from the CPU.
+"""The operators that composite operators call on an NVIDIA GPU, if they differ from the CPU's.
 
-Each entry of `CHOSEN_BY_DEVICE` is called with the operator and its arguments and does what the branch for CUDA in
-PyTorch's C++ source does. `benchmarks/operators_by_device.py` runs all operators of PyTorch's own test suite on fake
-tensors of both devices and lists those that differ.
+Each entry of `CHOSEN_BY_DEVICE` is called with the operator and its arguments, and follows the CUDA branch in PyTorch's
+C++ source. `benchmarks/operators_by_device.py` runs all operators of PyTorch's own test suite on fake tensors of both
+devices and lists those that differ.
 
 | operator | CPU | CUDA |
 |---|---|---|
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """`_fused_rms_norm`, which autograd on a CPU takes apart."""
+    """`_fused_rms_norm`, which autograd decomposes on a CPU."""
 
     @staticmethod
     def forward(context: Any, input: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
@@ -73,7 +73,7 @@ def _dropout(func: Any, input: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _composed(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """As the CPU composes it."""
+    """Composed of other operators, as on the CPU."""
     return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 

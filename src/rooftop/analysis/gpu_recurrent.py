@@ -1,6 +1,7 @@
-"""Recurrent layers and cells as an NVIDIA GPU runs them: cuDNN's one call for all layers and steps, fused gates.
+"""Recurrent layers and cells as on an NVIDIA GPU: one cuDNN call for all layers and steps, fused gates.
 
-After PyTorch's ATen/native/RNN.cpp and ATen/native/cudnn/RNN.cpp. Called with the operator before its arguments.
+It follows PyTorch's ATen/native/RNN.cpp and ATen/native/cudnn/RNN.cpp. These are called with the operator before its
+arguments.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _cudnn_takes(input: Tensor) -> bool:
 
 
 def _values(tensor: Tensor, func: Any) -> list[int]:
-    """The values of a tensor that lies in the host's memory: batch sizes of packed sequences."""
+    """The values of a tensor in host memory: batch sizes of packed sequences."""
     known = tensor.constant if isinstance(tensor, FakeTensor) else tensor
     if known is None:
         raise DataDependentOutputException(func)
@@ -120,7 +121,7 @@ def _values(tensor: Tensor, func: Any) -> list[int]:
 
 
 def _runs(batch_sizes: Sequence[int]) -> Iterator[tuple[slice, int, slice]]:
-    """Time steps of equal batch size one after the other: the steps, their batch size, and their rows when packed."""
+    """Runs of time steps with equal batch size: the steps, their batch size, and their rows when packed."""
     step = row = 0
     for size, equal in groupby(batch_sizes):
         steps = len(list(equal))
@@ -132,7 +133,7 @@ def _pad(
     func: Any, data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
     sizes = _values(batch_sizes, func)
-    # The same on both devices, but PyTorch reads the sizes where fake tensors have none.
+    # The same on both devices, but PyTorch reads the sizes, and fake tensors have none.
     padded = data.new_full((max(len(sizes), total_length), sizes[0], *data.shape[1:]), padding_value)
     for steps, size, rows in _runs(sizes):
         padded[steps, :size] = data[rows].unflatten(0, (-1, size))
@@ -186,9 +187,9 @@ RECURRENT: dict[Any, Callable[..., Any]] = {
     aten.lstm_cell.default: _lstm_cell,
     aten.gru_cell.default: _gru_cell,
 }
-"""Operators that choose by device, and what each does on a GPU."""
+"""Operators that depend on the device, and the GPU's version of each."""
 
-# Shapes of results of operators that PyTorch gives no fake implementation.
+# Shapes of results of operators without a fake implementation in PyTorch.
 
 
 def _cudnn_rnn_backward(
@@ -227,4 +228,4 @@ RECURRENT_SHAPES: dict[Any, Callable[..., Any]] = {
     aten._thnn_fused_gru_cell.default: _thnn_fused_gru_cell,
     aten._thnn_fused_gru_cell_backward.default: _thnn_fused_gru_cell_backward,
 }
-"""Of results of operators that PyTorch gives no fake implementation."""
+"""Results of operators without a fake implementation in PyTorch."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rooftop.hardware.source_lines import LIBRARIES
 
-MOST_ENTRIES = 200_000  # that are looked at
+MOST_ENTRIES = 200_000  # that are visited
 
 _CLOSED = (
     *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType),
@@ -34,7 +34,7 @@ _ALIVE = (
 )
 """Packages whose objects are not followed either: threads and processes use them."""
 _TRAINING = ("torch.amp", "torch.optim")
-"""Packages whose objects keep the state of a training. They are followed only if nothing is computed."""
+"""Packages whose objects hold the state of a training. They are followed only if nothing is computed."""
 _CODE = (types.FunctionType, types.MethodType, partial, _lru_cache_wrapper, staticmethod, classmethod, property, type)
 _OF_ANY_MODULE = {*vars(nn.Module()), "_is_full_backward_hook"}
 """Attributes that every module has: its parts, hooks and mode."""
@@ -46,13 +46,14 @@ class Held:
     Args:
         everything: follow functions (their closures and the globals that they name), classes, modules and hooks of
             tensors as well.
-        of_modules: restore also what every module has (submodules, hooks, mode); otherwise it is only followed.
+        of_modules: also restore the attributes of every module (submodules, hooks, mode); otherwise they are only
+            followed.
         training: follow optimizers, schedulers and gradient scalers as well.
         installed: follow globals that are functions or classes of installed packages as well.
 
     Attributes:
-        containers: each with what it holds, in order. tensors: each once.
-        complete: False if there are more than `MOST_ENTRIES` entries; the others are not known.
+        containers: each with its contents, in order. tensors: each once.
+        complete: False if there are more than `MOST_ENTRIES` entries; the others are unknown.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class _Gradient:
 
 @cache
 def _is_closed(kind: type[Any], training: bool = False) -> bool:
-    """Whether objects of a class are not followed. Iterators are not: they cannot be set back."""
+    """Whether objects of a class are not followed. Iterators are not followed: they cannot be set back."""
     if issubclass(kind, Tensor):
         return False
     if issubclass(kind, _CLOSED) or hasattr(kind, "__next__"):
@@ -164,7 +165,7 @@ def _is_of_libraries(value: Any) -> bool:
 
 
 def _is_installed(value: Any) -> bool:
-    """Whether a function or a class belongs to an installed package: following it would lead through all of it."""
+    """Whether a function or a class belongs to an installed package: following it would traverse the whole package."""
     return isinstance(value, (types.FunctionType, type)) and _is_in_site_packages(value.__module__)
 
 
@@ -175,13 +176,13 @@ def _is_in_site_packages(module: str | None) -> bool:
 
 
 def hooks_of(tensor: Tensor) -> list[Any]:
-    """What `register_hook` and `register_post_accumulate_grad_hook` have put on a tensor."""
+    """The hooks that `register_hook` and `register_post_accumulate_grad_hook` registered on a tensor."""
     hooks = (getattr(tensor, name, None) or {} for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
     return [hook for each in hooks for hook in each.values()]
 
 
 class Container:
-    """One container of an owner: its items when this was made, and how to restore them."""
+    """One container of an owner: its items when this was created, and how to restore them."""
 
     def __init__(
         self, owner: Any, read: Callable[[], list[Any]], write: Callable[[list[Any]], object] = lambda items: None
@@ -197,7 +198,7 @@ class Container:
         self._write(self.items)
 
     def logs(self) -> bool:
-        """Whether it is a plain container or a variable, and holds numbers and text alone, before and now."""
+        """Whether it is a plain container or a variable, and holds only numbers and text, before and now."""
         plain = type(self.owner) in (list, dict, set, deque, OrderedDict, defaultdict, types.CellType)
         return plain and all(map(_is_plain, chain(self.items, self.now())))
 
@@ -254,7 +255,7 @@ def _containers_of(value: Any, of_modules: bool, installed: bool) -> Iterator[Co
 
 
 def mapping_of(mapping: dict[Any, Any], owner: Any) -> Container:
-    """Keys and values in turn. Written with the methods of `dict`, whatever a subclass overrides."""
+    """Keys and values, alternating. Written with the methods of `dict`, even if a subclass overrides them."""
     kind: type[MutableMapping[Any, Any]] = OrderedDict if isinstance(mapping, OrderedDict) else dict
 
     def write(items: list[Any]) -> None:
@@ -266,7 +267,7 @@ def mapping_of(mapping: dict[Any, Any], owner: Any) -> Container:
 
 
 def _of_module(module: nn.Module) -> Iterator[Container]:
-    """Attributes that a module has besides those of every module. Submodules and hooks are only followed."""
+    """Attributes of a module that not every module has. Submodules and hooks are only followed."""
     state = vars(module)
     common = [part for name, part in state.items() if name in _OF_ANY_MODULE and isinstance(part, dict)]
     yield _passed(module, chain.from_iterable(part.values() for part in common))
@@ -296,7 +297,7 @@ def _of_class(kind: type) -> Iterator[Container]:
 
 
 def _of_function(function: types.FunctionType, installed: bool) -> Iterator[Container]:
-    """What it closes over, its defaults, and the globals that it names."""
+    """Its closure, its defaults, and the globals that it names."""
     for cell in function.__closure__ or ():
         contents = partial(getattr, cell, "cell_contents")
         yield _place(cell, contents, partial(setattr, cell, "cell_contents"), partial(delattr, cell, "cell_contents"))
@@ -312,7 +313,7 @@ def named_globals(function: types.FunctionType) -> list[Any]:
 
 
 def globals_by_name(function: types.FunctionType) -> list[tuple[str, Any]]:
-    """(name, value) of the globals that a function's code names. `code_names` also has names of attributes."""
+    """(name, value) of the globals that a function's code names. `code_names` also includes names of attributes."""
     names = function.__globals__
     return [(name, names[name]) for name in sorted(code_names(function.__code__) & names.keys())]
 
@@ -351,7 +352,7 @@ def _place(owner: Any, get: Callable[[], Any], give: Callable[[Any], object], ta
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """The attributes that an object has of its own; None if it can have none."""
+    """The attributes of an object itself; None if it can have none."""
     if isinstance(value, threading.local):
         return vars(value)  # those of this thread
     try:

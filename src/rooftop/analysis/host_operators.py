@@ -32,7 +32,7 @@ def host_work(operators: Sequence[MeasuredOperator]) -> tuple[list[MeasuredOpera
 
 
 def said_of_host(work: Counter[str], gpu_works: bool) -> str:
-    """A note on what ran on the CPU; "" if it was little."""
+    """A note on the work of the CPU; "" if it was little."""
     names = [name for name, _ in work.most_common()]
     named = ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
     if names and not gpu_works:

@@ -1,4 +1,4 @@
-"""What a step is watched with. Each instrument is a context around one step and has its `result` afterwards.
+"""The instruments that watch a step. Each instrument is a context around one step and has its `result` afterwards.
 
     Plain        the profiler alone: when the device works, memory over time, waits, transfers
     Labelled     every operator by name, module and time (the counting mode and, on a GPU, the profiler)
@@ -37,7 +37,9 @@ from rooftop.hardware.traces import Label, Trace
 STEP_LABEL = "rooftop step"
 OPERATOR_LABEL = "rooftop operator "
 WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-"""Calls of the CUDA runtime that may hold the host until the device is done (`cudaMemcpy` with all it begins)."""
+"""Calls of the CUDA runtime that may block the host until the device is done (`cudaMemcpy` and names that begin with
+it).
+"""
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,13 @@ class Plain:
 
     Attributes:
         busy_ms: time during which the device works: the union of its kernels; 0 on a CPU.
-        kernels: what ran on the device.
+        kernels: work on the device.
         memory: (ms since the start of the step, bytes allocated) at each change.
-        waiting_ms: time for which the device had nothing to do because the host was waiting for it and only then could
-            launch what comes next.
-        loading_ms: time in which the step waited for a `DataLoader`.
+        waiting_ms: time for which the device was idle because the host waited for it, and only then could launch the
+            next work.
+        loading_ms: time for which the step waited for a `DataLoader`.
         compiled: whether compiled code ran.
-        launched: when the host launched each piece of work, as fractions of the time that it launched for, ascending.
+        launched: when the host launched each piece of work, as ascending fractions of its launch time.
     """
 
     busy_ms: float
@@ -70,9 +72,9 @@ class Labelled:
 
     Attributes:
         records: the operators in order of execution.
-        times: for each (ms, names of its kernels).
-        unattributed_ms: time of kernels that belong to none.
-        kernels: for each operator what it launched, and last what belongs to none; empty on a CPU.
+        times: for each operator (ms, names of its kernels).
+        unattributed_ms: time of kernels without an operator.
+        kernels: for each operator the kernels that it launched, and last those without an operator; empty on a CPU.
     """
 
     records: list[Record]
@@ -82,12 +84,12 @@ class Labelled:
 
     @classmethod
     def on_gpu(cls, records: list[Record], kernels: Sequence[Sequence[Kernel]], orphans: Sequence[Kernel]) -> Labelled:
-        """From the kernels of each operator and those of none."""
+        """From the kernels of each operator and those without one."""
         times = [(sum(k.ms for k in group), tuple(k.name for k in group)) for group in kernels]
         return cls(records, times, sum(k.ms for k in orphans), (*map(tuple, kernels), tuple(orphans)))
 
     def timed_by(self, undisturbed: KernelTimes) -> Labelled | None:
-        """The same with each kernel's time as it is without labels; None if other kernels were launched then."""
+        """The same with each kernel's time without labels; None if that run launched other kernels."""
         launched = in_launch_order([kernel for group in self.kernels for kernel in group])
         times_ms = undisturbed.of(launched)
         if times_ms is None:
@@ -108,17 +110,17 @@ class MeasuredOperator:
 
 
 def require_folder_of(trace: str | os.PathLike[str] | None) -> None:
-    """See that a trace can be written before anything is run: the profiler would only print that it could not.
+    """Check before any run that a trace can be written: the profiler would only print that it could not.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the trace cannot be written.
     """
     if trace is None:
         return
     path = Path(trace)
-    special = path.exists() and not path.is_file()  # a folder; a device, whose place the profiler's file would take
+    special = path.exists() and not path.is_file()  # a folder; a device, which the profiler's file would replace
     if special or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"trace={os.fspath(trace)!r}: expected a file in a folder that is there and can be written")
+        raise ValueError(f"trace={os.fspath(trace)!r}: expected a file in an existing folder that can be written to")
 
 
 class PlainInstrument:
@@ -126,7 +128,7 @@ class PlainInstrument:
 
     Args:
         device: where the step runs.
-        base_bytes: what is allocated before it.
+        base_bytes: memory allocated before the step.
         trace: a file for the profiler's trace in Chrome's format, which Perfetto opens.
     """
 
@@ -142,7 +144,7 @@ class PlainInstrument:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._stack.__exit__(kind, error, tb)  # of a step that failed no events are read
+        self._stack.__exit__(kind, error, tb)  # events of a failed step are not read
         if error is not None:
             return
         events = self._profiled.events
@@ -159,7 +161,7 @@ class PlainInstrument:
 
 
 def _waiting_ms(events: Iterable[Any], kernels: Sequence[Kernel]) -> float:
-    """Idle time of the device between the end of a call that waited for it and the next kernel."""
+    """Idle time of the device between the end of a blocking call and the next kernel."""
     idle_ns, position = 0, 0
     starts = sorted(kernel.start_ns for kernel in kernels)
     ends = sorted(kernel.end_ns for kernel in kernels)
@@ -171,7 +173,7 @@ def _waiting_ms(events: Iterable[Any], kernels: Sequence[Kernel]) -> float:
         if position == 0 or position == len(starts) or position in seen:
             continue
         seen.add(position)
-        # Idle since the last kernel before ended; what ran past the return of the call is no wait.
+        # Idle since the previous kernel ended; kernels still running after the call returned are not a wait.
         idle_ns += max(0, starts[position] - max(ends[position - 1], 0))
     return idle_ns / 1e6
 
@@ -193,7 +195,7 @@ def _waits(event: Any) -> bool:
 
 
 def _memory_timeline(events: Iterable[Any], device: torch.device, base_bytes: int) -> list[tuple[float, int]]:
-    """Allocated bytes after each allocation and release on the device, ms since the step began."""
+    """Allocated bytes after each allocation and release on the device, in ms since the step began."""
     changes, start_ns = [], None
     for event in events:
         if event.name() == STEP_LABEL and start_ns is None:
@@ -209,7 +211,7 @@ def _memory_timeline(events: Iterable[Any], device: torch.device, base_bytes: in
 
 
 class _HostClock:
-    """Times what runs inside its `with` block; one instance serves one run."""
+    """Times the `with` block; one instance serves one run."""
 
     def __init__(self) -> None:
         self.times_ms: list[float] = []
@@ -228,7 +230,8 @@ class LabelledInstrument:
     """See `Labelled`; `tracker`, which is active, knows modules and phases.
 
     Attributes:
-        full_at: when (`time.perf_counter`) `limit` operators had been recorded and the rest ran unseen, else None.
+        full_at: time (`time.perf_counter`) at which `limit` operators had been recorded, and the rest ran unrecorded;
+            else None.
     """
 
     def __init__(self, device: torch.device, tracker: ModuleTracker, limit: int = sys.maxsize) -> None:
@@ -271,23 +274,23 @@ RECORDED_OBJECTS = 200_000  # of some 15,000 operators
 
 @contextmanager
 def _seldom_collecting() -> Iterator[None]:
-    """Inside, Python looks for garbage after 200,000 new objects instead of 700.
+    """Within the block, Python looks for garbage after 200,000 new objects instead of 700.
 
-    Each search goes through all records made so far, which are no garbage, and takes longer than to make them.
+    Each search visits all records made so far, which are no garbage, and takes longer than making them.
     """
     first, *others = gc.get_threshold()
     ours = (max(first, RECORDED_OBJECTS), *others)
-    if first:  # 0: the program wants no collections
+    if first:  # 0: the program disables collections
         gc.set_threshold(*ours)
     try:
         yield
     finally:
-        if first and gc.get_threshold() == ours:  # else the program has set it meanwhile
+        if first and gc.get_threshold() == ours:  # otherwise the program has changed it meanwhile
             gc.set_threshold(first, *others)
 
 
 def collect_garbage() -> None:
-    """Search for garbage now, so that our records cause no search in a step that is timed (up to 0.2 s)."""
+    """Collect garbage now, so that our records cause no collection in a timed step (up to 0.2 s)."""
     if gc.isenabled():
         gc.collect()
 
@@ -297,7 +300,7 @@ def _label(index: int) -> AbstractContextManager[Any]:
 
 
 class CompiledInstrument:
-    """A `Labelled` of compiled code, of which `graphs` are known."""
+    """A `Labelled` of compiled code with known `graphs`."""
 
     def __init__(self, device: torch.device, graphs: Mapping[str, CompiledGraph]) -> None:
         self._device, self._graphs = device, graphs
@@ -322,21 +325,21 @@ class CompiledInstrument:
 
 
 FASTER = 3
-"""Of the labelled runs of a step one in so many counts, the fastest ones."""
+"""One in this many labelled runs of a step counts, the fastest ones."""
 
 
 def medians(
     runs: Sequence[Labelled], notes: list[str], undisturbed: KernelTimes | None = None
 ) -> tuple[list[MeasuredOperator], float]:
-    """Each operator's median time over the faster runs, if all ran the same operators on the same sizes; else the last
-    alone.
+    """Each operator's median time over the faster runs, if all ran the same operators on the same sizes; otherwise only
+    the last run.
 
-    What else a host does only adds to a run, as to the steps of which the lower tenth is the wall time. Also the
-    median time of kernels that belong to no operator. `notes` is told of runs that differ.
+    Other work of a host only adds to a run, as it does to the steps, of which the lower tenth is the wall time. Also
+    the median time of kernels without an operator. A note on runs that differ is added to `notes`.
 
     Args:
-        undisturbed: how long each kernel takes without labels. Where the labelled runs launched the same kernels, these
-            are the times.
+        undisturbed: the time of each kernel without labels. If the labelled runs launched the same kernels, these are
+            the times.
     """
     last = runs[-1]
     ran = [(record.name, record.shapes) for record in last.records]

@@ -1,8 +1,8 @@
 """Which kernel belongs to which operator: the profiler's events joined through their correlation ids.
 
 The profiler gives one flat list: operators and labels with the thread and time at which they ran on the host, calls of
-the CUDA runtime, and kernels with the time at which they ran on the device. A kernel carries the id of the innermost
-operator that was open when it was launched (`linked_correlation_id`) and that of the runtime call that launched it
+the CUDA runtime, and kernels with the time at which they ran on the device. A kernel has the id of the innermost
+operator that was open at its launch (`linked_correlation_id`) and that of the runtime call that launched it
 (`correlation_id`). Either gives a host time, and the label that was open then gives the operator.
 """
 
@@ -31,7 +31,7 @@ class Kernel:
 
 
 def device_kernels(events: Iterable[Any]) -> list[Kernel]:
-    """What ran on the device, in order of start; the spans that labels leave there are not work."""
+    """The work on the device, in order of start; spans of labels are excluded."""
     kernels = [
         Kernel(e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), e.correlation_id(), e.linked_correlation_id())
         for e in events
@@ -41,7 +41,7 @@ def device_kernels(events: Iterable[Any]) -> list[Kernel]:
 
 
 def _is_work(event: Any) -> bool:
-    """Newer profilers say what an event is; waiting for an event or a stream is no work."""
+    """Newer profilers give the kind of an event; waiting for an event or a stream is not work."""
     kind = event.activity_type() if hasattr(event, "activity_type") else ""
     return not kind or kind in ("kernel", "concurrent_kernel", "gpu_memcpy", "gpu_memset")
 
@@ -56,7 +56,7 @@ def busy_ms(kernels: Iterable[Kernel]) -> float:
 
 
 def kernels_by_label(events: Sequence[Any], prefix: str) -> tuple[dict[int, list[Kernel]], list[Kernel]]:
-    """Kernels by the number of the label `prefix + number` in which they were launched, and those launched in none."""
+    """Kernels by the number of the label `prefix + number` in which they were launched, and those without a label."""
     kernels = device_kernels(events)
     host = [e for e in events if e.device_type().name != "CUDA"]
     labels = _Labels((e for e in host if e.name().startswith(prefix)), prefix)

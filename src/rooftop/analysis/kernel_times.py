@@ -1,9 +1,9 @@
-"""How long each kernel of a step takes while nothing but the profiler watches.
+"""The time of each kernel of a step while only the profiler watches.
 
-Labels slow the host down: between two labelled kernels the GPU stands still, runs the next one at other clocks, and
-finds other data in its cache. So labels only say which operator launched which kernel. How long it took comes from a
-sequence of steps that are not labelled: a step launches the same kernels in the same order each time, so the n-th
-launch here is the n-th launch there.
+Labels slow the host down: between two labelled kernels the GPU is idle, then runs the next one at other clocks, and
+finds other data in its cache. So labels only show which operator launched which kernel. The kernel's time comes from a
+sequence of steps without labels: a step launches the same kernels in the same order each time, so the n-th launch here
+is the n-th launch there.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class KernelTimes:
     """The kernels of one step, in the order of their launch.
 
     Attributes:
-        names: of each. ms: the median time of each over the steps.
-        busy_ms: time of a step during which the device works, the median too: work that overlaps counts once.
-        steps: how many were watched.
+        names: name of each. ms: median time of each over the steps.
+        busy_ms: median time of a step during which the device works: work that overlaps counts once.
+        steps: number of watched steps.
     """
 
     names: tuple[str, ...]
@@ -45,7 +45,9 @@ class KernelTimes:
 
 
 def in_launch_order(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """Kernels as the host launched them; those of one CUDA graph, which is one launch, as they started."""
+    """Kernels in the order in which the host launched them; those of one CUDA graph, which is one launch, in order of
+    start.
+    """
     return sorted(kernels, key=lambda kernel: (kernel.correlation_id, kernel.start_ns))
 
 
@@ -53,7 +55,7 @@ def times_of_sequence(kernels: Sequence[Kernel], steps: int, lead: int) -> Kerne
     """The kernels of the last of several steps; None if not all steps launched the same ones.
 
     Args:
-        kernels: of all steps. steps: how many there were, of which `lead` are not counted.
+        kernels: kernels of all steps. steps: number of steps, the first `lead` of which are not counted.
     """
     ordered = in_launch_order(kernels)
     period, rest = divmod(len(ordered), steps)
@@ -70,8 +72,8 @@ def watch_kernels(step: Callable[[], object], device: torch.device, step_ms: flo
     """Run some steps in sequence under the profiler; None if they launch different kernels, or none.
 
     Args:
-        step: runs once. device: where, a GPU.
-        step_ms: how long about it takes. kernels: how many about it launches.
+        step: runs one step. device: its device, a GPU.
+        step_ms: about how long it takes. kernels: about how many it launches.
     """
     wanted = min(MOST_WATCHED_STEPS, math.ceil(1e3 * WATCHED_S / max(step_ms, 1e-3)))
     steps = LEAD + max(1, min(wanted, MOST_WATCHED_KERNELS // max(1, kernels) - LEAD))

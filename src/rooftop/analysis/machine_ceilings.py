@@ -1,8 +1,9 @@
-"""The ceilings of this machine that a program is compared with: only those that it needs are measured.
+"""This machine's ceilings for a program: only the needed ones are measured.
 
-What a program needs is known when it has run: the precisions of its operators, and whether it copies between host and
-device. `analyze` measures then. A recording measures before its program what most programs need, while the device's
-memory is still free, and afterwards only what is missing. Either way, operators above their roof raise the ceilings.
+A program's needs are known after it has run: the precisions of its operators, and whether it copies between host and
+device. `analyze` measures then. A recording measures before its program the ceilings that most programs need, while the
+device's memory is still free, and afterwards only the missing ones. Either way, operators above their roof raise the
+ceilings.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.defaults import usual_defaults
 
 LIKELY = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16", "fp16")}
-"""Precisions that a program probably needs. The others take their time: float64 is slow, and so is float16 on a CPU."""
+"""Precisions that a program probably needs. The others take long: float64 is slow, and so is float16 on a CPU."""
 
 
 def likely_ceilings(device: torch.device) -> Ceilings:
-    """The ceilings that a program probably needs which has not run yet."""
+    """The ceilings that a program which has not run yet probably needs."""
     return measure_ceilings(device, precisions=LIKELY[device.type], transfers=True, links=False)
 
 
 def machine_ceilings(profile: Profile, progress: Progress = lambda what, fraction: None) -> tuple[Ceilings, list[str]]:
     """The ceilings that a step needs, raised by its operators; with notes for the reader.
 
-    Besides the precisions of its operators these are the one that advice may propose, bfloat16, and the rates between
-    host and device if it copies. Measured now are only those that nobody has measured.
+    These are the precisions of its operators, bfloat16, which advice may propose, and the rates between host and device
+    if it copies. Only missing ceilings are measured now.
     """
     precisions = {"bf16"}.union(*(op.record.cost.flops for op in profile.operators if op.record.cost is not None))
     copies = any("HtoD" in kernel.name or "DtoH" in kernel.name for kernel in profile.plain.kernels)
@@ -40,10 +41,10 @@ def machine_ceilings(profile: Profile, progress: Progress = lambda what, fractio
 
 
 def completed_ceilings(likely: Ceilings, profile: Profile) -> tuple[Ceilings, list[str]]:
-    """The ceilings of a program that has run, of which the likely ones were measured before it.
+    """The ceilings of a program that has run; the likely ones were measured before it.
 
-    What the program left of the device must do. If that is not enough, the ceilings are those of before, and a note
-    says so.
+    The measurement must fit into the memory that the program left free. If that is too little, the earlier ceilings are
+    used, and a note says so.
     """
     try:
         with _torch_as_before(likely):
@@ -55,7 +56,7 @@ def completed_ceilings(likely: Ceilings, profile: Profile) -> tuple[Ceilings, li
 
 @contextmanager
 def _torch_as_before(likely: Ceilings) -> Iterator[None]:
-    """Threads as those ceilings had them; what the program has set is put back."""
+    """Uses as many threads as those measurements; the program's own setting is restored."""
     threads = torch.get_num_threads()
     if likely.kind == "cpu":
         torch.set_num_threads(likely.threads)

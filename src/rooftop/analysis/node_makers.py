@@ -1,13 +1,13 @@
-"""Which module made a node of autograd's graph.
+"""The module that created a node of autograd's graph.
 
-Autograd numbers its nodes in the order in which a thread makes them. So each change of the running module is noted with
-the number that comes next, and a node that runs belongs to whoever was running when its number was given out.
+Autograd numbers its nodes in the order in which a thread creates them. So each change of the running module is noted
+with the next number, and a node belongs to the module that was running when its number was assigned.
 
-Nodes are made during the backward pass as well: a reentrant checkpoint runs its modules again and differentiates what
-they make, and `create_graph=True` makes a graph of the backward pass itself. They belong to the module that runs again,
-else to the maker of the node that is running. Each thread has numbers of its own, and on a GPU the backward pass has a
-thread of its own. A number that two threads have given out is that of the node which can still be run: what a
-checkpoint recomputes is run at once, or never. Where both can, the maker is not known.
+Nodes are also created during the backward pass: a reentrant checkpoint runs its modules again and differentiates their
+results, and `create_graph=True` records a graph of the backward pass itself. They belong to the module that runs again,
+or otherwise to the maker of the running node. Each thread has its own numbers, and on a GPU the backward pass has its
+own thread. If two threads assigned the same number, it belongs to the node that can still run: a checkpoint's
+recomputed nodes run at once, or never. If both can, the maker is unknown.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import torch
 from torch.autograd.graph import _engine_run_backward
 
 _next_number = torch._C._autograd._get_sequence_nr
-"""The number of the node that this thread makes next."""
+"""The number of the next node of this thread."""
 
 
 @dataclass
 class _Made:
-    """The nodes of one thread: `scopes[i]` made those from number `numbers[i]` on."""
+    """The nodes of one thread: `scopes[i]` created those from number `numbers[i]` on."""
 
     numbers: list[int] = field(default_factory=list)
     scopes: list[str] = field(default_factory=list)
     run_later: list[bool] = field(default_factory=list)  # whether a later backward pass may run them
-    next: int = 0  # the number that came next when the thread was last looked at
+    next: int = 0  # the next number when the thread was last checked
 
     def change(self, scope: str, number: int, run_later: bool) -> None:
         if not self.scopes or self.scopes[-1] != scope or self.run_later[-1] != run_later:
@@ -45,12 +45,15 @@ class _Made:
         return self.scopes[position] if position >= 0 else None
 
     def may_run(self, number: int) -> bool:
-        """Whether this thread has made a node of that number, for a backward pass that no node begins."""
+        """Whether this thread has created a node with that number, for a backward pass that was not started by a
+        node.
+        """
         position = bisect_right(self.numbers, number) - 1
         return position >= 0 and number < self.next and self.run_later[position]
 
     def ran(self, number: int) -> None:
-        """A backward pass that a node began has run that node: no later pass will run it, nor those beside it."""
+        """Record that a backward pass started by a node has run that node: no later pass will run it, or the nodes
+        created with it."""
         position = bisect_right(self.numbers, number) - 1
         if position >= 0:
             self.run_later[position] = False
@@ -64,21 +67,22 @@ class NodeMakers:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all nodes: the next step, in this thread, makes others."""
+        """Forget all nodes: the next step, in this thread, creates others."""
         self._made = {threading.get_ident(): _Made(next=_next_number())}
 
     def runs(self, scope: str) -> None:
-        """From here on this scope makes the nodes of this thread."""
+        """From here on this scope creates the nodes of this thread."""
         made = self._of_this_thread()
         made.next = _next_number()
         made.change(scope, made.next, run_later=torch._C._current_autograd_node() is None)
 
     def operator(self, scope: str | None = None, recomputed: bool = False) -> None:
-        """An operator runs, and may have made its node.
+        """An operator runs, and may have created its node.
 
         Args:
-            scope: in the backward pass, the scope that it belongs to.
-            recomputed: its module runs again there. If its node is run at all, then by a pass that a node begins.
+            scope: in the backward pass, the operator's scope.
+            recomputed: its module runs again there. If its node runs at all, it runs in a pass that was started by a
+                node.
         """
         made = self._of_this_thread()
         since, made.next = made.next, _next_number()
@@ -86,7 +90,7 @@ class NodeMakers:
             made.change(scope, since, run_later=not recomputed)
 
     def of(self, node: Any) -> str | None:
-        """The scope that made a node; None if it is not known."""
+        """The scope that created a node; None if unknown."""
         number: int = node._sequence_nr()
         first, *others = self._made.values()
         if not others:
@@ -107,7 +111,7 @@ class NodeMakers:
 
 
 def _is_inside_a_backward() -> bool:
-    """Whether this thread runs a backward pass that a node of another one has begun."""
+    """Whether this thread runs a backward pass that a node of another backward pass started."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code is _engine_run_backward.__code__:

@@ -1,7 +1,7 @@
-"""Where a step of an optimizer ends, also where it raises.
+"""The end of an optimizer's step, also if it raises.
 
-PyTorch puts a label for its profiler around each `Optimizer.step`. The hooks of an optimizer run inside that label, and
-those for the end of the step do not run where it raises. The label always ends.
+PyTorch puts a profiler label around each `Optimizer.step`. The hooks of an optimizer run inside that label, and those
+for the end of the step do not run if it raises. The label always ends.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from unittest.mock import patch
 
 from torch.autograd.profiler import record_function
 
-OPTIMIZER_LABEL = "Optimizer.step#"  # how the name of the label begins
+OPTIMIZER_LABEL = "Optimizer.step#"  # the beginning of the label's name
 
 
 @contextmanager
 def optimizer_ends(tell: Callable[[bool], None]) -> Iterator[None]:
-    """Inside, call `tell` after each label of an optimizer, in whatever thread, with whether the step raised."""
+    """Within the block, call `tell` after each label of an optimizer, in any thread, with whether the step raised."""
     original = record_function.__exit__
 
     @wraps(original)

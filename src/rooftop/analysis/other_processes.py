@@ -1,8 +1,8 @@
-"""What a script runs outside its own process, and for how long: a report of the script does not have it.
+"""A script's work in other processes, and its time: a report of the script does not include it.
 
-Processes are noted where the script starts them: `multiprocessing` (hogwild, `mp.spawn`), the workers of a
-`DataLoader`, other programs. Their CPU time is read now and then while they live. What ended in between is part of what
-the operating system has counted for all processes that were waited for.
+Processes are noted when the script starts them: `multiprocessing` (hogwild, `mp.spawn`), the workers of a `DataLoader`,
+other programs. Their CPU time is read from time to time while they live. Processes that ended between two readings are
+included in the operating system's count for all awaited processes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from unittest.mock import patch
 import psutil
 
 LOOK_EVERY_S = 0.5
-LEAST_SHARE = 0.02  # of the CPU time of all: what used less is not worth a word, unless it is many seconds
+LEAST_SHARE = 0.02  # of the CPU time of all: a process below this is not mentioned, unless it used many seconds
 LEAST_S = 0.5
 WORKER, LOADER, PROGRAM, FORK = "multiprocessing", "DataLoader", "program", "fork"
 
 
 @dataclass
 class _Child:
-    """A process that the script started: what kind, its name ("fork", "gcc"), its CPU seconds when last looked at."""
+    """A process that the script started: its kind, its name ("fork", "gcc"), its CPU seconds at the last look."""
 
     kind: str
     name: str
@@ -99,7 +99,7 @@ class OtherProcesses:
         @wraps(original)
         def fork() -> int:
             pid: int = original()
-            self._note(pid, _Child(FORK, FORK))  # multiprocessing, which forks too, says later what it is
+            self._note(pid, _Child(FORK, FORK))  # multiprocessing, which also forks, names the process later
             return pid
 
         return fork
@@ -120,14 +120,14 @@ class OtherProcesses:
         for pid, child in list(self.children.items()):
             try:
                 process = psutil.Process(pid)
-                if process.ppid() == os.getpid():  # else the number is another process's by now
+                if process.ppid() == os.getpid():  # otherwise the number now belongs to another process
                     child.cpu_s = max(child.cpu_s, sum(_cpu_s(each) for each in (process, *process.children(True))))
             except psutil.Error:
                 continue
 
     @property
     def said(self) -> str:
-        """What ran in other processes, as a sentence; "" if nothing worth a word did."""
+        """A sentence about the work of other processes; "" if there was little."""
         only_programs = all(child.kind == PROGRAM for child in self.children.values())
         if only_programs and self.cpu_s < max(LEAST_S, LEAST_SHARE * self.own_s):
             return ""

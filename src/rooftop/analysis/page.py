@@ -1,7 +1,7 @@
 """The report as one self-contained HTML page: no network, no other file.
 
-The template renders everything that is text on the server's side, so the page can be read without JavaScript; the
-charts are drawn by plotly, whose script is embedded, from data that is embedded as JSON.
+The template renders all text on the server's side, so the page can be read without JavaScript. plotly draws the charts
+from data that is embedded as JSON; its script is embedded too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PREDICTED_PARTS = (  # kernels at their roofs have no gap
     ("launch gap", "launch_gap_ms", "launched eagerly the device would wait for the host: graphs, larger batches"),
 )
 ON_CPU = {"launch_gap_ms": "between operators, in Python, PyTorch and the system: larger batches, fewer operators"}
-"""What is said otherwise of a CPU, which waits for no host."""
+"""Other wording for a CPU, which waits for no host."""
 RANK_PARTS = (
     ("own", "what the rank needs by itself"),
     ("transfer", "exposed communication that is nobody's waiting: collectives that nothing else runs beside"),
@@ -83,7 +83,7 @@ def render_page(report: Mapping[str, Any]) -> str:
 
 
 def _interval(summary: Mapping[str, Any]) -> str:
-    """Where the percent of roof lies, if its interval is wide enough to matter."""
+    """The interval of the percent of roof, if it is wide enough to matter."""
     low, high = summary["percent_interval"]
     text = percent_interval_text(summary["percent_of_roof"], low, high)
     return text.partition("(")[2].removesuffix(")")
@@ -94,11 +94,11 @@ COLUMNS = (  # of the operators: (heading, whether it holds numbers)
     *(("share", True), ("roof", True), ("% of roof", True), ("bound", False), ("gap", True)),
 )
 MEASURED_COLUMNS = ("measured", "% of roof", "gap")
-"""Columns that a prediction does not have: each of its operators takes its roof."""
+"""Columns that a prediction lacks: each of its operators takes its roof."""
 
 
 def _parts(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The parts of the wall time: label, ms, share of the wall time, what it means, number of its colour."""
+    """The parts of the wall time: label, ms, share of the wall time, meaning, number of its colour."""
     values = {"fused_roof_ms": report["summary"]["fused_roof_ms"], **report["gaps"]}
     wall_ms = report["summary"]["wall_ms"]
     colours = {name: number for number, (_, name, _) in enumerate(PARTS, 1)}
@@ -129,7 +129,7 @@ def _rank_bars(ranks: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _embedded(report: Mapping[str, Any]) -> str:
-    """JSON that cannot end the script element that it stands in."""
+    """JSON that cannot end its own script element."""
     plain = {name: report[name] for name in ("ops", "modules", "ceilings", "memory", "predicted")}
     text = json.dumps(plain, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
@@ -146,10 +146,10 @@ def quantity(value: float, unit: str = "") -> str:
 
 
 SHAPES_SHOWN = 8
-"""An optimizer's operator on lists takes a tensor for each parameter."""
+"""An optimizer's operator on lists has a tensor for each parameter."""
 
 
 def shapes_text(shapes: list[list[int]]) -> str:
-    """ "8×3×224×224, 64×3×7×7"; of very many the first ones and how many more."""
+    """ "8×3×224×224, 64×3×7×7"; for very many, the first ones and the number of the others."""
     more = f", {len(shapes) - SHAPES_SHOWN} more" if len(shapes) > SHAPES_SHOWN else ""
     return ", ".join("×".join(map(str, shape)) or "scalar" for shape in shapes[:SHAPES_SHOWN]) + more

@@ -1,11 +1,11 @@
-"""`rooftop.predict`: what a step would cost on another machine, without running it.
+"""`rooftop.predict`: the time of a step on another machine, without running it.
 
 The step is run on fake tensors, which have shapes and no data, so neither the other machine nor its memory is needed; a
 model of 7 billion parameters is counted on a laptop. Each operator takes its roof on the other machine, so the report
-is a lower bound: the kernel gap is zero, and the launch gap is what eager launches cost beyond the kernels.
+is a lower bound: the kernel gap is zero, and the launch gap is the cost of eager launches beyond the kernels.
 
-For ceilings of a GPU the step runs by the operators that PyTorch chooses there (`rooftop.analysis.as_on_gpu`), and
-products take TF32 where PyTorch allows it.
+For ceilings of a GPU the step uses the operators that PyTorch chooses there (`rooftop.analysis.as_on_gpu`), and
+products use TF32 if PyTorch allows it.
 """
 
 from __future__ import annotations
@@ -59,24 +59,25 @@ def predict(
     name: str | None = None,
     **kwargs: Any,
 ) -> Report:
-    """The least that one step of a model costs on the machine that has these ceilings.
+    """The least time of one step of a model on the machine with these ceilings.
 
-    Nothing is computed, and nothing of the model changes, also where a callable holds it. What it keeps of what it
-    computes (in a `functools.lru_cache`, a global, an attribute of a class) it forgets.
+    Nothing is computed, and the model does not change, even if a callable holds it. Results that it caches (in a
+    `functools.lru_cache`, a global, an attribute of a class) are removed.
 
     Args:
         target: a module or callable; its weights may be real, fake (see `fake_tensors`) or on the meta device.
-        *args, **kwargs: its arguments; of tensors only shape, strides and dtype are used.
-        ceilings: of the other machine (`rooftop.hardware.ceilings_of("h200")`, or `Ceilings.load(file)`).
+        *args, **kwargs: its arguments; only shape, strides and dtype of tensors are used.
+        ceilings: ceilings of the other machine (`rooftop.hardware.ceilings_of("h200")`, or `Ceilings.load(file)`).
         train: also the backward pass. loss: as for `analyze`.
-        optimizer: also a step of the optimizer that this makes from the parameters (`torch.optim.AdamW`).
+        optimizer: also a step of the optimizer that this function creates from the parameters (`torch.optim.AdamW`).
         dtype: cast floating-point weights and arguments to this.
-        name: what the report calls the target.
+        name: the target's name in the report.
 
     Raises:
-        TypeError: `ceilings` are none (a machine's name, for example), `optimizer` makes none, `dtype` is not floating.
-        InputError: the model does nothing or cannot be copied; it looks at values (`.item()`, `nonzero`), which fake
-            tensors do not have; or it has kept fake tensors in a place from which they cannot be removed.
+        TypeError: `ceilings` is not Ceilings (a machine's name, for example), `optimizer` makes none, `dtype` is not
+            floating.
+        InputError: the model does nothing or cannot be copied; it reads values (`.item()`, `nonzero`), which fake
+            tensors do not have; or it has stored fake tensors in a place from which they cannot be removed.
         ModelRunError: the model raised.
 
     Example:
@@ -148,10 +149,10 @@ def predict(
 
 @dataclass(frozen=True)
 class _CountedStep:
-    """What was counted in a step on fake tensors. It keeps none of these tensors.
+    """The counts of a step on fake tensors. It holds none of these tensors.
 
     Attributes:
-        ended: the mode that made them; None where the caller's is still active.
+        ended: the mode that made them; None if the caller's mode is still active.
         emptied: see `fake_leftovers`.
     """
 
@@ -184,7 +185,7 @@ def _counted_step(
         fake_target, fake_args, fake_kwargs = _faked(target, args, kwargs, mode, dtype)
         stepper = None
         if optimizer is not None:
-            with _Untouched(mode):  # it looks at a learning rate that is a tensor
+            with _Untouched(mode):  # it reads a learning rate that is a tensor
                 stepper = optimizer(p for p in _parameters(fake_target) if p.requires_grad)
         program = Program(fake_target, fake_args, fake_kwargs, train=train, optimizer=stepper, loss=loss)
         tracker = ModuleTracker(program.module)
@@ -199,7 +200,7 @@ def _counted_step(
             counted_for(kind),
         ):
             if program.module is None or (train and (stepper is not None or loss is None)):
-                # The first step makes the optimizer's state, or draws the gradients that are sent back.
+                # The first step creates the optimizer's state, or draws the gradients of the outputs.
                 _counted(program, ModuleTracker(program.module), on_gpu)
             records = _counted(program, tracker, on_gpu)
     return _CountedStep(
@@ -219,7 +220,7 @@ def _works(record: Record) -> bool:
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Inside, tensors have no data: a model that is built here takes no memory, however large it is."""
+    """Within the block, tensors have no data: a model that is built here takes no memory, however large it is."""
     active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     with (
         answered_without_values(),
@@ -236,7 +237,7 @@ def _counted(program: Program, tracker: ModuleTracker, on_gpu: bool) -> list[Rec
         except Exception as error:
             cause = error.__cause__ or error
             looks = type(cause).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException")
-            # .numpy(), .tolist(); what C++ reads
+            # .numpy(), .tolist(); reads in C++
             looks = looks or "() is not supported for tensor subclasses" in str(cause)
             if looks or "its data is not allocated yet" in str(cause):
                 raise InputError(
@@ -248,7 +249,7 @@ def _counted(program: Program, tracker: ModuleTracker, on_gpu: bool) -> list[Rec
 
 
 class _DeviceCounting(CountingMode):
-    """Counts what the device does. An optimizer's counts of steps are the host's: numbers that fake tensors know."""
+    """Counts what the device does. An optimizer's step counters belong to the host: numbers that fake tensors know."""
 
     def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._locate()[1] == "optimizer":
@@ -261,7 +262,7 @@ class _DeviceCounting(CountingMode):
 def _faked(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode, dtype: torch.dtype | None
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """A model and its arguments with fake tensors. A callable that is no module stays (see `_Untouched`)."""
+    """A model and its arguments with fake tensors. A callable that is not a module stays (see `_Untouched`)."""
     try:
         with _FakeCopies(mode, dtype) as copies:
             fake_target = copies.of(target) if isinstance(target, nn.Module) else target
@@ -299,10 +300,9 @@ def _fake(value: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Ten
 
 
 class _FakeCopies(TorchFunctionMode):
-    """Copies with fake tensors in place of real ones; what is the same object twice is so in the copy.
+    """Copies with fake tensors in place of real ones; references to the same object stay the same.
 
-    Parameters, buffers and arguments are cast to `dtype`, other tensors that a module holds are not, as with
-    `nn.Module.to`.
+    Parameters, buffers and arguments are cast to `dtype`; other tensors of a module are not, as with `nn.Module.to`.
     """
 
     def __init__(self, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
@@ -340,7 +340,7 @@ class _FakeCopies(TorchFunctionMode):
 
 
 def _shapes_in(value: Any) -> list[Tensor]:
-    """Tensors whose values belong to the shape of an object: sizes of batches, the blocks that a mask keeps."""
+    """Tensors whose values are part of an object's shape: batch sizes, the blocks that a mask keeps."""
     if isinstance(value, PackedSequence):
         return [value.batch_sizes]
     flex_attention = sys.modules.get("torch.nn.attention.flex_attention")
@@ -357,7 +357,7 @@ _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _DataStays(TorchFunctionMode):
-    """Refuses `tensor.data = ...` on a real tensor that a program holds: its values could not be put back."""
+    """Refuses `tensor.data = ...` on a real tensor of a program: its values could not be restored."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_DATA and not isinstance(args[0], FakeTensor):
@@ -369,9 +369,9 @@ class _DataStays(TorchFunctionMode):
 
 
 class _Untouched(TorchDispatchMode):
-    """Real tensors that a callable holds stay as they are.
+    """Leaves a callable's real tensors unchanged.
 
-    Each gets a fake twin that operators work on: `FakeTensorMode` alone computes what is done in place on real tensors.
+    Each gets a fake twin for the operators: `FakeTensorMode` alone computes in-place operators on real tensors.
     Gradients and the state of optimizers are put back at the end.
     """
 
@@ -383,7 +383,7 @@ class _Untouched(TorchDispatchMode):
         self._twins: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}  # id -> real, fake, its gradient before
         self._states: dict[torch.optim.Optimizer, dict[Any, Any]] = {}
         self._hooks = ExitStack()
-        self._scales = False  # whether an optimizer steps whose numbers scale its steps and choose nothing
+        self._scales = False  # whether an optimizer steps whose numbers scale its steps and decide nothing
 
     def __enter__(self) -> _Untouched:
         self._hooks.callback(register_optimizer_step_pre_hook(self._optimizer_entering).remove)
@@ -432,6 +432,6 @@ class _Untouched(TorchDispatchMode):
 
 
 def _is_looked_at(tensor: Tensor) -> bool:
-    """Whether PyTorch itself looks at the values: an optimizer's count of steps, batch sizes of packed sequences."""
+    """Whether PyTorch itself reads the values: an optimizer's step counter, batch sizes of packed sequences."""
     is_list_of_sizes = tensor.dim() == 1 and tensor.dtype == torch.int64
     return tensor.device.type == "cpu" and (tensor.numel() == 1 or is_list_of_sizes)

@@ -1,16 +1,16 @@
-"""What a step costs in time: wall, latency, device busy, each operator, and memory over time.
+"""The times of a step: wall, latency, device busy, each operator; and memory over time.
 
-Several kinds of runs, because each disturbs something (see `instruments`):
+There are several kinds of runs, because each disturbs something (see `instruments`):
 
 1. steps in sequence give the wall time, single ones the latency (see `rooftop.hardware.sequences`);
-2. a run under the profiler alone gives memory over time and what the host waits for;
+2. a run under the profiler alone gives memory over time and the host's waits;
 3. on a GPU, steps in sequence under the profiler give the time of each kernel, and for how long the device is busy;
 4. labelled runs say which operator launched which kernel, and on a CPU give the operator's time. A compiled program
-   cannot be labelled (PyTorch does not run compiled code under a mode): its operators are taken from what the profiler
-   saw and the compiler said (see `compiled`).
+   cannot be labelled (PyTorch does not run compiled code under a mode): its operators come from the profiler and the
+   compiler (see `compiled`).
 
-The first kind is repeated between the others. So all of them see the same machine, and a machine that is not the same
-all the time shows in the interval of the wall time.
+The first kind is repeated between the others. So all of them see the same machine, and changes of the machine show in
+the interval of the wall time.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ from rooftop.hardware.pulse import Pulse
 from rooftop.hardware.sequences import OtherState, StepClock, StepTime
 
 Progress = Callable[[str, float], None]
-"""Called with (what is being done, fraction done from 0 to 1)."""
+"""Called with (the current activity, fraction done from 0 to 1)."""
 
 WARM_UP_STEPS = 2
 COMPILED_WARM_UP_STEPS = 5  # compile, warm up and capture CUDA graphs, forward and backward
 BLOCK_S = 0.25  # of steps in sequence
 BLOCKS_S, LEAST_BLOCKS, MOST_BLOCKS = 3.0, 2, 10
-"""All blocks together take about so long, but there are at least and at most so many."""
+"""All blocks together take about this long, with these limits on their number."""
 AGREEMENT, QUIET_BLOCKS = 0.03, 4
-"""Blocks after these are left out where the interval of the wall time is at most so wide, relative to it."""
+"""Later blocks are skipped if the interval of the wall time is at most this wide, relative to it."""
 ALONE_S, LEAST_ALONE, MOST_ALONE = 0.25, 2, 20  # single steps, at each of two moments
 QUEUE_LENGTH = 1000  # a GPU takes about this many launches before the host must wait
 LABELLED_S = 1.5  # labelled runs of a program together, but at least ...
-LEAST_LABELLED, MOST_LABELLED = 3, 9  # ... and at most so many. On a GPU one is enough where it launched the same
+LEAST_LABELLED, MOST_LABELLED = 3, 9  # ... and at most this many. On a GPU one is enough where it launched the same
 # kernels as the steps without labels: their times are known.
-LONG_LABELLED_S = 4.0  # after so long two are enough
+LONG_LABELLED_S = 4.0  # two are enough after this time
 _measuring = threading.RLock()
-"""Threads that analyze take turns: they would disturb each other, and a second profiler beside the first ends the
-process with a segmentation fault (PyTorch 2.13)."""
-UNEXPLAINED = 0.01  # of the wall time: kernels that together take so much more contradict it
+"""Analyses in several threads take turns: they would disturb each other, and a second profiler beside the first ends
+the process with a segmentation fault (PyTorch 2.13)."""
+UNEXPLAINED = 0.01  # of the wall time: kernels that together exceed it by more contradict it
 
 
 @dataclass(frozen=True)
@@ -79,27 +79,27 @@ class Profile:
     """One step, measured.
 
     Attributes:
-        device: where it ran.
+        device: the device of the step.
         operators: in order of execution.
-        wall: of a step in sequence. latency: of one step alone; None on a CPU, where the two are the same, and where
-            none was run.
-        host_ms: how long the host needs to launch a step, None if it is not known (a CPU, or a step of so many kernels
-            that the host must wait for a place in the queue).
+        wall: wall time of a step in sequence. latency: time of one step alone; None on a CPU, where the two are the
+            same, and if none was run.
+        host_ms: host time to launch a step; None if unknown (a CPU, or a step with so many kernels that the host must
+            wait for a free slot in the queue).
         busy_ms: time during which the device works: union of its kernels (GPU), sum of the operators (CPU).
         kernel_launches: kernels, copies and fills on the device in one step (GPU), operators (CPU).
         unattributed_ms: device time of kernels that no operator launched, already part of `busy_ms`.
-        traced_more_ms: for how much longer the device is busy where the program believes that it is compiled or
-            captured (see `traced_steps`); None if it fails then.
+        traced_more_ms: additional device time when the program is told that it is compiled or captured (see
+            `traced_steps`); None if it then fails.
         plain: the run under the profiler alone.
-        tracker: what the modules and optimizers took in and gave out.
-        runs: labelled runs.
-        host_work: bytes and flops of a GPU's step that the CPU worked on.
+        tracker: inputs and outputs of the modules and optimizers.
+        runs: number of labelled runs.
+        host_work: bytes and flops of a GPU's step that the CPU computed.
         compilation: what `torch.compile` did, None if nothing is compiled.
-        load: what other programs did to the CPU meanwhile.
+        load: other programs' use of the CPU during the measurement.
         faults: page faults of a plain step. labelled_faults: those of a labelled step. Both are 0 on a GPU.
         pulse: how fast the CPU was during the measurement; None on a GPU and for a recorded program.
         otherwise: page faults and time of plain steps that ran later, if their page faults differ from the first ones.
-        notes: what a reader should know about this measurement.
+        notes: facts about this measurement that a reader should know.
     """
 
     device: torch.device
@@ -132,7 +132,7 @@ def profile_program(
     """Measure one step of a program. Its state is preserved (see `Program.preserved`).
 
     Args:
-        program: what is measured.
+        program: the program to measure.
         progress: see `Progress`.
         trace: a file for the profiler's trace of one plain step.
 
@@ -158,7 +158,7 @@ def profile_program(
         progress("profiling", 0.3)
         with PlainInstrument(device, _allocated_bytes(program), trace) as plain:
             program.step()
-        if not plain.result.compiled:  # it only holds compiled parts, or may not compile them
+        if not plain.result.compiled:  # it only contains compiled parts, or may not compile them
             graphs = None
         if blocks > LEAST_BLOCKS:
             clock.run_block(BLOCK_S)
@@ -192,7 +192,9 @@ def _kernel_times(program: Program, clock: StepClock, plain: Plain) -> KernelTim
 
 
 def _traced_more_ms(program: Program, clock: StepClock, plain: Plain, times: KernelTimes) -> float | None:
-    """See `Profile.traced_more_ms`. A program that fails fails there only, and is no worse for it."""
+    """See `Profile.traced_more_ms`. A program that fails here fails only under these answers, so the error is
+    ignored.
+    """
     questions = TracingQuestions()
     with questions.noticed():
         program.step()
@@ -217,13 +219,13 @@ def _labelled_runs(
     times: KernelTimes | None,
     progress: Progress,
 ) -> tuple[list[Labelled], ModuleTracker, PageFaults]:
-    """As many labelled runs as their time allows, with the tracker and the page faults of the last run.
+    """As many labelled runs as fit into their time, with the tracker and the page faults of the last run.
 
-    On a CPU blocks of plain steps stand between the first ones: the two are compared, so both see the same machine.
+    On a CPU blocks of plain steps run between the first ones: the two are compared, so both must see the same machine.
 
     Args:
-        blocks: so many at most.
-        times: of the kernels without labels, if they are known.
+        blocks: largest number of blocks.
+        times: times of the kernels without labels, if known.
     """
     labelled: list[Labelled] = []
     least, took_s = LEAST_LABELLED, 0.0
@@ -269,11 +271,12 @@ def assembled(
     load: OtherLoad | None = None,
     traced_more_ms: float | None = 0.0,
 ) -> Profile:
-    """What several runs of a step say together.
+    """The combined result of several runs of a step.
 
     Args:
-        times: of the kernels in steps without labels; None where there is none, or each step launches others.
-        load: what other programs did meanwhile; None if nobody looked.
+        times: times of the kernels in steps without labels; None if there are none, or each step launches different
+            ones.
+        load: other programs' use of the CPU meanwhile; None if not measured.
         traced_more_ms: see `Profile`.
     """
     notes: list[str] = []
@@ -322,7 +325,7 @@ def assembled(
 
 
 def _allocated_bytes(program: Program) -> int:
-    """What is allocated before the step: on a CPU what the program holds, parameters, buffers and inputs."""
+    """Bytes allocated before the step; on a CPU those of the program's parameters, buffers and inputs."""
     if program.device.type == "cuda":
         return torch.cuda.memory_allocated(program.device)
     module = program.module

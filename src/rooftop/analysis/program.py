@@ -1,8 +1,9 @@
-"""What is analyzed: one step of the user's program, ready to be run again and again.
+"""One step of the user's program, which can be run again and again.
 
 For a module the step is a forward pass without gradients, or (training) forward, backward and, if an optimizer is
-given, its step. Any other callable is run as it is. Whatever the step changes in a module (buffers, gradients, train
-flags), in its arguments, in what the target keeps (see `given_objects`) and the random state are put back afterwards.
+given, its step. Any other callable is called directly. Everything that the step changes is restored afterwards: in a
+module (buffers, gradients, train flags), in its arguments, in the target's own state (see `given_objects`), and the
+random state.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ class Program:
     Args:
         target: a module or any callable.
         args, kwargs: its arguments, the same at every step.
-        train: also run the backward pass. The loss is what `loss` makes of the output; without `loss`, an output of one
-            element is the loss itself, and other outputs are sent back through with fixed random gradients.
+        train: also run the backward pass. The loss is `loss(output)`. Without `loss`, an output of one element is the
+            loss itself, and other outputs get fixed random gradients.
         optimizer: steps after each backward pass (it changes the parameters).
         compile: compile the target with `torch.compile`: True, or one of its modes ("reduce-overhead").
 
     Raises:
-        TypeError: `target` or `loss` is not callable, or `optimizer` is none.
-        ValueError: an optimizer or a loss without `train`, or a device that nothing can be measured on.
+        TypeError: `target` or `loss` is not callable, or `optimizer` is no optimizer.
+        ValueError: an optimizer or a loss without `train`, or an unsupported device.
     """
 
     def __init__(
@@ -88,7 +89,8 @@ class Program:
 
     @property
     def device(self) -> torch.device:
-        """Of the first parameter or tensor argument on an accelerator, else of the first one; CPU if there is none."""
+        """The device of the first parameter or tensor argument on an accelerator, else of the first one; CPU if there
+        is none."""
         tensors = [
             *(self.module.parameters() if self.module is not None else ()),
             *tensors_in([self.args, self.kwargs]),
@@ -98,11 +100,11 @@ class Program:
 
     @property
     def samples(self) -> int | None:
-        """How many samples a step takes, as the first argument with tensors tells; None if it tells nothing.
+        """The number of samples of a step, from the first argument with tensors; None if unknown.
 
-        A tensor has them in its first dimension. In a list each tensor is one, if they differ in their first dimensions
-        (sentences, point clouds) or are images (channels, height, width), as detectors take them; else they are parts
-        of one batch (feature maps).
+        A tensor has them in its first dimension. In a list each tensor is one sample if they differ in their first
+        dimensions (sentences, point clouds) or are images (channels, height, width), as for detectors. Otherwise they
+        are parts of one batch (feature maps).
         """
         listed = self._listed_samples
         if listed is not None:
@@ -111,7 +113,7 @@ class Program:
 
     @property
     def is_batched(self) -> bool:
-        """Whether the samples of a step are in one tensor, so that the host launches no more for more of them."""
+        """Whether the samples of a step are in one tensor, so that more samples need no more launches."""
         return self._listed_samples is None
 
     @property
@@ -122,14 +124,14 @@ class Program:
         return tensors if tensors and (images or len({t.shape[:1] for t in tensors}) > 1) else None
 
     def step(self, observe: Callable[[Any], None] = lambda output: None) -> None:
-        """Run once. Inside `preserved` it begins with its arguments as they were given.
+        """Run once. Inside `preserved` it begins with its original arguments.
 
         Args:
             observe: called with the output of the target.
 
         Raises:
-            ModelRunError: the user's code raised; the message names it, the inputs and the place.
-            InputError: there is nothing to run backward from.
+            ModelRunError: the user's code raised; the message names it, the inputs and the line.
+            InputError: there is no output to run backward from.
         """
         if self._given is not None:
             self._given.put_back()
@@ -162,7 +164,7 @@ class Program:
             tensor.grad = None
 
     def _leaves(self) -> list[Tensor]:
-        """Arguments that gather gradients."""
+        """Arguments that accumulate gradients."""
         return [t for t in tensors_in([self.args, self.kwargs]) if t.is_leaf and t.requires_grad]
 
     def _backward(self, output: Any) -> None:
@@ -187,7 +189,7 @@ class Program:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Runs in the right train flag; puts flags, buffers, gradients, arguments and random state back at the end."""
+        """Runs in the right train mode; restores flags, buffers, gradients, arguments and random state at the end."""
         devices = [self.device] if self.device.type == "cuda" else []
         gradients = [(tensor, tensor.grad) for tensor in (*self._parameters(), *self._leaves())]
         for tensor, _ in gradients:
@@ -218,7 +220,7 @@ def _compile_mode(compile: bool | str) -> str | None:
 
 @contextmanager
 def _preserved(module: nn.Module | None, train: bool) -> Iterator[None]:
-    """The module in the right mode, with the flags and buffers that it has now put back at the end."""
+    """The module in the right mode; its present flags and buffers are restored at the end."""
     children = list(module.modules()) if module is not None else []
     flags = [(child, child.training) for child in children]
     buffers = [(child, dict(child._buffers)) for child in children]
@@ -232,7 +234,7 @@ def _preserved(module: nn.Module | None, train: bool) -> Iterator[None]:
         for child, flag in flags:
             child.training = flag
         for child, named in buffers:
-            for name, buffer in named.items():  # not `update`, which TorchScript's modules do not have
+            for name, buffer in named.items():  # not `update`, which TorchScript's modules lack
                 child._buffers[name] = buffer  # type: ignore[assignment]
         for value, before in values:
             with torch.inference_mode() if value.is_inference() else torch.no_grad():
@@ -243,9 +245,9 @@ def _preserved(module: nn.Module | None, train: bool) -> Iterator[None]:
 
 @contextmanager
 def _inner_optimizers_undone(known: torch.optim.Optimizer | None) -> Iterator[None]:
-    """What optimizers do that a module itself steps (in hooks of its parameters, say) is taken back at the end.
+    """Steps of optimizers that a module itself runs (in hooks of its parameters, say) are undone at the end.
 
-    Nobody has asked for these steps, unlike for those of the optimizer that the program is given.
+    These steps were not requested, unlike those of the optimizer passed to the program.
     """
     before: dict[torch.optim.Optimizer, tuple[list[tuple[Tensor, Tensor]], dict[Any, Any]]] = {}
 
@@ -273,14 +275,14 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _repeats_elements(buffer: Tensor) -> bool:
-    """Whether a buffer is expanded: PyTorch lets nobody write to it in place."""
+    """Whether a buffer is expanded: PyTorch does not allow in-place writes to it."""
     if buffer.layout != torch.strided or buffer.is_nested:
         return False
     return any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
 
 
 def _checked(loss: Any) -> Tensor:
-    """The loss, if it is one number that a gradient can come from."""
+    """The loss, if it is one number with a gradient."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise InputError(f"loss must give one number that requires a gradient, got {found}")
@@ -295,13 +297,13 @@ def describe_tensor(tensor: Tensor) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """What the error says in one line; dynamo only says in its second line what a compiler raised."""
+    """An error's message in one line; dynamo gives the compiler's exception only in its second line."""
     first, *rest = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     return f"{first} {rest[0]}" if first.endswith(":") and rest else first
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of the user's own code (neither torch's nor ours)."""
+    """The innermost line of the user's own code (outside torch and Rooftop)."""
     place, trace = "", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename

@@ -1,9 +1,9 @@
-"""Labels of an observed program for PyTorch's profiler, where profilers of ours begin and end inside them.
+"""Profiler labels of a watched program, if our profilers begin and end inside them.
 
-A label (`torch.profiler.record_function`) that begins under one profiler and ends under the next writes to memory of
-the first, which is gone (seen with PyTorch 2.11 to 2.14: segmentation faults). A program may have labels open wherever
-one of its steps ends: around a call of the model, around the step, around the whole loop. So they end before a profiler
-of ours begins or ends, and begin anew after it.
+A label (`torch.profiler.record_function`) that begins under one profiler and ends under the next writes to freed memory
+of the first (seen with PyTorch 2.11 to 2.14: segmentation faults). A program may have labels open at the end of a step:
+around a call of the model, around the step, around the whole loop. So they end before one of our profilers begins or
+ends, and begin again after it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rooftop.hardware.traces import Trace
 
 
 class ProgramLabels:
-    """While active (`with`), knows the open labels of this thread, the only one that profilers of ours see."""
+    """While active (`with`), knows the open labels of this thread, the only one that our profilers see."""
 
     def __init__(self) -> None:
         self._thread = 0
@@ -31,7 +31,7 @@ class ProgramLabels:
 
     def __enter__(self) -> ProgramLabels:
         self._thread = threading.get_ident()
-        if Trace.switching is not nullcontext:  # another one is active, and sees all that this one would
+        if Trace.switching is not nullcontext:  # another one is active, and sees everything that this one would
             return self
         self._enter, self._exit = record_function.__enter__, record_function.__exit__
         self._around.enter_context(patch.object(Trace, "switching", self._interrupted))
@@ -66,7 +66,7 @@ class ProgramLabels:
     def _interrupted(self) -> Iterator[None]:
         """All open labels end before the block and begin again after it."""
         labels = list(self._open) if threading.get_ident() == self._thread else []
-        with _disable_current_modes():  # a label is two operators, which the program's modes are not to see
+        with _disable_current_modes():  # a label is two operators, which the program's modes must not see
             for label in reversed(labels):
                 self._exit(label, None, None, None)
         try:

@@ -1,8 +1,8 @@
-"""The profiler of a program that is observed: PyTorch has one, and it is the program's as soon as it wants it.
+"""The profiler of a watched program: PyTorch has only one, and the program gets it as soon as it wants it.
 
-A second profiler beside a first one ends it, and what it has seen is lost. And the native result of a profiler that is
-freed after another one has begun may end the process (see `rooftop.hardware.traces`); when a program frees what its
-profiler saw is its own matter. So from the program's first use of a profiler on, there is none of ours.
+A second profiler ends the first one, and the first one's records are lost. If the native result of a profiler is freed
+after another one has begun, the process may end (see `rooftop.hardware.traces`); and the program decides when it frees
+its profiler's records. So from the program's first use of a profiler on, we use none.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class ProgramProfilers:
     """While active (`with`), notices when the program begins to use a profiler of its own.
 
     Args:
-        begins: called before the first one begins, while none of the program's is there.
+        begins: called before the program's first profiler begins.
 
     Attributes:
-        used: whether it has begun.
+        used: whether one has begun.
     """
 
     def __init__(self, begins: Callable[[], None]) -> None:

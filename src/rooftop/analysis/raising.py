@@ -1,7 +1,7 @@
-"""Operators above their roof: measured again alone, and where that confirms it, the ceilings are raised.
+"""Operators above their roof: they are measured again alone, and if that confirms it, the ceilings are raised.
 
 A ceiling is an upper bound. An operator above its roof shows that a ceiling was measured too low, or that its cost or
-its time is wrong. So it is run again alone, on tensors of its shapes that were just written, as in a program. Faster
+its time is wrong. So it is run again alone, on freshly written tensors of its shapes, as in a program. If it is faster
 than the roof again, it raises the figure that set the roof, for this report and for all later ones. If not, the row
 keeps its flag.
 """
@@ -31,7 +31,7 @@ REPEATS = 8
 def raised_and_kept(
     ceilings: Ceilings, operators: Sequence[MeasuredOperator], device: torch.device
 ) -> tuple[Ceilings, list[str]]:
-    """The ceilings of this machine, raised by what operators show, and kept so; with a note for the reader."""
+    """The ceilings of this machine, raised by operators and stored; with a note for the reader."""
     known = [op for op in operators if comparable(op.record, ceilings).cost is not None]
     higher, count = raised(ceilings, known, device)
     if not count:
@@ -46,10 +46,11 @@ def raised_and_kept(
 
 
 def raised(ceilings: Ceilings, operators: Sequence[MeasuredOperator], device: torch.device) -> tuple[Ceilings, int]:
-    """The ceilings after operators above their roof were measured again; and how many of these raised a figure.
+    """The ceilings after operators above their roof were measured again; and the number of operators that raised a
+    figure.
 
     Args:
-        operators: of a step, with costs in precisions that the ceilings know. device: where they ran.
+        operators: operators of a step, with costs in precisions that the ceilings include. device: where they ran.
     """
     above: dict[CallSpec, list[MeasuredOperator]] = defaultdict(list)
     for op in operators:
@@ -72,7 +73,7 @@ def raised(ceilings: Ceilings, operators: Sequence[MeasuredOperator], device: to
 
 
 def _excess(op: MeasuredOperator, ceilings: Ceilings) -> float:
-    """The roof over the time, 0 where there is none of either."""
+    """The roof divided by the time, 0 if either is 0."""
     cost: Cost | None = op.record.cost
     return roof(cost, ceilings).ms / op.measured_ms if cost is not None and op.measured_ms > 0 else 0.0
 

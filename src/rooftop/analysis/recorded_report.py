@@ -1,4 +1,4 @@
-"""The report of a recording: of its steady steps where there were enough of them, else the best that can be said."""
+"""The report of a recording: of its steady steps if there were enough, otherwise the best possible one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIRST_STEPS = 3  # whose durations a note gives
 
 @dataclass(frozen=True)
 class StartUp:
-    """What a program did before its first step: ms by the host's clock, and operators that were labelled in it."""
+    """The time before a program's first step: ms by the host's clock, and the number of labelled operators."""
 
     ms: float
     operators: int
@@ -47,16 +47,16 @@ def recorded_report(
     least: int,
     notes: Sequence[str],
 ) -> Report:
-    """The report of what was recorded.
+    """The report of a recording.
 
     Args:
-        recorded: of the steps by each marker that led, the coarsest first.
-        measures: the ceilings are this machine's: what is missing among them is measured, and operators raise them.
-        start_up: what came before the first step, if that is known.
-        needed: steps after which a recording has all that it wants.
-        traced: whether a trace was asked for. profiled: whether the program used PyTorch's profiler itself.
-        least: steps before there is anything to report, where the profiler begins late; else 0.
-        notes: what the report is to say first.
+        recorded: the steps of each marker that led, the coarsest first.
+        measures: the ceilings are this machine's: missing ones are measured, and operators raise them.
+        start_up: the time before the first step, if known.
+        needed: number of steps of a complete recording.
+        traced: whether a trace was requested. profiled: whether the program used PyTorch's profiler itself.
+        least: steps needed before a report is possible, if the profiler begins late; else 0.
+        notes: notes at the beginning of the report.
 
     Raises:
         InputError: no operator was seen.
@@ -76,7 +76,7 @@ def recorded_report(
     said = [*notes, *_beginning(laps, start_up, label_ms), *which]
     if profiled and laps.plain is None:
         said.append(
-            "The program uses PyTorch's profiler itself, beside which there can be no other: memory, waits and the "
+            "The program uses PyTorch's profiler itself, so Rooftop's could not run: memory, waits and the "
             f"loading of data were not watched{', and no trace was written' if traced else ''}. Where both watched a "
             "step, that step took longer, also in its profile."
         )
@@ -94,7 +94,7 @@ def recorded_report(
 
 
 def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
-    """The coarsest kind of step that came at least twice, else whatever was watched."""
+    """The coarsest kind of step that occurred at least twice, else any watched one."""
     for laps in recorded:
         if laps.is_complete or (laps.steps > 1 and _watched(laps)):
             return laps
@@ -103,8 +103,8 @@ def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
             return laps
     if profiled and any(laps.steps for laps in recorded):
         raise InputError(
-            "nothing to report: the program uses PyTorch's profiler itself, beside which there can be no other, and on "
-            "a GPU and in compiled code nothing is seen without one; run it without its profiler"
+            "nothing to report: the program uses PyTorch's profiler itself, so Rooftop's could not run, and on a "
+            "GPU and in compiled code nothing is seen without it; run it without its profiler"
         )
     if least:
         raise InputError(
@@ -116,15 +116,15 @@ def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
 
 
 def _watched(laps: Laps) -> list[Watched]:
-    """Labelled stretches in which an operator ran; the later ones are better examples."""
+    """Labelled stretches with an operator in them; the later ones are better examples."""
     candidates = [laps.labelled, [laps.early] if laps.early else [], [laps.whole] if laps.whole else []]
     return next((found for found in candidates if found and found[-1].labelled.records), [])
 
 
 def _of_enough(laps: Laps) -> tuple[StepTime, list[str]]:
-    """The wall time of steps that nothing watched, and a note if it is that of the steps before the profiler.
+    """The wall time of unwatched steps, and a note if it comes from the steps before the profiler.
 
-    These are few. They count where those after it are slower than they vary, since CUPTI stayed.
+    These are few. They count if the later ones are slower by more than their variation, since CUPTI stayed attached.
     """
     after = StepTime.of_loop(laps.steady_ms) if laps.steady_ms else None
     if not laps.steady_before_ms:
@@ -168,7 +168,7 @@ def _steps(count: int) -> str:
 
 
 def _beginning(laps: Laps, start_up: StartUp | None, label_ms: float) -> list[str]:
-    """What the wall time leaves out: the start-up and the first steps, with their time."""
+    """The time that the wall time excludes: the start-up and the first steps."""
     first = laps.laps[:FIRST_STEPS]
     if not first:
         return []
@@ -184,13 +184,13 @@ def _beginning(laps: Laps, start_up: StartUp | None, label_ms: float) -> list[st
 
 
 def _plain_of(labelled: Labelled) -> Plain:
-    """What a labelled run alone tells: the operators' time as busy time."""
+    """The result of a labelled run alone: the operators' time as busy time."""
     busy_ms = sum(ms for ms, _ in labelled.times) + labelled.unattributed_ms
     return Plain(busy_ms, [], [], 0.0, 0.0, compiled=False)
 
 
 def _label_ms() -> float:
-    """What a label costs the host, measured on an operator that does nothing."""
+    """The host time of a label, measured on an operator that does nothing."""
     one, samples = torch.zeros(1, device="cpu"), 50
     tracker = ModuleTracker()
     began = time.perf_counter()

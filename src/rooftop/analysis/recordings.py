@@ -6,12 +6,11 @@
             r.step()
     r.report.to_html("report.html")
 
-With `step()` at the end of each iteration, or where steps are found (`step_finding`), each step has its stage
-(`stages`): the first ones warm up, one runs under the profiler alone, a few are labelled, the next are timed
-undisturbed, and the rest run as if nobody were watching. A block without steps is one step: it is labelled as a whole,
-which slows the host down, so what the labels cost is measured and taken off its wall time. So is the first step of
-others, in case there are too few of them. Nothing is compiled while it is labelled: PyTorch would not compile later
-what it had met under labels.
+With `step()` at the end of each iteration, or with found steps (`step_finding`), each step has a stage (`stages`). The
+first ones warm up, one runs under the profiler alone, a few are labelled, the next are timed undisturbed, and the rest
+run unwatched. A block without steps is one step. It is labelled as a whole, which slows the host down, so the cost of
+the labels is measured and subtracted from its wall time. The first of several steps is labelled too, in case too few
+follow. Nothing is compiled while it is labelled: PyTorch would later not compile code that it had met under labels.
 """
 
 from __future__ import annotations
@@ -75,24 +74,24 @@ __all__ = ["NEEDED", "Recording", "recording"]
 
 MOST_OPERATORS = 200_000  # of a block without steps: about 1 GB of records
 MOST_EARLIER = 4  # earlier kinds of steps whose laps are kept
-MOST_LAPS = 64  # steps of which the host's clock is kept
+MOST_LAPS = 64  # steps whose host time is kept
 
 
 class _GivenUp(Exception):
-    """What instruments are told whose stage is not to be read."""
+    """Tells instruments that their stage will not be read."""
 
 
 _open_recordings: list[Recording] = []
-"""What they put in place must be taken away in the opposite order, so only the last of them may go on a step."""
+"""Their effects must be undone in reverse order, so only the last of them may continue for a step."""
 
 
 class Recording:
-    """What runs inside the `with` block; `report` afterwards. Made by `rooftop.recording`.
+    """A recording of the `with` block; `report` afterwards. Made by `rooftop.recording`.
 
     Attributes:
-        steps: that have ended: calls of `step()`, or steps that were found.
+        steps: number of ended steps: calls of `step()`, or found steps.
         rank_row: this rank's part of some steps, if it is one of several and there were enough.
-        notes: what the report is to say besides.
+        notes: additional notes for the report.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class Recording:
         self.notes: list[str] = []
         self.rank_row: RankRow | None = None
         self._device, self._ceilings = device, ceilings
-        self._measures = False  # the ceilings are this machine's
+        self._measures = False  # whether the ceilings are this machine's
         self._name, self._trace = name, trace
         self._finder = StepFinder(self) if find_steps else None
         self._one_of_ranks = one_of_ranks
@@ -119,7 +118,7 @@ class Recording:
         self._thread = 0
         self._began = 0.0
         self._around = ExitStack()
-        self._now = ExitStack()  # what watches the stage that runs now
+        self._now = ExitStack()  # instruments of the running stage
         self._instrument: Any = None
         self._clock: StepClock | None = None
         self._stage, self._left = Stage("off", 0), 0
@@ -165,10 +164,10 @@ class Recording:
         return self._open
 
     def close(self) -> None:
-        """End what is under way, as the end of the block does: where a program ends its process inside the block.
+        """End the running stage, as the end of the block does, if a program ends its process inside the block.
 
-        Called from another thread, it waits for nothing, because the program may hang. It gives up the current stage
-        and keeps the steps that have been timed.
+        From another thread, it waits for nothing, because the program may hang. It gives up the current stage and keeps
+        the steps that have been timed.
         """
         if not self._open:
             return
@@ -183,12 +182,12 @@ class Recording:
             self._around.close()
 
     def _abandon(self) -> None:
-        """In a process that was forked: the program goes on alone, there is one report, the first process's."""
+        """In a forked process: the program continues without recording, because only the first process reports."""
         self._open, self._stage = False, Stage("off", 0)
         for undo in (self._now, self._around):
             try:
                 undo.close()
-            except Exception:  # the profiler's threads are not there in this process; nobody is to hear of it
+            except Exception:  # the profiler's threads do not exist in this process; errors are ignored
                 continue
 
     # ---- steps -----------------------------------------------------------------------------------------------------
@@ -198,11 +197,11 @@ class Recording:
         return self._laps.steps
 
     def step(self) -> None:
-        """Say that one step of the program has ended (call it last in the loop's body).
+        """Report that one step of the program has ended (call it last in the loop's body).
 
         Raises:
-            RuntimeError: outside the `with` block, in another thread than the block's, inside another recording, or
-                where the recording finds the steps by itself.
+            RuntimeError: outside the `with` block, in another thread than the block's, inside another recording, or if
+                the recording finds the steps by itself.
         """
         if not self._open:
             raise RuntimeError("step() belongs inside the block: with rooftop.recording() as r: ... r.step()")
@@ -215,7 +214,7 @@ class Recording:
         self._step_ended((0, 0))
 
     def work_begins(self, compiled: bool) -> None:
-        """See `step_finding.Watcher`. What came before is the start-up."""
+        """See `step_finding.Watcher`. Everything before it is the start-up."""
         if compiled:
             self.compiles()
         if self._stage.name == "whole":
@@ -226,7 +225,9 @@ class Recording:
             self._stage, self._instrument = Stage("unwatched", 1), None
 
     def work_goes_on(self) -> None:
-        """See `step_finding.Watcher`. An evaluation of hours, in what was to be a step, is not watched to its end."""
+        """See `step_finding.Watcher`. If an apparent step contains an evaluation of hours, it is not watched to its
+        end.
+        """
         if self._instrument is None or self._stage.name not in ("early", "plain", "labelled", "ranks"):
             return
         self._calls_in_stage += 1
@@ -237,7 +238,7 @@ class Recording:
             self._instrument, self._given_up = None, True
 
     def leader_changes(self) -> None:
-        """See `step_finding.Watcher`. What watches the first step as a whole goes on: the step is not over yet."""
+        """See `step_finding.Watcher`. The instruments of the whole first step continue: the step is not over yet."""
         if self._stage.name != "whole":
             self._end_stage(keep=False)
             self._following = self._planned()[1:]
@@ -250,9 +251,10 @@ class Recording:
         self._step_ended(calls if whole or not self._laps.steps else NO_STEP)
 
     def compiles(self) -> None:
-        """See `step_finding.Watcher`. What is compiled must not be labelled first: nothing is, until it has warmed up.
+        """See `step_finding.Watcher`. Code must not be labelled before it is compiled: so nothing is labelled until
+        compilation is done.
 
-        A program that only calls compiled functions has no steps to be found: the profiler watches the rest of it.
+        A program that only calls compiled functions has no steps to find: the profiler watches the rest of it.
         """
         if self._compiles or not self.in_charge:
             return
@@ -267,13 +269,13 @@ class Recording:
                 self._begin()
 
     def _program_profiles(self) -> None:
-        """The program wants PyTorch's profiler for itself: what we watch with it ends, and begins no more."""
+        """The program uses PyTorch's profiler itself: our use of it ends and does not start again."""
         if self._profiles(self._stage.name) and self._thread == threading.get_ident():
             self._now.close()
             self._stage, self._left, self._instrument = Stage("unwatched", 1), 1, None
 
     def _profiles(self, name: str) -> bool:
-        """Whether a stage of that name uses PyTorch's profiler."""
+        """Whether a stage with that name uses PyTorch's profiler."""
         labelled = name in ("whole", "early", "labelled")
         return name in ("plain", "ranks", "compiling") or (
             labelled and (self._device.type == "cuda" or (name != "whole" and self._runs_compiled))
@@ -305,7 +307,7 @@ class Recording:
         self._step_began = time.perf_counter()
 
     def _count_step(self, calls: Calls) -> None:
-        """Go on in the stage, or to the next one. A step that is no example of the others is watched again."""
+        """Continue the stage, or begin the next one. An untypical step is watched again."""
         laps, name = self._laps, self._stage.name
         by_step = name in ("early", "plain", "labelled")
         if self._given_up and (name == "ranks" or laps.repeats >= MOST_REPEATS):
@@ -324,7 +326,7 @@ class Recording:
             self._begin() if self._left else self._next_stage()
 
     def _is_undecided(self) -> bool:
-        """Whether something coarser than the marker of this first step may be the real one."""
+        """Whether the real marker of steps may be coarser than that of this first step."""
         coarsest = self._finder is None or self._finder.level == Level.OPTIMIZER
         return not coarsest and self._laps.steps < 2
 
@@ -350,7 +352,8 @@ class Recording:
 
     @property
     def _profiler_stays(self) -> bool:
-        """Whether CUPTI probably stays attached once a profiler has begun: beside NCCL, through which ranks talk."""
+        """Whether CUPTI probably stays attached once a profiler has begun: with NCCL, through which ranks
+        communicate."""
         return self._one_of_ranks and self._device.type == "cuda"
 
     def _next_stage(self) -> None:
@@ -441,11 +444,11 @@ class Recording:
 
     @property
     def report(self) -> Report:
-        """What was recorded (made when it is first asked for).
+        """The report of the recording (made on first access).
 
         Raises:
             RuntimeError: the block has not ended, or ended with an exception.
-            InputError: nothing ran in it.
+            InputError: no operator ran in it.
         """
         if self._failed or self._open or not self._served:
             raise RuntimeError("there is no report: the recorded block has not ended, or ended with an exception")
@@ -458,7 +461,7 @@ class Recording:
 
     @property
     def _recorded(self) -> list[Laps]:
-        """By the marker that led: the last, which is the coarsest, first."""
+        """By the marker that led: the last one, which is the coarsest, first."""
         return [self._laps, *reversed(self._earlier)]
 
     def _made_report(self) -> Report:
@@ -489,7 +492,7 @@ class Recording:
 
     @property
     def _least(self) -> int:
-        """Steps before there is anything to report, where the profiler begins late; else 0."""
+        """Steps needed before a report is possible, if the profiler begins late; else 0."""
         if not self._profiler_stays:
             return 0
         names = [stage.name for stage in self._planned() for _ in range(stage.steps)]
@@ -504,7 +507,7 @@ class Recording:
 
     @property
     def said_of_threads(self) -> str:
-        """What modules did in other threads, as a sentence; "" if they did nothing there."""
+        """A sentence about modules in other threads; "" if there were none."""
         threads = self._finder.threads if self._finder is not None else {}
         if not threads:
             return ""
@@ -516,7 +519,7 @@ class Recording:
         )
 
     def _start_up(self) -> StartUp | None:
-        """None where no step began that can be told from what came before."""
+        """None if no step began that can be separated from the work before it."""
         began_at = self._finder.began_at if self._finder is not None else None
         if began_at is None:
             return None
@@ -542,22 +545,22 @@ def recording(
     find_steps: bool = False,
     one_of_ranks: bool = False,
 ) -> Recording:
-    """Record what runs inside a `with` block, for a report.
+    """Record the work inside a `with` block, for a report.
 
     Args:
         module: the model whose modules are named without a prefix; None: the first that is called.
-        device: where the work is; None is the GPU if there is one.
-        ceilings: what to compare with; None measures this machine before the block begins, and after it what else the
-            program needs (cached), and raises what an operator has surpassed.
-        name: what the report calls the program.
+        device: the device of the work; None is the GPU if there is one.
+        ceilings: ceilings to compare with. None measures this machine before the block begins, afterwards the other
+            ceilings that the program needs (cached), and raises those that an operator has surpassed.
+        name: the program's name in the report.
         trace: also write the profiler's trace of one step to this file, for Perfetto (if there are enough steps).
         find_steps: the block does not call `step()`: its steps are found (see `step_finding`).
         one_of_ranks: the block runs in each of several processes; some steps are watched for communication.
 
     Raises:
-        TypeError: `module` is no module, `ceilings` are none.
-        ValueError: no such device here, or no place for the trace.
-        CeilingsFileError: the ceilings are those of another kind of device.
+        TypeError: `module` is not a module, or `ceilings` is not Ceilings.
+        ValueError: no such device here, or the trace cannot be written.
+        CeilingsFileError: the ceilings are for another kind of device.
 
     Example:
         >>> with rooftop.recording() as r:

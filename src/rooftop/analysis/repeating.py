@@ -1,9 +1,9 @@
-"""Recorded calls made again, alone, on other data, as they were or in another dtype, layout or size.
+"""Recorded calls repeated alone, on other data, unchanged or in another dtype, layout or size.
 
-On a GPU the profiler times their kernels, which is how operators are timed; all calls share one session of it. Before
-each run the tensors are made anew, so a call finds its input as in a program: just written. On a CPU it is the host's
-clock, and a call may take a thousand times as long as it did (one in bfloat16 where the processor has no instructions
-for it): a slow one runs once, and after `MOST_SECONDS` no other begins.
+On a GPU the profiler times the operators' kernels; all calls share one session of it. Before each run the tensors are
+created again, so a call finds freshly written inputs, as in a program. On a CPU it is the host's clock, and a call may
+take a thousand times as long as it did (bfloat16 without processor instructions for it). So a slow call runs once, and
+after `MOST_SECONDS` no other begins.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from rooftop.hardware.kernel_times import Variant, kernel_times
 
 REPEATS = 4
 MOST_BYTES = 0.4  # of the free memory, for one call
-MOST_SECONDS = 1.0  # of a CPU, for all calls of one question together
+MOST_SECONDS = 1.0  # on a CPU, for all calls of one question together
 SLOW_MS = 100.0  # on a CPU: its first run is warm enough
 
 
 @dataclass(frozen=True)
 class Form:
-    """In which form a call is made again.
+    """The form in which a call is repeated.
 
     Attributes:
-        dtype: in place of its floating-point dtypes; None: as they were.
-        channels_last: images and convolution weights lie channels last; else as they lay. An image of one pixel has no
-            layout of its own, and PyTorch takes what was averaged to one as channels first.
+        dtype: replaces its floating-point dtypes; None: unchanged.
+        channels_last: images and convolution weights are channels last; else their layout is unchanged. An image of one
+            pixel has no layout, and PyTorch treats maps averaged to one pixel as channels first.
         multiple: sides of matrices and lengths of vectors are rounded up to a multiple of it.
     """
 
@@ -51,7 +51,7 @@ AS_IT_WAS = Form()
 
 @dataclass(frozen=True)
 class Times:
-    """Of the runs of one call, in ms."""
+    """Times of the runs of one call, in ms."""
 
     median_ms: float
     best_ms: float
@@ -60,11 +60,11 @@ class Times:
 def times_again(
     calls: Sequence[tuple[CallSpec, Form]], device: torch.device, repeats: int = REPEATS
 ) -> list[Times | None]:
-    """The time of each call; None where PyTorch refuses it (no such operator for that dtype, no room), or where a CPU
-    has no time left for it.
+    """The time of each call; None if PyTorch refuses it (no such operator for that dtype, no room), or if no time is
+    left for it on a CPU.
 
     Raises:
-        torch.AcceleratorError: the device failed; nothing measured after that would hold.
+        torch.AcceleratorError: the device failed; no later measurement would be valid.
     """
     with usual_defaults(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         repeated = [_Repeated(spec, form, device) for spec, form in calls]
@@ -97,7 +97,7 @@ def _times_of(runs: Sequence[float]) -> Times:
 
 
 class _Repeated:
-    """A call that can be run again and again: `prepare`, then `run`."""
+    """A repeatable call: `prepare`, then `run`."""
 
     def __init__(self, spec: CallSpec, form: Form, device: torch.device) -> None:
         self._spec, self._form, self._device = spec, form, device
@@ -105,7 +105,7 @@ class _Repeated:
         self.ms = 0.0  # of the last run, by the host's clock
 
     def prepare(self) -> None:
-        """Make the tensors; of a backward operator also its forward pass."""
+        """Create the tensors; for a backward operator also run its forward pass."""
         family = next((part for part in _PUBLIC if part in self._spec.name), None)
         if family is None:
             args, kwargs = tree_map_only(TensorSpec, self._made, (self._spec.args, dict(self._spec.kwargs)))
@@ -140,7 +140,9 @@ class _Repeated:
         return self.ms
 
     def accepted(self) -> bool:
-        """Whether PyTorch takes the call, and there is room for it. Makes it once: libraries choose their kernels."""
+        """Whether PyTorch accepts the call, and there is room for it. It makes the call once, so that libraries choose
+        their kernels.
+        """
         if _bytes(self._spec) > MOST_BYTES * _free_bytes(self._device):
             return False
         try:
@@ -148,7 +150,7 @@ class _Repeated:
             self.run()
         except torch.AcceleratorError:
             raise
-        except (RuntimeError, TypeError, ValueError):  # PyTorch has no type of its own for "not for this dtype"
+        except (RuntimeError, TypeError, ValueError):  # PyTorch has no error type of its own for "not for this dtype"
             return False
         return True
 
@@ -161,9 +163,11 @@ class _Repeated:
 
 
 def tensor_like(spec: TensorSpec, form: Form, device: torch.device) -> Tensor:
-    """Numbers of the same shape and layout, as far as the form leaves these: zeros of integers, random floating ones.
+    """A tensor with the same shape and layout, except for the form's changes: zeros for integers, random floating-point
+    numbers.
 
-    On a CPU those are all the same: it is as fast with them, and needs longer to draw numbers than for most calls.
+    On a CPU they are all equal: calls are as fast with them, and drawing random numbers would take longer than most
+        calls.
     """
     kind = form.dtype if form.dtype is not None and spec.dtype.is_floating_point else spec.dtype
     sides = len(spec.shape) - 2 if len(spec.shape) > 1 else 0
@@ -181,7 +185,7 @@ def tensor_like(spec: TensorSpec, form: Form, device: torch.device) -> Tensor:
 
 
 def on_numbers(spec: CallSpec) -> bool:
-    """Whether the call takes floating-point tensors alone, so that random numbers do for its arguments."""
+    """Whether the call takes only floating-point tensors, so that random numbers are valid arguments."""
     tensors = _tensors(spec)
     return bool(tensors) and all(t.dtype.is_floating_point and t.shape for t in tensors)
 
@@ -210,7 +214,7 @@ Make = Callable[[TensorSpec], Tensor]
 
 
 def _batch_norm(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    """Weights and running statistics are there where they were, in the dtype that autocast leaves them."""
+    """Weights and running statistics are present if they were, in the dtype that autocast leaves them."""
     x = make(spec["input"])
 
     def given(name: str) -> Tensor | None:
@@ -221,7 +225,7 @@ def _batch_norm(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[
     mean, variance = given("running_mean"), given("running_var")
     weight = given("weight")
     bias = weight if backward else given("bias")
-    if backward and bias is not None:  # it takes none, and gives its gradient
+    if backward and bias is not None:  # it takes no parameter, but returns its gradient
         bias = torch.ones_like(bias)
     training = next((spec[name] for name in ("training", "train") if name in spec), True)  # cuDNN's: always
     inputs = [tensor for tensor in (x, weight, bias) if tensor is not None]
@@ -248,5 +252,5 @@ _PUBLIC: dict[str, Callable[[CallSpec, Make], tuple[Callable[[], Tensor], list[T
     "attention": _attention,
     "max_pool2d": _max_pool,
 }
-"""Operators made again through the public function, forward and backward: which of them serves it depends on dtype
-and layout, and their backward takes what only their forward can make."""
+"""Operators that are repeated through the public function, forward and backward: dtype and layout decide which of them
+runs, and their backward needs results of their own forward."""

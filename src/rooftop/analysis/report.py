@@ -58,7 +58,7 @@ class Report(ReportContents):
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Report:
-        """The report that `to_dict` gave.
+        """Read the report from the result of `to_dict`.
 
         Raises:
             ValueError: not a report, or of another format version.
@@ -127,9 +127,9 @@ class Report(ReportContents):
         return f"<Report of {self.target} {self.mode}: {time_text(self.summary.wall_ms)}, {share}>"
 
     def _repr_html_(self) -> str:
-        """The report inside a notebook: the page in a frame of its own; the table where plotly is not installed.
+        """The report inside a notebook: the page in a separate frame; the table if plotly is not installed.
 
-        The frame is sandboxed: its scripts run, but cannot reach the notebook, whatever a report holds.
+        The frame is sandboxed: its scripts run but cannot reach the notebook, whatever a report contains.
         """
         from rooftop.analysis.page import render_page
 
@@ -138,7 +138,7 @@ class Report(ReportContents):
         except MissingExtraError:
             return f"<pre>{html.escape(self.table())}</pre>"
         style = "width: 100%; height: 48rem; border: 1px solid #8884"
-        source = page.replace("&", "&amp;").replace('"', "&quot;")  # all that an attribute needs; html.escape adds 1 MB
+        source = page.replace("&", "&amp;").replace('"', "&quot;")  # enough for an attribute; html.escape adds 1 MB
         return f'<iframe title="Rooftop report" sandbox="allow-scripts" srcdoc="{source}" style="{style}"></iframe>'
 
 
@@ -182,7 +182,7 @@ def _from(kind: Any, plain: Mapping[str, Any]) -> Any:
     """A dataclass from a dict that may also hold its derived properties, and lack fields that have a default.
 
     Raises:
-        KeyError, TypeError: a field is missing, or no number where one belongs.
+        KeyError, TypeError: a field is missing, or a value is not a number.
     """
     given = {}
     for name, declared in kind.__dataclass_fields__.items():

@@ -1,4 +1,4 @@
-"""What a finished analysis holds.
+"""The contents of a finished analysis.
 
 Times are milliseconds of one step. `flops` count multiplications and additions separately.
 Rows of operators and modules hold totals over their calls.
@@ -13,7 +13,7 @@ from rooftop.analysis.formats import time_text
 from rooftop.analysis.ranks.merging import Ranks
 
 FLAGGED_PERCENT = 102.0
-"""Above this percentage of its roof a result is an error of the cost model or of the measurement, and is marked so."""
+"""Above this percentage of its roof a result is an error of the cost model or of the measurement, and is marked."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class OperatorRow:
     Attributes:
         name: e.g. "aten::convolution".
         phase: "forward", "backward" or "optimizer".
-        shapes: of its input tensors. dtype: of the first floating-point one.
+        shapes: shapes of its input tensors. dtype: dtype of the first floating-point one.
         calls: executions; the figures below are totals over them.
-        bound: what sets the roof: "memory", "compute", "launch", "none" (a view) or "uncovered".
-        modules: paths of the modules that called it. kernels: names of what ran on the device.
+        bound: the limit that sets the roof: "memory", "compute", "launch", "none" (a view) or "uncovered".
+        modules: paths of the modules that called it. kernels: names of its work on the device.
         uncovered: why there is no cost formula, "" if there is one.
     """
 
@@ -47,7 +47,7 @@ class OperatorRow:
 
     @property
     def percent_of_roof(self) -> float | None:
-        """100 * roof / measured; None where there is no work or no time to compare."""
+        """100 * roof / measured; None if there is no work or no time to compare."""
         if self.bound in ("none", "uncovered") or self.measured_ms <= 0:
             return None
         return 100 * self.roof_ms / self.measured_ms
@@ -102,7 +102,7 @@ class Gaps:
 
     Attributes:
         kernel_gap_ms: device busy - op roof: kernels slower than the machine allows.
-        fusion_headroom_ms: op roof - fused roof: intermediates that go through memory between operators.
+        fusion_headroom_ms: op roof - fused roof: intermediate values that operators write to memory and read again.
         launch_gap_ms: wall - device busy: the device waits for the host.
     """
 
@@ -113,12 +113,12 @@ class Gaps:
 
 @dataclass(frozen=True)
 class Advice:
-    """Something that would make the step faster, by how much, and what that is concluded from.
+    """A change that would make the step faster, its gain, and the evidence.
 
     Attributes:
-        gain_ms: of a step in sequence. low_ms, high_ms: the interval that the noise of the wall time leaves it, None
-            where nothing was measured.
-        command: what to type or to write, None if there is no one line for it.
+        gain_ms: gain of a step in sequence. low_ms, high_ms: its interval from the noise of the wall time, None if
+            nothing was measured.
+        command: a command to type or code to write, None if no single line does it.
     """
 
     title: str
@@ -131,8 +131,8 @@ class Advice:
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """A place where `torch.compile` had to leave its graph: "file:line", why, and the seconds that compiling what
-    follows it took."""
+    """A place where `torch.compile` had to leave its graph: "file:line", the reason, and the seconds to compile the
+    code after it."""
 
     line: str
     reason: str
@@ -151,8 +151,8 @@ class Recompilation:
 
 @dataclass(frozen=True)
 class Compilation:
-    """What `torch.compile` did while the program was analyzed: graphs, the kernels in them, seconds, and what it could
-    not keep in one graph or had to do again."""
+    """What `torch.compile` did while the program was analyzed: graphs, their kernels, seconds, graph breaks and
+    recompilations."""
 
     graphs: int
     kernels: int
@@ -166,18 +166,19 @@ class Summary:
     """The step as a whole.
 
     Attributes:
-        wall_ms: of a step in a sequence of steps, as a loop runs them. wall_spread: width of its interval over itself.
+        wall_ms: time of a step in a sequence of steps, as a loop runs them. wall_spread: width of its interval divided
+            by itself.
         busy_ms: time during which the device works.
         op_roof_ms, fused_roof_ms: see `rooftop.analysis.floors`.
-        kernels: launches of one step. samples: of one step, as its first input tells
-            (see `Program.samples`).
+        kernels: launches of one step. samples: samples of one step, from its first input (see `Program.samples`).
         repeats: how often each operator was timed.
-        wall_low_ms, wall_high_ms: its interval: the fastest steps, and what half of them stayed below.
-        latency_ms: of one step alone, from an idle device to the end of its work; what one request waits for.
+        wall_low_ms, wall_high_ms: its interval: the fastest steps, and the median.
+        latency_ms: time of one step alone, from an idle device to the end of its work: the waiting time of one request.
         latency_low_ms, latency_high_ms: its interval.
-        disturbed: other programs took what this one needed, or its times were not reproduced (a note says which).
+        disturbed: other programs used resources that this one needed, or its times were not reproduced (a note says
+            which).
 
-    What a report before these had no place for is None.
+    Fields that older reports lack are None.
     """
 
     wall_ms: float
@@ -211,7 +212,7 @@ class Summary:
 
     @property
     def device_bound(self) -> bool:
-        """Whether the device sets the pace of a loop of such steps, and not the host."""
+        """Whether the device, not the host, sets the pace of a loop of such steps."""
         return self.busy_ms >= DEVICE_BOUND * self.wall_ms
 
 
@@ -221,19 +222,19 @@ DEVICE_BOUND = 0.9
 
 @dataclass(frozen=True, repr=False)
 class ReportContents:
-    """What the result of `rooftop.analyze` holds; `rooftop.analysis.Report` has its forms.
+    """The contents of `rooftop.analyze`'s result; `rooftop.analysis.Report` has its output formats.
 
     Attributes:
         target, mode ("inference", "training" or "callable"), inputs, created: what was analyzed and when (UTC).
-        device, versions, ceilings: where. They are plain dicts, as in the JSON.
+        device, versions, ceilings: the machine, as plain dicts like those in the JSON.
         summary, gaps, coverage: the step as a whole; coverage is the fraction of the measured operator time that has
             a real cost formula.
         ops: by falling time. modules: the tree's root. advice: by falling gain.
         memory: (ms since the step began, allocated bytes) and `peak_bytes`.
         compilation: what `torch.compile` did, None if nothing is compiled.
-        ranks: of a distributed step, None in a single process; the rest is then about rank 0.
+        ranks: ranks of a distributed step, None in a single process; the rest is then about rank 0.
         predicted: nothing was measured: each operator takes its roof (see `rooftop.predict`).
-        notes: what a reader should know about the measurement.
+        notes: facts about the measurement that a reader should know.
     """
 
     target: str
@@ -263,7 +264,7 @@ class ReportContents:
 
     @property
     def pace(self) -> str:
-        """What sets the pace of a loop of such steps, and what one step alone waits for; "" if no GPU was timed."""
+        """What limits a loop of such steps, and the latency of one step alone; "" if no GPU was timed."""
         summary = self.summary
         if self.predicted or summary.latency_ms is None:
             return ""

@@ -1,4 +1,4 @@
-"""A finished report from what was measured: rows, tree, gaps, coverage and advice."""
+"""A finished report from the measurements: rows, tree, gaps, coverage and advice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import rooftop
 from rooftop.analysis.advice import advise
 from rooftop.analysis.findings import Findings
 from rooftop.analysis.floors import comparable, module_tree, operator_rows
-from rooftop.analysis.formats import time_text
+from rooftop.analysis.formats import counted, time_text
 from rooftop.analysis.profiling import UNEXPLAINED, Profile
 from rooftop.analysis.program import describe_tensor
 from rooftop.analysis.report import Report
@@ -26,11 +26,11 @@ from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.page_faults import KEEP_MEMORY
 
 MEMORY_POINTS = 2000
-"""Most points of the memory curve that a report keeps."""
+"""The most points of the memory curve in a report."""
 NOISY = 0.05
-"""An interval of the wall time that is wider than this, relative to it, is said in a note."""
+"""A wider interval of the wall time than this, relative to it, gets a note."""
 HOST_THREADS = 2
-"""What a step on a GPU wants of the CPU: a thread for the program and one for its backward pass."""
+"""CPU threads that a step on a GPU needs: one for the program and one for its backward pass."""
 
 
 def report_of(
@@ -48,11 +48,11 @@ def report_of(
     """The report of a profile.
 
     Args:
-        profile: what was measured. ceilings: what it is compared with.
-        target, mode, inputs: what was measured, as the report shows it.
-        samples: that one step takes, if it is known. batched: see `Findings`.
+        profile: the measurements. ceilings: ceilings to compare with. target, mode, inputs: descriptions for the
+        report.
+        samples: number of samples of a step, if known. batched: see `Findings`.
         root_type: the class of the outermost module.
-        notes: what a reader should know besides what the profile says itself.
+        notes: notes in addition to the profile's own.
     """
     operators = [replace(op, record=comparable(op.record, ceilings)) for op in profile.operators]
     rows = operator_rows(operators, ceilings)
@@ -145,7 +145,7 @@ def _balance(
 
 
 def _crowded(profile: Profile) -> bool:
-    """Whether other programs took cores that the step wanted."""
+    """Whether other programs used cores that the step needed."""
     return profile.load.disturbs(torch.get_num_threads() if profile.device.type == "cpu" else HOST_THREADS)
 
 
@@ -158,8 +158,8 @@ def _slowed(profile: Profile, ceilings: Ceilings) -> tuple[str, float] | None:
 
 
 def _drifted(profile: Profile) -> list[str]:
-    """What differed between the moments of the measurement, in words, on a CPU. Where the machine is not
-    equally fast for a few seconds, another process finds another time."""
+    """Differences between the moments of the measurement, in words, on a CPU. If the machine's speed varies over a few
+    seconds, another process measures another time."""
     if profile.pulse is None:
         return []
     seen, varied = list[str](), profile.pulse.varied
@@ -172,7 +172,7 @@ def _drifted(profile: Profile) -> list[str]:
 
 
 def _noise(profile: Profile, ceilings: Ceilings) -> list[str]:
-    """What cannot be said, where the times of a step were not reproduced."""
+    """What the report cannot claim because the times of a step were not reproduced."""
     wall, slowed, drifted = profile.wall, _slowed(profile, ceilings), _drifted(profile)
     faults_ms = profile.faults.step_ms(torch.get_num_threads())
     if not (_crowded(profile) or slowed or drifted or faults_ms > NOISY * wall.ms) and wall.spread <= NOISY:
@@ -231,7 +231,7 @@ def _coverage(rows: Sequence[OperatorRow], profile: Profile) -> float:
 
 
 def _thinned(curve: list[tuple[float, int]], points: int) -> list[tuple[float, int]]:
-    """At most about this many points of a step curve; of each stretch the lowest and the highest are kept."""
+    """About `points` points of a step curve; the lowest and the highest of each stretch are kept."""
     if len(curve) <= points:
         return curve
     stretch = -(-2 * len(curve) // points)
@@ -243,7 +243,7 @@ def _thinned(curve: list[tuple[float, int]], points: int) -> list[tuple[float, i
 
 
 def _device(device: torch.device) -> dict[str, Any]:
-    """The device that ran, as `rooftop device` describes it."""
+    """The device of the step, as `rooftop device` describes it."""
     kinds = [d for d in devices() if d.kind == device.type]
     return kinds[device.index or 0 if device.type == "cuda" else 0].to_dict()
 
@@ -254,7 +254,7 @@ def _versions(ceilings: Ceilings) -> dict[str, str]:
 
 
 def _disturbances(ceilings: Ceilings, profile: Profile) -> list[str]:
-    """Those of the figures that this step is compared with, in one line."""
+    """Disturbances of the figures that this step is compared with, in one line."""
     used = {"memory", "launches"}.union(
         *(op.record.cost.flops for op in profile.operators if op.record.cost is not None),
         {"transfers"} if any("HtoD" in k.name or "DtoH" in k.name for k in profile.plain.kernels) else (),
@@ -263,7 +263,8 @@ def _disturbances(ceilings: Ceilings, profile: Profile) -> list[str]:
     if not disturbed:
         return []
     first = f"{', '.join(disturbed[:3])}{', ...' if len(disturbed) > 3 else ''}"
+    was = "was" if len(disturbed) == 1 else "were"
     return [
-        f"{len(disturbed)} ceilings were disturbed while measured and may be too low ({first}). On a quiet machine "
-        "measure them again: rooftop ceilings --refresh"
+        f"{counted(len(disturbed), 'ceiling')} {was} disturbed while measured and may be too low ({first}). On a quiet "
+        "machine measure again: rooftop ceilings --refresh"
     ]

@@ -1,7 +1,7 @@
-"""What a script finds around itself as it runs: arguments, module path, current folder, output, room on the stack.
+"""A script's environment while it runs: arguments, module path, current folder, output, stack size.
 
-The report is made when the script's last line has run, in the folder and with the output of before. After it the script
-has its own again, since its threads and exit functions are not over.
+The report is created when the script's last line has run, in the earlier folder and with the earlier output. Then the
+script's environment returns, since its threads and exit functions may still run.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class _State:
 
 
 class Surroundings:
-    """Inside the `with` block, what a script expects; after it, what was there before; from `again` on, what the script
-    left.
+    """Within the `with` block, the script's environment; after it, the earlier one; after `again`, the one that the
+    script left.
 
-    Where the output of before is closed after the block, it is the script's, or else stderr.
+    If the earlier output is closed after the block, the script's is used, or else stderr.
     """
 
     def __init__(self, script: Path, arguments: Sequence[str]) -> None:
@@ -73,7 +73,7 @@ class Surroundings:
 
 
 def _started_by_rooftop() -> bool:
-    """Whether this process is the command `rooftop`, whose own folder Python has put first into `sys.path`."""
+    """Whether this process is the command `rooftop`, whose folder Python has put first into `sys.path`."""
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     name = spec.name if spec is not None else Path(getattr(main, "__file__", None) or "").stem
@@ -85,7 +85,7 @@ def _is_open(stream: Any) -> bool:
     try:
         stream.flush()
         return not stream.closed and os.fstat(stream.fileno()) is not None
-    except UnsupportedOperation:  # no file is behind it
+    except UnsupportedOperation:  # it has no file
         return True
     except (ValueError, OSError, AttributeError):
         return False
@@ -93,7 +93,7 @@ def _is_open(stream: Any) -> bool:
 
 @contextmanager
 def room_below() -> Iterator[None]:
-    """The script has as many frames for itself as it would have alone."""
+    """The script has as many stack frames as it would have alone."""
     limit, depth = sys.getrecursionlimit(), len(inspect.stack(0))
     sys.setrecursionlimit(limit + depth)
     try:
@@ -104,7 +104,7 @@ def room_below() -> Iterator[None]:
 
 
 def end_of_child(main: ModuleType, status: int) -> NoReturn:
-    """As Python ends a process: threads end, what is registered for the exit runs, open files are written."""
+    """Ends the process as Python does: threads end, exit functions run, open files are written."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

@@ -1,7 +1,7 @@
-"""A Python script, run as it is and recorded: `rooftop analyze train.py -- --epochs 1`.
+"""A Python script, run unchanged and recorded: `rooftop analyze train.py -- --epochs 1`.
 
-The script must not notice: what it prints, its random numbers, its exit status and how it ends stay as they are. A
-report is made of it however it ends, also by `os._exit` and by Ctrl-C, if enough steps were recorded.
+The script must not notice: its output, its random numbers, its exit status and its end do not change. A report is
+created however the script ends, also by `os._exit` and by Ctrl-C, if enough steps were recorded.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from rooftop.hardware.traces import let_profiler_say_its_word
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """How a script ended, and what was seen of it.
+    """How a script ended, and its recording.
 
     Attributes:
-        report: None if too little ran, and at all ranks but the first.
+        report: None if too little ran, and on all ranks but the first.
         status: its exit status.
-        problem: in one line why it failed, or why there is no report; "" if all is well.
-        error: what it raised; a KeyboardInterrupt is the user's.
-        traceback: what Python would have printed of the error; "" where the script's own `sys.excepthook` has said it.
-        resume: puts back what the script has made of its surroundings (`sys.argv`, `sys.path`, `sys.stdout`, the
-            current folder, `__main__`): for threads and functions that run after it, when the process exits.
+        problem: in one line, why it failed, or why there is no report; "" if neither.
+        error: the exception that it raised; KeyboardInterrupt means Ctrl-C.
+        traceback: Python's output for the error; "" if the script's own `sys.excepthook` has printed it.
+        resume: restores the environment as the script left it (`sys.argv`, `sys.path`, `sys.stdout`, the current
+            folder, `__main__`): for threads and functions that run after it, when the process exits.
     """
 
     report: Report | None
@@ -67,8 +67,7 @@ def analyze_script(
     module; a script with none of these is one step, recorded as a whole.
 
     Args:
-        path: the script. arguments: what it finds in `sys.argv[1:]`.
-        device, ceilings, trace: as for `rooftop.recording`.
+        path: the script. arguments: its `sys.argv[1:]`. device, ceilings, trace: as for `rooftop.recording`.
 
     Raises:
         InputError: no such file, or no operator of PyTorch ran in it.
@@ -93,11 +92,11 @@ def run_script(
     trace: str | os.PathLike[str] | None = None,
     before_exit: Callable[[ScriptRun], None] = lambda run: None,
 ) -> ScriptRun:
-    """Run a script as `python SCRIPT ARGUMENTS` would; what it raises is part of the result.
+    """Run a script as `python SCRIPT ARGUMENTS` would; its exception is part of the result.
 
     Args:
-        before_exit: called with the result where the script ends the process itself, with `os._exit`.
-        The others: see `analyze_script`.
+        before_exit: called with the result if the script ends the process itself, with `os._exit`.
+        The other arguments: see `analyze_script`.
 
     Raises:
         InputError: no such file.
@@ -119,7 +118,7 @@ def run_script(
     end_process = os._exit
 
     def exit_now(status: int) -> NoReturn:
-        """As `os._exit`, which runs no `finally` and no `atexit`; before it, the report."""
+        """Like `os._exit`, which runs no `finally` and no `atexit`, but reports first."""
         if os.getpid() == process and recorded.is_open:
             try:
                 recorded.close()
@@ -162,7 +161,7 @@ def _said(error: BaseException) -> str:
 
 
 def _hooked(hook: Callable[..., Any], failure: BaseException, trace: TracebackType | None) -> int:
-    """The exit status after the script's own `sys.excepthook`; one that raises is treated as Python treats it."""
+    """The exit status after the script's own `sys.excepthook`; an exception in it is handled as Python handles it."""
     try:
         hook(type(failure), failure, trace)
     except SystemExit as end:
@@ -176,7 +175,7 @@ def _hooked(hook: Callable[..., Any], failure: BaseException, trace: TracebackTy
 
 
 def _status(end: SystemExit, script: Path) -> tuple[int, str]:
-    """What Python makes of `sys.exit(code)`: a text is printed, and means 1."""
+    """The exit status for `sys.exit(code)`: a text is printed, and means 1."""
     if end.code is None or isinstance(end.code, int):
         status = end.code or 0
         return status, f"{script} ended with exit status {status}" if status else ""
@@ -195,7 +194,7 @@ def _reported(
     problem: str = "",
     error: BaseException | None = None,
 ) -> ScriptRun:
-    """The report of a script that has ended, with what else ran, and with all ranks at the first one."""
+    """The report of a script that has ended, with the work of other processes, and on the first rank with all ranks."""
     recorded.notes += [said for said in (others.said, recorded.said_of_threads) if said]
     ranks, missing = None, list[str]()
     if several:
@@ -215,7 +214,7 @@ def _reported(
 
 
 def _device_of_rank(device: torch.device | str | None) -> torch.device | str | None:
-    """The GPU of this rank, as programs under `torchrun` choose it. A GPU named by its number stays."""
+    """The GPU of this rank, as programs under `torchrun` choose it. A GPU that was named by its number stays."""
     if str(device) == "cpu" or not torch.cuda.is_available() or torch.device(device or "cuda").index is not None:
         return device
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -223,10 +222,10 @@ def _device_of_rank(device: torch.device | str | None) -> torch.device | str | N
 
 
 def _run(script: Path, one_of_ranks: bool) -> None:
-    """Run it. A process that it forked and that comes to its end ends here: there is one report, the first one's.
+    """Run it. A process that the script forked ends here: only the first process reports.
 
     Args:
-        one_of_ranks: its variables go with its end: what uses a process group must be gone before that is (see
+        one_of_ranks: its variables go with its end: users of a process group must end before the group (see
             `process_groups_kept`).
     """
     process = os.getpid()

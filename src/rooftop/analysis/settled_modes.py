@@ -1,7 +1,7 @@
 """Contexts of the program that begin in one stage of a recording and end in another.
 
-A recording pushes a dispatch mode for a labelled step and takes it away after it, wherever in the program's own
-contexts that is. PyTorch expects contexts to end in the opposite order of their beginning. Two of them would go wrong:
+A recording enters a dispatch mode for a labelled step and removes it afterwards, possibly from below the program's own
+contexts. PyTorch expects contexts to exit in reverse order of their entry. Two of them would fail:
 
     torch.inference_mode    puts back which modes are asked as that was at its beginning
     TorchDispatchMode       takes away whichever mode is the last one, and puts back flags as they were
@@ -49,14 +49,14 @@ def modes_settled() -> Iterator[None]:
 
 
 def _modes_above(mode: TorchDispatchMode) -> list[TorchDispatchMode]:
-    """Modes that began after this one and have not ended, the earliest first; of PyTorch's own it orders itself."""
+    """Modes that began after this one and have not ended, the earliest first; PyTorch orders its own modes."""
     count = torch._C._len_torch_dispatch_stack()
     stack = [torch._C._get_dispatch_stack_at(index) for index in range(count)]
     places = [place for place, other in enumerate(stack) if other is mode]
     return stack[places[-1] + 1 :] if places and getattr(mode, "_mode_key", None) is None else []
 
 
-_FLAGS = (  # each mode keeps what they were before it; (where, the global, what a mode makes of it)
+_FLAGS = (  # each mode saves their earlier values; (where, the global, the value that a mode gives it)
     ("old_dispatch_mode_flags", "_is_in_torch_dispatch_mode", lambda mode: True),
     (
         "old_non_infra_dispatch_mode_flags",
@@ -72,8 +72,8 @@ _FLAGS = (  # each mode keeps what they were before it; (where, the global, what
 
 
 def _flags_without(ended: TorchDispatchMode, above: list[TorchDispatchMode]) -> None:
-    """What PyTorch remembers of active modes, as if the ended one had never been below the others."""
-    known = [flag for flag in _FLAGS if hasattr(_python_dispatch, flag[1])]  # the third is of PyTorch 2.13
+    """PyTorch's saved values of active modes, as if the ended mode had never been below the others."""
+    known = [flag for flag in _FLAGS if hasattr(_python_dispatch, flag[1])]  # the third exists since PyTorch 2.13
     for kept, name, turns_on in known:
         flag = getattr(ended, kept).pop()
         for mode in above:

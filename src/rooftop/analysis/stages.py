@@ -1,15 +1,15 @@
-"""What a recording does during which step, and what it keeps of the steps of one kind.
+"""The work of a recording in each step, and what it keeps of the steps of one kind.
 
     step of a script        1      2      3     4      5-7       8         9 and on
                             whole  early  warm  plain  labelled  settling  timed
 
-`whole` and `early` are labelled: they are what a report is made of if no more steps come. `warm` lets caches settle,
+`whole` and `early` are labelled: the report is based on them if no more steps follow. `warm` lets caches settle,
 `plain` runs under the profiler alone, `labelled` steps give each operator's time, `settling` lets the host run ahead
-again, and `timed` steps are undisturbed. If the program compiles, its first steps are left alone. If it is one of
+again, and `timed` steps are undisturbed. If the program compiles, its first steps are not watched. If it is one of
 several ranks, a few more steps run under the profiler (`ranks`). Ranks on GPUs use NCCL, and then CUPTI stays attached
-after the profiler (see `hardware.cupti`) and slows later steps. So some steps are timed `before` the profiler begins.
-A step that does more than the others, such as the last one before an evaluation, is not typical: it is not timed, and
-a watched stage that includes it is repeated.
+after the profiler (see `hardware.cupti`) and slows later steps. So some steps are timed `before` the profiler begins. A
+step that does more than the others, such as the last one before an evaluation, is not typical. It is not timed, and a
+watched stage that includes it is repeated.
 """
 
 from __future__ import annotations
@@ -30,29 +30,31 @@ from rooftop.analysis.profiling import COMPILED_WARM_UP_STEPS
 from rooftop.hardware.page_faults import NO_FAULTS, PageFaults, page_faults
 
 LABELLED = 3
-LONG_LABELLED_MS = 2000.0  # where a labelled step takes longer, there is one of these
-WARM_UP = 3  # steps before the first that counts: allocators, autotuners
-COMPILED_WARM_UP = 1 + COMPILED_WARM_UP_STEPS  # where something is compiled in them
+LONG_LABELLED_MS = 2000.0  # if a labelled step takes longer, there is one of these
+WARM_UP = 3  # steps before the first counted one: allocators, autotuners
+COMPILED_WARM_UP = 1 + COMPILED_WARM_UP_STEPS  # if something is compiled in them
 LEAST_TIMED, TIMED_STEPS, TIMED_SECONDS = 3, 1000, 10.0  # undisturbed steps: at least, and until either is reached
 NEEDED = WARM_UP + 1 + LABELLED + 1 + LEAST_TIMED
-"""Steps after which a recording has all that it wants (more where something is compiled, and of several ranks)."""
+"""Number of steps of a complete recording (more if the program compiles, or is one of several ranks)."""
 RANK_STEPS = 6  # of a rank under the profiler
 BEFORE_STEPS, BEFORE_SECONDS = 6, 2.0  # undisturbed steps before a profiler that stays: until either is reached
-MOST_REPEATS = 5  # of steps that were watched, and then turned out to be no example of the others
+MOST_REPEATS = 5  # of watched steps that differed from the others
 
 MOST_MODULE_CALLS = 3_000  # from outside any module, in one watched stage: the profiler keeps 50 kB of a small one
-LONG_STAGE_S, LONG_STAGE_LAPS = 10.0, 20  # a watched stage longer than both, the latter in usual steps, is no step
+LONG_STAGE_S, LONG_STAGE_LAPS = 10.0, 20  # a watched stage longer than both, the latter in usual steps, is not a step
 
 UNDISTURBED = ("warm", "before", "settling", "timed")
 Calls = tuple[int, int]
-"""Of modules and of backward in a step: what tells a step with an evaluation in it from one without."""
+"""Calls of modules and of backward in a step: they distinguish a step with an evaluation from one without."""
 NO_STEP: Calls = (-1, -1)
-"""Of a stretch between two steps that holds something else, as where one training ends and another begins."""
+"""A stretch between two steps that contains other work, for example between the end of one training and the begin of
+another.
+"""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A name, and for how many steps (0: until enough were timed)."""
+    """A name, and the number of its steps (0: until enough were timed)."""
 
     name: str
     steps: int
@@ -62,7 +64,8 @@ def stages(*, found: bool, compiled: bool, ranks: bool, stays: bool = False) -> 
     """The stages of the steps, from the first one on.
 
     Args:
-        found: the steps were found, not told: only then is it known at the first one whether something is compiled.
+        found: the steps were found, not reported by the program: only then is it known at the first step whether the
+            program compiles.
         compiled: something is compiled. ranks: this is one of several ranks.
         stays: once a profiler has begun, CUPTI stays attached: so it begins late.
     """
@@ -88,7 +91,7 @@ def steps_needed(planned: Sequence[Stage]) -> int:
 
 @dataclass(frozen=True)
 class Lap:
-    """A step as the host's clock saw it: its number from 1, the stage, ms, what it called."""
+    """A step by the host's clock: its number from 1, the stage, ms, its calls."""
 
     number: int
     stage: str
@@ -98,8 +101,8 @@ class Lap:
 
 @dataclass(frozen=True)
 class Watched:
-    """A labelled stretch, what its modules took in and gave out, how long it took, how many steps it is (0: a block
-    without steps), and whether records ran out before its end."""
+    """A labelled stretch: the inputs and outputs of its modules, its time, its number of steps (0: a block without
+    steps), and whether records ran out before its end."""
 
     labelled: Labelled
     seen: ModuleTracker
@@ -110,15 +113,15 @@ class Watched:
 
 @dataclass
 class Laps:
-    """What was recorded of steps of one kind.
+    """The recorded steps of one kind.
 
     Attributes:
-        steps: that have ended.
+        steps: number of ended steps.
         laps: the first ones by the host's clock.
         whole, early: labelled steps for a program that ends soon.
         plain, labelled: the step under the profiler, and the labelled ones.
         timed_ms, timed_calls: durations of undisturbed steps, and what each called.
-        before_ms, before_calls: the same, of steps before a profiler that stays.
+        before_ms, before_calls: the same for steps before a profiler that stays attached.
         faults: page faults of a timed step; 0 on a GPU.
     """
 
@@ -137,7 +140,7 @@ class Laps:
 
     @property
     def usual_calls(self) -> Calls | None:
-        """What most steps call; None while no two have called the same."""
+        """The calls of most steps; None until two steps have made the same calls."""
         counts = Counter([*(lap.calls for lap in self.laps if lap.number > 1), *self.timed_calls])
         calls, times = counts.most_common(1)[0] if counts else ((0, 0), 0)
         return calls if times > 1 else None
@@ -148,7 +151,7 @@ class Laps:
 
     @property
     def median_ms(self) -> float:
-        """Of the steps so far, watched or not; 0 before the first has ended."""
+        """Median of the steps so far, watched or not; 0 before the first has ended."""
         return median(lap.ms for lap in self.laps) if self.laps else 0.0
 
     @property
@@ -158,7 +161,7 @@ class Laps:
 
     @property
     def steady_before_ms(self) -> list[float]:
-        """The same, of steps before a profiler that stays."""
+        """The same for steps before a profiler that stays attached."""
         return self._usual(self.before_ms, self.before_calls)
 
     def _usual(self, durations_ms: list[float], called: list[Calls]) -> list[float]:
@@ -171,7 +174,7 @@ class Laps:
 
     @property
     def undisturbed_ms(self) -> list[float]:
-        """Steps that nothing watched, from the third one on, else from the second."""
+        """Unwatched steps, from the third one on, or else from the second."""
         usual = self.usual_calls
         laps = [lap for lap in self.laps if lap.stage in UNDISTURBED and (usual is None or lap.calls == usual)]
         return [lap.ms for lap in laps if lap.number > 2] or [lap.ms for lap in laps if lap.number > 1]
@@ -180,8 +183,8 @@ class Laps:
 class StepClock:
     """Times steps from mark to mark. It never waits for the device: on a GPU the marks are events of its stream.
 
-    A host that runs ahead of its GPU passes some marks early and is held up at others; the GPU passes each when it has
-    done what came before it.
+    A host that runs ahead of its GPU passes some marks early and is held up at others. The GPU passes each mark after
+    the work before it.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,7 +1,7 @@
-"""Where the steps of a program end that does not say so.
+"""Finds where the steps of a program end if the program does not mark them.
 
-What happens in the program is counted as it comes. The coarsest marker that came leads, and each of its ends is the end
-of a step:
+The program's events are counted as they occur. The coarsest marker so far leads, and each of its ends is the end of a
+step:
 
     OPTIMIZER   `Optimizer.step`, also where a GradScaler skips it
     BACKWARD    `loss.backward()`: a loop that updates its weights by hand
@@ -9,12 +9,12 @@ of a step:
     CALL        the call of a module with parameters, from outside any module: inference
     BARE_CALL   the call of a module without parameters
 
-A marker of a higher level takes the lead whenever it first comes: a program that evaluates before it trains is judged
-by its training. Of several optimizers the first leads, unless another one steps once for each so many of its steps (a
-critic that trains five times a generator).
+A marker of a higher level takes the lead when it first occurs: a program that evaluates before it trains is judged by
+its training. Of several optimizers the first leads, unless another one steps once for several of its steps (a critic
+that trains five times as often as a generator).
 
 Module calls are seen through `nn.Module.__call__`, not through hooks: global hooks would be compiled into the program's
-code. The function in its place costs about 0.2 us a call and compiles to nothing.
+code. The replacement function costs about 0.2 us a call and compiles to nothing.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from rooftop.hardware.module_paths import inner_modules, own_parameters
 
 MOST_INNER_STEPS = 16  # of the leading marker in one step of a coarser one; more is an epoch
 MOST_THREADS = 16  # kept by name; a program may start new threads at each step
-FORGOTTEN_AFTER = 24  # markers of another optimizer without one of the leading: the program has gone on without it
+FORGOTTEN_AFTER = 24  # markers of another optimizer without one of the leading: the program has continued without it
 
 
 class Level(IntEnum):
-    """What ends a step, the finest first."""
+    """Events that end a step, the finest first."""
 
     BARE_CALL = 1
     CALL = 2
@@ -54,11 +54,11 @@ class Level(IntEnum):
 
 
 class Watcher(Protocol):
-    """What a `StepFinder` tells. All calls come from the thread that the finder was opened in."""
+    """The receiver of a `StepFinder`'s reports. All calls come from the thread in which the finder was opened."""
 
     @property
     def in_charge(self) -> bool:
-        """Whether it wants to be told now; what happens while it does not is forgotten."""
+        """Whether it wants reports now; other events are forgotten."""
 
     def work_begins(self, compiled: bool) -> None:
         """The first call of a module begins; `compiled`: by `torch.compile`."""
@@ -67,25 +67,25 @@ class Watcher(Protocol):
         """A call of a module begins, from outside any module."""
 
     def leader_changes(self) -> None:
-        """A coarser marker has come: what was taken for a step until now was less. `step_ends` follows."""
+        """A coarser marker has occurred: the steps so far were only parts of one. `step_ends` follows."""
 
     def step_ends(self, calls: tuple[int, int], whole: bool) -> None:
-        """A step ends. `calls`: of modules with parameters and of backward since the last one; `whole`: it began where
-        a step of the same kind ended."""
+        """A step ends. `calls`: calls of modules with parameters and of backward since the last step. `whole`: whether
+        it began where a step of the same kind ended."""
 
     def compiles(self) -> None:
         """The program calls `torch.compile`."""
 
 
 class StepFinder:
-    """While active (`with`), tells the watcher where steps end.
+    """While active (`with`), reports the ends of steps to the watcher.
 
     Attributes:
-        level: of the leading marker; None until one has come.
+        level: level of the leading marker; None until one has occurred.
         began_at: (`time.perf_counter`) when the first step of the leading kind began: its first call of a module, with
             gradients if they are computed. None if no module was called.
-        threads: CPU seconds that each other thread spent in calls of modules, by its name; of `MOST_THREADS`, and of
-            all others together by the name "".
+        threads: CPU seconds of each other thread in calls of modules, by the thread's name; for `MOST_THREADS`, and for
+            all others together under the name "".
     """
 
     def __init__(self, watcher: Watcher) -> None:
@@ -103,7 +103,9 @@ class StepFinder:
         self._optimizer_steps = 0
         self._stepped: torch.optim.Optimizer | None = None  # it has, and its label has not ended yet
         self._led = 0  # steps of the leading marker
-        self._others = WeakIdKeyDictionary()  # marker beside the leading one (the finder: one without object) -> _Other
+        self._others = (
+            WeakIdKeyDictionary()
+        )  # marker other than the leading one (the finder: one without object) -> _Other
         self._is_over = False
         self._around = ExitStack()
         self._calls_patched = ExitStack()
@@ -149,7 +151,9 @@ class StepFinder:
         return wraps(original)(__call__)
 
     def _called(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A call from outside any module; of other threads, and of what backward computes again, only the time."""
+        """A call from outside any module; for other threads, and for recomputation in backward, only the time
+        counts.
+        """
         thread = threading.get_ident()
         if torch._C._current_autograd_node() is not None:
             return original(module, *args, **kwargs)
@@ -200,7 +204,7 @@ class StepFinder:
         return differentiating
 
     def _scaled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """GradScaler.step, which does not step the optimizer where a gradient has become infinite."""
+        """GradScaler.step, which does not step the optimizer if a gradient has become infinite."""
 
         @wraps(original)
         def step(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -214,7 +218,7 @@ class StepFinder:
         return step
 
     def _compiling(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What a module keeps that takes it by name (`from torch import compile`), longer than it is to be told."""
+        """A module that imports it by name (`from torch import compile`) keeps it longer than we listen to it."""
         known = weakref.ref(self)
 
         @wraps(original)
@@ -238,7 +242,7 @@ class StepFinder:
         self._stepped = optimizer
 
     def _optimizer_ended(self, raised: bool) -> None:
-        """The step of the program ends here. An optimizer that steps another one steps when it is done itself."""
+        """The step of the program ends here. An optimizer that steps another one has stepped when it is done itself."""
         if self._is_elsewhere():
             return
         if raised:  # its last hook did not run
@@ -252,7 +256,7 @@ class StepFinder:
         """Whether this is another thread, or inside a backward pass."""
         return threading.get_ident() != self._thread or torch._C._current_autograd_node() is not None
 
-    # ---- which of it ends a step ---------------------------------------------------------------------------------
+    # ---- which event ends a step -----------------------------------------------------------------------------------
 
     def _marked(self, level: Level, what: Any) -> None:
         if not self._watcher.in_charge or (self.level is not None and level < self.level):
@@ -285,14 +289,14 @@ class StepFinder:
         self._others.clear()
 
     def _is_coarser(self, what: Any) -> bool:
-        """Whether it came twice after the same number of steps, more than one, of the leading marker."""
+        """Whether it occurred twice after the same number of steps, more than one, of the leading marker."""
         other = self._others.setdefault(self if what is None else what, _Other())
         since, before = self._led - other.led, other.since
         other.led, other.since = self._led, since
         return 1 < since <= MOST_INNER_STEPS and since == before
 
     def _is_forgotten(self, what: Any) -> bool:
-        """Whether the leading marker is gone, or has not come for long, and this one goes on in its place."""
+        """Whether the leading marker has ended, or has not occurred for long, and this one continues in its place."""
         other = self._others[self if what is None else what]
         other.alone = other.alone + 1 if other.alone_since == self._led else 1
         other.alone_since = self._led
@@ -300,8 +304,8 @@ class StepFinder:
 
 
 class _Other:
-    """A marker beside the leading one: the leading steps before it came last and between its last two; how often it
-    came since without one of them."""
+    """A marker other than the leading one: the number of leading steps before its last occurrence and between its last
+    two; how often it has occurred since without a leading step."""
 
     def __init__(self) -> None:
         self.led, self.since = 0, 0

@@ -39,7 +39,7 @@ def render_text(report: ReportContents, rows: int) -> str:
 
 
 def renderable(report: ReportContents, rows: int) -> RenderableType:
-    """The report for a rich console, in colour where the console has any."""
+    """The report for a rich console, in colour if the console supports it."""
     parts: list[RenderableType] = [_heading(report), _gaps(report)]
     if report.pace:
         parts.append(Text(report.pace, style="dim"))
@@ -119,7 +119,7 @@ def _advice(report: ReportContents) -> Table:
 
 
 def _gain(item: Advice) -> str:
-    """With its interval, if the two ends of that read differently."""
+    """The gain, with its interval if the two ends have different texts."""
     gain, low, high = (time_text(ms) if ms is not None else "" for ms in (item.gain_ms, item.low_ms, item.high_ms))
     return gain if not low or not high or low == high else f"{gain}\n{low} to\n{high}"
 
@@ -185,7 +185,7 @@ def _operators(report: ReportContents, rows: int) -> Table:
 
 
 def _operator(row: OperatorRow, width: int) -> str:
-    """The operator and its phase. Names of fused kernels differ at their ends: long ones are cut in the middle."""
+    """The operator and its phase. Names of fused kernels differ at their ends, so long ones are cut in the middle."""
     name = row.name.removeprefix("aten::").removeprefix("inductor::")
     phase = {"backward": " (bwd)", "optimizer": " (opt)"}.get(row.phase, "")
     return shortened(name, width - len(phase), tail=(width - len(phase)) // 2) + phase

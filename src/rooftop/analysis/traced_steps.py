@@ -1,11 +1,12 @@
-"""What a program does otherwise while it is compiled, or captured into a CUDA graph.
+"""What a program does differently while it is compiled, or captured into a CUDA graph.
 
-A program may ask whether it is, and run other operators then: transformers leaves out an attention mask that masks
-nothing, but not where looking at it would break the capture, and attention with a mask is slower. Advice to compile or
-to capture must know. So it is noticed whether a program asks, and if it does, some steps run with "yes" for an answer.
+A program may ask whether it is, and then run other operators. For example, transformers omits an attention mask that
+masks nothing, but not if looking at it would break the capture; and attention with a mask is slower. Advice to compile
+or to capture must take this into account. So this module notices whether a program asks, and if it does, some steps run
+with "yes" as the answer.
 
-PyTorch itself asks as well (its optimizers refuse to be captured unprepared): it is told the truth. A program with
-compiled parts is not asked: what is put in place here would be compiled into them, in a graph of its own.
+PyTorch itself asks as well (its optimizers refuse to be captured unprepared): it gets the true answer. A program with
+compiled parts is not watched: the replaced functions would be compiled into them, in a separate graph.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class TracingQuestions:
 
     @contextmanager
     def noticed(self) -> Iterator[None]:
-        """Answers as ever."""
+        """Answers truthfully, and notes that the program asked."""
 
         def notice(original: Callable[..., bool], *args: Any) -> bool:
             self.asked = True
@@ -48,16 +49,16 @@ class TracingQuestions:
 
     @contextmanager
     def affirmed(self) -> Iterator[None]:
-        """Says to the program that it is compiled and captured."""
+        """Tells the program that it is compiled and captured."""
         with _answered(lambda original, *args: True):
             yield
 
 
 @contextmanager
 def _answered(answer: Callable[..., bool]) -> Iterator[None]:
-    """`answer` (of the original and its arguments) in place of the originals, for those who are not told the truth.
+    """`answer` (of the original and its arguments) in place of the originals, except for callers that get the truth.
 
-    A module that is first imported in the block keeps what is in their place: it answers as the originals afterwards.
+    A module that is first imported in the block keeps the replacement, which answers like the original afterwards.
     """
     is_over = False
 

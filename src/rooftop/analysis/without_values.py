@@ -1,4 +1,4 @@
-"""Functions of libraries that look at values, answered for fake tensors, which have none.
+"""Library functions that read values, with answers for fake tensors, which have none.
 
 | function | why it looks | for fake tensors |
 |---|---|---|
@@ -8,7 +8,8 @@
 | `coalesce` of sparse tensors | equal indices become one | all are different, as costs count indices |
 | `to_sparse` of dense ones, sparse times sparse | what is not 0 is stored | refused, like `nonzero` |
 
-Left to itself transformers builds a mask for every fake tensor, and a decoder is counted without its causal kernel.
+Otherwise transformers would build a mask for every fake tensor, and a decoder would be counted without its causal
+kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 
 @contextmanager
 def answered_without_values() -> Iterator[None]:
-    """Inside, these functions answer for fake tensors without their values; real tensors are none of its concern."""
+    """Within the block, these functions answer for fake tensors without their values; real tensors are not affected."""
     with ExitStack() as stack:
         for module, name, answered in ANSWERED:
             loaded = sys.modules.get(module)
@@ -44,7 +45,7 @@ def _draw_none(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _find_one_sequence(find: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
     def find_real(positions: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-        found = find(positions, *args, **kwargs)  # what it computes on the way counts
+        found = find(positions, *args, **kwargs)  # its inner calls are counted
         return None if isinstance(found, FakeTensor) else found
 
     return find_real
@@ -54,7 +55,7 @@ ANSWERED = (
     (nn.init.__name__, "_no_grad_trunc_normal_", _draw_none),
     ("transformers.masking_utils", "find_packed_sequence_indices", _find_one_sequence),
 )
-"""(module, function, what to put in its place)"""
+"""(module, function, its replacement)"""
 
 
 def _ctc_loss(
@@ -102,7 +103,7 @@ def _of_the_same_entries(sparse: Tensor, is_coalesced: bool = True) -> Tensor:
 
 
 def _sparse_mask(source: Tensor, mask: Tensor) -> Tensor:
-    """What a dense tensor has where the mask has entries."""
+    """The values of a dense tensor where the mask has entries."""
     if source.layout == torch.strided and mask.layout == torch.sparse_coo:
         return _of_the_same_entries(mask, mask.is_coalesced())
     made: Tensor = torch.ops.aten.sparse_mask.default(source, mask)
@@ -140,4 +141,4 @@ RESULTS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.sparse_mask.default: _sparse_mask,
     **{operator: _stores_what_is_not_zero(operator) for operator in _BY_VALUES},
 }
-"""Operators that give PyTorch's fake tensors no result: what gives one in their place."""
+"""Operators that give PyTorch's fake tensors no result, with their replacements."""

@@ -69,7 +69,7 @@ def run(
         json_path = html_path = trace = None
     check_outputs([path for path in (json_path, html_path, trace) if path is not None and path != STANDARD_OUTPUT])
     if trace is not None and trace.exists() and not trace.is_file():
-        raise click.BadParameter(f"{trace} is no regular file", param_hint="--trace")
+        raise click.BadParameter(f"{trace} is not a regular file", param_hint="--trace")
     if html_path is not None:
         _check_plotly()
     _check_combination(target, script_arguments, machine, compile_mode, trace, counters)
@@ -99,7 +99,7 @@ def run(
         try:
             show(run)
         finally:
-            if words.ends_process:  # what runs at its end belongs to the script
+            if words.ends_process:  # the script itself decides what happens at its end
                 run.resume()
         return run.status
     launches = _counted(words) if counters else []
@@ -152,10 +152,10 @@ def _show(
 
 
 def _show_script(run: ScriptRun, json_path: Path | None, html_path: Path | None, trace: Path | None, rows: int) -> None:
-    """The report of a script, after what Python itself would print of how it ended.
+    """Show the report of a script, after the traceback that Python itself would print.
 
     Raises:
-        InputError: it ended well, but nothing in it could be reported.
+        InputError: the script succeeded, but it has nothing to report.
         ModelRunError: it raised.
         KeyboardInterrupt: it was interrupted.
     """
@@ -177,7 +177,7 @@ def _show_script(run: ScriptRun, json_path: Path | None, html_path: Path | None,
 
 
 def _on_each_rank(work: Callable[[], Target]) -> Target:
-    """What the work gives here; where there are several ranks, it must succeed on all of them."""
+    """Do the work and return its result. With several ranks, the work must succeed on all of them."""
     if not several_ranks():
         return work()
     here: list[Target] = []
@@ -187,9 +187,9 @@ def _on_each_rank(work: Callable[[], Target]) -> Target:
 
 @contextmanager
 def _told_once() -> Iterator[None]:
-    """All ranks get the failure of one as their error: that one prints it, the others end without a word.
+    """Report a failure of one rank once: that rank prints it, and the other ranks end silently.
 
-    It prints before its process group ends, which may wait: torchrun kills all ranks as soon as one has ended.
+    It prints before its process group ends, because ending may wait, and torchrun kills all ranks once one has ended.
     """
     try:
         yield
@@ -203,7 +203,7 @@ def _told_once() -> Iterator[None]:
 
 
 def _counted(words: Sequence[str]) -> list[KernelCounters]:
-    """Counters of the same step, which a second process runs under ncu."""
+    """Count the same step in a second process, under ncu."""
     with Console(stderr=True).status("Nsight Compute counts each kernel of one step"):
         verb = words.index("analyze") + 1
         return hardware_counters([sys.executable, "-m", "rooftop", *words[:verb], "--counted-step", *words[verb:]])
@@ -217,7 +217,7 @@ def _check_combination(
     trace: Path | None,
     counters: bool,
 ) -> None:
-    """Refuse what does not go together before anything is run.
+    """Refuse options that exclude each other, before anything runs.
 
     Raises:
         click.UsageError: it does not.
@@ -228,7 +228,8 @@ def _check_combination(
     if script and (machine or compile_mode):
         option = "--predict" if machine else "--compile"
         raise click.UsageError(
-            f"{option} needs a model: a script is run as it is; name a callable in it instead, {_callable_in(target)}"
+            f"{option} needs a model, and a script runs unchanged: name a callable in it instead, "
+            f"{_callable_in(target)}"
         )
     if machine and (compile_mode or trace):
         raise click.UsageError("--predict runs nothing, so there is nothing to compile or to trace")
@@ -239,7 +240,7 @@ def _check_combination(
 
 
 def _check_prediction(options: dict[str, Any]) -> None:
-    """Refuse what a prediction would ignore.
+    """Refuse options that a prediction would ignore.
 
     Raises:
         click.UsageError: one of these is given.
@@ -247,13 +248,13 @@ def _check_prediction(options: dict[str, Any]) -> None:
     given = [name for name, value in options.items() if value]
     if given:
         raise click.UsageError(
-            f"{', '.join(given)} with --predict: nothing is run, the machine is the one that --predict names, and "
-            "layouts have no roof of their own"
+            f"{', '.join(given)} cannot be combined with --predict: it runs nothing, names the machine itself, and "
+            "has no roofs of layouts; leave out one of them"
         )
 
 
 def _check_script_options(script: str, options: dict[str, Any]) -> None:
-    """Refuse what would change the model of a script.
+    """Refuse options that would change the model of a script.
 
     Raises:
         click.UsageError: one of these is given.
@@ -261,12 +262,12 @@ def _check_script_options(script: str, options: dict[str, Any]) -> None:
     given = [name for name, value in options.items() if value]
     if given:
         raise click.UsageError(
-            f"{', '.join(given)}: a script is run as it is; name a callable in it instead, {_callable_in(script)}"
+            f"{', '.join(given)}: a script runs unchanged; name a callable in it instead, {_callable_in(script)}"
         )
 
 
 def _callable_in(script: str) -> str:
-    """ "src/train.py" as one would name a callable in it: "src.train:NAME" """
+    """Name "src/train.py" as in "src.train:NAME", where NAME is a callable in it."""
     return ".".join(Path(script).with_suffix("").parts) + ":NAME"
 
 
@@ -280,7 +281,7 @@ def _ceilings_of(machine: str) -> Ceilings:
 
 
 def _predicted(target: str, inputs: Sequence[str], train: bool, dtype: torch.dtype | None, machine: str) -> Report:
-    """The report of `--predict`: the model is built without weights, however large it is."""
+    """Make the report of `--predict`, for which even a large model is built without weights."""
     with fake_tensors():
         found = resolve_target(target, inputs, None, None)
         training: dict[str, Any] = {}
@@ -297,16 +298,16 @@ def _predicted(target: str, inputs: Sequence[str], train: bool, dtype: torch.dty
 
 
 def _keywords(found: Target, function: Callable[..., Report]) -> Mapping[str, Any]:
-    """The keywords of a model, for a function that has its own.
+    """Return the keywords of a model, for a function with arguments of its own.
 
     Raises:
-        TargetError: one of them has the name of one of the function's.
+        TargetError: a keyword has the name of one of the function's own arguments.
     """
     own = set(inspect.signature(function).parameters) & set(found.kwargs)
     if own:
         raise TargetError(
-            f"{found.name!r} returned the keyword {min(own)!r}, which rooftop.{function.__name__} has, too: "
-            "return it as a positional argument, (nn.Module, arguments, keywords)"
+            f"{found.name!r} returned the keyword {min(own)!r}, which is also an argument of "
+            f"rooftop.{function.__name__}: return it as a positional argument, (nn.Module, arguments, keywords)"
         )
     return found.kwargs
 
@@ -316,7 +317,7 @@ LEARNING_RATE, MOMENTUM = 1e-4, 0.9
 
 
 def _training(found: Target) -> dict[str, Any]:
-    """Arguments of `analyze` for a training step of a model that nobody else uses: SGD with momentum."""
+    """Arguments of `analyze` for a training step with SGD and momentum; it changes the model."""
     parameters = [p for p in found.model.parameters() if p.requires_grad]  # type: ignore[attr-defined]
     arguments: dict[str, Any] = {
         "train": True,
@@ -340,7 +341,7 @@ class _ClassLoss:
 
 
 def _check_plotly() -> None:
-    """The page's charts need plotly: find out before the work."""
+    """Check before the work that plotly, which draws the charts, is installed."""
     from rooftop.analysis.page import require_plotly
 
     require_plotly()

@@ -1,4 +1,4 @@
-"""Sizes in bytes, as options take them: 2GB, 512MiB, 800000000."""
+"""Sizes in bytes as values of options: 2GB, 512MiB, 800000000."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mi
 
 
 def byte_size(context: click.Context, option: click.Parameter, text: str | None) -> int | None:
-    """The callback of an option."""
+    """Callback of an option: parse a size in bytes."""
     if text is None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())

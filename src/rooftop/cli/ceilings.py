@@ -42,7 +42,7 @@ def run(refresh: bool, forget: bool, device: str | None, json_path: Path | None,
 
 
 def _remarks(ceilings: Ceilings, refreshed: History | None) -> list[str]:
-    """What raised a ceiling, what came out lower in a refresh, and what disturbed the measurement."""
+    """List what raised a ceiling, what a refresh measured lower, and what disturbed the measurement."""
     lines = [
         f"{in_words(each.figure)} raised by {each.by} on {each.at}: {_figure(each.figure, each.before)} -> "
         f"{_figure(each.figure, each.after)}"

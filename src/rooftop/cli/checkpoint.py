@@ -1,4 +1,4 @@
-"""`rooftop checkpoint`: what a training has saved."""
+"""`rooftop checkpoint`: the group of commands for saved trainings."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from rooftop.cli.lazy_groups import LazyGroup, Verb
 VERBS = {
     "inspect": Verb(
         "rooftop.cli.commands.checkpoint_files:inspect_command",
-        "Show what is in a checkpoint: step, layout, model, data, tensors; and whether it is whole.",
+        "Show the contents of a checkpoint (step, layout, model, data, tensors), and check that it is complete.",
     ),
     "convert": Verb(
         "rooftop.cli.commands.checkpoint_files:convert_command",
-        "Write a checkpoint anew: whole, for other ranks, or of an older format.",
+        "Convert a checkpoint: into one file, into files for other ranks, or from an older format.",
     ),
     "export-hf": Verb(
         "rooftop.cli.commands.checkpoint_files:export_command",
-        "Write the model of a checkpoint as Hugging Face does: config.json and safetensors.",
+        "Export the model of a checkpoint in Hugging Face's format: config.json and safetensors.",
     ),
 }
 
 
 @click.group(cls=LazyGroup, verbs=VERBS)
 def command() -> None:
-    """Look into what a training has saved, convert it, and export its model.
+    """Inspect, convert and export the checkpoints of a training.
 
-    A checkpoint is a folder that rooftop train gpt --save was given, whose last step is taken, or that of one step. Any
-    layout of ranks goes on with any checkpoint as it is: nothing must be converted for that.
+    FOLDER is the folder of `rooftop train gpt --save`, which means its last step, or the folder of one step. Training
+    resumes from any checkpoint in any layout of ranks, without conversion.
     """

@@ -1,4 +1,4 @@
-"""`rooftop checkpoint inspect`, `convert` and `export-hf`: what a training has saved."""
+"""`rooftop checkpoint inspect`, `convert` and `export-hf`: the work."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rooftop.errors import InputError
 from rooftop.models.gpt.configs import hugging_face_config
 from rooftop.models.gpt.weights import save_gpt
 from rooftop.models.weights.safetensors_files import safetensors_library
-from rooftop.train.checkpoints import open_tensors
-from rooftop.train.conversions import check_new, convert
-from rooftop.train.gpt_training import DTYPES
-from rooftop.train.saved_tensors import Entry, Readable, SavedTensors
-from rooftop.train.trained_models import load_trained_gpt, saved_training
-from rooftop.train.trainer_tensors import OPTIMIZER
-from rooftop.train.training_records import TrainingRecord, read_record
+from rooftop.train.checkpoints.conversions import check_new, convert
+from rooftop.train.checkpoints.saved_tensors import Entry, Readable, SavedTensors
+from rooftop.train.checkpoints.trained_models import load_trained_gpt, saved_training
+from rooftop.train.checkpoints.trainer_tensors import OPTIMIZER
+from rooftop.train.checkpoints.training_records import TrainingRecord, read_record
+from rooftop.train.checkpoints.trainings import open_tensors
+from rooftop.train.gpt.training import DTYPES
 
 
 def run_inspect(folder: Path, verify: bool, json_path: Path | None) -> None:
@@ -35,8 +35,8 @@ def run_inspect(folder: Path, verify: bool, json_path: Path | None) -> None:
     if verify:
         if not isinstance(saved, SavedTensors):
             raise InputError(
-                f"{record.folder} has format {record.format}, which has no checksums: rooftop checkpoint convert "
-                f"{folder} -o OUT writes it with them"
+                f"{record.folder} has format {record.format}, which has no checksums; to add them: rooftop checkpoint "
+                f"convert {folder} -o OUT"
             )
         with progress_bar() as progress:
             saved.verify(progress)
@@ -133,7 +133,7 @@ def _dtype(entry: Entry) -> str:
 
 
 def _found(record: TrainingRecord, saved: Readable, verified: bool) -> dict[str, Any]:
-    """All that is there, for a program."""
+    """The full contents of a checkpoint, for JSON."""
     files = {}
     if isinstance(saved, SavedTensors):
         files = {name: count for name, (count, _) in saved.files.items()}

@@ -1,4 +1,4 @@
-"""`rooftop classify`: what is on photographs and in videos."""
+"""`rooftop classify`: classes of photographs and videos."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ from rooftop.models import (
     model_entry,
 )
 from rooftop.models.images import IMAGENET
+from rooftop.models.weights.trained_files import trained_file
 
 
 def run(
     paths: tuple[str, ...],
-    model: str,
+    model: str | None,
     weights: str | None,
     seed: int | None,
     top: int,
@@ -58,16 +59,19 @@ def run(
 ) -> None:
     """Do what `rooftop.cli.commands.classify:command` says."""
     if weights is not None and seed is not None:
-        raise click.UsageError("expected one of --weights and --random-weights SEED, an untrained model")
+        raise click.UsageError("expected either --weights or --random-weights SEED (an untrained model), got both")
     to_stdout = json_path == STANDARD_OUTPUT
     pictures, videos = _told_apart(paths)
     found = find_images(pictures)
     if json_path is not None and not to_stdout:
         check_writable(json_path, [*found, *videos, *([] if weights is None else [Path(weights)])])
     if not skip_unreadable:
-        check_images(found)  # before anything is downloaded
+        check_images(found)  # before any download begins
     for video in videos:
         VideoReader(video).close()
+    trained = None if weights is None else trained_file(weights)
+    model = model or (trained.model if trained else "resnet50")
+    classes = trained.classes or None if trained else None
     if seed is None:
         weights = weights or "DEFAULT"
         classifier, preprocessing = load_classifier(model, weights)
@@ -81,6 +85,7 @@ def run(
             by_engine,
             found,
             preprocessing=preprocessing,
+            classes=classes,
             top=top,
             batch_size=batch_size,
             on_error=on_error,
@@ -91,9 +96,12 @@ def run(
             frames = SampledVideo.for_model(by_engine, video, preprocessing, every=every)
             clips.append(_Clip(video, frames.device, frames.fallback_reason, [], None))
             try:
-                for frame in classify_video(by_engine, frames, top=top, batch_size=batch_size, progress=progress):
+                shown = classify_video(
+                    by_engine, frames, classes=classes, top=top, batch_size=batch_size, progress=progress
+                )
+                for frame in shown:
                     clips[-1].frames.append(frame)
-            except DamagedVideoError as error:  # told once what was found is
+            except DamagedVideoError as error:  # reported after what was found
                 clips[-1].damage = error
     if json_path is not None:
         plain = {"photographs": [_plain(photo) for photo in photographs], "videos": [clip.plain() for clip in clips]}
@@ -114,10 +122,11 @@ def run(
 
 
 def _told_apart(paths: Sequence[str]) -> tuple[list[Path], list[Path]]:
-    """Photographs and folders of them, and videos, each in their order: by the suffix; another file is tried as both.
+    """Separate photographs (and folders of them) from videos by suffix, in order; try files with other suffixes as
+    both.
 
     Raises:
-        InputError: it is neither.
+        InputError: a file is neither.
     """
     pictures: list[Path] = []
     videos: list[Path] = []
@@ -135,14 +144,14 @@ def _is_video(path: Path) -> bool:
         try:
             VideoReader(path).close()
         except (InputError, MissingExtraError):
-            return False  # what is wrong is told of it as of a photograph
+            return False  # the error is then reported as for a photograph
         return True
     return False
 
 
 @dataclass
 class _Clip:
-    """What was found in a video, and what ended it too early."""
+    """The classes found in a video, and the damage that ended it too early."""
 
     path: Path
     device: torch.device
@@ -164,7 +173,7 @@ class _Clip:
 
 
 class _ByEngine(nn.Module):
-    """What an engine runs, as a module: (B, 3, crop, crop) -> logits (B, classes)."""
+    """A network run by an engine, as a module: (B, 3, crop, crop) -> logits (B, classes)."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -194,7 +203,7 @@ def _show(photographs: Sequence[Classified], clips: Sequence[_Clip]) -> None:
 
 
 def _table(what: Sequence[str], rows: Iterable[tuple[list[str], tuple[Guess, ...]]]) -> Table:
-    """One line for each class, what it is of at the first."""
+    """One line per class; the first line of a photograph names it."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column(what[0], overflow="fold")
     for name in what[1:]:

@@ -1,4 +1,4 @@
-"""`rooftop compare`: what changed between two reports."""
+"""`rooftop compare`: differences between two reports."""
 
 from __future__ import annotations
 

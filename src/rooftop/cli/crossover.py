@@ -1,4 +1,4 @@
-"""`rooftop crossover`: from which size on the GPU beats the CPU."""
+"""`rooftop crossover`: the size from which the GPU beats the CPU."""
 
 from __future__ import annotations
 
@@ -65,14 +65,13 @@ def run(operation: str, dtype: str, device: str, json_path: Path | None, output:
 
 
 def _pick_gpu(text: str) -> torch.device:
-    """The GPU that --device names.
+    """Return the GPU that --device names.
 
-    Raises:
-        click.BadParameter: it names something else.
+    Raises: click.BadParameter: it is not a CUDA device.
         MeasurementError: there is none on this machine.
     """
     if text == "cpu":
-        raise click.BadParameter("the CPU is the other side: expected cuda or cuda:N", param_hint="--device")
+        raise click.BadParameter("the GPU is compared with the CPU: expected cuda or cuda:N", param_hint="--device")
     if text.split(":")[0] == "cuda" and not torch.cuda.is_available():
         raise MeasurementError(NEEDS_GPU)
     return pick_device(text)
@@ -98,7 +97,7 @@ def _table(crossover: Crossover) -> Table:
 
 
 def _sentences(crossover: Crossover) -> list[str]:
-    """What the break-even sizes say, one sentence for each."""
+    """Describe the break-even sizes, one sentence each."""
     variants = (
         ("Without transfers", crossover.break_even),
         ("With transfers", crossover.break_even_with_transfers),
@@ -118,7 +117,7 @@ def _sentence(found: BreakEven, crossover: Crossover) -> str:
 
 
 def _rounded(size: float) -> str:
-    """To two significant digits: an interpolated size is no better than that."""
+    """Round to two significant digits, the precision of an interpolated size."""
     if size < 10:
         return f"{size:.2g}"
     scale = 10 ** (math.floor(math.log10(size)) - 1)
@@ -126,7 +125,7 @@ def _rounded(size: float) -> str:
 
 
 def _check_plotly() -> None:
-    """The chart needs plotly: find out before the work.
+    """Check before the work that plotly, which draws the chart, is installed.
 
     Raises:
         MissingExtraError: it is not installed.
@@ -138,7 +137,7 @@ def _check_plotly() -> None:
 
 
 def _page(crossover: Crossover) -> str:
-    """One HTML page with the chart, plotly's script in it."""
+    """One HTML page with the chart, including plotly's script."""
     from plotly import graph_objects
 
     figure = graph_objects.Figure()

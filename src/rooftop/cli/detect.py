@@ -1,4 +1,4 @@
-"""`rooftop detect`: where things are on photographs."""
+"""`rooftop detect`: objects on photographs."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ from rooftop.cli.trained_models import (
 from rooftop.errors import InputError
 from rooftop.hardware.ceilings import write_whole
 from rooftop.inference import Engine
-from rooftop.models import detr_resnet50, detr_resnet101, find_images
+from rooftop.models import detr_resnet50, detr_resnet101, detr_small, find_images
 from rooftop.models.detr.detection import Detected, detect, draw_objects, load_detector
 from rooftop.models.detr.network import Detr, Predictions, pad_images
 from rooftop.models.images import check_images, read_image
+from rooftop.models.weights.trained_files import trained_file
 
-BUILDERS = {"detr_resnet50": detr_resnet50, "detr_resnet101": detr_resnet101}
+BUILDERS = {"detr_resnet50": detr_resnet50, "detr_resnet101": detr_resnet101, "detr_small": detr_small}
 
 
 def run(
     paths: tuple[str, ...],
-    model: str,
+    model: str | None,
     weights: str | None,
     seed: int | None,
     threshold: float,
     folder: Path,
-    size: int,
+    size: int | None,
     where: torch.device,
     dtype: torch.dtype | None,
     batch_size: int,
@@ -52,34 +53,38 @@ def run(
 ) -> None:
     """Do what `rooftop.cli.commands.detect:command` says."""
     if (weights is None) == (seed is None):
-        raise click.UsageError("expected --weights FILE, or --random-weights SEED to see that it runs")
+        raise click.UsageError("expected --weights FILE, or --random-weights SEED to try it out")
     to_stdout = json_path == STANDARD_OUTPUT
     if json_path is not None and not to_stdout:
         check_writable(json_path, [*find_images(paths), *([] if weights is None else [Path(weights)])])
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder} is no folder: name another with --output")
+        raise InputError(f"{folder} is not a folder: name another with --output")
     found = find_images(paths)
     if not skip_unreadable:
         check_images(found)
     pictures = _pictures(found, folder)
+    trained = None if weights is None else trained_file(weights)
+    model = model or (trained.model if trained else "detr_resnet50")
     if weights is not None:
         detector = load_detector(model, weights)
     else:
         with seeded(seed or 0):
             detector = BUILDERS[model]().eval()
-    detector.auxiliary = False  # what earlier layers say is of use in training only
+    detector.auxiliary = False  # the predictions of earlier layers are only for training
     by_engine = _ByEngine(engine_of(detector, model, where, dtype))
     try:
         folder.mkdir(parents=True, exist_ok=True)  # before the long work
     except OSError as error:
         raise InputError(f"{folder} cannot be made ({error.strerror}): name another with --output") from error
-    longer = round(size * 1333 / 800)
+    sides = trained.sides if trained and trained.sides and size is None else None
+    shorter, longer = sides or (size or 800, round((size or 800) * 1333 / 800))
     with skipped_ones_named(), progress_bar() as progress:
         photographs = detect(
             by_engine,
             found,
             threshold=threshold,
-            shorter=size,
+            classes=trained.classes or None if trained else None,
+            shorter=shorter,
             longer=longer,
             batch_size=batch_size,
             on_error="skip" if skip_unreadable else "raise",
@@ -107,7 +112,7 @@ def run(
 
 
 class _ByEngine(Detr):
-    """A DETR that an engine runs, each batch padded before: what the engine sees depends on the batch's size alone."""
+    """A DETR run by an engine. Batches are padded first, so that the input shape depends only on the batch size."""
 
     def __init__(self, engine: Engine) -> None:
         nn.Module.__init__(self)
@@ -124,7 +129,7 @@ class _ByEngine(Detr):
 
 
 def _pictures(found: Sequence[Path], folder: Path) -> list[Path]:
-    """Where each photograph's picture goes; two with one name are told apart by a number."""
+    """The output path of each photograph; a number separates equal names."""
     names: dict[str, None] = {}
     for path in found:
         numbered = (f"{path.stem}-{number}" for number in itertools.count(2))
@@ -133,7 +138,7 @@ def _pictures(found: Sequence[Path], folder: Path) -> list[Path]:
 
 
 def _table(photographs: Sequence[Detected]) -> Table:
-    """One line for each object, the photograph's path at its first."""
+    """One line per object; the first line of a photograph has its path."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("photograph", overflow="fold")
     table.add_column("object", overflow="fold")

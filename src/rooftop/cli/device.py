@@ -1,4 +1,4 @@
-"""`rooftop device`: the GPUs and the CPU of this machine."""
+"""`rooftop device`: describe the GPUs and the CPU of this machine."""
 
 from __future__ import annotations
 

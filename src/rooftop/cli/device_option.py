@@ -9,10 +9,10 @@ import torch
 
 
 def pick_device(text: str | None) -> torch.device:
-    """The device that --device names; the GPU if there is one and nothing is named.
+    """Return the device that --device names; without a name the GPU if there is one, else the CPU.
 
     Raises:
-        click.BadParameter: no such device here.
+        click.BadParameter: this machine has no such device.
     """
     if text is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -21,7 +21,8 @@ def pick_device(text: str | None) -> torch.device:
     device = torch.device(text)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise click.BadParameter(
-            f"{text} is not there: torch {torch.__version__} can use {torch.cuda.device_count()} GPUs on this machine",
+            f"{text} does not exist: torch {torch.__version__} can use {torch.cuda.device_count()} GPUs on this "
+            "machine",
             param_hint="--device",
         )
     return device

@@ -1,4 +1,4 @@
-"""`rooftop doctor`: what works on this machine, and the command that mends what does not."""
+"""`rooftop doctor`: what works on this machine, and the command that fixes what does not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def run(ctx: click.Context, json_path: Path | None, install_kernel: bool) -> Non
 
 
 def _show(findings: list[Finding], broken: list[str]) -> None:
-    """A line for each part; under it what is wrong and the command. Long lines are left whole, to be copied."""
+    """Print one line per part, with the problem and the command below it. Long lines stay whole, so that they can be
+    copied."""
     console = Console(highlight=False)
     width = max(len(finding.part) for finding in findings)
     for finding in findings:

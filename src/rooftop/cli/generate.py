@@ -1,4 +1,4 @@
-"""`rooftop generate`: how a language model goes on, and how fast beside the roof."""
+"""`rooftop generate`: text of a language model, and percent of roof."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rooftop.models.gpt.tokenizing import TOKENIZER, ByteTokenizer, Decoder, Fil
 from rooftop.models.gpt.weights import CONFIG, config_of_files, empty_gpt, load_gpt_weights, read_gpt_config
 from rooftop.parallel import Layout, join, launched
 from rooftop.parallel.exchanges import Group
-from rooftop.train.trained_models import holds_training, load_trained_gpt, saved_training
+from rooftop.train.checkpoints.trained_models import holds_training, load_trained_gpt, saved_training
 
 
 def run(
@@ -49,12 +49,14 @@ def run(
 ) -> None:
     """Do what `rooftop.cli.commands.generate:command` says."""
     if (weights is None) == (seed is None):
-        raise click.UsageError("expected one of --weights DIR|FILE and --random-weights SEED, an untrained model")
+        raise click.UsageError(
+            "expected exactly one of --weights DIR|FILE and --random-weights SEED (an untrained model)"
+        )
     if temperature == 0 and (top_k is not None or top_p < 1):
-        raise click.UsageError("--top-k and --top-p choose what is drawn from: expected --temperature, such as 1, too")
+        raise click.UsageError("--top-k and --top-p need sampling: expected --temperature as well, such as 1")
     try:
         sampling = Sampling(temperature, top_k, top_p, draws)
-    except ValueError as error:  # NaN or infinity, which ranges of options let through
+    except ValueError as error:  # NaN or infinity, which option ranges let through
         raise click.UsageError(str(error)) from error
     rank = _rank(tensor_parallel_size, where)
     prompts = tuple(_unicode(number, prompt) for number, prompt in enumerate(prompts, 1))
@@ -70,7 +72,7 @@ def run(
     stop = stop_tokens(folder) if folder is not None and not by_bytes else []
     said = training.config if training is not None else _config(model, weights)
     if training is not None and model is not None and gpt_config(model) != said:
-        raise InputError(f"{weights} holds a training of another model than {model}: leave --model out")
+        raise InputError(f"{weights} holds a training of a model other than {model}: leave --model out")
     config = said if weights is None or training is not None else config_of_files(said, weights)
     tokens = [tokenizer.encode(prompt) for prompt in prompts]
     chosen_count = context.get_parameter_source("max_new_tokens") is not ParameterSource.DEFAULT
@@ -100,7 +102,7 @@ def run(
         except FloatingPointError as error:
             raise ModelRunError(f"{error} (--dtype)") from error
     if rank:
-        return  # the first one tells
+        return  # only the first rank reports
     figures = _figures(generation, with_roof)
     if json_path is not None:
         texts = [
@@ -128,12 +130,14 @@ def run(
 
 
 def _config(model: str | None, weights: Path | None) -> GptConfig:
-    """Of the name, or else of the config.json beside the weights."""
+    """The config of the named preset, or of config.json beside the weights."""
     if model is not None:
         return gpt_config(model)
     folder = weights if weights is None or weights.is_dir() else weights.parent
     if folder is None or not (folder / CONFIG).is_file():
-        raise click.UsageError(f"expected --model NAME, one of {', '.join(PRESETS)}, or weights with a {CONFIG} beside")
+        raise click.UsageError(
+            f"expected --model NAME, one of {', '.join(PRESETS)}, or weights with a {CONFIG} beside them"
+        )
     return read_gpt_config(folder)
 
 
@@ -147,18 +151,18 @@ def _check(config: GptConfig, prompts: Sequence[Sequence[int]], count: int) -> N
             raise InputError(f"prompt {number} has no tokens: give at least one character")
         if len(tokens) >= config.positions:
             raise InputError(
-                f"prompt {number} has {len(tokens):,} tokens, the model {config.positions:,} positions: shorten it to "
-                f"{config.positions - 1:,} tokens at most"
+                f"prompt {number} has {len(tokens):,} tokens, but the model has {config.positions:,} positions: "
+                f"shorten it to at most {config.positions - 1:,} tokens"
             )
         if max(tokens) >= config.vocabulary:
             raise InputError(
-                f"the tokenizer gives token {max(tokens)}, the model has {config.vocabulary} tokens: they do not "
-                "belong together"
+                f"the tokenizer gives token {max(tokens)}, but the vocabulary of the model has {config.vocabulary} "
+                "tokens: use the tokenizer of this model"
             )
     for number, tokens in enumerate(prompts, 1):
         if len(tokens) + count > config.positions:
             raise InputError(
-                f"--max-new-tokens {count:,} after the {len(tokens):,} tokens of prompt {number} is beyond the model's "
+                f"--max-new-tokens {count:,} and the {len(tokens):,} tokens of prompt {number} exceed the model's "
                 f"{config.positions:,} positions: give at most {config.positions - len(tokens):,}, or shorten the "
                 "prompt"
             )
@@ -167,7 +171,7 @@ def _check(config: GptConfig, prompts: Sequence[Sequence[int]], count: int) -> N
 def _network(
     config: GptConfig, weights: Path | None, seed: int | None, where: torch.device, dtype: torch.dtype, group: Group
 ) -> Gpt:
-    """On its device, in eval mode; nothing is there twice. Of ranks each reads its own part."""
+    """Load the model on its device in eval mode, without a second copy. Each rank reads its own part."""
     if weights is not None and weights.is_dir() and holds_training(weights):
         return load_trained_gpt(weights, device=where, dtype=dtype, group=group).eval()
     network = empty_gpt(config, device=where, dtype=dtype, group=group)
@@ -182,11 +186,11 @@ def _network(
 
 
 def _rank(tensor: int, where: torch.device) -> int:
-    """Which of the ranks this process is. Communicates with nobody.
+    """Return the number of this rank, without communication.
 
     Raises:
-        InputError: the launcher started another number of ranks, or its variables are wrong.
-        click.UsageError: a GPU for all of them.
+        InputError: the launcher started a different number of ranks, or its environment variables are wrong.
+        click.UsageError: --device names one GPU for all ranks.
     """
     try:
         launch = launched()
@@ -203,12 +207,12 @@ def _rank(tensor: int, where: torch.device) -> int:
             f"or {other}"
         )
     if tensor > 1 and where.index is not None:
-        raise click.UsageError(f"--device {where}: which GPU a rank takes follows from its number: give --device cuda")
+        raise click.UsageError(f"--device {where}: each rank takes the GPU of its own number: give --device cuda")
     return launch.rank
 
 
 def _layout(config: GptConfig, tensor: int) -> Layout:
-    """Of so many tensor parallel ranks.
+    """The layout of this number of tensor parallel ranks.
 
     Raises:
         InputError: they cannot split the model.
@@ -224,7 +228,7 @@ def _layout(config: GptConfig, tensor: int) -> Layout:
         try:
             Layout(tp=ranks).check(ranks, **sizes, axes=("tp",))
         except ValueError as error:
-            return str(error).partition(". ")[0]  # without other layouts of as many ranks: there are none
+            return str(error).partition(". ")[0]  # without the other layouts of as many ranks: there are none
         return ""
 
     if wrong := misfit(tensor):
@@ -238,7 +242,7 @@ def _layout(config: GptConfig, tensor: int) -> Layout:
 
 @contextmanager
 def _ranks(layout: Layout, where: torch.device, settings: Mapping[str, object]) -> Iterator[tuple[Group, torch.device]]:
-    """The group of the ranks, and where this one computes; without others (None, where)."""
+    """The group of the ranks and the device of this rank; for a single rank (None, where)."""
     if layout.tp == 1:
         yield None, where
         return
@@ -247,25 +251,25 @@ def _ranks(layout: Layout, where: torch.device, settings: Mapping[str, object]) 
 
 
 def _silent(text: str) -> None:
-    """Tells nothing."""
+    """Ignore progress."""
 
 
 # ---- the text ------------------------------------------------------------------------------------------------------
 
 
 def _unicode(number: int, prompt: str) -> str:
-    """A prompt as text: bytes that the locale has no characters for come as half ones, and are UTF-8 all the same."""
+    """Decode a prompt as UTF-8. Bytes outside the locale arrive as surrogates."""
     try:
         return prompt.encode(errors="surrogateescape").decode()
     except UnicodeError as error:
-        raise InputError(f"prompt {number} is no text in UTF-8: {error}") from error
+        raise InputError(f"prompt {number} is not text in UTF-8: {error}") from error
 
 
 def _echo(text: str) -> None:
-    """To standard output; "?" for what its encoding has no character for."""
+    """Write to standard output; "?" replaces characters outside its encoding."""
     try:
         click.echo(text, nl=False)
-    except UnicodeEncodeError as error:  # before anything was written
+    except UnicodeEncodeError as error:  # nothing was written
         click.echo(text.encode(error.encoding, "replace").decode(error.encoding), nl=False)
 
 
@@ -276,15 +280,15 @@ def _told(
     tokens: Sequence[Sequence[int]],
     echo: Callable[[str], None],
 ) -> list[list[int]]:
-    """The new tokens of each prompt; the text of the first one that has not ended is told as it comes."""
+    """Collect the new tokens of each prompt, and print the text of the first unfinished one as it comes."""
     new: list[list[int]] = [[] for _ in prompts]
-    held = ["" for _ in prompts]  # text that waits for the texts before
+    held = ["" for _ in prompts]  # text of each prompt that waits until the texts before it are complete
     decoders = [Decoder(tokenizer, before) for before in tokens]
     current = 0
     echo(prompts[0])
 
     def go_on() -> int:
-        """Tell what may be told; the first prompt that has not ended."""
+        """Print what is ready; return the first unfinished prompt."""
         place = current
         while place < len(prompts):
             echo(held[place])
@@ -312,7 +316,7 @@ def _told(
 
 
 def _text(tokenizer: Tokenizer, before: Sequence[int], after: Sequence[int]) -> str:
-    """What the tokens after a prompt add to its text."""
+    """The text that the new tokens add to a prompt."""
     decoder = Decoder(tokenizer, before)
     return "".join(map(decoder.add, after)) + decoder.rest()
 
@@ -321,8 +325,8 @@ def _text(tokenizer: Tokenizer, before: Sequence[int], after: Sequence[int]) -> 
 
 
 def _figures(generation: Generation, with_roof: bool) -> dict[str, Any]:
-    """Times in ms, rates in tokens a second; the roof is null where it is not known, and why. Of several ranks the
-    cache and the roof are those of one."""
+    """Figures for JSON: times in ms, rates in tokens a second. An unknown roof is null, with the reason. With several
+    ranks, cache and roof are those of one rank."""
     decoded, seconds = sum(rows for rows, _ in generation.steps), generation.decode_s
     figures: dict[str, Any] = {
         "device": str(generation.device),
@@ -369,7 +373,9 @@ def _lines(figures: dict[str, Any]) -> list[str]:
         if ranks > 1:
             lines.append("roof: each rank reads its part of weights and cache; what ranks exchange takes no time in it")
         if figures["percent_of_roof"] > 100:
-            lines.append("more than the roof: the ceilings are wrong; measure again with rooftop ceilings --refresh")
+            lines.append(
+                "faster than the roof, so the ceilings are wrong: measure again with rooftop ceilings --refresh"
+            )
     elif figures["without_roof"] != "--no-roof":
         lines.append(f"no roof: {figures['without_roof']}")
     return lines

@@ -1,4 +1,4 @@
-"""`rooftop ladder`: the same work, rung by rung, from a first kernel to the roof."""
+"""`rooftop ladder`: the rungs of one piece of work, measured against the roof."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(
         return _measured_here(name, size, where, out, chart)
     if chart is not None:
         if where.type != "cuda":
-            raise MeasurementError("a chart shows speeds, and those need an NVIDIA GPU: leave --chart out")
+            raise MeasurementError("a chart shows speeds, which need an NVIDIA GPU: leave --chart out")
         require_plotly()
     if where.type == "cpu" and not INTERPRETED and find_spec("triton") is not None:
         return _interpreted(context.obj)
@@ -79,7 +79,7 @@ def _write(figures: dict[str, Any], out: Path | None, chart: Path | None, drawn:
 
 
 def _measured_here(name: str, size: int | None, where: torch.device, out: Path | None, chart: Path | None) -> int:
-    """The ladders that are measured on a CPU, too."""
+    """Run a ladder that is also measured on a CPU."""
     if name == "memory":
         return _memory(size, where, out, chart)
     from rooftop.ladder import python_shown as shown
@@ -109,7 +109,7 @@ def _measured_here(name: str, size: int | None, where: torch.device, out: Path |
 
 def _memory(size: int | None, where: torch.device, out: Path | None, chart: Path | None) -> int:
     if size is not None:
-        raise click.BadParameter("the memory ladder takes none: its sizes are those of the caches", param_hint="--size")
+        raise click.BadParameter("the memory ladder takes no --size: the caches set its sizes", param_hint="--size")
     from rooftop.ladder import memory_shown as shown
     from rooftop.ladder.memory_climbing import climb_memory
 
@@ -117,9 +117,7 @@ def _memory(size: int | None, where: torch.device, out: Path | None, chart: Path
         try:
             found = climb_memory(where, progress=progress)
         except torch.cuda.OutOfMemoryError as error:
-            raise MeasurementError(
-                f"what the memory ladder loads does not fit into the free memory of {where}"
-            ) from error
+            raise MeasurementError(f"the memory ladder does not fit into the free memory of {where}") from error
     console = _console()
     console.print(shown.heading(found))
     console.print(shown.table(found))
@@ -144,7 +142,7 @@ def _climbed(name: str, size: int | None, where: torch.device) -> Climb:
 
 
 def _interpreted(words: list[str]) -> int:
-    """The same call in a process where Triton interprets: it decides at import."""
+    """Repeat the call in a process with Triton's interpreter, because Triton chooses it at import."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     sys.stdout.flush()
     done = subprocess.run([sys.executable, "-m", "rooftop", *words], env=environment, check=False)

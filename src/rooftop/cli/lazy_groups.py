@@ -1,4 +1,4 @@
-"""Groups of commands that are imported when they are used: help and errors appear without loading torch."""
+"""Command groups that import each command when it is used, so that help and errors appear without loading torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Verb(NamedTuple):
     """A command of a group.
 
     Attributes:
-        place: "module:name" of it.
-        line: of the group's help; the command's own help begins with it.
+        place: "module:name" of the command.
+        line: its line in the help of the group, which is also the first line of its own help.
     """
 
     place: str
@@ -25,11 +25,11 @@ class Verb(NamedTuple):
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are named and told, not there.
+    """A group that knows the names and help lines of its commands, and imports a command when it is used.
 
     Args:
         verbs: by name.
-        **attributes: as of `click.Group`.
+        **attributes: as in `click.Group`.
     """
 
     def __init__(self, *args: Any, verbs: Mapping[str, Verb], **attributes: Any) -> None:
@@ -52,7 +52,7 @@ class LazyGroup(click.Group):
         """As click's.
 
         Raises:
-            click.UsageError: no command has that name; the message has the nearest one.
+            click.UsageError: no command has that name; the message suggests the nearest one.
         """
         if args and args[0] not in self.verbs and not args[0].startswith("-"):
             near = did_you_mean(args[0], self.verbs)

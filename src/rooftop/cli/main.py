@@ -1,6 +1,6 @@
-"""The `rooftop` command: finds the verb, runs it, turns every error into one line.
+"""The `rooftop` command: finds the verb, runs it, and prints every error as one line.
 
-Exit status: 0 done, 1 failed, 2 called wrongly, 130 interrupted. `--debug` shows the traceback instead.
+Exit status: 0 done, 1 failed, 2 wrong call, 130 interrupted. `--debug` also prints the traceback.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ from rooftop.errors import FAILURE, InputError, RooftopError, TargetError, did_y
 VERBS = {
     "analyze": "Show how far a model is from what this machine can do, and why.",
     "ceilings": "Measure what this machine can do: bandwidths, matrix rates, launch costs.",
-    "checkpoint": "Look into what a training has saved, convert it, and export its model.",
-    "classify": "Show what is on photographs.",
-    "compare": "Show what changed between two reports.",
-    "crossover": "Show from which size on a GPU beats the CPU, with and without transfers.",
-    "detect": "Show where things are on photographs.",
+    "checkpoint": "Inspect, convert and export the checkpoints of a training.",
+    "classify": "Classify photographs and videos with an image model.",
+    "compare": "Compare two reports of `rooftop analyze`.",
+    "crossover": "Find the size from which the GPU beats the CPU, with and without transfers.",
+    "data": "Measure how fast training data can be read, and what bounds a training.",
+    "detect": "Detect objects on photographs with a DETR.",
     "device": "Describe the GPUs and the CPU of this machine.",
-    "doctor": "Say what works here, what does not, and what mends it.",
-    "generate": "Continue a text with a language model, and say how far that is from the roof.",
-    "ladder": "Climb from a first kernel to the roof: the same work, rung by rung, measured.",
-    "map": "Call a model or your own function for every file, on all GPUs or many machines; results as Parquet.",
-    "media": "Look into video files, decode and transcode them; what FFmpeg can do here.",
-    "predict-video": "Show how a clip goes on, beside how it really does.",
-    "report": "Turn a JSON report into HTML again.",
-    "scene": "Build meshes into virtual geometry, which is drawn at the cost of the pixels.",
-    "train": "Train a model, on one process or on many, and say how far that is from the roof.",
+    "doctor": "Check what works on this machine, and print the command that fixes each problem.",
+    "generate": "Generate text with a language model, and report percent of roof.",
+    "ladder": "Measure one piece of work in ever faster versions, from a first kernel to the roof.",
+    "map": "Call a model or your own function for every file, on all GPUs or a cluster.",
+    "media": "Inspect, decode, transcode and benchmark video files; check and build FFmpeg.",
+    "optimize": "Make a model faster: prove and time each change, and keep or refuse it with the reason.",
+    "predict-video": "Predict the next frames of a clip, and show them beside the real ones.",
+    "report": "Turn a JSON report into HTML.",
+    "scene": "Build, inspect, render and view virtual geometry: meshes with levels of detail.",
+    "train": "Train a model, on one process or, under torchrun, on many, and report percent of roof.",
 }
 
-GROUPS = ("checkpoint", "media", "scene")
-"""Verbs that have verbs of their own."""
+GROUPS = ("checkpoint", "data", "media", "scene")
+"""Verbs with subcommands."""
 
 
 def _place(verb: str) -> str:
@@ -61,16 +63,16 @@ WRONG_CALL = (click.UsageError, TargetError, InputError)
 def command(debug: bool) -> None:
     """How far is your PyTorch model from what this machine can do?
 
-    Rooftop measures the machine, counts what each operator of the model must move and compute,
-    and shows the distance: per operator, per module, and what closes it.
+    Rooftop measures the machine, counts the bytes and flops of each operator of the model, and shows
+    the distance: per operator, per module, and what closes it.
     """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status; errors are one line on stderr.
+    """Run the command line and return its exit status. Print errors as one line on stderr.
 
     Args:
-        arguments: the words after `rooftop`. None: those of this process, which ends after the call.
+        arguments: the words after `rooftop`. None: the arguments of this process, which ends after the call.
     """
     typed = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in typed  # accepted before and after the verb
@@ -81,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted", 130, debug)
     except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message(), err=True)  # the help, as it is
+        click.echo(error.format_message(), err=True)  # the help, unchanged
         return 2
     except click.ClickException as error:
         return _fail(_message(error) + _hint(error, words), 2 if isinstance(error, WRONG_CALL) else 1, debug)
@@ -96,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _message(error: click.ClickException) -> str:
-    """What click says; of a name that there is not, with the nearest one that there is."""
+    """Click's message. For an unknown name it adds the nearest known one."""
     said = error.format_message()
     if isinstance(error, click.NoSuchOption):
         known = [name for option in (error.ctx.command.params if error.ctx else ()) for name in option.opts]
@@ -109,10 +111,10 @@ def _message(error: click.ClickException) -> str:
 
 
 def _hint(error: click.ClickException, words: Sequence[str]) -> str:
-    """Where a wrong call is explained; of an option that only a script can know, how to hand it on."""
+    """Where to find help. For an option unknown to `rooftop`, how to pass it to the script."""
     script = next((word for word in words if word.endswith(".py")), None)
     if isinstance(error, click.NoSuchOption) and script in words[1:2]:
-        return f" (what the script is to have stands after --: {script} -- {error.option_name})"
+        return f" (put the script's own arguments after --: {script} -- {error.option_name})"
     return f" (try: {error.ctx.command_path} --help)" if isinstance(error, click.UsageError) and error.ctx else ""
 
 
@@ -126,7 +128,7 @@ def _fail(message: str, status: int, debug: bool, error: BaseException | None = 
 
 
 def _failure_behind(error: BaseException | None) -> str | None:
-    """Of an error that ended a world of ranks: the first failure in it, in the same words at all of them."""
+    """The first failure among the ranks, if this error ended them. All ranks have the same text."""
     while error is not None:
         failure = getattr(error, FAILURE, None)
         if isinstance(failure, str):
@@ -136,7 +138,7 @@ def _failure_behind(error: BaseException | None) -> str | None:
 
 
 def _first_to_say(failure: str) -> bool:
-    """Whether no other rank has said the same: a wrong option is wrong for all, and all hear which rank failed."""
+    """Whether no other rank has printed this failure yet. All ranks meet the same wrong option or failure."""
     from rooftop.analysis.ranks.lockstep import first_to_say
 
     return first_to_say(failure)

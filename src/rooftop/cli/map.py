@@ -82,7 +82,9 @@ def _target(
     if ":" in text:
         for option, given in (("--weights", weights), ("--random-weights", seed), ("--dtype", dtype)):
             if given is not None:
-                raise click.UsageError(f"{option} is of a model of Rooftop's own; {text} loads what it needs itself")
+                raise click.UsageError(
+                    f"{option} is for Rooftop's own models, and {text} is your own target: leave it out"
+                )
         return callable_target(text, batch)
     from rooftop.cli.targets import DTYPES
     from rooftop.cluster.model_targets import model_target

@@ -21,7 +21,7 @@ from rooftop.media import NoVideoDecoderError, VideoReader
 
 @dataclass(frozen=True)
 class Rate:
-    """Of one device and number of streams: frames of all streams a second of a clock; or why there are none."""
+    """Frames per second of all streams, for one device and number of streams; or the reason why there are none."""
 
     device: str
     streams: int
@@ -61,10 +61,10 @@ def run_bench(
 
 
 def measure(file: Path, device: str, streams: int, resize: tuple[int, int] | None, seconds: float) -> Rate:
-    """The rate of some readers at once.
+    """Measure the rate of several concurrent readers.
 
     Raises:
-        RooftopError: of one of them; on a device that does not decode this, the reason is in the result instead.
+        RooftopError: a reader failed. If the device cannot decode this video, the result holds the reason instead.
     """
     try:
         readers = [VideoReader(file, device=device, resize=resize) for _ in range(streams)]

@@ -46,8 +46,8 @@ def run_decode(
         raise click.UsageError(f"--format {suffix} is for a folder: {out.name} is one array")
     if out.suffix.lower() in PICTURES and not out.is_dir():
         raise click.UsageError(
-            f"{out.name} is the name of one picture: give a folder for a picture of each frame, such as "
-            f"-o {out.stem}/ --format {PICTURES[out.suffix.lower()]}"
+            f"{out.name} names a single picture: give a folder for one picture per frame, such as -o {out.stem}/ "
+            f"--format {PICTURES[out.suffix.lower()]}"
         )
     with VideoReader(file, device=device, resize=resize) as reader:
         first = first_position(reader, start)
@@ -58,8 +58,8 @@ def run_decode(
             count = _decode(reader, frames, first, every, end, show)
     if not count:
         raise InputError(
-            f"no frame of {file} begins from {start or 0} s to {end} s: it is from {float(reader.times[0]):.3f} to "
-            f"{end_of(reader):.3f} s"
+            f"no frame of {file} begins from {start or 0} s to {end} s: the video runs from "
+            f"{float(reader.times[0]):.3f} to {end_of(reader):.3f} s"
         )
     size = f"{reader.width} x {reader.height}"
     click.echo(f"{count} frames of {size} in {click.format_filename(out)}, decoded on {reader.device}{_why(reader)}")
@@ -73,7 +73,7 @@ def _decode(
     end: float | None,
     show: Callable[[str, float], None],
 ) -> int:
-    """How many frames were taken."""
+    """Decode the frames; return their number."""
     until = end if end is not None else end_of(reader)
     begin = float(reader.times[first])
     for number, (pixels, time, _) in enumerate(reader.timed(first), first):
@@ -90,7 +90,7 @@ def _why(reader: VideoReader) -> str:
 
 
 class _Folder:
-    """Frames as files of their own; what is written stays, and an error says so."""
+    """Frames as separate files. Written files stay after an error, and a message says so."""
 
     def __init__(self, path: Path, suffix: str) -> None:
         if path.exists() and not path.is_dir():
@@ -127,13 +127,13 @@ class _Folder:
 
 
 class _Array:
-    """Frames as one file of NumPy's, (T, 3, H, W) uint8, under another name until all are there."""
+    """Frames as one .npy file, (T, 3, H, W) uint8, under a temporary name until it is complete."""
 
     def __init__(self, path: Path) -> None:
         if path.is_dir():
             raise InputError(f"{path} is a folder: expected the name of a file")
         if not path.parent.is_dir():
-            raise InputError(f"{path.parent} is no folder: create it before {path.name} is written there")
+            raise InputError(f"{path.parent} is not a folder: create it first, or give another one")
         self.path, self.count = path, 0
         self._partial = path.with_name(f".{path.stem}.{os.getpid()}.partial.npy")
         self._shape: tuple[int, ...] = ()
@@ -147,7 +147,8 @@ class _Array:
         self.count += 1
 
     def _write_header(self, most: bool) -> None:
-        """At the beginning; its length does not depend on the number of frames, which is known in the end."""
+        """Write the header at the beginning of the file. Its length does not depend on the number of frames, known only
+        at the end."""
         count = 10**9 if most else self.count
         header = {"descr": "|u1", "fortran_order": False, "shape": (count, *self._shape)}
         self._file.seek(0)

@@ -1,4 +1,4 @@
-"""`rooftop media ffmpeg-check` and `ffmpeg-build`: what FFmpeg can do here; FFmpeg built for NVIDIA's GPUs."""
+"""`rooftop media ffmpeg-check` and `ffmpeg-build`: test FFmpeg, and build it for NVIDIA's GPUs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run_build(source: Path, prefix: Path, headers: Path | None, jobs: int | None
 
 
 def show(found: FFmpegReport) -> None:
-    """The report as a table."""
+    """Print the report as a table."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     console.print(Text(f"{found.path}, FFmpeg {found.version}"), soft_wrap=True)
     gpus = ", ".join(found.gpus) + f" (driver {found.driver})" if found.gpus else "none with a driver that answers"

@@ -1,4 +1,4 @@
-"""Times of a video as the verbs below `rooftop media` take them."""
+"""Times of a video, as the commands of `rooftop media` take them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import click
 
 from rooftop.media import VideoReader
 
-CLOCK_SLACK_S = 0.0005  # as of `VideoReader.frames_at`
+CLOCK_SLACK_S = 0.0005  # as in `VideoReader.frames_at`
 
 
 def check_times(start: float | None, end: float | None) -> None:
@@ -23,14 +23,14 @@ def check_times(start: float | None, end: float | None) -> None:
 
 
 def end_of(reader: VideoReader) -> float:
-    """When the last frame ends, in seconds on the clock of the file."""
+    """The end of the last frame, in seconds on the clock of the file."""
     return float(reader.times[0]) + reader.duration if len(reader) else 0.0
 
 
 def first_position(reader: VideoReader, start: float | None) -> int:
-    """Of the first frame that begins at this time or later; their number if there is none.
+    """Position of the first frame that begins at or after this time; the number of frames if there is none.
 
-    A frame that begins less than 0.5 ms before counts as at it: 2 / 30 is also where the file says 0.0666.
+    A frame up to 0.5 ms earlier counts too: 2 / 30 matches a file that says 0.0666.
     """
     if not start:
         return 0

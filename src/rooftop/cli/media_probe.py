@@ -34,7 +34,7 @@ def _lines(info: VideoInfo) -> list[tuple[str, str]]:
     turned = f", stored {info.coded_width} x {info.coded_height}" if info.rotation_degrees or info.mirrored else ""
     stretched = f", pixels {info.pixel_aspect:.4g} as wide as high" if info.pixel_aspect != 1 else ""
     rate = "variable, on average " if info.variable_frame_rate else ""
-    access = f"at most {info.longest_gop} decoded for one" if info.seekable else "found only from the beginning"
+    access = f"reading one decodes {info.longest_gop} at most" if info.seekable else "found only from the beginning"
     lines = [
         ("file", f"{click.format_filename(info.source)} ({info.size_bytes:,} bytes, {info.container})"),
         ("video", f"{info.codec}{f' ({info.profile})' if info.profile else ''}, {info.pixel_format}, {info.bits} bits"),

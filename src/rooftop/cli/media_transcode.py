@@ -1,4 +1,4 @@
-"""`rooftop media transcode`: a video in another codec, size or rate, with its sound as it is."""
+"""`rooftop media transcode`: a video in another codec, size or rate, with its sound unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rooftop.errors import InputError
 from rooftop.media import VideoInfo, VideoReader, VideoWriter, probe
 from rooftop.media.pyav import load_av
 
-USUAL = {".webm": "libvpx-vp9", ".avi": "mpeg4"}  # encoders by suffix; of others, libx264
+USUAL = {".webm": "libvpx-vp9", ".avi": "mpeg4"}  # encoders by suffix; other suffixes use libx264
 WITH_CRF = ("libx264", "libx265", "libvpx-vp9", "libsvtav1", "libaom-av1", "libvpx")
 HELD_S = 0.002
 CHROMA = {"yuv420p": "yuv420p", "yuv422p": "yuv422p", "yuv444p": "yuv444p"}
@@ -42,10 +42,10 @@ def run_transcode(
     """Do what `rooftop.cli.commands.media_transcode:transcode_command` says."""
     check_times(start, end)
     if out.exists() and source.exists() and out.samefile(source):
-        raise click.UsageError(f"{out} is what is read: give OUT another name")
+        raise click.UsageError(f"{out} is the input file: give OUT another name")
     codec = codec or USUAL.get(out.suffix.lower(), "libx264")
     if crf is not None and codec not in WITH_CRF:
-        raise click.UsageError(f"--crf is not for {codec}: it is for {', '.join(WITH_CRF)}")
+        raise click.UsageError(f"--crf does not apply to {codec}, only to {', '.join(WITH_CRF)}")
     info = probe(source)
     pixel_format = _pixel_format(info, codec)
     deep = pixel_format is not None and "10" in pixel_format
@@ -53,11 +53,14 @@ def run_transcode(
     first = first_position(reader, start)
     if start and first == len(reader):
         raise InputError(f"no frame of {source} begins at {start} s or later: it ends at {end_of(reader):.3f} s")
-    begin = float(reader.times[first]) if start else 0.0  # what becomes 0, of the sound as well
+    begin = float(reader.times[first]) if start else 0.0  # this time becomes 0, for the sound too
     rate, last_s = reader.constant_rate, float(reader.durations[-1])
-    held = rate is not None and abs(last_s - 1 / rate) > HELD_S  # the last frame, longer than the others
+    held = rate is not None and abs(last_s - 1 / rate) > HELD_S  # the last frame is shown longer than the others
     if rate is None and out.suffix.lower() == ".avi":
-        rate, held = reader.index.grid(reader.time_base), True  # AVI leaves places empty, and has no others
+        rate, held = (
+            reader.index.grid(reader.time_base),
+            True,
+        )  # AVI leaves some places of a grid empty, and has no others
     writer = VideoWriter(
         out,
         fps or rate or reader.fps,
@@ -86,7 +89,7 @@ def _frames(
     fps: float | None,
     show: Callable[[str, float], None],
 ) -> Iterator[tuple[Tensor, float, float]]:
-    """Frames with their times from `begin` on, and until when they are shown; their own, or of a constant rate."""
+    """Yield frames from `begin` on with their start and end times: those of the file, or of a constant rate."""
     until = end if end is not None else end_of(reader)
     given = 0
     for pixels, time, duration in reader.timed(first):
@@ -96,17 +99,18 @@ def _frames(
         if fps is None:
             yield pixels, max(0.0, time - begin), min(time + duration, until) - begin
             continue
-        # As often as it is the frame shown: the first also before its time, so that the video begins at 0.
+        # Write the frame once for each output tick during which it is shown. The first frame also fills earlier ticks,
+        # so that the video begins at 0.
         while begin + given / fps < min(time + duration, until) - CLOCK_SLACK_S:
             yield pixels, given / fps, (given + 1) / fps
             given += 1
 
 
 def _pixel_format(info: VideoInfo, codec: str) -> str | None:
-    """The one most like the source's that the encoder has; None for its usual one."""
+    """The pixel format of the encoder that is closest to the source; None means its default."""
     av: Any = load_av()
     if codec == "auto" or codec not in av.codecs_available:
-        return None  # which the writer names
+        return None  # the writer's error names the codec
     has = [each.name for each in av.Codec(codec, "w").video_formats or []]
     chroma = info.pixel_format.removesuffix("le").removesuffix("10").removesuffix("12").replace("yuvj", "yuv")
     chroma = chroma if chroma in CHROMA else "yuv420p"
@@ -132,8 +136,8 @@ def _tell(info: VideoInfo, reader: VideoReader, writer: VideoWriter, no_sound: b
         if reason:
             click.echo(f"note: {reason}", err=True)
     if info.bits > 8 and "10" not in writer.pixel_format:
-        click.echo(f"note: {info.bits} bits became 8, since {writer.encoder} has no more here", err=True)
+        click.echo(f"note: {info.bits} bits became 8, because {writer.encoder} supports no more here", err=True)
     if info.hdr:
         click.echo(
-            f"note: OUT does not say that its brightness follows {info.hdr}, and players will show it flat", err=True
+            f"note: OUT does not record that its brightness follows {info.hdr}, so players will show it flat", err=True
         )

@@ -1,4 +1,4 @@
-"""Files that verbs write: found out before the work, not after it, that one cannot be written; and JSON."""
+"""Output files of the verbs, checked before the work begins; and JSON."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ STANDARD_OUTPUT = Path("-")
 
 
 def check_writable(path: Path, inputs: Sequence[Path] = ()) -> None:
-    """Find out before the work, not after it, that a file cannot be written.
+    """Check before the work that a file can be written.
 
     Args:
-        inputs: files that are read, and folders whose files are: none of these is overwritten.
+        inputs: files that are read, and folders of such files; none of them may be overwritten.
 
     Raises:
-        click.BadParameter: its folder is missing or not writable, or it is a folder itself, or "-", or is read.
+        click.BadParameter: its folder is missing or not writable, or the path is a folder, "-", or an input.
     """
     folder = path.parent
     if path == Path("-"):
-        problem = "is no file name: expected a path, standard output has the table"
+        problem = "is not a file name: expected a path, because the table goes to standard output"
     elif path.is_dir():
         problem = "is a folder"
     elif path.exists() and not path.is_file() and os.access(path, os.W_OK):  # /dev/null, a pipe
@@ -34,7 +34,7 @@ def check_writable(path: Path, inputs: Sequence[Path] = ()) -> None:
     elif not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
         problem = "cannot be written: permission denied"
     elif path.exists() and any(_is_in(path, each) for each in inputs):
-        problem = "is read: give another name"
+        problem = "is an input: give another name"
     else:
         return
     raise click.BadParameter(f"{path} {problem}", param_hint="output")
@@ -44,18 +44,18 @@ def check_outputs(paths: Sequence[Path]) -> None:
     """Refuse files that cannot be written, and one file for two outputs.
 
     Raises:
-        click.BadParameter: there is one.
+        click.BadParameter: a file cannot be written, or is given twice.
     """
     for path in paths:
         check_writable(path)
     files = [path.resolve() for path in paths if path.is_file() or not path.exists()]
     twice = next((path for path in files if files.count(path) > 1), None)
     if twice is not None:
-        raise click.BadParameter(f"{twice} is named for two outputs", param_hint="output")
+        raise click.BadParameter(f"{twice} is given for two outputs: give each its own file", param_hint="output")
 
 
 def _is_in(path: Path, source: Path) -> bool:
-    """Whether a file is that one, or in that folder."""
+    """Whether a file is this source, or lies in this folder."""
     if source.is_dir():
         return path.resolve().is_relative_to(source.resolve())
     return source.exists() and path.samefile(source)
@@ -71,15 +71,15 @@ def json_option(what: str) -> Any:
         flag_value=str(STANDARD_OUTPUT),
         callback=_json_file,
         metavar="[FILE]",
-        help=f"Also write {what} as JSON; without FILE, or as -, print JSON instead.",
+        help=f"Also write {what} to FILE as JSON. Without FILE, or with -, print only JSON.",
     )
 
 
 def _json_file(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
-    """A file that can be written, and that is no photograph or video which stands behind --json.
+    """Check that the file can be written, and is not a photograph or video that happens to follow --json.
 
     Raises:
-        click.BadParameter: it is another.
+        click.BadParameter: it cannot be written, or exists and is not JSON.
     """
     if path is None or path == STANDARD_OUTPUT:
         return path
@@ -89,16 +89,16 @@ def _json_file(context: click.Context, option: click.Parameter, path: Path | Non
             begin = file.read(64).lstrip()[:1]
         if begin not in (b"{", b"["):
             raise click.BadParameter(
-                f"{path} is no JSON, and is not overwritten: give another name, or put --json last"
+                f"{path} is not JSON, and is not overwritten: give another name, or put --json last"
             )
     return path
 
 
 def write_json(path: Path | None, value: Any) -> bool:
-    """Write a value as JSON where --json says, if it says so.
+    """Write a value as JSON to the path of --json, if there is one.
 
     Returns:
-        Whether it went to standard output, in place of what else the verb prints.
+        Whether it went to standard output, which replaces the other output of the verb.
     """
     if path is None:
         return False

@@ -1,4 +1,4 @@
-"""`rooftop predict-video`: the frames that follow a clip, beside the real ones."""
+"""`rooftop predict-video`: predicted frames of a clip next to the real ones."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from rooftop.models import NextFrameNetwork, colour_next_frame_network, next_fra
 from rooftop.models.conv_lstm.network import States
 from rooftop.models.conv_lstm.video import Continuation, continue_clip, load_next_frame_network
 
-MAX_SIDE = 16384  # pixels, of libx264
-SLACK_S = 0.0005  # as VideoReader.frames_at: 2 / 30 is frame 2 also where the file says 0.067 s
+MAX_SIDE = 16384  # pixels: limit of libx264
+SLACK_S = 0.0005  # as VideoReader.frames_at: 2 / 30 is frame 2 even where the file says 0.067 s
 
 Size = tuple[int, int]
 Progress = Callable[[str, float], None]
 
 
 class Clip(NamedTuple):
-    """The part of a clip that is of use: `context` (T, 3, H, W) before `after_s`, at most `--frames` `real` ones from
-    there on."""
+    """The part of a clip that the command needs: `context` (T, 3, H, W) before `after_s`, and at most `--frames` frames
+    `real` from there on."""
 
     context: Tensor
     real: Tensor
@@ -56,7 +56,9 @@ def run(
 ) -> None:
     """Do what `rooftop.cli.commands.predict_video:command` says."""
     if (weights is None) == (seed is None):
-        raise click.UsageError("expected one of --weights FILE and --random-weights SEED (an untrained network)")
+        raise click.UsageError(
+            "expected exactly one of --weights FILE and --random-weights SEED (an untrained network)"
+        )
     video = output or Path(f"{clip.stem}-predicted.mp4")
     picture = picture or video.with_suffix(".png")
     _check_outputs(video, picture, [clip] if weights is None else [clip, weights])
@@ -75,7 +77,7 @@ def run(
 
 
 def _check_outputs(video: Path, picture: Path, inputs: Sequence[Path]) -> None:
-    """Before the work.
+    """Check the output files before the work.
 
     Raises:
         click.BadParameter: a file cannot be written, is of another format, or is one that is read.
@@ -89,7 +91,7 @@ def _check_outputs(video: Path, picture: Path, inputs: Sequence[Path]) -> None:
 def _read(
     path: Path, size: Size | None, after: float | None, context: int | None, frames: int, progress: Progress
 ) -> Clip:
-    """The frames around `after`.
+    """Read the frames around `after`.
 
     Raises:
         InputError: no video, too few frames, or a time that is not in it.
@@ -102,7 +104,8 @@ def _read(
         size = size or (round(whole.height * scale), round(whole.width * scale))
     if max(size[0], 2 * size[1]) > MAX_SIDE:
         raise InputError(
-            f"frames of {size[1]} x {size[0]}, two beside each other: H.264 ends at {MAX_SIDE}. Give a smaller --size"
+            f"two frames of {size[1]} x {size[0]} side by side exceed the limit of H.264, {MAX_SIDE} pixels on a "
+            "side. Give a smaller --size"
         )
     with VideoReader(path, dtype=torch.float32, resize=size) as reader:
         times = reader.times
@@ -112,8 +115,8 @@ def _read(
             cut = count - frames
             if cut < 1:
                 raise InputError(
-                    f"{path} is too short: it has {count} frames, and one has to come before the last {frames}. "
-                    f"Give fewer --frames, or --after {end:.3f} to go on from its end"
+                    f"{path} is too short: it has {count} frames, and the network needs at least one before the last "
+                    f"{frames}. Give fewer --frames, or --after {end:.3f} to predict beyond its end"
                 )
         else:
             if not 0 <= after <= end + SLACK_S:
@@ -122,8 +125,8 @@ def _read(
         wanted = context or max(1, min(USUAL_CONTEXT, cut))
         if cut < wanted:
             raise InputError(
-                f"{path} is too short: {cut} of its {count} frames come before the first to predict, and the network "
-                f"is to be shown {wanted}. Give a smaller --context, or a later --after"
+                f"{path} is too short: {cut} of its {count} frames come before the first predicted one, but the "
+                f"network needs {wanted}. Give a smaller --context, or a later --after"
             )
         after_s = float(times[cut]) if cut < count else end
         positions = range(cut - wanted, min(count, cut + frames))
@@ -139,18 +142,18 @@ def _network(weights: Path | None, seed: int | None, colour: bool | None) -> Nex
         network = load_next_frame_network(weights)
         if colour is not None and colour != _is_colour(network):
             wrong = "--colour" if colour else "--grey"
-            raise InputError(f"{weights} is of a network of {_colour(network)} frames: leave out {wrong}")
+            raise InputError(f"{weights} belongs to a network for {_colour(network)} frames: leave out {wrong}")
         return network
     with seeded(seed or 0):
         return colour_next_frame_network() if colour else next_frame_network()
 
 
 class _ByEngine(NextFrameNetwork):
-    """A network whose layers an engine runs; the head, one convolution for each frame, runs in float32."""
+    """A network whose layers run in an engine; its head, one convolution per frame, runs in float32."""
 
     def __init__(self, network: NextFrameNetwork, where: torch.device, dtype: torch.dtype | None) -> None:
         nn.Module.__init__(self)
-        # Its 4-D tensors, states (N, H, W, F), have their channels last as they are.
+        # Its 4-D tensors, the states (N, H, W, F), already have their channels last.
         self._engine = engine_of(_Layers(network), "the network", where, dtype, channels_last=False)
         self.every_frame, self.data_format = network.every_frame, network.data_format
         self.layers, self.head = network.layers, network.head
@@ -180,19 +183,19 @@ def _colour(network: NextFrameNetwork) -> str:
 
 
 def _with_black(found: Continuation) -> Tensor:
-    """(T, C, H, W): the real frames, then black ones, as many as are predicted."""
+    """(T, C, H, W): the real frames, then one black frame for each predicted one."""
     black = torch.zeros_like(found.frames[len(found.real) :])
     return torch.cat((found.real, black))
 
 
 def _rgb(frames: Tensor) -> Tensor:
-    """(..., C, H, W) of one or three channels, as three."""
+    """(..., C, H, W) with one or three channels, as three."""
     return frames.expand(*frames.shape[:-3], 3, *frames.shape[-2:])
 
 
 def _write(writer: VideoWriter, picture: Path, pixels: Tensor) -> None:
-    """The picture (C, H, W), and the video that waits in its writer: each whole under another name before it gets its
-    own."""
+    """Save the picture (C, H, W) and the video in its writer: both are completed under temporary names, then
+    renamed."""
     array = (_rgb(pixels) * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
     temporary = picture.with_name(f".{picture.name}.{os.getpid()}.tmp")
     try:
@@ -213,7 +216,7 @@ def _told(
     video: Path,
     picture: Path,
 ) -> dict[str, Any]:
-    """What was done, as plain data."""
+    """The results as plain data."""
     compared = len(found.real) > 0
     return {
         "clip": str(clip),

@@ -1,4 +1,4 @@
-"""A progress bar on stderr for whatever takes longer than two seconds."""
+"""A progress bar on stderr for work that takes longer than two seconds."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ PATIENCE_S = 2.0
 def progress_bar() -> Iterator[Callable[[str, float], None]]:
     """Yields a function to call with (what is being done, fraction done).
 
-    The bar appears once two seconds have passed, also in the midst of a long call, and not at all where stderr is no
-    terminal.
+    The bar appears after two seconds, even during a long call. It never appears if stderr is not a terminal.
     """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

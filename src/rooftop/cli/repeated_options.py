@@ -1,4 +1,4 @@
-"""Options that take one value are given once: else the last would count, and the others be lost without a word."""
+"""Refuses a repeated option that takes one value: click would silently keep only the last value."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import click
 
 
 def refuse_repeated_options(command: click.Command) -> click.Command:
-    """Let a command, and those within a group, refuse an option that is given again.
+    """Make a command, or all commands of a group, refuse a repeated option with `click.UsageError`.
 
-    Options for several values may be, and flags that can only be switched on. The command raises `click.UsageError`.
+    Options that take several values, and flags that can only be switched on, may be repeated.
     """
     if isinstance(command, click.Group):
         for each in command.commands.values():
             refuse_repeated_options(each)
-    if "make_parser" not in vars(command):  # a command is asked for more than once
+    if "make_parser" not in vars(command):  # a group may return the same command twice
         make = command.make_parser
 
         def make_parser(ctx: click.Context) -> Any:
@@ -36,7 +36,7 @@ def refuse_repeated_options(command: click.Command) -> click.Command:
 
 
 def _check(given: list[click.Parameter], ctx: click.Context) -> None:
-    """Raises UsageError if one of what was given, in that order, takes one value and is there again."""
+    """Raise UsageError if an option with one value is given twice. `given` is in the order typed."""
     options = [each for each in given if isinstance(each, click.Option) and not (each.multiple or each.count)]
     valued = [each for each in options if not each.is_flag or each.secondary_opts]
     for option, times in Counter(valued).items():

@@ -1,4 +1,4 @@
-"""`rooftop report`: a JSON report as HTML, on a machine that need not be the one that was measured."""
+"""`rooftop report`: a JSON report as HTML, on any machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rooftop scene`: virtual geometry, built from meshes."""
+"""`rooftop scene`: the group of commands for virtual geometry."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from rooftop.cli.lazy_groups import LazyGroup, Verb
 VERBS = {
     "build": Verb(
         "rooftop.cli.commands.scene_files:build_command",
-        "Build MESH (.glb, .obj, .ply, .stl and more) into a geometry file.",
+        "Build a geometry file (.rtg) from MESH (.glb, .obj, .ply, .stl and more).",
     ),
     "info": Verb(
         "rooftop.cli.commands.scene_files:info_command",
-        "Show what is in a geometry file: its levels, how full its clusters are, pages, the tree.",
+        "Show what is in a geometry file: levels, clusters, pages and the tree.",
     ),
     "render": Verb(
         "rooftop.cli.commands.scene_render:render_command",
-        "Render geometry files (FILE.rtg, which `rooftop scene build` makes) into pictures.",
+        "Render geometry files (.rtg, from `rooftop scene build`) into pictures.",
     ),
     "view": Verb(
         "rooftop.cli.commands.scene_view:view_command",
-        "Look at geometry files (FILE.rtg, which `rooftop scene build` makes) in a browser.",
+        "View geometry files (.rtg, from `rooftop scene build`) in a browser.",
     ),
 }
 
 
 @click.group(cls=LazyGroup, verbs=VERBS)
 def command() -> None:
-    """Build meshes into virtual geometry, look into it and at it, and render it.
+    """Build, inspect, render and view virtual geometry: meshes with levels of detail.
 
-    Virtual geometry has all levels of detail of a mesh, cut into clusters of 128 triangles: a renderer draws each place
-    of the mesh as finely as its pixels need, so that a picture costs what its pixels cost.
+    Virtual geometry holds all levels of detail of a mesh in clusters of 128 triangles. The renderer draws each part of
+    the mesh only as finely as the pixels show it, so the cost follows the pixels far more than the triangles.
     """

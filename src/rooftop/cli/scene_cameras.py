@@ -21,14 +21,14 @@ from rooftop.scene.viewing.recorded_paths import RecordedPath
 Floats = NDArray[np.float64]
 Numbers = tuple[float, ...]
 
-PATH_RATE = 30  # pictures for each second of a path
+PATH_RATE = 30  # pictures per second of a path
 LOOKING = {"eye", "target", "up", "fov_y_degrees", "view_height"}
 CALIBRATED = {"K", "world_to_camera"}
 EITHER = {"width", "height", "near"}
 
 
 def numbers(*counts: int) -> Callable[[click.Context, click.Parameter, str | None], Numbers | None]:
-    """The callback of an option: as many finite numbers as one of `counts`, with commas between them."""
+    """Callback of an option: finite numbers separated by commas, as many as one of `counts`."""
 
     def read(context: click.Context, option: click.Parameter, text: str | None) -> Numbers | None:
         return None if text is None else _numbers(text, counts, option)
@@ -37,7 +37,7 @@ def numbers(*counts: int) -> Callable[[click.Context, click.Parameter, str | Non
 
 
 def pixels(context: click.Context, option: click.Parameter, text: str | None) -> tuple[int, int] | None:
-    """The callback of an option: WIDTHxHEIGHT."""
+    """Callback of an option: WIDTHxHEIGHT."""
     if text is None:
         return None
     words = text.lower().split("x")
@@ -54,14 +54,14 @@ def _numbers(text: str, counts: Sequence[int], option: click.Parameter | None = 
     if len(found) not in counts or not all(map(math.isfinite, found)):
         expected = " or ".join(map(str, counts))
         raise click.BadParameter(
-            f"{text!r}: expected {expected} numbers with commas between them, and no spaces", param=option
+            f"{text!r}: expected {expected} numbers separated by commas, without spaces", param=option
         )
     return found
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What the command line says of the camera; None where it says nothing."""
+    """Camera options of the command line; None for those not given."""
 
     eye: Numbers | None = None
     target: Numbers | None = None
@@ -79,13 +79,13 @@ class Choice:
 
 
 def chosen_cameras(choice: Choice, points: Floats) -> list[Camera]:
-    """The cameras to render with: one, or those of a file, or those along a path.
+    """Return the cameras to render with: one, those of a file, or those along a path.
 
     Args:
-        points: (N, 3), of the scene's outline.
+        points: (N, 3), the outline of the scene.
 
     Raises:
-        click.UsageError: options that exclude each other, or one without the other that it needs.
+        click.UsageError: options that exclude each other, or an option without the one it needs.
         InputError: a file that cannot be read, or numbers that are no camera.
     """
     _check_together(choice)
@@ -107,7 +107,7 @@ def chosen_cameras(choice: Choice, points: Floats) -> list[Camera]:
 
 
 def turned(camera: Camera, degrees: float, center: Floats, up: Numbers) -> Camera:
-    """A camera that has gone around an axis through `center`, counterclockwise as seen from above."""
+    """Rotate a camera around an axis through `center`, counterclockwise as seen from above."""
     axis = np.asarray(up) / np.linalg.norm(up)
     angle = math.radians(-degrees)  # the world goes the other way
     cross = np.array([[0, -axis[2], axis[1]], [axis[2], 0, -axis[0]], [-axis[1], axis[0], 0]])
@@ -122,23 +122,25 @@ def _check_together(choice: Choice) -> None:
     ways |= {"--eye": choice.eye, "--orbit": choice.orbit}
     given = [name for name, value in ways.items() if value is not None]
     if len(given) > 1:
-        raise click.UsageError(f"{' and '.join(given)} each say where the camera is: expected one of them")
+        raise click.UsageError(f"{' and '.join(given)} each set the camera: give only one of them")
     if (choice.intrinsics is None) != (choice.pose is None):
-        raise click.UsageError("expected --intrinsics and --pose together: what the lens is, and where the camera is")
+        raise click.UsageError("expected --intrinsics (the lens) and --pose (the position of the camera) together")
     lens = {"--fov": choice.fov_y_degrees, "--parallel": choice.parallel}
     if None not in lens.values():
-        raise click.UsageError("--fov is of a perspective view, and --parallel is none: expected one of them")
+        raise click.UsageError(
+            "--fov is for a perspective view, --parallel for an orthographic one: give only one of them"
+        )
     if given and given[0] in ("--camera", "--path", "--intrinsics"):
         rest = {**lens, "--target": choice.target, "--up": choice.up}
         if given[0] != "--camera":
-            del rest["--up"]  # around which --frames turns, or on which --instances stand
+            del rest["--up"]  # the axis that --frames turns around, or of the ground under --instances
         extra = [name for name, value in rest.items() if value is not None]
         if extra:
-            raise click.UsageError(f"{extra[0]} does not go with {given[0]}, which says it")
+            raise click.UsageError(f"{extra[0]} does not go with {given[0]}, which already sets it: leave it out")
 
 
 def _looking(choice: Choice, points: Floats, bounds: Floats, width: int, height: int, near: float) -> Camera:
-    """From --eye, or from around the scene, by default far enough away to see all of it."""
+    """The camera at --eye, or one around the scene, which by default has all of it in view."""
     target = np.asarray(bounds.mean(0) if choice.target is None else choice.target)
     up = choice.up or (0.0, 0.0, 1.0)
     fov = 60.0 if choice.fov_y_degrees is None else choice.fov_y_degrees
@@ -146,11 +148,13 @@ def _looking(choice: Choice, points: Floats, bounds: Floats, width: int, height:
         return _view(choice.eye, target, up, fov, choice.parallel, width, height, near)
     azimuth, elevation, *distances = choice.orbit or THREE_QUARTERS
     if not -90 <= elevation <= 90:
-        raise click.BadParameter(f"the elevation is -90 to 90 degrees, not {elevation:g}", param_hint="--orbit")
+        raise click.BadParameter(
+            f"the elevation must be from -90 to 90 degrees, got {elevation:g}", param_hint="--orbit"
+        )
     if distances and distances[0] <= 0:
-        raise click.BadParameter(f"the distance is more than 0, not {distances[0]:g}", param_hint="--orbit")
+        raise click.BadParameter(f"the distance must be more than 0, got {distances[0]:g}", param_hint="--orbit")
     axis = around(up)[2]
-    if abs(elevation) > 89.9:  # straight from above, the upper edge is what lies ahead
+    if abs(elevation) > 89.9:  # seen straight from above, the upper edge of the picture points ahead
         axis = -math.copysign(1, elevation) * outward(azimuth, 0, up)
     size = float(np.linalg.norm(bounds[1] - bounds[0]))
     eye = target + size * outward(azimuth, elevation, up)
@@ -175,7 +179,7 @@ def _view(
 
 
 def _of_file(path: Path, size: tuple[int, int] | None, near: float) -> list[Camera]:
-    """Those of a JSON file: an object, or a list of them."""
+    """The cameras of a JSON file, which has one object or a list."""
     content = _json(path)
     views = content if isinstance(content, list) else [content]
     if not views:
@@ -195,7 +199,8 @@ def _of_object(view: Any, where: str, size: tuple[int, int] | None, near: float)
     if missing or wrong:
         raise InputError(
             f"{where}: {f'{missing[0]} is missing' if missing else f'{wrong[0]} is not known'}; expected eye and "
-            "target (and up, fov_y_degrees or view_height), or K and world_to_camera; of either, width, height, near"
+            "target (and up, fov_y_degrees or view_height), or K and world_to_camera; both may have width, height "
+            "and near"
         )
     shape = size or (view.get("width", 1920), view.get("height", 1080))
     make: Callable[..., Camera] = Camera.from_intrinsics
@@ -203,7 +208,10 @@ def _of_object(view: Any, where: str, size: tuple[int, int] | None, near: float)
     if not calibrated:
         make = Camera.parallel if "view_height" in view else Camera.look_at
         if "view_height" in view and "fov_y_degrees" in view:
-            raise InputError(f"{where}: fov_y_degrees is of a perspective view, view_height of a parallel one")
+            raise InputError(
+                f"{where}: fov_y_degrees is for a perspective view, view_height for an orthographic one: give only "
+                "one of them"
+            )
     try:
         return make(**arguments, width=shape[0], height=shape[1], near=view.get("near", near))
     except (TypeError, ValueError) as error:
@@ -211,7 +219,7 @@ def _of_object(view: Any, where: str, size: tuple[int, int] | None, near: float)
 
 
 def _along(path: Path, frames: int | None, size: tuple[int, int], bounds: Floats, near: float | None) -> list[Camera]:
-    """Cameras of a path that the viewer recorded, the same time apart."""
+    """Cameras at equal time steps along a path that the viewer recorded."""
     recorded = RecordedPath.read(path)
     views = recorded.evenly(frames or 1 + round(recorded.duration * PATH_RATE))
     cameras = [view.camera(size, float(np.linalg.norm(bounds[1] - bounds[0]))) for view in views]
@@ -227,7 +235,7 @@ def _intrinsics(text: str) -> Any:
 
 
 def _matrix(path: Path, name: str) -> Any:
-    """A matrix as rows; alone, or in an object under its name."""
+    """A matrix as rows, alone or under its name in an object."""
     content = _json(path)
     if isinstance(content, Mapping):
         if name not in content:
@@ -238,7 +246,7 @@ def _matrix(path: Path, name: str) -> Any:
     except (TypeError, ValueError):
         rows = np.zeros(0)
     if not isinstance(content, Sequence) or rows.ndim != 2:
-        raise InputError(f"{path}: {name} is no list of rows of numbers")
+        raise InputError(f"{path}: {name} is not a list of rows of numbers")
     return rows
 
 
@@ -248,4 +256,4 @@ def _json(path: Path) -> Any:
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise InputError(f"{path} is no JSON: {error}") from None
+        raise InputError(f"{path} is not JSON: {error}") from None

@@ -1,4 +1,4 @@
-"""`rooftop scene build` and `info`: virtual geometry from meshes, and what its files have."""
+"""`rooftop scene build` and `info`: build geometry files from meshes, and describe them."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def run_info(file: Path, json_path: Path | None) -> None:
 
 
 def _info(geometry: Geometry) -> dict[str, Any]:
-    """What the file says of itself, and what is found when all of it is read."""
+    """The header of the file, and what reading all of it finds."""
     heads = geometry.clusters()  # reads and checks every page
     levels = geometry.meta["levels"]
     clusters, triangles = (sum(level[name] for level in levels) for name in ("clusters", "triangles"))
     if clusters != len(heads):
-        raise InputError(f"{geometry.path} says that it has {clusters:,} clusters, and has {len(heads):,}")
+        raise InputError(f"{geometry.path} states {clusters:,} clusters, but contains {len(heads):,}: build it again")
     return geometry.meta | {
         "file": str(geometry.path),
         "bytes": geometry.size_bytes,
@@ -115,7 +115,7 @@ def _words(material: dict[str, Any]) -> str:
     color = "#" + "".join(f"{round(255 * part):02x}" for part in material["color"])
     texture = material["texture"]
     image = "" if texture is None else f", a texture of {texture['width']} x {texture['height']}"
-    name = material["name"].encode("utf-8", "backslashreplace").decode()  # a name may be anything that JSON can say
+    name = material["name"].encode("utf-8", "backslashreplace").decode()  # a name may be any string that JSON can hold
     shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in name)
     return f"{shown} {color}{image}".strip()
 

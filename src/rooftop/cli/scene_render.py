@@ -1,4 +1,4 @@
-"""`rooftop scene render`: pictures of virtual geometry, and what each stage of a frame took."""
+"""`rooftop scene render`: pictures of virtual geometry, and the time of each stage."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from rooftop.scene.rendering.renderer import LIGHT
 
 Bytes = NDArray[np.uint8]
 
-NIGHT, INK = (16, 19, 26), (226, 230, 238)  # of captions
-SPACING = 1.2  # between instances, in the size of the largest mesh
+NIGHT, INK = (16, 19, 26), (226, 230, 238)  # colours of captions
+SPACING = 1.2  # distance between instances, in sizes of the largest mesh
 
 
 def run_render(
@@ -80,7 +80,9 @@ def run_render(
     cameras = chosen_cameras(choice, outline(world))
     if frames is not None and frames > 1 and path is None:
         if len(cameras) > 1:
-            raise click.UsageError(f"--frames turns one camera, and {camera} has {len(cameras)}")
+            raise click.UsageError(
+                f"--frames turns a single camera, but {camera} has {len(cameras)}: leave --frames out"
+            )
         center = np.asarray(bounds.mean(0) if target is None else target)
         axis = around(up or (0.0, 0.0, 1.0))[2]
         cameras = [turned(cameras[0], 360 * step / frames, center, tuple(axis)) for step in range(frames)]
@@ -134,7 +136,7 @@ def run_render(
 
 
 def world_of(files: Sequence[Path], instances: int | None, up: Numbers) -> scene.Scene:
-    """Each mesh once, or `instances` of them in a square grid on the level."""
+    """A scene with each mesh once, or with `instances` of the meshes in a square grid on the ground."""
     world = scene.Scene()
     for path in files:
         if not path.is_file():
@@ -151,7 +153,7 @@ def world_of(files: Sequence[Path], instances: int | None, up: Numbers) -> scene
     number = np.arange(instances)
     place = np.stack([number % side, number // side], 1) - (side - 1) / 2
     transforms = np.tile(np.eye(4), (instances, 1, 1))
-    # Meshes that stand beside each other in the world come to the same place of their cells.
+    # Meshes that stand next to each other in the world get the same place in their cells.
     middles = (boxes.mean(1) @ directions.T)[number % len(files)]
     transforms[:, :3, 3] = (place * step - middles) @ directions
     for mesh in range(len(files)):
@@ -160,7 +162,7 @@ def world_of(files: Sequence[Path], instances: int | None, up: Numbers) -> scene
 
 
 def _names(out: Path, shows: Sequence[str], frames: int) -> list[dict[str, Path]]:
-    """For each frame, the file for each of what it shows."""
+    """For each frame, the file of each --show."""
     if out.suffix.lower() != ".png":
         raise click.BadParameter(f"{out}: expected a name that ends in .png", param_hint="--out")
     if frames > 1 and "{frame}" not in out.name:
@@ -171,7 +173,7 @@ def _names(out: Path, shows: Sequence[str], frames: int) -> list[dict[str, Path]
 
 
 def _pictures(pictures: Mapping[str, Bytes], names: Mapping[str, Path]) -> Iterator[tuple[Image.Image, Path]]:
-    """What goes into which file: one picture, or all of them as a sheet."""
+    """Yield each picture with its file: separate pictures, or all of them as one sheet."""
     if len(set(names.values())) == len(pictures):
         yield from ((Image.fromarray(picture), names[show]) for show, picture in pictures.items())
     else:
@@ -179,7 +181,7 @@ def _pictures(pictures: Mapping[str, Bytes], names: Mapping[str, Path]) -> Itera
 
 
 def _sheet(pictures: Mapping[str, Bytes]) -> Image.Image:
-    """Pictures of one size beside each other, in as many rows as columns or one less, with captions."""
+    """One sheet of equally large pictures with captions, about as many rows as columns."""
     height, width = next(iter(pictures.values())).shape[:2]
     columns = int(np.ceil(np.sqrt(len(pictures))))
     rows = -(-len(pictures) // columns)
@@ -194,7 +196,7 @@ def _sheet(pictures: Mapping[str, Bytes]) -> Image.Image:
 
 
 def _save(picture: Image.Image, path: Path) -> None:
-    """Written whole or not at all; a device or a pipe as it is."""
+    """Write a picture completely or not at all; write to a device or a pipe directly."""
     if path.exists() and not path.is_file():
         with path.open("wb") as file:
             picture.save(file, format="PNG")
@@ -209,7 +211,7 @@ def _save(picture: Image.Image, path: Path) -> None:
 
 
 def _table(found: Sequence[FrameStats]) -> Table:
-    """Milliseconds of each stage; of several frames, the mean."""
+    """Milliseconds of each stage; the mean over several frames."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("stage")
     table.add_column("ms" if len(found) == 1 else f"ms, mean of {len(found)} frames", justify="right")
@@ -268,7 +270,7 @@ def _plain(
     names: Sequence[Mapping[str, Path]],
     found: Sequence[FrameStats],
 ) -> dict[str, Any]:
-    """For JSON. Cameras are as --camera reads them where they are perspective, as all calibrated ones are."""
+    """The results for JSON. Perspective cameras have the format that --camera reads."""
     frames = []
     for camera, of_frame, stats in zip(cameras, names, found, strict=True):
         plain: dict[str, Any] = {
@@ -295,7 +297,7 @@ def _plain(
 
 @contextmanager
 def wrong_call() -> Iterator[None]:
-    """What the library refuses was asked for by the options."""
+    """Turn a ValueError of the library into a wrong call: the options caused it."""
     try:
         yield
     except RooftopError:

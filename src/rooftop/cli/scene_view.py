@@ -1,4 +1,4 @@
-"""`rooftop scene view`: the viewer's server, from the printed address to Ctrl-C."""
+"""`rooftop scene view`: the server of the viewer, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def run_view(
     drawing.warm_up()
     if not is_loopback(host):
         click.echo(
-            f"warning: --host {host} lets other machines ask. Nothing is encrypted: who sees the address or listens on "
-            "the network sees the scene. `ssh -L` to 127.0.0.1 is safer.",
+            f"warning: --host {host} admits other machines, and nothing is encrypted. Anyone who has the address or "
+            "listens on the network can view the scene. An `ssh -L` tunnel to 127.0.0.1 is safer.",
             err=True,
         )
     click.echo(f"open {viewer.url}")
@@ -64,9 +64,9 @@ def run_view(
     if isinstance(words, Words) and words.ends_process:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # nothing is left to be written; Python would take seconds to take its libraries down
+        os._exit(0)  # nothing is left to write; Python would take seconds to unload its libraries
 
 
 def wait_for_interrupt() -> None:
-    """Until Ctrl-C, which raises KeyboardInterrupt."""
+    """Wait for Ctrl-C, which raises KeyboardInterrupt."""
     threading.Event().wait()

@@ -1,4 +1,4 @@
-"""What the verbs take as TARGET and --input, turned into a model and its arguments.
+"""Turns TARGET and --input into a model and its arguments.
 
 TARGET   resnet50                  a built-in model
          my_pkg.net:build          a module, a module class, or a callable that returns a module, (module, inputs) or
@@ -10,10 +10,7 @@ TARGET   resnet50                  a built-in model
 
 from __future__ import annotations
 
-import importlib
-import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from rooftop import models
 from rooftop.errors import InputError, ModelRunError, TargetError, did_you_mean
+from rooftop.user_code import named_object
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -44,10 +42,10 @@ class Target:
     """A model ready to run on a device.
 
     Attributes:
-        name: as the report shows it.
+        name: shown in the report.
         model: the module or callable.
         args, kwargs: its arguments.
-        classifies: its output are class logits, so that training uses cross-entropy with random labels.
+        classifies: whether its outputs are class logits; training then uses cross-entropy with random labels.
     """
 
     name: str
@@ -66,12 +64,12 @@ def resolve_target(
 ) -> Target:
     """Build the model that `text` names and the tensors that `inputs` describe, on the device and in the dtype.
 
-    Without a device everything stays as it was built: what is only to be predicted needs no place. `inputs` stand for
-    the inputs that the target brings; keywords that it brings beside positional arguments stay.
+    Without a device everything stays where it was built, which is enough for a prediction. `inputs` replace the inputs
+    of the target and keep the keyword arguments that it returns.
 
     Raises:
-        TargetError: nothing has that name.
-        InputError: an input cannot be understood or read, or none is given where the target has no default.
+        TargetError: no such target exists.
+        InputError: an input is malformed or unreadable, or is missing and the target has no default.
         ModelRunError: the user's code raised while it was imported or called.
     """
     model, brought, example, classifies = _find(text)
@@ -100,7 +98,7 @@ def resolve_target(
 
 
 def make_input(text: str, float_dtype: torch.dtype) -> Tensor:
-    """A tensor from one --input, on the CPU (see the top of this file).
+    """Make a tensor from one --input, on the CPU (formats: see the top of this file).
 
     Raises:
         InputError: neither a shape nor a photograph.
@@ -132,8 +130,8 @@ def make_input(text: str, float_dtype: torch.dtype) -> Tensor:
 def _made(text: str, make: Callable[[], Tensor]) -> Tensor:
     try:
         return make()
-    except (RuntimeError, TypeError, ValueError) as error:  # more than memory holds, or than 64 bits count
-        raise InputError(f"--input {text!r}: such a tensor cannot be made here ({_first_line(error)})") from error
+    except (RuntimeError, TypeError, ValueError) as error:  # more than memory holds, or a size beyond 64 bits
+        raise InputError(f"--input {text!r}: this tensor cannot be made here ({_first_line(error)})") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -148,7 +146,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _find(text: str) -> tuple[Callable[..., Any], Inputs | None, tuple[int, ...] | None, bool]:
-    """(model, its inputs if the target brings them, else the shape of an example, whether it classifies)."""
+    """(model, its inputs if the target returns them, else the shape of an example, whether the model classifies)."""
     if ":" in text:
         model, inputs = _imported(text)
         return model, inputs, None, False
@@ -157,31 +155,8 @@ def _find(text: str) -> tuple[Callable[..., Any], Inputs | None, tuple[int, ...]
 
 
 def _imported(text: str) -> tuple[Callable[..., Any], Inputs | None]:
-    """`package.module:name`, looked up from the current directory first; also `package/module.py:name`."""
-    module_name, _, attribute = text.rpartition(":")
-    if not module_name or not attribute or (module_name.startswith(".") and not module_name.endswith(".py")):
-        raise TargetError(f"{text!r}: expected package.module:callable, e.g. my_pkg.net:build")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    if module_name.endswith(".py"):
-        module_name = _module_of(Path(module_name))
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise TargetError(
-                f"{text!r}: no module {error.name!r} here ({os.getcwd()}) or in this environment"
-            ) from error
-        raise ModelRunError(f"importing {module_name!r} failed: {error}") from error
-    except (Exception, SystemExit) as error:
-        raise ModelRunError(f"importing {module_name!r} raised {type(error).__name__}: {error}") from error
-    found = getattr(module, attribute, None)
-    if found is None:
-        public = [name for name in vars(module) if not name.startswith("_") and callable(getattr(module, name))]
-        raise TargetError(
-            f"{text!r}: {module_name!r} has no {attribute!r}; it has {', '.join(public[:8]) or 'nothing callable'}"
-            f"{did_you_mean(attribute, public)}"
-        )
+    """As `named_object` finds it; a callable is called."""
+    found = named_object(text, "my_pkg.net:build")
     if isinstance(found, nn.Module):
         return found, None
     if not callable(found):
@@ -197,10 +172,10 @@ EXPECTED = "expected an nn.Module, (nn.Module, inputs) or (nn.Module, arguments,
 
 
 def _taken_apart(text: str, built: Any) -> tuple[nn.Module, Inputs | None]:
-    """The module that a callable returned, and its inputs where it brings some.
+    """Separate the module that a callable returned from its inputs.
 
     Raises:
-        TargetError: it returned something else.
+        TargetError: it returned another kind of object.
     """
     if isinstance(built, nn.Module):
         return built, None
@@ -211,7 +186,9 @@ def _taken_apart(text: str, built: Any) -> tuple[nn.Module, Inputs | None]:
         return model, None
     keywords = rest[0] if rest else inputs if isinstance(inputs, Mapping) else {}
     if not isinstance(keywords, Mapping) or not all(isinstance(name, str) for name in keywords):
-        raise TargetError(f"{text!r} returned {_described(built)}, whose keywords are no dict by name: {EXPECTED}")
+        raise TargetError(
+            f"{text!r} returned {_described(built)}, whose keywords are not a dict from names to inputs: {EXPECTED}"
+        )
     if inputs is keywords:
         return model, ((), dict(keywords))
     arguments = tuple(inputs) if isinstance(inputs, (tuple, list)) else () if inputs is None else (inputs,)
@@ -225,23 +202,7 @@ def _described(value: Any) -> str:
     return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
 
 
-def _module_of(path: Path) -> str:
-    """The module that a file is: by its folders below the current directory, else alone, beside what is there.
-
-    Raises:
-        TargetError: there is no such file.
-    """
-    if not path.is_file():
-        raise TargetError(f"{os.fspath(path)}: there is no such file")
-    whole = path.resolve()
-    here = Path.cwd().resolve()
-    if whole.is_relative_to(here):
-        return ".".join(whole.relative_to(here).with_suffix("").parts)
-    sys.path.insert(0, str(whole.parent))
-    return whole.stem
-
-
 def _placed(value: Tensor, device: torch.device, dtype: torch.dtype | None, channels_last: bool) -> Tensor:
-    """A tensor on the device: floating point in the dtype, images channels last if asked for."""
+    """Move a tensor to the device: floating point in the dtype, images channels last on request."""
     value = value.to(device=device, dtype=dtype if value.is_floating_point() else None)
     return value.to(memory_format=torch.channels_last) if channels_last and value.dim() == 4 else value

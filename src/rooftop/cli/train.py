@@ -1,4 +1,4 @@
-"""`rooftop train`: a model from its first step on, alone or one rank of many under torchrun."""
+"""`rooftop train`: train a GPT in one process, or as one rank of many under torchrun."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 import torch
 import torch.distributed as dist
 
-from rooftop.analysis.formats import percent_text
+from rooftop.analysis.formats import counted, percent_text
 from rooftop.cli.commands.train import HEADS, LAYERS, LENGTH, WIDTH
 from rooftop.cli.outputs import check_writable
 from rooftop.cli.progress import progress_bar
@@ -39,14 +39,16 @@ from rooftop.train import (
     run_steps,
     step_roof,
 )
-from rooftop.train.gpt_training import DTYPES
-from rooftop.train.initial_weights import check_no_training
-from rooftop.train.metrics import add_lines, kept_lines, metrics_file
-from rooftop.train.mixtures import paths_of
+from rooftop.train.gpt.initial_weights import check_no_training
+from rooftop.train.gpt.metrics import add_lines, kept_lines, metrics_file
+from rooftop.train.gpt.training import DTYPES
 from rooftop.train.stopping import STOPPED_STATUS, stop_on_sigterm
-from rooftop.train.tokens import BYTES
+from rooftop.train.tokens.mixtures import paths_of
+from rooftop.train.tokens.tokens import BYTES
 
-LAUNCHED_PERCENT = 15  # of roof; Llamas of 135 M to 7 B have 4 where Python is too slow for them, and else 34 to 73
+LAUNCHED_PERCENT = (
+    15  # of the roof; Llamas of 135 M to 7 B reach 4 where Python is too slow for them, and otherwise 34 to 73
+)
 
 
 def train_gpt(
@@ -74,15 +76,15 @@ def train_gpt(
     distributed_timeout_minutes: float,
     **options: Any,
 ) -> int:
-    """Do what `rooftop.cli.commands.train:gpt` says; gives the exit status."""
-    # What is wrong at every rank is found before any communicates, and said by each in the same words.
+    """Do what `rooftop.cli.commands.train:gpt` says; return the exit status."""
+    # What is wrong at every rank is found before any rank communicates, and every rank reports it in the same words.
     if save_interval is not None and save is None:
-        raise click.UsageError("--save-interval says how often: expected --save DIR, where to")
+        raise click.UsageError("--save-interval needs a folder to save to: expected --save DIR")
     if keep_last is not None and save is None:
-        raise click.UsageError("--keep-last says how many steps are left there: expected --save DIR")
+        raise click.UsageError("--keep-last needs a folder to save to: expected --save DIR")
     if async_save is not None and save is None:
         given = "--async-save" if async_save else "--no-async-save"
-        raise click.UsageError(f"{given} says how it is written: expected --save DIR, where to")
+        raise click.UsageError(f"{given} needs a folder to save to: expected --save DIR")
     async_save = async_save is not False
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with as_input_errors():
@@ -99,11 +101,11 @@ def train_gpt(
         tokens = open_mixture(data_path, token_dtype)
         training = training_of(tokens, layout, kind, train_iters, init_from=init_from, **options)
         training.check(layout, ranks, kind, fully_shard=use_torch_fsdp2)
-        training.batches(tokens)  # there are enough
+        training.batches(tokens)  # raises if there are too few tokens
         anew = load is not None and save is not None and same_folder(load, save) and nothing_saved(load)
         found, before = find_training(load, training) if load is not None and not anew else (None, 0)
         if metrics is not None and found is not None:
-            kept_lines(metrics, before)  # it is one that can be gone on with
+            kept_lines(metrics, before)  # raises if the file cannot be continued
     if save is not None:
         check_folder(save, make=not dry_run)
     if dry_run:
@@ -111,7 +113,7 @@ def train_gpt(
             click.echo(planned(training, layout))
         return 0
     if before >= train_iters:
-        raise click.UsageError(f"{load} has {before} steps already: expected more as --train-iters, got {train_iters}")
+        raise click.UsageError(f"{load} already has {before} steps: expected a larger --train-iters, got {train_iters}")
     first = launched().rank == 0
     with progress_bar() if first else nullcontext(lambda what, fraction: None) as progress:
         tokens.check_vocabulary(training.config.vocabulary, progress)
@@ -147,7 +149,7 @@ def train_gpt(
         if first:
             click.echo(heading(trainer, world, found))
             if anew:
-                click.echo(f"nothing was saved in {load} yet: beginning anew")
+                click.echo(f"{load} has no checkpoint yet: starting at step 1")
             if found is not None and (note := other_data(found, tokens)):
                 click.echo(f"note: {note}", err=True)
         roof = roof_here(trainer) if with_roof else None
@@ -178,7 +180,7 @@ def train_gpt(
                     progress(f"step {reports[-1].step}", reports[-1].step / train_iters)
     stopped = trainer.step < train_iters
     if first and stopped:
-        click.echo(f"stopped by SIGTERM after step {trainer.step:,}; --load {save} goes on", err=True)
+        click.echo(f"stopped by SIGTERM after step {trainer.step:,}; --load {save} resumes", err=True)
     if first and save is not None:
         click.echo(f"saved: {save}")
     return STOPPED_STATUS if stopped else 0
@@ -186,7 +188,7 @@ def train_gpt(
 
 @contextmanager
 def as_input_errors() -> Iterator[None]:
-    """Sizes and layouts that do not fit are a wrong call."""
+    """Turn a ValueError of sizes and layouts into a wrong call."""
     try:
         yield
     except RooftopError:
@@ -196,15 +198,15 @@ def as_input_errors() -> Iterator[None]:
 
 
 def same_folder(one: Path, other: Path) -> bool:
-    """Whether two paths are one folder, there or not."""
+    """Whether two paths name the same folder, existing or not."""
     return one.resolve() == other.resolve()
 
 
 def check_folder(path: Path, *, make: bool = True) -> None:
-    """See that a folder can be written to: before the work, not after it. If need be, and wanted, it is made.
+    """Check before the work that a folder can be written to. Make it if `make` is set.
 
     Raises:
-        click.BadParameter: it cannot.
+        click.BadParameter: it cannot be written to.
     """
     if make:
         try:
@@ -214,25 +216,25 @@ def check_folder(path: Path, *, make: bool = True) -> None:
     else:
         path = next(each for each in (path, *path.absolute().parents) if each.exists())
         if not path.is_dir():
-            raise click.BadParameter(f"{path} is no folder", param_hint="--save")
+            raise click.BadParameter(f"{path} is not a folder", param_hint="--save")
     if not os.access(path, os.W_OK):
         raise click.BadParameter(f"{path} cannot be written: permission denied", param_hint="--save")
 
 
 def layout_of(ranks: int, tensor: int, pipeline: int, context: int, sequence_parallel: bool) -> Layout:
-    """The flags' layout of all ranks.
+    """The layout of all ranks that the options give.
 
     Raises:
-        ValueError: there is none, or it cannot train yet.
+        ValueError: no such layout exists, or it cannot train.
     """
     return Layout.of_world(ranks, tp=tensor, pp=pipeline, cp=context, sequence_parallel=sequence_parallel)
 
 
 def neighbours_of(sizes: tuple[int, int], layout: Layout) -> int:
-    """How many context parallel ranks exchange heads: the first of the sizes, whose product is all of them.
+    """Number of context parallel ranks that exchange heads: the first size. The product of both is the number of ranks.
 
     Raises:
-        InputError: it is not.
+        InputError: the product differs.
     """
     near, far = sizes
     if near * far != layout.cp:
@@ -281,15 +283,15 @@ def training_of(
     eod_mask_loss: bool,
     enable_cuda_graph: bool,
 ) -> GptTraining:
-    """The flags' training.
+    """The training that the options describe.
 
     Raises:
-        ValueError: sizes that do not fit; no vocabulary is known; sizes beside a preset or a folder that has them; two
-            kinds of recomputation.
+        ValueError: sizes do not fit, the vocabulary is unknown, a preset or folder already sets a given size, or two
+            kinds of recomputation are given.
     """
     if recompute and recompute_granularity == "selective":
         raise InputError(
-            "--recompute is --recompute-granularity full, and selective was asked for, too: leave out one of both"
+            "--recompute means --recompute-granularity full, but selective is given: leave out one of them"
         )
     if init_from is not None:
         sizes = {
@@ -301,18 +303,18 @@ def training_of(
         }
         given = [name for name, value in sizes.items() if value is not None]
         if given:
-            raise InputError(f"--init-from {init_from} has its sizes: leave out {' and '.join(given)}")
+            raise InputError(f"--init-from {init_from} sets the sizes of the model: leave out {' and '.join(given)}")
         check_no_training(init_from)
         config = replace(read_gpt_config(init_from), dropout=dropout)
         if tokens.text and config.vocabulary != BYTES:
             raise InputError(
-                f"{tokens.source} is text, of which each byte would be a token, and {init_from} knows "
-                f"{config.vocabulary} tokens of its own: make tokens of the text by its tokenizer, as a .bin file"
+                f"{tokens.source} is text, whose tokens would be bytes, but {init_from} has a vocabulary of "
+                f"{config.vocabulary} tokens: tokenize the text with its tokenizer into a .bin file"
             )
         length = seq_length or config.positions
     elif preset is not None:
         if hidden_size is not None or num_attention_heads is not None:
-            raise InputError(f"--preset {preset} has its --hidden-size and --num-attention-heads: leave these out")
+            raise InputError(f"--preset {preset} sets --hidden-size and --num-attention-heads: leave these out")
         config = gpt_config(preset)
         config = replace(
             config,
@@ -324,7 +326,7 @@ def training_of(
     else:
         vocabulary = vocab_size or tokens.vocabulary
         if vocabulary is None:
-            raise InputError(f"{tokens.source} has tokens of a vocabulary that is not known: expected --vocab-size")
+            raise InputError(f"the vocabulary size of {tokens.source} is unknown: expected --vocab-size")
         width, length = hidden_size or WIDTH, seq_length or LENGTH
         heads = num_attention_heads or HEADS
         config = GptConfig(
@@ -366,7 +368,8 @@ def training_of(
 
 
 def roof_here(trainer: GptTrainer) -> StepRoof | None:
-    """Of rank 0, which measures its device while the others wait: they would disturb each other."""
+    """The roof of a step on rank 0. Rank 0 measures its device while the others wait, so that they do not disturb
+    it."""
     found = None
     if trainer.rank == 0:
         with progress_bar() as progress, others_wait("measuring this machine"):
@@ -384,8 +387,8 @@ def roof_here(trainer: GptTrainer) -> StepRoof | None:
 
 
 def planned(training: GptTraining, layout: Layout) -> str:
-    """The model, the ranks, and pictures: of a pipeline's schedule, and of who holds which tokens."""
-    lines = [f"{training.config.parameters:,} parameters on {layout.world_size} ranks: {layout}"]
+    """Describe the model and the ranks; draw the pipeline schedule and which rank holds which tokens."""
+    lines = [f"{training.config.parameters:,} parameters on {counted(layout.world_size, 'rank')}: {layout}"]
     schedule = training.schedule_of(layout)
     if schedule is not None:
         lines += [told_schedule(training, schedule), schedule.drawn()]
@@ -397,7 +400,7 @@ def planned(training: GptTraining, layout: Layout) -> str:
 
 
 def told_schedule(training: GptTraining, schedule: Schedule) -> str:
-    """A line of it: stages, micro-batches, how long ranks wait."""
+    """Describe a schedule in one line: stages, micro-batches, bubble."""
     layers = layers_of_stages(training.config, schedule.placement, training.length)
     return (
         f"pipeline {schedule.name}: stages of {', '.join(str(len(each)) for each in layers)} layers, "
@@ -407,7 +410,7 @@ def told_schedule(training: GptTraining, schedule: Schedule) -> str:
 
 
 def heading(trainer: GptTrainer, world: World, found: Path | None) -> str:
-    """The model, the ranks, the data."""
+    """Describe the model, the ranks and the data."""
     training, dtype = trainer.training, str(trainer.training.dtype).removeprefix("torch.")
     tokens = trainer.batches.tokens
     data = tokens.source if tokens.text else f"{tokens.source} ({tokens.kind})"
@@ -429,7 +432,7 @@ def heading(trainer: GptTrainer, world: World, found: Path | None) -> str:
 
 
 def tell(reports: list[StepReport], steps: int, file: TextIO | None) -> None:
-    """A line for the last one; for each one a line of JSON."""
+    """Print a line for the last step; write a line of JSON for each step."""
     last = reports[-1]
     words = [
         f"step {last.step:>{len(str(steps))}}/{steps}",
@@ -442,15 +445,15 @@ def tell(reports: list[StepReport], steps: int, file: TextIO | None) -> None:
         words += [f"MFU {percent_text(100 * last.mfu)}", f"{percent_text(last.percent_of_roof)} of roof"]
     click.echo("  ".join([*words, f"{last.peak_bytes / 2**30:.2f} GiB"]))
     if last.loss == last.grad_norm == 0:
-        click.echo(f"note: no token of step {last.step} has a target to learn: all follow --eod-token", err=True)
+        click.echo(f"note: step {last.step} has no target to learn: all its tokens are --eod-token", err=True)
     if last.percent_of_roof is not None and last.percent_of_roof > 100:
-        click.echo("more than the roof: the ceilings are wrong; measure again with rooftop ceilings --refresh")
+        click.echo("faster than the roof, so the ceilings are wrong: measure again with rooftop ceilings --refresh")
     if file is not None:
         add_lines(file, reports)
 
 
 def advice(report: StepReport, trainer: GptTrainer) -> str | None:
-    """What may make steps faster, once they are not the first ones any more; None if nothing is known."""
+    """Advice on faster steps, once the first steps are over; None if there is none."""
     may_replay = trainer.device.type == "cuda" and not (trainer.training.cuda_graph or trainer.fully_shard)
     if (
         report.step == 1
@@ -460,6 +463,6 @@ def advice(report: StepReport, trainer: GptTrainer) -> str | None:
     ):
         return None
     return (
-        f"{percent_text(report.percent_of_roof)} of roof: layers this small may take Python longer to launch than the "
-        "GPU to compute; --enable-cuda-graph replays steps"
+        f"{percent_text(report.percent_of_roof)} of roof: Python may launch layers this small more slowly than the "
+        "GPU computes them; try --enable-cuda-graph"
     )

@@ -1,4 +1,4 @@
-"""What the verbs that run a trained model share: untrained models to try them, and the engine that runs it."""
+"""Shared by the verbs with a trained model: untrained models to try them, and the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rooftop.inference import Engine
 
 @contextmanager
 def skipped_ones_named() -> Iterator[None]:
-    """What the `with` block says of photographs that it left out follows it, a line each, on stderr."""
+    """After the `with` block, print one line on stderr for each photograph that it skipped."""
     said: list[warnings.WarningMessage] = []
     try:
         with warnings.catch_warnings(record=True) as said:
@@ -34,23 +34,23 @@ def skipped_ones_named() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """In the `with` block models get the weights of this seed; random numbers go on afterwards as if nothing was."""
+    """Models made in the `with` block get the weights of this seed; the random state is restored afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 
 
 def engine_of(model: nn.Module, name: str, where: torch.device, dtype: torch.dtype | None, **options: Any) -> Engine:
-    """The model as an engine on a device.
+    """Make an engine of the model on a device.
 
     Args:
-        model: is moved there itself.
-        name: as the error shows it.
-        dtype: None: that of the engine.
+        model: moved to the device itself.
+        name: shown in errors.
+        dtype: compute dtype; None: the default of the engine.
         options: of `Engine`.
 
     Raises:
-        ModelRunError: the device's memory is too small.
+        ModelRunError: the model does not fit into the memory of the device.
     """
     try:
         return Engine(model.to(where), dtype=dtype, **options)

@@ -1,4 +1,4 @@
-"""The words of a command line, as every verb gets them in `click.Context.obj`."""
+"""The words of the command line, which every verb finds in `click.Context.obj`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 
 class Words(list[str]):
-    """What was typed after `rooftop`.
+    """The words typed after `rooftop`.
 
     Attributes:
-        ends_process: whether the process ends with this call. It does on the command line; a program that calls
-            `rooftop.cli.main.main(words)` goes on.
+        ends_process: whether the process ends with this call: true on the command line, false in a program that calls
+            `rooftop.cli.main.main(words)`.
     """
 
     def __init__(self, words: Iterable[str], ends_process: bool) -> None:

@@ -1,4 +1,4 @@
-"""pyarrow, which reads and writes Parquet: the one place of this package that imports it."""
+"""Imports pyarrow, which reads and writes Parquet; no other file of this package does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rooftop.errors import MissingExtraError
 
 
 def load_arrow() -> ModuleType:
-    """The module `pyarrow`, with `pyarrow.parquet`.
+    """Return the module `pyarrow`, with `pyarrow.parquet` loaded.
 
     Raises:
         MissingExtraError: it is not installed.

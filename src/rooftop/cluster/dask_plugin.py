@@ -1,4 +1,4 @@
-"""What a Dask worker has of a job: loaded once, when the first chunk comes; chunks one after another."""
+"""The job in a Dask worker: loaded once, at the first chunk; it does one chunk after another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOOK_S = 0.1
 
 
 class Carrier(WorkerPlugin):
-    """A job on its way to the workers, and in one.
+    """A job that travels to the workers, and runs in them.
 
     Args:
         token: of the run.
@@ -42,7 +42,7 @@ class Carrier(WorkerPlugin):
         CARRIERS.pop(self.token, None)
 
     def do(self, chunk: Chunk) -> Outcome | tuple[int, int]:
-        """The outcome, or (first, count) of the items that took too long; the thread that is at these is left alone."""
+        """Return the outcome, or (first, count) of the items that took too long; their thread is abandoned."""
         with self._lock:
             shop = self._shop = self._shop or self._loaded()
             given = [chunk.items]
@@ -51,7 +51,7 @@ class Carrier(WorkerPlugin):
                 return shop.do(chunk, ahead, lambda first, count: nullcontext())
             late = _Watched(shop, chunk, ahead).run(shop.job.timeout_s)
             if not isinstance(late, Outcome):
-                self._shop = None  # the target is made anew: nobody knows in what state it is
+                self._shop = None  # the target is created again: its state is unknown
             return late
 
     def _loaded(self) -> Workshop:
@@ -71,7 +71,7 @@ def _usual_device() -> str:
 
 
 class _Watched(AbstractContextManager[None]):
-    """A chunk that is done by a thread, which another one watches."""
+    """A chunk that one thread does while another one watches it."""
 
     def __init__(self, shop: Workshop, chunk: Chunk, ahead: Ahead) -> None:
         self._shop, self._chunk, self._ahead = shop, chunk, ahead

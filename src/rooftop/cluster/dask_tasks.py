@@ -1,4 +1,4 @@
-"""What runs in a worker of a Dask scheduler: a task finds the job that the worker was given, and does a chunk of it."""
+"""The task in a worker of a Dask scheduler: it finds the worker's job and does one chunk of it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from rooftop.cluster.working import Chunk, Outcome
 from rooftop.errors import ModelRunError
 
 CARRIERS: dict[str, Any] = {}
-"""Of the jobs that this process has, by token."""
+"""Collects the results of the jobs that this process has, by token."""
 
 
 def do_chunk(token: str, chunk: Chunk) -> Outcome | tuple[int, int]:
-    """A task: the outcome, or (first, count) of the items that took too long."""
+    """Do a chunk; return the outcome, or (first, count) of the items that took too long."""
     carrier = CARRIERS.get(token)
     if carrier is None:
-        raise ModelRunError("this worker has not got the job: does it run another version of rooftop?")
+        raise ModelRunError("this worker did not receive the job: does it run another version of rooftop?")
     return carrier.do(chunk)

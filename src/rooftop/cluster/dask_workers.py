@@ -1,9 +1,9 @@
 """The workers of a Dask scheduler.
 
-The job, with its model, goes to each worker once, as a plugin of the worker; new workers get it when they join. Chunks
-are tasks, two for each worker. Dask itself runs the tasks of a lost worker again elsewhere; a task at which several
-workers ended comes back, and is then done item by item. If the scheduler goes, its address is tried for a while: there
-may soon be another, which knows nothing of this run and gets everything again.
+Each worker gets the job with its model once, as a plugin; new workers get it when they join. Chunks are tasks, two per
+worker. Dask itself repeats the tasks of a lost worker elsewhere. A task that has ended several workers comes back, and
+is then done item by item. If the scheduler goes away, its address is tried for a while: a new scheduler may start
+there, and gets everything again.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from rooftop.errors import MissingExtraError, ModelRunError, RooftopError, Sched
 CHUNKS_OF_A_WORKER = 2
 CONNECT_S = 10.0
 RECONNECT_S = 120.0
-LOOK_S = 1.0  # from one look at how many workers there are to the next
-ALONE_S = 10.0  # without a worker, until that is said
+LOOK_S = 1.0  # between two looks at the number of workers
+ALONE_S = 10.0  # that pass without a worker before this is reported
 
 
 def load_distributed() -> ModuleType:
-    """The module `distributed`.
+    """Return the module `distributed`.
 
     Raises:
         MissingExtraError: it is not installed.
@@ -47,13 +47,13 @@ class DaskWorkers:
     """Workers of the scheduler at an address.
 
     Args:
-        device: "cpu", "cuda" or "auto", of models of Rooftop's own; a callable chooses itself.
-        say: is called with a line when the scheduler is gone or has no workers.
-        reconnect_s: for which a scheduler that is gone is waited for. None: two minutes.
+        device: "cpu", "cuda" or "auto", for Rooftop's own models; a callable chooses its device itself.
+        say: called with a line when the scheduler is gone or has no workers.
+        reconnect_s: how long to wait for a scheduler that is gone. None: two minutes.
 
     Raises:
         MissingExtraError: Dask is not installed.
-        SchedulerError: there is no scheduler.
+        SchedulerError: no scheduler answers at the address.
         TargetError: the target cannot be sent.
     """
 
@@ -93,7 +93,7 @@ class DaskWorkers:
     # ---- chunks ------------------------------------------------------------------------------------------------------
 
     def has_room(self, careful: bool = False) -> bool:
-        """Whether each worker has less than two chunks, in the mean; with a careful one there is no other."""
+        """Whether workers have fewer than two chunks on average; while a careful chunk runs, there is no room."""
         if careful or any(chunk.careful for chunk, _ in self._flying.values()):
             return not self._flying and self._count() > 0
         return len(self._flying) < CHUNKS_OF_A_WORKER * self._count()
@@ -126,11 +126,11 @@ class DaskWorkers:
         future.add_done_callback(lambda done: self._done.put(done.key))
 
     def take(self, patience_s: float) -> list[Event]:
-        """What has happened, after a while if nothing has.
+        """Return new events; after `patience_s` without any, return an empty list.
 
         Raises:
-            SchedulerError: the scheduler has gone and did not come back.
-            ModelRunError, MissingExtraError, InputError: a worker said so.
+            SchedulerError: the scheduler went away and did not come back.
+            ModelRunError, MissingExtraError, InputError: a worker reported it.
         """
         if self._client.status != "running":
             return self._after_reconnecting()
@@ -175,7 +175,7 @@ class DaskWorkers:
         return Finished(chunk, found) if isinstance(found, Outcome) else Hung(chunk, *found)
 
     def _after_reconnecting(self) -> list[Event]:
-        """All chunks are lost, none by its own fault."""
+        """All chunks are lost, but none caused it."""
         self._say(f"the scheduler at {self._address} is gone; trying to reach it for {self._reconnect_s:.0f} s")
         with suppress(Exception):
             self._client.close(timeout=1)
@@ -187,8 +187,8 @@ class DaskWorkers:
             except (OSError, ValueError, RuntimeError) as error:
                 if time.monotonic() > until:
                     raise SchedulerError(
-                        f"the scheduler at {self._address} did not come back in {self._reconnect_s:.0f} s: what was "
-                        "done is kept, the same command goes on from there"
+                        f"the scheduler at {self._address} did not come back within {self._reconnect_s:.0f} s: "
+                        "finished results are kept, and the same command continues from there"
                     ) from error
                 time.sleep(0.5)
         self._say(f"the scheduler at {self._address} is back")
@@ -210,7 +210,7 @@ class DaskWorkers:
 
 
 def carrier_class() -> Any:
-    """The worker plugin that brings a job: a subclass of Dask's, which is loaded only where it is used."""
+    """Return the worker plugin that brings a job: a subclass of Dask's plugin, loaded only here."""
     from rooftop.cluster.dask_plugin import Carrier
 
     return Carrier

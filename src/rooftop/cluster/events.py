@@ -1,4 +1,4 @@
-"""What workers, wherever they are, tell the process that has started them."""
+"""Events that workers report to the process that started them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Finished:
 
 @dataclass(frozen=True)
 class Lost:
-    """A chunk that nobody works on any more.
+    """A chunk that no worker does any more.
 
     Attributes:
-        why: what ended the worker that was at it; None: the chunk has no part in it.
-        deaths: of workers that were at it.
+        why: the reason why the chunk's worker ended; None: the chunk did not cause it.
+        deaths: number of workers that ended while doing it.
     """
 
     chunk: Chunk
@@ -32,7 +32,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Hung:
-    """A chunk that was given up because the items [first, first + count) took too long."""
+    """A chunk that was given up, because the items [first, first + count) took too long."""
 
     chunk: Chunk
     first: int
@@ -43,16 +43,16 @@ Event = Finished | Lost | Hung
 
 
 class Workers(Protocol):
-    """Processes that do chunks: on this machine, or of a scheduler."""
+    """Processes that do chunks, on this machine or of a scheduler."""
 
     def has_room(self, careful: bool = False) -> bool:
-        """Whether a chunk can be given now; a careful one gets a worker alone."""
+        """Whether a chunk can be given now; a careful chunk needs a worker for itself."""
 
     def give(self, chunk: Chunk) -> None:
         """Give a chunk; there must be room."""
 
     def take(self, patience_s: float) -> list[Event]:
-        """What has happened, after a while if nothing has."""
+        """Return new events; after `patience_s` without any, return an empty list."""
 
     def close(self, at_once: bool = False) -> None:
-        """End, once all chunks are done, or at once."""
+        """End the workers: after all chunks are done, or at once."""

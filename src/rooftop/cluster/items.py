@@ -1,4 +1,4 @@
-"""The items that a target is mapped over: found among the inputs, listed in order, decoded one by one.
+"""The items of a run: found among the inputs, listed in order, decoded one by one.
 
 | kind | inputs | the target gets |
 |---|---|---|
@@ -9,7 +9,7 @@
 | row | .parquet, .csv, .jsonl | dict of the row; values of a .csv are text |
 | path | any file | pathlib.Path |
 
-Lines and rows are read by the process that lists the items, which sends them; other items are read by the workers.
+The process that lists the items reads lines and rows and sends them; workers read all other items.
 """
 
 from __future__ import annotations
@@ -34,20 +34,22 @@ if TYPE_CHECKING:
 KINDS = ("image", "clip", "cloud", "text", "row", "path")
 
 BY_SUFFIX = ("text", "row", "cloud", "image", "clip")
-"""Those without photographs and videos first: torch is loaded only where it is needed."""
+"""Modules are ordered so that those without photographs and videos come first: torch is loaded only where it is
+needed.
+"""
 
-ROWS_AT_ONCE = 1024  # of a Parquet file in memory
+ROWS_AT_ONCE = 1024  # rows of a Parquet file in memory at a time
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """What items become.
+    """How items are decoded.
 
     Attributes:
         kind: one of `KINDS`.
-        frames, step, stride: of clips: how many frames, from one to the next, from the first of one clip to the first
-            of the next (None: clips share no frames).
-        point_columns: numbers of a point in a .bin file of float32; KITTI has 4, nuScenes 5.
+        frames, step, stride: of clips: the number of frames, the distance between frames, and the distance between the
+            first frames of clips (None: clips share no frames).
+        point_columns: numbers per point in a .bin file of float32; KITTI has 4, nuScenes 5.
 
     Raises:
         InputError: an unknown kind, a number below 1.
@@ -67,10 +69,10 @@ class Decoding:
         numbers = {"frames": self.frames, "step": self.step, "stride": self.stride, "point_columns": self.point_columns}
         for name, number in numbers.items():
             if number is not None and number < 1:
-                raise InputError(f"{name} is {number}, expected a number from 1 on")
+                raise InputError(f"{name} is {number}, expected 1 or more")
 
     def arguments(self) -> dict[str, Any]:
-        """What of this changes the results, by name."""
+        """The settings that change results, by name."""
         found: dict[str, Any] = {"kind": self.kind}
         if self.kind == "clip":
             found |= {"frames": self.frames, "step": self.step, "stride": self.stride}
@@ -80,7 +82,7 @@ class Decoding:
 
 
 class Damage(NamedTuple):
-    """In place of an item's content: why there is none."""
+    """Stands for the content of an item that cannot be read: the reason."""
 
     why: str
 
@@ -89,7 +91,7 @@ class Item(NamedTuple):
     """One item.
 
     Attributes:
-        input: its file, as it was given; `place`: its line, row or first frame there, from 0, or None of a whole file.
+        input: its file, as given; `place`: its line, row or first frame in the file, from 0, or None for a whole file.
         source: the absolute path of the file.
         content: the line or the row, if the item is one; or `Damage`.
     """
@@ -102,7 +104,7 @@ class Item(NamedTuple):
 
 @cache
 def suffixes(kind: str) -> frozenset[str]:
-    """Of the files of a kind; of "path" all that belong to some kind."""
+    """The suffixes of a kind; for "path" the suffixes of all kinds."""
     if kind == "image":
         from rooftop.media.images import SUFFIXES
 
@@ -117,18 +119,18 @@ def suffixes(kind: str) -> frozenset[str]:
 
 
 def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = None) -> tuple[str, list[Path]]:
-    """The kind of the items, and the files that have them: files as given, those in folders and below sorted by name.
+    """Find the kind of the items and their files: given files in order, files in folders (recursively) sorted by name.
 
     Args:
-        kind: one of `KINDS`, or None: the one that all suffixes belong to.
+        kind: one of `KINDS`, or None: the kind of all suffixes.
 
     Raises:
-        InputError: nothing is given, a path does not exist, a folder has no such files, or the kind is not clear.
+        InputError: inputs are empty, a path does not exist, a folder has no such files, or the kind is unclear.
     """
     if isinstance(inputs, (str, bytes, os.PathLike)) or not len(inputs):
         raise InputError(f"inputs: expected a list of files and folders, got {inputs!r}")
     if kind is not None:
-        Decoding(kind)  # a kind that there is
+        Decoding(kind)  # raises for an unknown kind
     found: dict[Path, None] = {}
     for path in map(Path, inputs):
         if path.is_dir():
@@ -145,7 +147,8 @@ def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = Non
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Sorted, without what is hidden and, as readers of Parquet do, without names that begin with an underscore."""
+    """Sorted files below a folder, without hidden ones and, like readers of Parquet, without names that begin with
+    "_"."""
     for each in sorted(folder.iterdir()):
         if each.name.startswith((".", "_")):
             continue
@@ -163,16 +166,20 @@ def _kind_of(files: Sequence[Path]) -> str:
     if len(kinds) == 1 and (kind := next(iter(kinds))) is not None:
         return kind
     if None in kinds:
-        raise InputError(f"{kinds[None]}: its name does not say what it holds; say it with --as {'|'.join(KINDS)}")
+        raise InputError(
+            f"{kinds[None]}: its name does not tell the kind of its items; give it with --as {'|'.join(KINDS)}"
+        )
     said = " and ".join(f"{kind}: {path}" for kind, path in kinds.items())
-    raise InputError(f"the inputs are of several kinds ({said}): expected one; --as says which, or map each kind alone")
+    raise InputError(
+        f"the inputs have several kinds ({said}): expected one; choose it with --as, or map each kind separately"
+    )
 
 
 # ---- listing ---------------------------------------------------------------------------------------------------------
 
 
 def list_items(files: Sequence[Path], decoding: Decoding) -> Iterator[Item]:
-    """The items of the files, in order, a few in memory. What cannot be read is an item with `Damage`."""
+    """Yield the items of the files in order, with few in memory. An unreadable item has `Damage`."""
     for path in files:
         source = os.path.abspath(path)
         name = os.fsencode(path).decode("utf-8", "backslashreplace")
@@ -273,9 +280,9 @@ LOADED = {"image": ["rooftop.media.images"], "clip": ["rooftop.media"], "cloud":
 
 
 def decoder(decoding: Decoding) -> Callable[[Item], Any]:
-    """The function that makes of an item what the target gets. Threads may call it at once.
+    """Return the function that decodes an item for the target. Threads may call it concurrently.
 
-    It raises `InputError` for a damaged item, and whatever a reader raises.
+    It raises `InputError` for a damaged item, and any error of a reader.
     """
     for module in LOADED.get(decoding.kind, ()):
         importlib.import_module(module)
@@ -328,7 +335,10 @@ def _cloud(source: str, columns: int) -> Tensor:
     elif suffix == ".bin":
         points = np.fromfile(source, np.float32)
         if points.size % columns:
-            raise InputError(f"{points.size} numbers are no points of {columns}; --point-columns says how many it has")
+            raise InputError(
+                f"{points.size} numbers cannot be divided into points of {columns}; give the numbers per point as "
+                "--point-columns"
+            )
         points = points.reshape(-1, columns)
     elif suffix == ".ply":
         try:
@@ -338,7 +348,7 @@ def _cloud(source: str, columns: int) -> Tensor:
         geometry: Any = trimesh.load_scene(source).to_geometry()
         points = np.asarray(geometry.vertices)
     else:
-        raise InputError(f"{Path(source).name} is no point cloud: expected .npy, .bin or .ply")
+        raise InputError(f"{Path(source).name} is not a point cloud: expected .npy, .bin or .ply")
     if points.ndim != 2 or points.dtype.kind not in "fiu":
         raise InputError(f"an array of shape {points.shape} and dtype {points.dtype}: expected points (N, C)")
     return torch.from_numpy(np.ascontiguousarray(points))

@@ -1,8 +1,8 @@
-"""Worker processes on this machine: one for each GPU, or several on the CPU, which divide its cores.
+"""Worker processes on this machine: one per GPU, or several on the CPU, which share its cores.
 
-A worker has at most two chunks: one that it works on, one whose items it decodes already. It says in shared memory
-which items it is at and since when. So it is known what a process was at that ends, or that is ended because an item
-takes too long; another process takes its place.
+A worker has at most two chunks: it works on one and decodes items of the other. It writes to shared memory which items
+it works on and since when. So the parent knows these items when a process ends, or is ended because an item takes too
+long. Another process takes its place.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from rooftop.cluster.working import Chunk, Job, Workshop
 from rooftop.errors import MissingExtraError, ModelRunError, RooftopError
 
 CHUNKS_OF_A_WORKER = 2
-MOST_STARTS = 3  # in a row that fail, before the run does
-MOST_THREADS = 8  # that decode in a worker: each may hold a whole photograph
-PATIENCE_S = 5.0  # for a worker to end by itself
+CORES_OF_A_WORKER = 4
+MOST_STARTS = 3  # items that fail in a row before the run does
+MOST_THREADS = 8  # decodes at a time in a worker: each may hold a whole photograph
+PATIENCE_S = 5.0  # that a worker has to end by itself
 
 
 @dataclass(frozen=True)
 class Division:
-    """How a machine is divided: workers; threads of each that decode, and that compute; their device and GPUs."""
+    """How a machine is divided: number of workers, threads of each for decoding and for computing, device and GPUs."""
 
     workers: int
     decode_threads: int
@@ -44,24 +45,25 @@ class Division:
     gpus: tuple[str, ...] = ()
 
 
-def divide(device: str, workers: int | None) -> Division:
-    """The division of this machine.
+def divide(device: str, workers: int | None, of_a_gpu: int = 1) -> Division:
+    """Divide this machine among workers.
 
     Args:
-        device: "cpu", "cuda", or "auto": the GPUs if there are some.
-        workers: None: one for each GPU; on the CPU one for each four cores, but at least two if there are two cores.
+        device: "cpu", "cuda", or "auto": the GPUs if there are any.
+        workers: None: `of_a_gpu` for each GPU; on the CPU one per four cores, but at least two if there are two cores.
+        of_a_gpu: workers per GPU, but at most one per four cores.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus = _gpus() if device != "cpu" else 0
     if gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = [each.strip() for each in visible.split(",")] if visible else list(map(str, range(gpus)))
-        workers = workers or gpus
+        workers = workers or gpus * max(1, min(of_a_gpu, cores // gpus // CORES_OF_A_WORKER))
         of_workers = tuple(names[number % gpus] for number in range(workers))
         return Division(
             workers, max(1, min(MOST_THREADS, cores // workers)), max(1, cores // workers), "cuda", of_workers
         )
-    workers = workers or max(1, cores // 4, min(2, cores))
+    workers = workers or max(1, cores // CORES_OF_A_WORKER, min(2, cores))
     share = max(1, cores // workers)
     return Division(workers, min(MOST_THREADS, share), share, "cpu")
 
@@ -76,11 +78,11 @@ class LocalWorkers:
     """The processes.
 
     Args:
-        job: what they do.
-        division: how many there are.
+        job: the work.
+        division: how the machine is divided.
 
     Raises:
-        ModelRunError: the target cannot be loaded in a worker, or workers end while they start.
+        ModelRunError: a worker cannot load the target, or workers end during their start.
     """
 
     def __init__(self, job: Job, division: Division) -> None:
@@ -109,16 +111,16 @@ class LocalWorkers:
         return min(free, key=lambda each: len(each.chunks), default=None)
 
     def give(self, chunk: Chunk) -> None:
-        """Give a chunk to the worker that has least; there must be room."""
+        """Give a chunk to the worker with the fewest; there must be room."""
         worker = self._freest(chunk.careful)
         assert worker is not None
         worker.give(chunk)
 
     def take(self, patience_s: float) -> list[Event]:
-        """What has happened, after a while if nothing has.
+        """Return new events; after `patience_s` without any, return an empty list.
 
         Raises:
-            ModelRunError, MissingExtraError, InputError: a worker said so.
+            ModelRunError, MissingExtraError, InputError: a worker reported it.
         """
         by_handle = {worker.connection: worker for worker in self._workers}
         by_sentinel = {worker.process.sentinel: worker for worker in self._workers}
@@ -134,7 +136,7 @@ class LocalWorkers:
         return found
 
     def _read(self, worker: _Worker) -> None:
-        """All that a worker has said; if it has ended, what it leaves behind."""
+        """Read all messages of a worker; if it has ended, collect its last ones."""
         ended = not worker.process.is_alive()  # before its last words are read
         try:
             while worker.connection.poll():
@@ -157,7 +159,9 @@ class LocalWorkers:
         if not worker.ready:
             self._failed_starts += 1
             if self._failed_starts >= MOST_STARTS:
-                raise ModelRunError(f"{why} while it started, {MOST_STARTS} times: memory may be too small for so many")
+                raise ModelRunError(
+                    f"{why} while it started, {MOST_STARTS} times: memory may be too small for so many workers"
+                )
         for place, chunk in enumerate(worker.chunks):
             self._events.append(Lost(chunk, why if place == 0 else None))
         worker.end()
@@ -166,7 +170,7 @@ class LocalWorkers:
     def _end_stuck(self, worker: _Worker, number: int, first: int, count: int) -> None:
         worker.process.kill()
         worker.process.join()
-        with suppress(EOFError, OSError):  # what it has done is done
+        with suppress(EOFError, OSError):  # finished results are kept
             while worker.connection.poll():
                 what, content = worker.connection.recv()
                 if what == "done":
@@ -177,7 +181,7 @@ class LocalWorkers:
         self._workers[self._workers.index(worker)] = _Worker(self.job, self.division, worker.number)
 
     def close(self, at_once: bool = False) -> None:
-        """End the processes: those that have nothing to do by themselves, or all at once."""
+        """End the processes: idle ones by themselves, or all at once."""
         for worker in self._workers:
             if not at_once:
                 worker.say_end()
@@ -213,14 +217,14 @@ class _Worker:
         self._outbox.put(None)
 
     def _send(self) -> None:
-        """In a thread: a worker that is stuck may not read."""
+        """Send in a thread, because a stuck worker may not read."""
         with suppress(OSError, ValueError):
             while (chunk := self._outbox.get()) is not None:
                 self.connection.send(chunk)
             self.connection.send(None)
 
     def stuck(self, timeout_s: float | None) -> tuple[int, int, int] | None:
-        """(chunk, first, count) of what it has been at for too long."""
+        """(chunk, first, count) of items that have taken too long."""
         number, first, count, since = self.status
         late = timeout_s is not None and since > 0 and time.monotonic() - since > timeout_s
         return (int(number), int(first), int(count)) if late and self.status[3] == since else None
@@ -235,7 +239,7 @@ class _Worker:
 
 @contextmanager
 def _started_from_nothing() -> Iterator[None]:
-    """Processes that start in this block do not run the program's main module again, and leave Ctrl-C to it."""
+    """Processes started in this block do not run the main module of the program again, and ignore Ctrl-C."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -250,7 +254,7 @@ def _started_from_nothing() -> Iterator[None]:
 
 @contextmanager
 def _environment(division: Division, number: int) -> Iterator[None]:
-    """A worker's own GPU and threads, which libraries read when they are loaded."""
+    """Environment variables for the GPU and threads of a worker, which libraries read at import."""
     own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(division.torch_threads))}
     if division.gpus:
         own["CUDA_VISIBLE_DEVICES"] = division.gpus[number]
@@ -270,9 +274,9 @@ def _environment(division: Division, number: int) -> Iterator[None]:
 
 
 def _work(connection: Connection, status: Any, job: Job, division: Division, number: int) -> None:
-    """Until the parent says None, or ends."""
+    """Work until the parent sends None, or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)  # what the target prints is no result
+    os.dup2(2, 1)  # the target's output is not a result
     try:
         shop = Workshop(job, division.device, f"process {number}")
     except (Exception, SystemExit) as error:
@@ -316,7 +320,7 @@ def _taken_from(to_decode: queue.SimpleQueue[list[Item]]) -> Callable[[], Sequen
 
 
 class _At:
-    """Says in shared memory what the process is at: the time is written last, and taken away first."""
+    """Writes to shared memory what the process works on: the time is written last and removed first."""
 
     def __init__(self, status: Any, number: int) -> None:
         self._status, self._number = status, number

@@ -1,14 +1,13 @@
-"""`map_items`: a target over many items, results as Parquet while they come.
+"""`map_items`: maps a target over many items, and writes results as Parquet while it runs.
 
     from rooftop.cluster import map_items
 
     report = map_items("my.py:caption", ["photographs/"], "captions.parquet", timeout_s=60)
     print(report)
 
-One loop does it: it gives chunks of items to workers that have room, takes what they have done, and writes. While it
-writes, workers go on with what they have, which is little: so memory is bounded, also if the disk is slow. What a
-worker loses is done again. A chunk at which two workers ended is done item by item; an item at which a third one ends
-becomes a row with its error.
+One loop gives chunks of items to workers with room, takes their results, and writes. While it writes, workers continue
+with the little work they have, so memory is bounded even if the disk is slow. Lost chunks are repeated. A chunk that
+has ended two workers is done item by item; an item that ends a third one becomes a row with its error.
 """
 
 from __future__ import annotations
@@ -32,31 +31,31 @@ from rooftop.cluster.targets import Target, callable_target
 from rooftop.cluster.working import Chunk, Job, Outcome
 from rooftop.errors import InputError
 
-CHUNK_S = 0.5  # work of a chunk, as far as its size can be chosen: longer than a message takes, soon done again
-MOST_ITEMS = 4096  # of a chunk
-MOST_BYTES = 16 << 20  # of the rows of a chunk, about
-LEARNED_FROM = 256  # items, which are done one chunk at a time, until each column has a type
-DEATHS = 3  # of workers at an item alone or in its chunk, until it is given up
-LOOK_S = 0.2  # from one look at what workers do to the next
+CHUNK_S = 0.5  # of work in a chunk whose size can be chosen: longer than sending a message, yet short enough to repeat
+MOST_ITEMS = 4096  # of one chunk
+MOST_BYTES = 16 << 20  # of the rows of one chunk, approximately
+LEARNED_FROM = 256  # items that are done one chunk at a time, until each column has a type
+DEATHS = 3  # that an item can lose, alone or in its chunk, before it is given up
+LOOK_S = 0.2  # between two looks at what workers do
 
 Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
 class MapReport:
-    """What was done.
+    """The report of a run.
 
     Attributes:
-        items, errors: rows that this run has made, and those of them that have an error.
-        before, errors_before: rows that were there already.
-        columns: of the results, name to type; empty if no item had a result.
-        seconds: of the whole run; `working_s`: from the first item given to a worker to the last one done.
+        items, errors: rows that this run has written, and those with an error.
+        before, errors_before: rows of earlier runs, and those with an error.
+        columns: the results' columns, name to type; empty if no item had a result.
+        seconds: time of the whole run; `working_s`: from the first item given to a worker to the last finished one.
         items_per_s: over `working_s`.
-        decode_ceiling, call_ceiling: items a second if all threads that decode, or all workers' calls of the target,
-            had been busy all the time: items over the seconds that these took in this run. None: none took any.
-        percent_of_ceiling: `items_per_s` of the smaller ceiling.
-        workers: that have done something; `lost`: chunks that had to be done again.
-        first_error: "input: error" of the first row of this run that has one, or None.
+        decode_ceiling, call_ceiling: items a second if all decoding threads, or all calls of the target, had been busy
+            all the time, from their seconds in this run. None: they took no time.
+        percent_of_ceiling: `items_per_s` in percent of the smaller ceiling.
+        workers: number that did any work; `lost`: chunks that had to be repeated.
+        first_error: "input: error" of the first row of this run with an error, or None.
     """
 
     out: Path
@@ -76,7 +75,7 @@ class MapReport:
     first_error: str | None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The report for JSON."""
         return {**asdict(self), "out": str(self.out)}
 
     def __str__(self) -> str:
@@ -123,44 +122,44 @@ def map_items(
 
     A row has `input` (the file, as given), `place` (the line, row or first frame in it, from 0; null for a whole file),
     `error` (one line, or null), and the columns of the result: those of the dict that the target returned, or `result`.
-    The first good result, in the order of the items, says the columns and their types. Rows come in any order, each
-    item has one. Items that have a row in `out` already are not done again.
+    The first good result, in the order of the items, sets the columns and their types. Each item has one row; rows come
+    in any order. Items with a row in `out` are not computed again.
 
     Args:
-        target: "my.py:fn" or "package.module:fn", a function, a class that is made once in each worker, or what
-            `model_target` gives. It is called with one item: `rooftop.cluster.items` says what each kind is.
-        inputs: files, and folders with all below.
-        out: the folder, which is made.
-        kind: "image", "clip", "cloud", "text", "row" or "path". None: as the suffixes say.
-        batch: the target gets a list of at most so many items and returns as many results.
-        frames, step, stride: of clips: frames of each, from one to the next, from one clip to the next (None: clips
-            share no frames).
-        point_columns: numbers of a point in a .bin file.
-        workers: processes on this machine. None: one for each GPU, on the CPU one for each four cores.
-        device: "cpu", "cuda" or "auto". Of several GPUs each worker sees one.
+        target: "my.py:fn" or "package.module:fn", a function, a class that is instantiated once per worker, or a target
+            of `model_target`. It is called with one item: `rooftop.cluster.items` describes each kind.
+        inputs: files, or folders, which are searched recursively.
+        out: the folder of the results; it is made.
+        kind: "image", "clip", "cloud", "text", "row" or "path". None: by the suffixes.
+        batch: the target gets a list of at most this many items, and returns a list of as many results.
+        frames, step, stride: of clips: the number of frames, the distance between frames, and the distance between
+            clips (None: clips share no frames).
+        point_columns: numbers per point in a .bin file.
+        workers: processes on this machine. None: one per GPU; on the CPU one per four cores.
+        device: "cpu", "cuda" or "auto". Each worker sees one GPU.
         scheduler: the address of a Dask scheduler, such as "tcp://10.0.0.1:8786", whose workers are used instead.
-        timeout_s: for which one call of the target may take, with the decoding of its items; an item that takes longer
-            is a row with an error. None: for ever.
-        retry_errors: whether items whose row has an error are done again.
-        progress: called with (what is done, fraction or 0 if unknown) now and then.
-        say: called with a line about what goes wrong but does not end the run.
+        timeout_s: time limit of one call of the target and the decoding of its items; an item that takes longer becomes
+            a row with an error. None: no limit.
+        retry_errors: whether items whose rows hold an error are computed again.
+        progress: called now and then with (what is being done, fraction or 0 if unknown).
+        say: called with a line about each problem that does not end the run.
 
     Raises:
-        TargetError: there is no such target.
-        InputError: inputs that are not there or not clear; numbers out of range; an `out` that is not of this target
-            and these arguments, or is being written; a first result that no table can have.
-        ModelRunError: the target cannot be loaded in the workers, or workers end while they start.
-        SchedulerError: there is no scheduler, or it is gone and does not come back. Results so far are in `out`.
-        MissingExtraError: pyarrow is not installed, or what the kind or the scheduler needs.
+        TargetError: the target does not exist.
+        InputError: inputs are missing or of unclear kind; a number is out of range; `out` belongs to another target or
+            other arguments, or another run writes it; no table can hold the first result.
+        ModelRunError: workers cannot load the target, or end during their start.
+        SchedulerError: no scheduler answers, or it went away and did not come back. Results so far are in `out`.
+        MissingExtraError: pyarrow, or a package for the kind or the scheduler, is not installed.
     """
     begun = time.monotonic()
     load_arrow()
     if timeout_s is not None and timeout_s <= 0:
         raise InputError(f"timeout_s is {timeout_s}, expected seconds above 0")
     if workers is not None and workers < 1:
-        raise InputError(f"workers is {workers}, expected a number from 1 on")
+        raise InputError(f"workers is {workers}, expected 1 or more")
     if scheduler is not None and workers is not None:
-        raise InputError("got workers and a scheduler: the scheduler has workers of its own")
+        raise InputError("got workers and a scheduler, which has workers of its own: give one of them")
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(f"device {device!r} is not known: expected auto, cpu or cuda")
     made = target if isinstance(target, Target) else callable_target(target, batch)
@@ -170,7 +169,7 @@ def map_items(
         kind = "image"
     kind, files = find_inputs(inputs, kind)
     if Path(out).is_dir() and (own := _inside(files, Path(out))) is not None:
-        raise InputError(f"{own} is in {out}, where the results go: give another name")
+        raise InputError(f"the input {own} is in {out}, the folder of the results: give another name")
     decoding = Decoding(kind, frames, step, stride, point_columns)
     arguments = {**decoding.arguments(), **made.arguments}
     with Parts(Path(out), made.name, arguments, retry_errors) as parts:
@@ -193,7 +192,7 @@ def map_items(
 
 
 def _inside(files: Sequence[Path], folder: Path) -> Path | None:
-    """The first of some files that is in a folder."""
+    """The first of these files that lies in a folder; None if none does."""
     return next((path for path in files if path.resolve().is_relative_to(folder.resolve())), None)
 
 
@@ -211,7 +210,7 @@ def _workers(
 
         job = Job(target, decoding, 0, timeout_s)
         return DaskWorkers(scheduler, job, device, say or (lambda line: None)), job
-    division = divide(device, workers)
+    division = divide(device, workers, target.processes_of_a_gpu)
     if device == "cuda" and division.device != "cuda":
         raise InputError("device is cuda, but torch finds no GPU here: take cpu or auto")
     job = Job(target, decoding, division.decode_threads, timeout_s)
@@ -224,7 +223,7 @@ def _chained(first: Item, others: Iterator[Item]) -> Iterator[Item]:
 
 
 class _Run:
-    """The loop, and what was counted."""
+    """The loop of a run, and its counters."""
 
     def __init__(self, parts: Parts, progress: Progress | None, files: int | None) -> None:
         self.parts, self.progress, self.files = parts, progress, files
@@ -243,13 +242,13 @@ class _Run:
         self._columns = parts.columns
 
     def show(self, what: str) -> None:
-        """What is being done, on the bar."""
+        """Show the current work on the progress bar."""
         there = self.parts.done.rows + self.items
         if self.progress is not None:
             self.progress(what, there / max(there, self.files) if self.files else 0.0)
 
     def all(self, workers: Workers, job: Job, items: Iterator[Item]) -> None:
-        """All items; what is done is in the parts, also if this raises."""
+        """Do all items. Finished results are in the parts even if this raises."""
         flying = 0
         batch, self._timeout_s = job.batch, job.timeout_s or 0.0
         exhausted = False
@@ -280,7 +279,7 @@ class _Run:
                     self._handle(event, batch)
                 self.parts.write_if_due()
         finally:
-            self._settle()  # interrupted or at the end: what was done so far says the types
+            self._settle()  # interrupted or finished: the results so far decide the types
 
     def _chunk(self, items: list[Item], deaths: int = 0, careful: bool = False) -> Chunk:
         self._number += 1
@@ -312,7 +311,7 @@ class _Run:
         self._size = self._next_size(chunk, outcome, batch)
 
     def _next_size(self, chunk: Chunk, outcome: Outcome, batch: int) -> int:
-        """Items of half a second, in whole batches; until columns are known twice as many as last time."""
+        """Chunk size for half a second of work, in whole batches; doubled each time until the columns are known."""
         if not self._final:
             return min(2 * len(chunk.items), LEARNED_FROM)
         size = outcome.batch.nbytes / len(chunk.items)
@@ -340,7 +339,7 @@ class _Run:
         self.show(what)
 
     def _settle(self) -> None:
-        """From now on columns and types are as known; what waited for them is added."""
+        """Fix columns and types as known, and add the results that waited for them."""
         if self._final:
             return
         if self._unsettled:
@@ -383,7 +382,7 @@ class _Run:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def report(self, seconds: float) -> MapReport:
-        """After `all`."""
+        """The report, after `all`."""
         working_s = max(0.0, self.last_at - self.first_at)
         rate = self.items / working_s if self.items and working_s else None
         threads = sum(self.workers.values())

@@ -1,7 +1,7 @@
-"""Rooftop's own models as targets: classes and objects of photographs.
+"""Rooftop's own models as targets: classifiers and detectors of photographs.
 
-On the CPU all workers of a machine compute with one copy of the weights, in shared memory. On a GPU each worker has its
-own engine.
+On the CPU all workers of a machine share one copy of the weights in shared memory. On a GPU each worker has its own
+engine.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -20,23 +21,25 @@ from rooftop.cluster.arrow import load_arrow
 from rooftop.cluster.targets import Call, pickled
 from rooftop.errors import InputError, TargetError
 from rooftop.inference import Engine
-from rooftop.models import detr_resnet50, detr_resnet101, load_classifier, model_entry
+from rooftop.models import detr_resnet50, detr_resnet101, detr_small, load_classifier, model_entry
 from rooftop.models.detr.detection import found_objects, load_detector, resized
 from rooftop.models.detr.network import Detr, Predictions, pad_images
-from rooftop.models.images import IMAGENET, Preprocessing, normalized, preprocess
+from rooftop.models.images import IMAGENET, Preprocessing, cropped, normalized_pixels
 from rooftop.models.registry import builtin_models
 from rooftop.models.vision.classification import guessed
 
-DETECTORS = {"detr_resnet50": detr_resnet50, "detr_resnet101": detr_resnet101}
-CLASSIFIER_BATCH, DETECTOR_BATCH = 16, 4  # as of `rooftop classify` and `rooftop detect`
+DETECTORS = {"detr_resnet50": detr_resnet50, "detr_resnet101": detr_resnet101, "detr_small": detr_small}
+CLASSIFIER_BATCH, DETECTOR_BATCH = 16, 4  # as in `rooftop classify` and `rooftop detect`
+LARGE_BYTES = 1 << 30
+"""From this size on, a GPU holds the weights once."""
 
 
 @dataclass(frozen=True)
 class PackedModel:
-    """A model in two pieces: its structure, pickled, and all of its weights in one tensor.
+    """A model in two pieces: its pickled structure, and all weights in one tensor.
 
     Attributes:
-        places: of each parameter and buffer, in the order of `_tensors`, (first byte, dtype, shape).
+        places: (first byte, dtype, shape) of each parameter and buffer, in the order of `_tensors`.
     """
 
     structure: bytes
@@ -45,7 +48,7 @@ class PackedModel:
 
     @staticmethod
     def of(model: nn.Module) -> PackedModel:
-        """The weights are copied into shared memory: a process that gets them shares them."""
+        """Pack a model. Its weights are copied into shared memory, which other processes share."""
         model = copy.deepcopy(model).requires_grad_(False)
         places, end = [], 0
         for tensor in _tensors(model):
@@ -58,7 +61,7 @@ class PackedModel:
         return PackedModel(pickled(model, type(model).__name__), weights, tuple(places))
 
     def unpacked(self) -> nn.Module:
-        """The model, whose weights are parts of `weights`."""
+        """Return the model, whose weights are views of `weights`."""
         import cloudpickle
 
         model: nn.Module = cloudpickle.loads(self.structure)
@@ -79,7 +82,7 @@ def _part(weights: Tensor, place: tuple[int, torch.dtype, tuple[int, ...]]) -> T
 
 @dataclass(frozen=True)
 class Shown:
-    """A photograph as a model sees it: its size (width, height), and pixels (3, H, W) float32."""
+    """A photograph as a model sees it: its size (width, height), and pixels (H, W, 3) uint8, not yet normalized."""
 
     size: tuple[int, int]
     pixels: Tensor
@@ -90,8 +93,8 @@ class ModelTarget:
     """A classifier or a detector.
 
     Attributes:
-        prepare: what the threads that decode make of a photograph.
-        answer: the results of the model for some of these.
+        prepare: turns a photograph into an input, in the decoding threads.
+        answer: computes the model's results for several prepared inputs.
     """
 
     name: str
@@ -103,8 +106,14 @@ class ModelTarget:
     answer: Callable[[nn.Module, list[Shown]], list[dict[str, Any]]]
     columns: Any = field(compare=False)
 
+    @property
+    def processes_of_a_gpu(self) -> int:
+        """Several: one Python process decodes fewer photographs than a GPU classifies. Each process has its weights on
+        the GPU."""
+        return 4 if self.packed.weights.nbytes <= LARGE_BYTES else 1
+
     def load(self, device: str) -> Call:
-        """The model on the device; photographs in, rows out."""
+        """Load the model on the device; return a function from photographs to rows."""
         model = self.packed.unpacked()
         if device != "cpu":
             engine = Engine(model.to(device), dtype=self.dtype)
@@ -119,7 +128,7 @@ class ModelTarget:
 
 
 def model_names() -> list[str]:
-    """The models that can be mapped by name."""
+    """The names of the models that can be mapped."""
     return [*(name for name, entry in builtin_models().items() if entry.classifies), *DETECTORS]
 
 
@@ -133,34 +142,35 @@ def model_target(
     dtype: torch.dtype | None = None,
     batch: int | None = None,
 ) -> ModelTarget:
-    """A model of `rooftop classify` or `rooftop detect`, with weights, or with random ones of a seed.
+    """Make a target of a model of `rooftop classify` or `rooftop detect`, with given weights or random ones.
 
     Args:
-        top: classes of each photograph.
-        threshold: objects with at least this score.
-        dtype: in which the model computes. None: bfloat16 on a GPU, float32 on a CPU.
-        batch: photographs at once. None: 16, of a detector 4.
+        top: number of classes per photograph.
+        threshold: minimum score of the objects.
+        dtype: compute dtype. None: bfloat16 on a GPU, float32 on a CPU.
+        batch: photographs per call. None: 16, for a detector 4.
 
     Raises:
-        TargetError: no such model.
-        InputError: both or neither of weights and seed for a detector; both for a classifier; a number out of range.
-        WeightsError: as of `load_classifier` and `load_detector`.
+        TargetError: there is no such model.
+        InputError: a detector gets both or neither of weights and seed, a classifier gets both, or a number is out of
+            range.
+        WeightsError: see `load_classifier` and `load_detector`.
     """
     if weights is not None and seed is not None:
         raise InputError("expected one of weights and a seed of random weights, got both")
     if batch is not None and batch < 1:
-        raise InputError(f"batch is {batch}, expected a number from 1 on")
+        raise InputError(f"batch is {batch}, expected 1 or more")
     if top < 1 or not 0 <= threshold <= 1:
         raise InputError(f"expected top of at least 1 and a threshold in 0..1, got {top} and {threshold}")
     if name in DETECTORS:
         if weights is None and seed is None:
-            raise InputError(f"{name} needs weights, or a seed of random ones to see that it runs")
+            raise InputError(f"{name} needs weights, or a seed for random ones to try it out")
         detector = load_detector(name, weights) if weights is not None else _seeded(DETECTORS[name], seed or 0)
         detector.auxiliary = False  # type: ignore[assignment]
         return _target(name, weights, seed, {"threshold": threshold}, batch or DETECTOR_BATCH, detector, dtype)
     if name not in model_names():
         model_entry(name)  # says what is near, if there is none
-        raise TargetError(f"{name} gives no classes or objects of photographs: expected {', '.join(model_names())}")
+        raise TargetError(f"{name} is not a classifier or detector of photographs: expected {', '.join(model_names())}")
     if seed is None:
         weights = weights or "DEFAULT"
         model, preprocessing = load_classifier(name, weights)
@@ -193,7 +203,7 @@ def _target(
     prepare: Callable[[Image.Image], Shown]
     answer: Callable[[nn.Module, list[Shown]], list[dict[str, Any]]]
     if preprocessing is not None:
-        prepare, answer = _Prepared(preprocessing), _Classes(options["top"])
+        prepare, answer = _Prepared(preprocessing), _Classes(options["top"], preprocessing)
         best = [("label", pa.int64()), ("name", pa.string()), ("probability", pa.float32())]
         columns = pa.schema([*best, ("labels", numbers), ("names", names), ("probabilities", pa.list_(pa.float32()))])
     else:
@@ -212,21 +222,28 @@ class _Prepared:
     preprocessing: Preprocessing
 
     def __call__(self, image: Image.Image) -> Shown:
-        return Shown(image.size, preprocess(image, self.preprocessing))
+        return Shown(image.size, _pixels(cropped(image, self.preprocessing)))
 
 
 @dataclass(frozen=True)
 class _Resized:
     def __call__(self, image: Image.Image) -> Shown:
-        return Shown(image.size, normalized(resized(image, 800, 1333)))
+        return Shown(image.size, _pixels(resized(image, 800, 1333)))
+
+
+def _pixels(image: Image.Image) -> Tensor:
+    """(H, W, 3) uint8: a quarter of the bytes of what a model takes."""
+    return torch.from_numpy(np.array(image))
 
 
 @dataclass(frozen=True)
 class _Classes:
     top: int
+    preprocessing: Preprocessing
 
     def __call__(self, model: nn.Module, photos: list[Shown]) -> list[dict[str, Any]]:
-        images = torch.stack([photo.pixels for photo in photos])  # (B, 3, crop, crop)
+        pixels = torch.stack([photo.pixels for photo in photos]).to(_device_of(model))  # (B, crop, crop, 3)
+        images = normalized_pixels(pixels, self.preprocessing.mean, self.preprocessing.std)
         answers = guessed(model, images, ["this photograph"] * len(photos), None, self.top, "photographs")
         return [
             {
@@ -248,7 +265,9 @@ class _Objects:
     def __call__(self, model: nn.Module, photos: list[Shown]) -> list[dict[str, Any]]:
         assert isinstance(model, Detr)
         sizes, called = [photo.size for photo in photos], ["this photograph"] * len(photos)
-        answers = found_objects(model, [photo.pixels for photo in photos], sizes, called, self.threshold)
+        device = _device_of(model)
+        images = [normalized_pixels(photo.pixels.to(device)) for photo in photos]
+        answers = found_objects(model, images, sizes, called, self.threshold)
         return [
             {
                 "width": photo.size[0],
@@ -262,8 +281,12 @@ class _Objects:
         ]
 
 
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
 class _ByEngine(nn.Module):
-    """What an engine runs, as a module: its parameters say where images go, and in which dtype."""
+    """A network run by an engine, as a module: its parameters give the device and dtype of images."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -275,7 +298,7 @@ class _ByEngine(nn.Module):
 
 
 class _DetrByEngine(Detr):
-    """The same of a DETR: what the engine sees depends on the size of the padded batch alone."""
+    """The same for a DETR: the input of the engine depends only on the size of the padded batch."""
 
     def __init__(self, engine: Engine) -> None:
         nn.Module.__init__(self)

@@ -1,4 +1,4 @@
-"""A folder of Parquet parts, which grows while results come: each part is there whole or not at all.
+"""A folder of Parquet parts, which grows during a run. Each part appears completely or not at all.
 
     out.parquet/
       part-00000.parquet     rows: input, place, error, and the columns of the results
@@ -6,7 +6,7 @@
       _rooftop.json          what made them; readers of Parquet leave out names that begin with _ or .
       .lock                  held by the run that writes
 
-The parts alone say what is done: a run reads their columns `input` and `place` and does what is missing.
+Only the parts record what is done: a run reads their columns `input` and `place`, and does the missing items.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from rooftop.hardware.ceilings import write_whole
 FORMAT = 1
 RECORD = "_rooftop.json"
 PART_BYTES = 64 << 20  # of a part in memory, at most
-FIRST_PART_S = 10.0  # an interrupted run loses at most what came in this time, or in 2% of its time: parts stay few
+FIRST_PART_S = 10.0  # an interrupted run loses at most the rows of this time, or of 2% of its time: so parts stay few
 PART_SHARE = 0.02
 
 
 class Done:
-    """Which items are in the parts: a name for each file, a bit for each of its lines, rows or clips."""
+    """The set of items in the parts: a name for each file, a bit for each of its lines, rows or clips."""
 
     def __init__(self) -> None:
         self._whole: set[str] = set()
@@ -66,20 +66,20 @@ class Parts:
             parts.settle(columns)
             parts.add(batch)
 
-    What was added is written when it is much or old, and when the `with` block ends, also by an exception.
+    Added rows are written when they are many or old, and when the `with` block ends, even by an exception.
 
     Args:
-        folder: is made, if its parent is there.
-        target, arguments: what makes the results; another run into the folder must say the same.
-        retry_errors: whether rows with an error are taken out of the parts, so that they are done again.
+        folder: made if its parent exists.
+        target, arguments: what makes the results; they must be the same for all runs into the folder.
+        retry_errors: whether rows with an error are removed from the parts, so that their items are repeated.
 
     Attributes:
         done: the items of the parts when the folder was opened.
-        columns: of the results (a pyarrow.Schema), or None as long as no result is known.
+        columns: the results' columns (a pyarrow.Schema), or None until the first result.
 
     Raises:
-        InputError: the folder is a file or cannot be made, is written by another run, is made by another target or with
-            other arguments, or holds something else; a part is damaged.
+        InputError: the folder is a file or cannot be made; another run writes it; it belongs to another target or other
+            arguments; it holds other files; or a part is damaged.
     """
 
     def __init__(self, folder: Path, target: str, arguments: Mapping[str, Any], retry_errors: bool = False) -> None:
@@ -140,7 +140,7 @@ class Parts:
             others = [each.name for each in self.folder.iterdir() if not each.name.startswith(".")]
             if others:
                 raise InputError(
-                    f"{self.folder} holds {others[0]}, which is not of rooftop map: give a new or an empty folder"
+                    f"{self.folder} holds {others[0]}, which rooftop map did not write: give a new or an empty folder"
                 )
             return
         try:
@@ -155,8 +155,8 @@ class Parts:
         mine = json.loads(json.dumps(self._made_by))
         if made_by != mine:
             raise InputError(
-                f"{self.folder} has results of other work: {_differences(made_by, mine)}. To start anew, remove it or "
-                "give another name"
+                f"{self.folder} has results of another job: {_differences(made_by, mine)}. To start anew, remove it "
+                "or give another name"
             )
         if encoded is not None:
             pa = load_arrow()
@@ -173,7 +173,9 @@ class Parts:
                 self._write(path, whole) if whole.num_rows else path.unlink()
                 table, bad = whole, 0
         except (OSError, ValueError) as error:
-            raise InputError(f"{path} is damaged ({error}): remove it, and its inputs are done again") from error
+            raise InputError(
+                f"{path} is damaged ({error}): remove it, and run the command again to repeat its items"
+            ) from error
         for batch in table.to_batches():
             for name, place in zip(batch["input"].to_pylist(), batch["place"].to_pylist(), strict=True):
                 self.done.add(name, place)
@@ -183,7 +185,7 @@ class Parts:
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def settle(self, columns: Any | None) -> None:
-        """Say which columns (a pyarrow.Schema) the results have. Parts that are there already get them, too."""
+        """Set the columns of the results (a pyarrow.Schema). Existing parts get them, too."""
         if self.columns is not None and columns == self.columns and (self.folder / RECORD).exists():
             return
         self.columns = columns
@@ -205,7 +207,7 @@ class Parts:
         write_whole(self.folder / RECORD, json.dumps(record, indent=1) + "\n")
 
     def add(self, batch: Any) -> None:
-        """Rows (a pyarrow.RecordBatch), which are written now or later."""
+        """Add rows (a pyarrow.RecordBatch), to be written now or later."""
         if not self._waiting:
             self._since = time.monotonic()
         self._waiting.append(batch)
@@ -213,14 +215,14 @@ class Parts:
         self.write_if_due()
 
     def write_if_due(self) -> None:
-        """Write what waits, if it is much or old."""
+        """Write the waiting rows, if they are many or old."""
         now = time.monotonic()
         patience = max(FIRST_PART_S, PART_SHARE * (now - self._begun))
         if self._waiting and (self._waiting_bytes >= PART_BYTES or now - self._since >= patience):
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits as a part."""
+        """Write the waiting rows as a part."""
         if not self._waiting:
             return
         if not (self.folder / RECORD).exists():
@@ -232,7 +234,7 @@ class Parts:
         self._waiting, self._waiting_bytes = [], 0
 
     def _write(self, path: Path, table: Any) -> None:
-        """A part, whole or not at all, also if the machine loses its power."""
+        """Write a part completely or not at all, even if the machine loses power."""
         temporary = path.with_name(f".{path.name}.tmp")
         load_arrow().parquet.write_table(table, temporary, compression="zstd")
         with temporary.open("rb") as file:

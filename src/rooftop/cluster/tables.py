@@ -1,8 +1,8 @@
-"""Results as rows of a table: which columns they have, and what happens to a result that does not fit them.
+"""Results as rows of a table: their columns, and results that do not fit.
 
 Every row has `input`, `place` and `error`; then come the columns of the result, null where there is an error. The first
-good result says which columns there are, and of which types. Arrays and tensors say their own types, also empty ones;
-Python's empty lists and None do not, so a column of these takes its type from a later result.
+good result sets the columns and their types. Arrays and tensors have a type even if they are empty. Python's empty
+lists and None have none, so such a column takes its type from a later result.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ MOST_CHARACTERS = 500  # of an error
 
 @dataclass(frozen=True)
 class Failure:
-    """In place of a result: one line that says why there is none."""
+    """Stands for a missing result: one line that gives the reason."""
 
     why: str
 
     @staticmethod
     def of(error: BaseException) -> Failure:
-        """Of an exception; its type stands before the message, unless the message is Rooftop's own."""
+        """Make one of an exception. Its type precedes the message, except for errors of Rooftop."""
         said = " ".join(str(error).split())
         kind = type(error).__name__
         text = said if isinstance(error, InputError) and said else f"{kind}: {said}" if said else kind
@@ -41,15 +41,15 @@ Row = dict[str, Any]
 
 
 def row_of(result: Any) -> Row:
-    """A result as columns: a mapping by its names, another value as the column `result`."""
+    """A result as columns: those of a mapping, or `result` for any other value."""
     if isinstance(result, Mapping):
         return {str(name): _plain(value) for name, value in result.items()}
     return {"result": _plain(result)}
 
 
 def _plain(value: Any) -> Any:
-    """Tensors as arrays, which say their dtype; what lies in lists and dicts, too."""
-    torch = sys.modules.get("torch")  # where it is not loaded, nothing is a tensor
+    """Convert tensors to arrays, which know their dtype, also in lists and dicts."""
+    torch = sys.modules.get("torch")  # if torch is not loaded, no value is a tensor
     if torch is not None and isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
@@ -92,7 +92,7 @@ def _type_of(value: Any) -> Any:
 
 
 def _nested(value: Any) -> Any:
-    """Arrays as pyarrow takes them: of one dimension, in lists."""
+    """Convert arrays to nested lists of 1-D arrays, which pyarrow takes."""
     if isinstance(value, np.ndarray):
         return value.item() if value.ndim == 0 else value if value.ndim == 1 else [_nested(each) for each in value]
     if isinstance(value, list):
@@ -103,15 +103,15 @@ def _nested(value: Any) -> Any:
 
 
 def learned(columns: Any | None, row: Row) -> Any:
-    """The columns (pyarrow.Schema) as a row has them, if none are known; else with the types that were not known.
+    """The columns of a row (pyarrow.Schema), if none are known; else the known columns with missing types filled in.
 
     Raises:
-        InputError: a value that no column can hold, or a column with a name that every row has.
+        InputError: no column can hold a value, or a column has a name that every row already has.
     """
     pa = load_arrow()
     taken = [name for name in row if name in FIXED]
     if taken:
-        raise InputError(f"a result has the column {taken[0]!r}, as every row does: give it another name")
+        raise InputError(f"a result has the column {taken[0]!r}, which every row already has: give it another name")
     if not row:
         raise InputError("a result has no columns: expected a dict with some, or a value")
 
@@ -137,15 +137,15 @@ def learned(columns: Any | None, row: Row) -> Any:
 def to_batch(
     items: Sequence[Item], outcomes: Sequence[Row | Failure], columns: Any | None, learn: bool = False
 ) -> tuple[Any, int, Any]:
-    """A pyarrow.RecordBatch with a row for each item, how many are errors, and the columns as known afterwards.
+    """Return a pyarrow.RecordBatch with one row per item, the number of errors, and the columns known afterwards.
 
     Args:
         outcomes: of each item.
-        columns: as known before; None: only the fixed ones.
-        learn: whether rows say the columns, or their types, that are not known.
+        columns: known before; None: only the fixed ones.
+        learn: whether rows may set unknown columns and types.
 
     Raises:
-        InputError: the first good row cannot be columns, as of `learned`.
+        InputError: the first good row cannot become columns; see `learned`.
     """
     pa = load_arrow()
     checked = list(outcomes)
@@ -188,10 +188,10 @@ def to_batch(
 
 
 def _column(values: list[Any], kind: Any) -> Any:
-    """An array of a type, which no value loses anything by: 2.0 is an integer, 1.5 and "2" are none.
+    """Convert values to a type without loss: 2.0 is an integer, 1.5 and "2" are not.
 
     Raises:
-        ArrowException, ValueError, TypeError: of pyarrow, or a value is of another kind.
+        ArrowException, ValueError, TypeError: pyarrow refuses the values, or a value is of another kind.
     """
     pa = load_arrow()
     found = pa.array(values)
@@ -203,7 +203,7 @@ def _column(values: list[Any], kind: Any) -> Any:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether both are numbers, or both texts, or made of such in the same way; nothing known is like everything."""
+    """Whether two types are both numbers, both text, or nested alike; an unknown type is like any other."""
     pa = load_arrow()
     if pa.types.is_null(one) or pa.types.is_null(other):
         return True
@@ -220,7 +220,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _difference(row: Row, columns: Any) -> str | None:
-    """What a row has other columns than known, in words; None: it has the same."""
+    """Describe how the columns of a row differ from the known ones; None if they are the same."""
     missing = [name for name in columns.names if name not in row]
     more = [name for name in row if name not in columns.names]
     if not missing and not more:
@@ -230,7 +230,7 @@ def _difference(row: Row, columns: Any) -> str | None:
 
 
 def fitted(batch: Any, schema: Any) -> Any:
-    """A batch with the columns of a schema: those that it lacks are null, those without a type get theirs."""
+    """Fit a batch to a schema: missing columns become null, columns without a type get one."""
     pa = load_arrow()
     arrays = [
         batch.column(field.name).cast(field.type)

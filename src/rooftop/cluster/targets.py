@@ -1,7 +1,7 @@
-"""What is mapped: a callable of the user, or a model of Rooftop's own, made once in each worker.
+"""Targets: a callable of the user or a model of Rooftop, loaded once in each worker.
 
-A target is made where the run is started, goes to each worker once, and is loaded there into a function of a list of
-values that gives as many results.
+The process that starts the run makes a target and sends it to each worker once. The worker loads it into a function
+from a list of values to a list of as many results.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ Call = Callable[[list[Any]], Sequence[Any]]
 
 @runtime_checkable
 class Target(Protocol):
-    """What goes to the workers.
+    """What the workers get.
 
     Attributes:
-        name: as the record of the results has it; `arguments`: what else changes its results.
-        batch: how many values it gets at once, at most; None: one.
-        columns: a pyarrow.Schema of the results, or None: the first result says it.
-        prepare: of a target that takes photographs: what threads make of each, as Pillow's image, before the call.
+        name: recorded with the results; `arguments`: other settings that change the results.
+        batch: largest number of values per call; None: one.
+        columns: a pyarrow.Schema of the results, or None: the first result sets it.
+        prepare: for a target that takes photographs: what threads make of each Pillow image before the call.
+        processes_of_a_gpu: default number of processes per GPU, if there are four cores for each.
     """
 
     @property
@@ -48,21 +49,24 @@ class Target(Protocol):
     @property
     def prepare(self) -> Callable[[Any], Any] | None: ...
 
+    @property
+    def processes_of_a_gpu(self) -> int: ...
+
     def load(self, device: str) -> Call:
-        """In a worker, once: the function that is called for each batch, on "cpu" or "cuda"."""
+        """Called once in a worker: return the function for batches, on "cpu" or "cuda"."""
 
     def sent(self) -> Target:
-        """As workers on other machines take it: with all that it needs inside."""
+        """Return a form for workers on other machines, which contains all that it needs."""
 
 
 @dataclass(frozen=True)
 class CallableTarget:
-    """A function of one value (or of a list of them, with `batch`), or a class that is made once in each worker.
+    """A function of one value (with `batch`: of a list), or a class that is instantiated once per worker.
 
     Attributes:
-        name: "my.py:fn", "package.module:fn", or what stands for an object.
-        place: where workers import it, (file or module, name); None: `pickled` is it.
-        batch: None: it is called with one value.
+        name: "my.py:fn", "package.module:fn", or a description of an object.
+        place: where workers import it, (file or module, name); None: they unpickle `pickled`.
+        batch: None: called with one value.
     """
 
     name: str
@@ -71,6 +75,7 @@ class CallableTarget:
     pickled: bytes | None = None
     columns: None = None
     prepare: None = None
+    processes_of_a_gpu: int = 1
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -78,10 +83,10 @@ class CallableTarget:
         return {}
 
     def load(self, device: str) -> Call:
-        """The callable, a class made.
+        """Return the callable; instantiate a class.
 
         Raises:
-            ModelRunError: importing or making it raised.
+            ModelRunError: the import or the constructor raised.
         """
         if self.place is not None:
             found = imported(*self.place)
@@ -100,7 +105,7 @@ class CallableTarget:
         return lambda values: [found(value) for value in values]
 
     def sent(self) -> CallableTarget:
-        """A file of the user goes along by its content; a module is imported there.
+        """Include the content of a file of the user; workers import a module themselves.
 
         Raises:
             TargetError: something in the file cannot be pickled.
@@ -123,20 +128,20 @@ class CallableTarget:
 def _as_many(results: Any, count: int) -> Sequence[Any]:
     if isinstance(results, (str, bytes, dict)) or not hasattr(results, "__len__") or len(results) != count:
         got = f"{len(results)} results" if isinstance(results, (list, tuple)) else f"a {type(results).__name__}"
-        raise ValueError(f"the target gave {got} for a batch of {count}, expected a list of as many results")
+        raise ValueError(f"the target returned {got} for a batch of {count}, expected a list of {count} results")
     return list(results)
 
 
 def callable_target(given: str | Callable[..., Any], batch: int | None = None) -> CallableTarget:
-    """The target of "my.py:fn", "package.module:fn", or of a function or class itself.
+    """Make a target of "my.py:fn", "package.module:fn", or of a function or class itself.
 
     Raises:
-        TargetError: there is no such file, module or name, or it is not callable, or cannot go to other processes.
+        TargetError: there is no such file, module or name, it is not callable, or it cannot be sent to other processes.
         ModelRunError: importing it raised.
         InputError: `batch` is below 1.
     """
     if batch is not None and batch < 1:
-        raise InputError(f"batch is {batch}, expected a number from 1 on")
+        raise InputError(f"batch is {batch}, expected 1 or more")
     if not isinstance(given, str):
         if not callable(given):
             raise TargetError(f"target is a {type(given).__name__}, expected a callable, or text such as 'my.py:fn'")
@@ -153,7 +158,7 @@ def callable_target(given: str | Callable[..., Any], batch: int | None = None) -
 
 
 def pickled(target: Any, name: str) -> bytes:
-    """A callable with all that it needs.
+    """Pickle a callable with all that it needs.
 
     Raises:
         TargetError: it cannot be pickled.
@@ -164,14 +169,14 @@ def pickled(target: Any, name: str) -> bytes:
         found: bytes = cloudpickle.dumps(target)
     except Exception as error:
         raise TargetError(
-            f"{name} cannot go to other processes ({type(error).__name__}: {error}): make what it holds in the "
-            "__init__ of a class, which is made in each worker"
+            f"{name} cannot be sent to other processes ({type(error).__name__}: {error}): create what it holds in the "
+            "__init__ of a class, which runs in each worker"
         ) from error
     return found
 
 
 def imported(where: str, attribute: str) -> Any:
-    """What a file or a module has by that name.
+    """Import a name from a file or a module.
 
     Raises:
         TargetError: there is no such file, module or name.
@@ -203,7 +208,7 @@ def _of_name(name: str) -> ModuleType:
 
 
 def _of_file(path: Path) -> ModuleType:
-    """A file as a module of its name; what lies beside it can be imported, too."""
+    """Import a file as a module named after it; files in the same folder can be imported, too."""
     if not path.is_file():
         raise TargetError(f"{path}: there is no such file")
     known = sys.modules.get(path.stem)

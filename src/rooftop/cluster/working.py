@@ -1,4 +1,4 @@
-"""What a worker does with a chunk of items: threads decode ahead, the target is called by batches, a table comes out.
+"""The work on a chunk of items in a worker: threads decode ahead, the target gets batches, the result is a table.
 
 An item fails alone: it becomes a row with its error. If a batch fails, its items are tried one by one.
 """
@@ -22,11 +22,11 @@ from rooftop.errors import MissingExtraError
 
 @dataclass(frozen=True)
 class Job:
-    """All that a worker needs to know beforehand.
+    """Everything a worker needs to know before its first chunk.
 
     Attributes:
-        threads: of a worker, that decode.
-        timeout_s: for which an item, or a batch, may take at most; None: for ever.
+        threads: decoding threads of a worker.
+        timeout_s: time limit of an item or a batch; None: no limit.
     """
 
     target: Target
@@ -36,11 +36,11 @@ class Job:
 
     @property
     def batch(self) -> int:
-        """Items of a call, at most."""
+        """Largest number of items per call."""
         return self.target.batch or 1
 
     def decoder(self) -> Callable[[Item], Any]:
-        """Of an item to what the target gets."""
+        """The function that decodes an item for the target."""
         plain = decoder(self.decoding)
         prepare = self.target.prepare
         if prepare is None:
@@ -52,12 +52,12 @@ class Job:
 
 @dataclass
 class Chunk:
-    """Items that go to a worker together.
+    """Items that a worker gets together.
 
     Attributes:
-        columns: as known when it was sent; `learn`: whether its rows say those that are not.
-        deaths: of workers that had it.
-        careful: whether it has one item, which a worker gets alone: it may be what ends workers.
+        columns: known when it was sent; `learn`: whether its rows may set unknown ones.
+        deaths: number of workers that ended while they had it.
+        careful: whether it is a single item that may end workers; a worker gets it alone.
     """
 
     number: int
@@ -70,13 +70,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A chunk that is done: its rows, the columns as known afterwards, and what it took.
+    """A finished chunk: its rows, the columns known afterwards, and its times.
 
     Attributes:
         batch: a pyarrow.RecordBatch.
-        decoded, called: items that were decoded, and that the target got.
-        decode_s, call_s: seconds of threads that decoded, and of the target.
-        worker: who did it; `threads`: its threads that decode.
+        decoded, called: number of items decoded, and passed to the target.
+        decode_s, call_s: seconds of the decoding threads, and of the target.
+        worker: name of the worker; `threads`: its decoding threads.
     """
 
     batch: Any
@@ -92,7 +92,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Decoded:
-    """An item's value, or what is wrong with it, and the seconds that a thread took for it."""
+    """The value of an item, or its error, and the seconds of the thread."""
 
     value: Any
     seconds: float
@@ -102,8 +102,8 @@ class Ahead:
     """Items decoded by threads in order, a few of them ahead.
 
     Args:
-        more: gives the next items, if there are some already.
-        ahead: items begun or done and not yet asked for, at most.
+        more: returns the next items, if there are any yet.
+        ahead: largest number of items decoded ahead.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Ahead:
         self._begun: deque[Future[Decoded]] = deque()
 
     def next(self) -> Decoded:
-        """The next item, which must be there."""
+        """Return the next item, which must exist."""
         self._begin()
         found = self._begun.popleft().result()
         self._begin()
@@ -153,17 +153,17 @@ class Workshop:
         self.pool = ThreadPoolExecutor(job.threads, "rooftop-decode")
 
     def ahead(self, more: Callable[[], Sequence[Item] | None]) -> Ahead:
-        """The decoding of what `more` gives: two items for each thread, or a batch, while the last ones are used."""
+        """Decode the items of `more` ahead: two per thread, or a batch, while the target works on the last ones."""
         return Ahead(self.pool, self.decode, more, max(2 * self.job.threads, 2 * self.job.batch))
 
     def do(self, chunk: Chunk, decoding: Ahead, at: Callable[[int, int], AbstractContextManager[Any]]) -> Outcome:
-        """All items of a chunk, which come next from `decoding`.
+        """Do all items of a chunk, which come next from `decoding`.
 
         Args:
-            at: a context for the items (first, count) of the chunk that are waited for and given to the target.
+            at: a context manager around the decoding and the call for the items (first, count) of the chunk.
 
         Raises:
-            InputError: the first good result cannot be a row of a table.
+            InputError: the first good result cannot become a row of a table.
         """
         outcomes: list[Row | Failure] = []
         decode_s = call_s = 0.0

@@ -1,4 +1,6 @@
-"""What work costs, whichever kernel does it: bytes that must move, flops that must be done, and the roof of both."""
+"""The cost of work, independent of its implementation: bytes that must move, flops that must be done, and the roof of
+both.
+"""
 
 from rooftop.cost.accounting import (
     FREE,

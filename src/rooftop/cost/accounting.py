@@ -1,6 +1,6 @@
-"""What one call of an operator must do: the bytes that must move and the flops that must be done.
+"""The cost of one call of an operator: the bytes that must move and the flops that must be done.
 
-A `Cost` knows no kernel. It is the least that *any* implementation must do:
+A `Cost` does not depend on the kernel. It is the least that *any* implementation must do:
 
 - each distinct element of each input read once, each element of each output written once;
 - elements that a view repeats (`expand`, stride 0) or skips count once or not at all;
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 PRECISIONS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
-"""Peaks that hardware distinguishes; integer and boolean arithmetic is counted as fp32."""
+"""The precisions with a peak of their own in hardware; integer and boolean arithmetic counts as fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Cost:
 
     @property
     def working_set_bytes(self) -> int:
-        """Memory that is touched: what a cache must hold to serve this work."""
+        """Bytes of memory touched: a cache must hold these to serve the work."""
         return self.bytes - self.shared_bytes
 
     @property
@@ -68,14 +68,14 @@ class Cost:
 
 
 FREE = Cost()
-"""Of an operator that only changes metadata: a view, a size, an allocation."""
+"""The cost of an operator that only changes metadata: a view, a size, an allocation."""
 
 
 @dataclass(frozen=True)
 class Call:
     """One execution of an operator, as the dispatcher saw it.
 
-    `call["weight"]` is the argument of that name in the operator's schema, its default where the caller left it out.
+    `call["weight"]` is the argument with that name in the operator's schema, or its default if the caller omitted it.
     """
 
     func: torch._ops.OpOverload
@@ -99,7 +99,7 @@ class Call:
         return name in self.arguments
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The argument of that name, `default` if this overload has none."""
+        """The argument with that name, or `default` if this overload has none."""
         return self.arguments.get(name, default)
 
     @property
@@ -110,19 +110,19 @@ class Call:
 
     @cached_property
     def read_tensors(self) -> list[Tensor]:
-        """Input tensors in schema order; `out=` arguments are written only and left out."""
+        """Input tensors in schema order, without `out=` arguments, which are only written."""
         return self.read_tensors_except()
 
     def read_tensors_except(self, *unread: str) -> list[Tensor]:
-        """Input tensors in schema order without those of some arguments: of these only the shape is needed."""
+        """Input tensors in schema order, except for some arguments of which only the shape is needed."""
         skipped = {*_signature(self.func).out, *unread}
         return list(tensors_in([value for name, value in self.arguments.items() if name not in skipped]))
 
     @cached_property
     def results(self) -> tuple[Any, ...]:
-        """What the operator computes, one entry for each return of its schema (a tensor, or a list of tensors).
+        """The operator's outputs, one entry for each return of its schema (a tensor, or a list of tensors).
 
-        Operators that return nothing: the arguments that they change.
+        For operators that return nothing: the arguments that they change.
         """
         signature = _signature(self.func)
         if signature.returns == 0:
@@ -131,14 +131,16 @@ class Call:
 
     @cached_property
     def written_tensors(self) -> list[Tensor]:
-        """Output tensors: what is returned, and what is changed in place without being returned; each once."""
+        """Output tensors: those that are returned, and those that are changed in place without being returned; each
+        once.
+        """
         changed = [self.arguments[name] for name in _signature(self.func).written]
         return list({id(tensor): tensor for tensor in tensors_in([self.out, changed])}.values())
 
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """What a formula needs to know of a schema, taken out of it once: reading a schema is slow."""
+    """The parts of a schema that a formula needs, extracted once, because reading a schema is slow."""
 
     defaults: dict[str, Any]
     out: frozenset[str]
@@ -158,7 +160,7 @@ def _signature(func: torch._ops.OpOverload) -> _Signature:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a nest of tuples, lists, dicts and dataclasses, in order. One may hold what it stands in."""
+    """The tensors in nested tuples, lists, dicts and dataclasses, in order. A container may contain itself."""
     found: list[Tensor] = []
     _collect(value, found, ())
     return iter(found)
@@ -168,7 +170,7 @@ _WITHOUT_TENSORS = frozenset({int, float, bool, str, complex, type(None), torch.
 
 
 def _collect(value: Any, found: list[Tensor], inside: tuple[int, ...]) -> None:
-    """No generator, and little for what is no tensor: this runs several times for each operator that is counted."""
+    """Not a generator, and fast for values that are no tensors: this runs several times for each counted operator."""
     kind = type(value)
     if kind in _WITHOUT_TENSORS:
         return
@@ -194,20 +196,21 @@ def _collect(value: Any, found: list[Tensor], inside: tuple[int, ...]) -> None:
 
 
 def is_sparse(tensor: Tensor) -> bool:
-    """Whether a tensor is kept as indices and values: coordinates (COO), compressed rows or columns, or blocks."""
+    """Whether a tensor is stored as indices and values: coordinates (COO), compressed rows or columns, or blocks."""
     return tensor.layout in _SPARSE_PARTS
 
 
 def parts(tensor: Tensor) -> list[Tensor]:
-    """The strided tensors that hold a tensor's data: of a sparse one its indices and, last, its values; else itself.
+    """The strided tensors that hold a tensor's data: for a sparse tensor its indices and, last, its values; else the
+    tensor itself.
 
-    Inside `torch.func` (vmap, grad) a tensor wraps the batched tensor that lies in memory: that one counts.
+    Inside `torch.func` (vmap, grad) a tensor wraps the batched tensor that is in memory: that one counts.
     """
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     if not is_sparse(tensor):
         return [tensor]
-    with _disable_current_modes():  # to look is no part of the program
+    with _disable_current_modes():  # this check is not part of the program
         return [getattr(tensor, name)() for name in _SPARSE_PARTS[tensor.layout]]
 
 
@@ -223,14 +226,14 @@ _SPARSE_PARTS = {
 
 
 def stored_elements(tensor: Tensor) -> int:
-    """Elements that are kept: of a sparse tensor those that it has values for, else all."""
+    """Number of stored elements: for a sparse tensor its values, else all elements."""
     return parts(tensor)[-1].numel()
 
 
 def distinct_elements(tensor: Tensor) -> int:
     """Elements of memory that a tensor covers: repeated ones (stride 0) once, overlapping windows at most the span.
 
-    Of a sparse tensor those of its values.
+    For a sparse tensor, those of its values.
     """
     if is_sparse(tensor):
         return distinct_elements(parts(tensor)[-1])
@@ -243,7 +246,7 @@ def distinct_elements(tensor: Tensor) -> int:
 
 
 def tensor_bytes(tensor: Tensor | None) -> int:
-    """Distinct bytes of one tensor, 0 for None; of a sparse one the indices too."""
+    """Distinct bytes of one tensor, 0 for None; for a sparse tensor including its indices."""
     if tensor is None:
         return 0
     if is_sparse(tensor):
@@ -252,7 +255,7 @@ def tensor_bytes(tensor: Tensor | None) -> int:
 
 
 def distinct_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Distinct bytes of several tensors: the same view once, views that overlap at most the memory they span."""
+    """Distinct bytes of several tensors: the same view once, overlapping views at most the memory that they span."""
     by_memory: dict[int, list[Tensor]] = {}
     for tensor in tensors:
         if tensor is not None:
@@ -262,17 +265,18 @@ def distinct_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 def _memory(tensor: Tensor) -> int:
-    """A key for the tensor's memory; opaque tensors stand for themselves."""
+    """A key for the tensor's memory; an opaque tensor is its own key."""
     return id(tensor) if _is_opaque(tensor) else tensor.untyped_storage()._cdata
 
 
 def _is_opaque(tensor: Tensor) -> bool:
-    """Whether there are no strides to look at (MKL-DNN's blocks, nested tensors): such a tensor holds what it shows."""
+    """Whether the tensor has no readable strides (MKL-DNN's blocks, nested tensors): its size then counts as its
+    data."""
     return tensor.layout != torch.strided or tensor.is_nested
 
 
 def _bytes_of_views(views: list[Tensor]) -> int:
-    """Distinct bytes of views of one memory: at most the sum of all, at most the union of the spans they lie in."""
+    """Distinct bytes of views of one memory: at most their sum, and at most the union of their spans."""
     if _is_opaque(views[0]):
         return tensor_bytes(views[0])
     spans: dict[tuple[Any, ...], tuple[Any, Any, int]] = {}
@@ -313,7 +317,7 @@ _COUNTED_FOR: ContextVar[str | None] = ContextVar("counted_for", default=None)
 
 @contextmanager
 def counted_for(device_type: str) -> Iterator[None]:
-    """Inside, costs are counted as on a device of this type ("cuda"), wherever the tensors are."""
+    """Within the block, costs are counted as on a device of this type ("cuda"), wherever the tensors are."""
     token = _COUNTED_FOR.set(device_type)
     try:
         yield
@@ -322,7 +326,7 @@ def counted_for(device_type: str) -> Iterator[None]:
 
 
 def counted_device_type() -> str | None:
-    """The type of device that costs are counted for, None for that of each tensor."""
+    """The device type for which costs are counted; None: that of each tensor."""
     return _COUNTED_FOR.get()
 
 

@@ -4,8 +4,8 @@
         model(x)
     print(sum(r.cost.total_flops for r in counted.records if r.cost))
 
-It sits below autograd, so the backward pass and the optimizer are seen as well as the forward pass,
-and works on fake tensors: nothing needs to be computed to be counted.
+It is below autograd, so it sees the backward pass and the optimizer as well as the forward pass. It also works on fake
+tensors: counting needs no computation.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a tensor was, without its data.
+    """Properties of a tensor, without its data.
 
     Attributes:
-        channels_last: whether it is a batch of images, or convolution weights, that lie channels last.
-        memory: which memory it lay in: the same for views of one tensor, and for what came after a released one; 0 if
-            it has none of its own. Not part of what makes two specs equal.
+        channels_last: whether it is a batch of images, or convolution weights, in channels last format.
+        memory: the number of its memory: the same for views of one tensor, and for a new tensor in the memory of a
+            released one; 0 if it has no memory of its own. Ignored when two specs are compared.
     """
 
     shape: Shape
@@ -51,7 +51,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class CallSpec:
-    """A call that can be made again on other tensors of the same shapes: the operator, and its arguments with a
+    """A call that can be repeated on other tensors of the same shapes: the operator, and its arguments with a
     `TensorSpec` for each tensor."""
 
     func: torch._ops.OpOverload
@@ -65,7 +65,7 @@ class CallSpec:
         return name
 
     def __getitem__(self, argument: str) -> Any:
-        """The argument of that name, its default where the call left it out."""
+        """The argument with that name, or its default if the call omitted it."""
         for position, declared in enumerate(self.func._schema.arguments):
             if declared.name == argument:
                 given = self.args[position] if position < len(self.args) else declared.default_value
@@ -73,7 +73,7 @@ class CallSpec:
         raise KeyError(f"{self.name} has no argument {argument}")
 
     def __contains__(self, argument: str) -> bool:
-        """Whether the operator has an argument of that name."""
+        """Whether the operator has an argument with that name."""
         return any(declared.name == argument for declared in self.func._schema.arguments)
 
 
@@ -84,17 +84,17 @@ class Record:
     Attributes:
         name: schema name, e.g. "aten::convolution".
         shapes: shape of each input tensor, in order; () for a nested tensor, which has none.
-        dtype: of the first floating-point input (else of the first input or output), e.g. "bfloat16".
+        dtype: dtype of the first floating-point input (else of the first input or output), e.g. "bfloat16".
         device: where it ran, e.g. "cuda:0".
         scope: the module it belongs to (see `rooftop.analysis`), "" outside any.
         phase: "forward", "backward" or "optimizer".
         cost: None if the operator is uncovered.
         uncovered: why there is no cost, "" if there is one.
-        place: of operators that make the host wait for a GPU, or the GPU for the host's memory, the line of the program
-            ("train.py:12"); "" of others, and where no line of the program is running (backward).
-        spec: of PyTorch's own operators: what it takes to make the call again.
-        inputs, outputs: its tensors, in order; empty in the optimizer and where only the profiler saw the operator.
-        title: what reports call it, where its schema name says too little: see `title_of`.
+        place: for operators that make the host wait for a GPU, or the GPU for the host's memory, the line of the
+            program ("train.py:12"). "" for others, and if no line of the program is running (backward).
+        spec: for PyTorch's own operators, the information to repeat the call. inputs, outputs: its tensors, in order;
+            empty in the optimizer and if only the profiler saw the operator.
+        title: name in reports if the schema name is ambiguous: see `title_of`.
     """
 
     name: str
@@ -113,20 +113,21 @@ class Record:
 
     @property
     def shown_name(self) -> str:
-        """What reports call it, e.g. "aten::mm", "aten::conv_transpose2d"."""
+        """The name in reports, e.g. "aten::mm", "aten::conv_transpose2d"."""
         return self.title or self.name
 
 
 class CountingMode(ObservingMode):
     """Records each operator executed inside the `with` block.
 
-    Compiled functions run as they are written (see `ObservingMode`). Of control flow (`torch.cond`, `while_loop`,
-    `map`, `scan`) the operators that it runs are recorded.
+    Compiled functions run uncompiled (see `ObservingMode`). For control flow (`torch.cond`, `while_loop`, `map`,
+    `scan`), the operators that it runs are recorded.
 
     Args:
         locate: called at each operator, returns its (scope, phase).
         around: called with the record's index, returns a context in which the operator runs: the profiler's label.
-        limit: after this many records operators run unrecorded, and `full_at` says since when (`time.perf_counter`).
+        limit: after this many records, operators run unrecorded, and `full_at` is the time from then on
+            (`time.perf_counter`).
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class CountingMode(ObservingMode):
 
     @property
     def records(self) -> list[Record]:
-        """What was executed, in order."""
+        """The executed operators, in order."""
         for index, cost in self._later.items():
             try:
                 self._records[index] = replace(self._records[index], cost=cost(), uncovered="")
@@ -157,7 +158,8 @@ class CountingMode(ObservingMode):
 
     def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            # A wrapper (DTensor, a nested tensor) comes first and calls operators on what it wraps: those are counted.
+            # A wrapper (DTensor, a nested tensor) handles the call first and calls operators on the tensors inside it:
+            # those operators count.
             return NotImplemented
         if func.namespace in _NO_PART_OF_THE_PROGRAM or _is_traced():
             return func(*args, **kwargs)
@@ -166,7 +168,8 @@ class CountingMode(ObservingMode):
             and not _has_kernel(func, counted_device_type() or _device_type((args, kwargs)))
             and not any(tensor.is_nested for tensor in tensors_in((args, kwargs)))  # these have kernels of their own
         ):
-            # Under inference_mode composite operators (linear, conv2d) arrive whole: take them apart as autograd does.
+            # Under inference_mode composite operators (linear, conv2d) arrive undecomposed: decompose them as autograd
+            # does.
             with self:
                 return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         index = len(self._records)
@@ -180,7 +183,7 @@ class CountingMode(ObservingMode):
             record = _record(func, args, kwargs, out, scope, phase)
             if isinstance(func, HigherOrderOperator) and (cost := later_cost(func, args, out)) is not None:
                 self._later[index] = cost
-        except Exception as error:  # tensors of a kind that is not known here must not end the program
+        except Exception as error:  # tensors of an unknown kind must not end the program
             pass_on(error)
             why = f"its tensors cannot be read: {type(error).__name__}: {error}"
             record = Record(str(func), (), "", "", scope, phase, None, why)
@@ -189,25 +192,27 @@ class CountingMode(ObservingMode):
 
 
 _NO_PART_OF_THE_PROGRAM = {"prim", "profiler"}
-"""Fake tensors are asked for their device through the dispatcher, and labels for the profiler are operators."""
+"""Fake tensors get their device through the dispatcher, and profiler labels are operators."""
 
 
 def _is_traced() -> bool:
-    """Whether operators make a graph: torch.jit.trace would take our looking at a size into it, and `make_fx`, by which
-    control flow is differentiated, computes nothing of the step."""
+    """Whether operators are being recorded into a graph. torch.jit.trace would record our reading of a size; `make_fx`,
+    which differentiates control flow, computes nothing of the step."""
     return torch._C._get_tracing_state() is not None or proxy_tensor._CURRENT_MAKE_FX_TRACER is not None
 
 
 @cache
 def _has_decomposition(func: Any) -> bool:
-    """Whether PyTorch defines the operator by others; of those of TorchScript (prim::device) it knows nothing."""
+    """Whether PyTorch defines the operator by others; it has no information on TorchScript's operators
+    (prim::device).
+    """
     if isinstance(func, HigherOrderOperator) or not torch._C._dispatch_has_kernel(func.name()):
         return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 _WHOLE_ON_CUDA = {"aten::_fused_rms_norm"}
-"""Composite operators that have a kernel in PyTorch for CUDA, which one for CPUs does not know."""
+"""Composite operators that have a CUDA kernel in PyTorch, which a CPU build does not list."""
 
 
 @cache
@@ -253,8 +258,8 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
 
 
 def title_of(call: Call) -> str:
-    """What reports call an operator whose schema name is that of several: a transposed convolution, or its backward,
-    by torch.nn.functional's name; "" of others."""
+    """The name in reports of an operator that shares its schema name with others. For a transposed convolution or its
+    backward it is torch.nn.functional's name; for others ""."""
     namespace, _, name = call.func._schema.name.partition("::")
     if (
         namespace != "aten"
@@ -273,7 +278,7 @@ def _spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: dict[
 
 
 def _without_data(value: Any, specs: dict[int, TensorSpec]) -> Any:
-    """A nest with a spec for each tensor, and tuples for lists. Nothing that holds memory stays in it."""
+    """Nested values with a spec for each tensor, and tuples for lists. The copy holds no tensor memory."""
     if isinstance(value, Tensor):
         return _tensor_spec(value, specs)
     if isinstance(value, (torch.UntypedStorage, torch.TypedStorage, torch.ScriptObject)):
@@ -284,7 +289,7 @@ def _without_data(value: Any, specs: dict[int, TensorSpec]) -> Any:
 
 
 def _tensor_spec(tensor: Tensor, known: dict[int, TensorSpec]) -> TensorSpec:
-    """What a tensor is; `known`: those of this call by their id, since most occur twice."""
+    """The spec of a tensor; `known`: specs of this call by the tensors' ids, because most tensors occur twice."""
     spec = known.get(id(tensor))
     if spec is None:
         known[id(tensor)] = spec = _described(tensor)
@@ -301,7 +306,7 @@ def _described(tensor: Tensor) -> TensorSpec:
 
 
 _ANSWERED_ON_THE_HOST = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
-"""Operators of which the host must know the result before it can go on."""
+"""Operators whose result the host must know before it can continue."""
 _COPIES = {"aten::copy_", "aten::_to_copy"}
 
 
@@ -315,7 +320,8 @@ def _place(name: str, tensors: Sequence[Tensor], out: Any) -> str:
 
 
 def counted(call: Call) -> tuple[Cost | None, str]:
-    """The cost of a call by its formula, what it changes in place marked as shared; None and why if there is none."""
+    """The cost of a call by its formula, with its in-place changes marked as shared; None and the reason if there is no
+    cost."""
     formula = formula_for(call.func)
     if formula is None:
         return None, "no formula"
@@ -333,14 +339,14 @@ def _failed(error: Exception) -> str:
 
 
 def _require_figures(cost: Cost) -> None:
-    """A custom operator's formula may give anything; one wrong figure would spoil the whole report.
+    """A custom operator's formula may return anything; one wrong figure would spoil the whole report.
 
     Raises:
-        ValueError: other than whole numbers of bytes and flops, in precisions that hardware distinguishes.
+        ValueError: the cost has figures other than integer bytes and flops, or unknown precisions.
     """
     figures = (cost.read_bytes, cost.write_bytes, cost.shared_bytes, *cost.flops.values())
     if not all(isinstance(figure, int) and figure >= 0 for figure in figures):
-        raise ValueError(f"expected bytes and flops as whole numbers, 0 or more, got {cost}")
+        raise ValueError(f"expected bytes and flops as integers of 0 or more, got {cost}")
     if not set(cost.flops) <= set(PRECISIONS):
         raise ValueError(f"expected flops in {', '.join(PRECISIONS)}, got {', '.join(map(str, cost.flops))}")
 

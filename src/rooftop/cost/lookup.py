@@ -1,4 +1,4 @@
-"""The formula of an operator. Those of aten are registered when one is looked up first."""
+"""The formula of an operator. aten's formulas are registered at the first lookup."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def covered_operators() -> list[str]:
 
 
 def later_cost(func: Any, args: tuple[Any, ...], out: Any) -> Callable[[], Cost] | None:
-    """What computes the cost of an operator that takes functions after the step: it may look at values, for which the
-    host would wait. None if it has no formula.
+    """A function that computes the cost of an operator with function arguments after the step: it may read values, for
+    which the host waits. None if it has no formula.
     """
     from rooftop.cost.formulas import flex_attention
 

@@ -1,11 +1,11 @@
-"""Which formula gives the cost of which operator.
+"""The registry of cost formulas by operator.
 
     @cost_of("aten::mm")
     def mm(call: Call) -> Cost: ...
 
-Operators are named as in their schema, without the overload: one formula serves `add.Tensor`, `add.Scalar`, `add.out`;
-the in-place operator (`add_`) uses the formula of the plain one unless it has its own.
-Custom operators register the same way, beside their kernels.
+Operators are named as in their schema, without the overload: one formula serves `add.Tensor`, `add.Scalar` and
+`add.out`. The in-place operator (`add_`) uses the formula of the plain one unless it has its own.
+Custom operators register the same way, in the file of their kernels.
 An operator without a formula is *uncovered*: its time is listed, and no roof is invented for it.
 """
 
@@ -20,7 +20,7 @@ from rooftop.cost.accounting import Call, Cost
 Formula = Callable[[Call], Cost]
 
 FORMULAS: dict[str, Formula] = {}
-# Counting asks at every operator that a program executes; emptied when a formula is added.
+# Counting looks up every operator that a program executes; the cache is emptied when a formula is added.
 RESOLVED: dict[torch._ops.OpOverload, Formula | None] = {}
 
 
@@ -28,7 +28,7 @@ def cost_of(*names: str) -> Callable[[Formula], Formula]:
     """Register a formula for operators by schema name ("aten::mm", "rooftop::layer_norm").
 
     Raises:
-        ValueError: a name without namespace, or one that has a formula already.
+        ValueError: a name without namespace, or one that already has a formula.
     """
 
     def register(formula: Formula) -> Formula:

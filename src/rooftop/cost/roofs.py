@@ -2,10 +2,10 @@
 
     roof = max(bytes / rate, flops / peak, kernel_floor)
 
-`rate` is the fastest rate measured for a working set of this size, also right after another kernel has written the
-input: small tensors are judged by the cache that holds them. Bytes that are read and written in the same memory have a
-rate of their own. `peak` is the fastest matrix rate measured for the precision, `kernel_floor` the duration of the
-shortest kernel. An operator that is faster than its roof raises the figure that set it.
+`rate` is the fastest rate measured for a working set of this size, including right after another kernel has written the
+input: so small tensors are judged by the cache that holds them. Bytes that are read and written in the same memory have
+their own rate. `peak` is the fastest matrix rate measured for the precision, `kernel_floor` the duration of the
+shortest kernel. An operator that is faster than its roof raises the figure that set the roof.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Roof:
 def roof(cost: Cost, ceilings: Ceilings) -> Roof:
     """The roof of one kernel, or of work fused into one kernel.
 
-    Precisions may run on different units side by side, so the slowest of them counts, not their sum.
+    Precisions may run on different units in parallel, so the slowest of them counts, not their sum.
 
     Raises:
-        ValueError: flops in a precision that the ceilings do not have.
+        ValueError: flops in a precision that the ceilings lack.
     """
     if cost.bytes == 0 and cost.total_flops == 0:
         return Roof(0.0, "none")
@@ -61,10 +61,11 @@ MOST_RAISE = 1.5
 def raise_ceilings(ceilings: Ceilings, cost: Cost, ms: float, by: str) -> Ceilings:
     """Ceilings under which work that took `ms` is not above its roof.
 
-    Every figure that alone says more than `ms` is raised to what was reached. All others stay.
+    Every figure that alone gives a roof longer than `ms` is raised to the rate that was reached. All others stay
+    unchanged.
 
     Args:
-        cost: of one operator. ms: its time, best of several when it ran alone.
+        cost: cost of one operator. ms: its time, best of several when it ran alone.
         by: the operator in words, for the history ("aten::mm (8192, 4096) x (4096, 1024) bf16").
 
     Raises:

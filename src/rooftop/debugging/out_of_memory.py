@@ -1,8 +1,8 @@
-"""What fills a GPU's memory, tensor by tensor: which module and which line allocated it, and what would help.
+"""What fills a GPU's memory, tensor by tensor: which module and line allocated each, and what would help.
 
 `explained_memory` records, while it is active, every allocation with its Python stack (`torch.cuda.memory`'s history),
 and marks each with the module that is running. When memory runs out, the error leaves with a note that lists the
-largest live tensors. Parameters, gradients, buffers and optimizer states are known by their address; what else was
+largest live tensors. Parameters, gradients, buffers and optimizer states are known by their address; other memory
 allocated during a forward pass is an activation.
 """
 
@@ -43,7 +43,7 @@ ADVICE = {
 }
 """What makes each kind smaller."""
 
-ADVISED_SHARE = 0.2  # of all allocated bytes: less is not worth a sentence
+ADVISED_SHARE = 0.2  # of all allocated bytes: a smaller share gets no advice
 OTHERS_SHARE = 0.1  # of the GPU: a CUDA context alone takes less
 MOST_ENTRIES = 200_000
 """Allocations in the allocator's history; a stack takes about 1 KB. The oldest tensors lose their module beyond it."""
@@ -68,10 +68,10 @@ class LiveTensor:
     Attributes:
         size_bytes: as requested, before the allocator's rounding.
         kind: one of the kinds above ("parameters", "activations", ...).
-        name: of a parameter, gradient, buffer or optimizer state: "encoder.layers.3.linear1.weight".
+        name: name of a parameter, gradient, buffer or optimizer state: "encoder.layers.3.linear1.weight".
         module: path of the module that was running; None: none was, or the allocation was not recorded.
-        line: of the user's program; None: not recorded, or made by autograd's own thread.
-        shape, dtype: None where no Python object holds the tensor (those that autograd saved).
+        line: line of the user's program; None: not recorded, or made by autograd's own thread. shape, dtype: None if no
+        Python object holds the tensor (autograd saved it).
     """
 
     size_bytes: int
@@ -96,12 +96,11 @@ class MemoryGroup:
 
 @dataclass(frozen=True)
 class MemoryExplanation:
-    """What holds the memory of one GPU; `str` of it is a text to read.
+    """The memory of one GPU and what holds it; `str` of it is a readable text.
 
     Attributes:
         memory: allocated, reserved, free and total bytes.
-        requested_bytes: what could not be allocated; None: memory has not run out.
-        module, line: where that was.
+        requested_bytes: size of the failed allocation; None: memory has not run out. module, line: where it failed.
         by_kind: kind -> bytes, largest first; they add up to what live tensors requested.
         tensors: the largest, in order.
         groups: the largest, in order.
@@ -125,7 +124,7 @@ class MemoryRecording:
     """What `explained_memory` yields.
 
     Attributes:
-        explanation: of the error that ended the block, or None.
+        explanation: explanation of the error that ended the block, or None.
     """
 
     def __init__(self) -> None:
@@ -133,7 +132,7 @@ class MemoryRecording:
         self._watched = _Watched()
 
     def explain(self, device: int | None = None, *, most: int = 10) -> MemoryExplanation:
-        """What holds the memory now (see `explain_memory`)."""
+        """Explain what holds the memory now (see `explain_memory`)."""
         return _explain(self._watched, device, most, error=None)
 
 
@@ -144,7 +143,7 @@ def explain_memory(
     device: int | None = None,
     most: int = 10,
 ) -> MemoryExplanation:
-    """What holds the memory of a GPU now.
+    """Explain what holds the memory of a GPU now.
 
     Modules and lines are known only of what was allocated inside `explained_memory`.
 
@@ -170,8 +169,8 @@ def explained_memory(module: nn.Module | None = None, *, most: int = 10) -> Iter
     """While active, an out-of-memory error leaves with a note that explains what holds the memory.
 
     Costs some microseconds an allocation. Without a GPU it does nothing. A history that is already being recorded
-    (`torch.cuda.memory._record_memory_history`) is used as it is. Tensors that only the failing expression held are
-    gone before they can be counted.
+    (`torch.cuda.memory._record_memory_history`) is used and left running. Tensors that only the failing expression held
+    are gone before they can be counted.
 
     Args:
         module: gives the paths their root; by default the first module that is called.
@@ -234,7 +233,7 @@ class _Watched:
             self._optimizers.append(ref(optimizer))
 
     def scope(self, module: nn.Module, running: Sequence[str]) -> str:
-        """That of a call (see `ModulePaths`)."""
+        """The scope of a call (see `ModulePaths`)."""
         if not self._paths.knows(module):
             self.add_root(module)
         return self._paths.of_call(module, running)
@@ -246,7 +245,7 @@ def _marking(watched: _Watched, mark: Callable[[str], object]) -> Iterator[None]
     threads = threading.local()  # torch keeps the mark for each thread, too: backward passes have their own
 
     def calls() -> tuple[RunningCalls, RunningCalls]:
-        """Of this thread: the scopes of modules; marks, also of optimizers."""
+        """This thread's scopes of modules, and its marks, also of optimizers."""
         if not hasattr(threads, "calls"):
             threads.calls = RunningCalls(), RunningCalls()
         scopes, marks = threads.calls
@@ -255,7 +254,7 @@ def _marking(watched: _Watched, mark: Callable[[str], object]) -> Iterator[None]
     def leaves(caller: FrameType) -> None:
         scopes, marks = calls()
         scopes.leave(caller)
-        marks.leave(caller)  # None of a module that was running before the hooks
+        marks.leave(caller)  # no mark of a module that was running before the hooks were set
         marks.settle(caller)
         mark(marks.innermost or "")
 
@@ -390,7 +389,7 @@ def _live_tensor(
 
 
 def _kind(allocation: Mapping[str, Any] | None) -> str:
-    """Of a tensor that belongs to no module or optimizer."""
+    """The kind of a tensor that belongs to no module or optimizer."""
     if allocation is None:
         return OTHER
     frames = allocation.get("frames", [])
@@ -446,7 +445,7 @@ def _known_tensors(roots: Iterable[tuple[str, nn.Module]], optimizers: Iterable[
 def _advice(
     memory: DeviceMemory, requested: int | None, free: Sequence[int], by_kind: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """What would help, most helpful first; `free` are the sizes of the allocator's free blocks."""
+    """Advice, the most helpful first; `free` are the sizes of the allocator's free blocks."""
     most = memory.limit_bytes or memory.total_bytes
     found = []
     if requested is not None and requested > most:

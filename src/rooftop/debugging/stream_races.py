@@ -1,13 +1,13 @@
 """Finds tensors that one CUDA stream uses before another has written them, or whose memory is reused too early.
 
 The bookkeeping of which stream has waited for which is that of `torch.cuda._sanitizer`; here each finding is told in
-the lines of the user's program, the program goes on, and three cases are told apart that torch's sanitizer does not:
+the lines of the user's program, the program goes on, and three cases are distinguished that torch's sanitizer does not:
 views of one storage (by the range of their bytes), the new tensors of `zeros_like` and the like (which are written),
 and memory that was freed while another stream still used it (a missing `record_stream`).
 
-What it cannot see: kernels that PyTorch does not launch (custom kernels, Triton), what is inside a CUDA graph or
-compiled code, waits in other libraries, host memory (`non_blocking` copies from it), and what ran before the block,
-which counts as done. It is made for one thread and one GPU.
+What it cannot see: kernels that PyTorch does not launch (custom kernels, Triton), work inside a CUDA graph or compiled
+code, waits in other libraries, host memory (`non_blocking` copies from it), and work before the block, which counts as
+finished. It is made for one thread and one GPU.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class StreamAccess:
         operator: "aten::sum".
         action: "reads" or "writes".
         stream: handle of the CUDA stream; 0: the default stream.
-        line: of the user's program; None: it was in no Python code (autograd's threads).
-        shape: of the tensor, or of the view of it.
+        line: line of the user's program; None: no Python code made the access (autograd's threads).
+        shape: shape of the tensor, or of the view.
     """
 
     operator: str
@@ -58,7 +58,8 @@ class StreamAccess:
 
 @dataclass(frozen=True)
 class StreamRace:
-    """Two uses of the same bytes, at least one of them a write, on streams of which the second does not wait.
+    """Two uses of the same bytes, at least one of them a write, on two streams; the second stream does not wait for the
+    first.
 
     Attributes:
         first, second: in the order in which they were launched.
@@ -71,7 +72,7 @@ class StreamRace:
 
     @property
     def message(self) -> str:
-        """What happened and how to fix it."""
+        """A message: what happened and how to fix it."""
         if self.reused:
             head = "memory was freed and reused while another stream may still use it"
             fix = "call record_stream on the first tensor (rooftop.hardware.streams does), or keep it longer"
@@ -140,7 +141,7 @@ class _Use:
 
 @dataclass(frozen=True)
 class _Launch:
-    """What torch's records carry of an operator: uses by the address of the storage."""
+    """What torch's records say of an operator: uses by the address of the storage."""
 
     operator: str
     line: SourceLine | None
@@ -156,7 +157,7 @@ class _Watcher:
         self._events = _sanitizer().EventHandler()
         self._left: dict[int, list[Any]] = {}  # address -> uses of the freed tensor that was there
         self._allocated: dict[int, int] = {}  # address -> number of the last launch before its allocation
-        self._recorded: dict[int, set[int]] = {}  # address -> streams of which the allocator knows
+        self._recorded: dict[int, set[int]] = {}  # address -> streams that the allocator knows to use it
 
     def hear(self, event: str, *args: int) -> None:
         """An event of torch's GPU trace, by its name there."""
@@ -227,7 +228,7 @@ class _Launches(ObservingMode):
             self._watcher.record_stream(tensor.untyped_storage().data_ptr(), handle)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if isinstance(func, HigherOrderOperator):  # without a schema that tells what it writes
+        if isinstance(func, HigherOrderOperator):  # has no schema that tells what it writes
             return result
         uses = _uses(func._schema, args, kwargs, result, self._device_type)
         if uses:
@@ -242,7 +243,7 @@ METADATA_ONLY = re.compile(r"aten::(new_.*|.*_like)")
 
 
 def _uses(schema: Any, args: Any, kwargs: Any, result: Any, device_type: str) -> dict[int, _Use]:
-    """Address of a storage -> how the operator uses it. Views of an argument are no use of it."""
+    """Address of a storage -> how the operator uses it. A view of an argument alone is not a use."""
     found: dict[int, _Use] = {}
 
     def note(tree: Any, written: bool) -> None:
@@ -305,7 +306,7 @@ def _heard(event: str, *args: int) -> None:
 
 @functools.cache
 def _sanitizer() -> ModuleType:
-    """torch's sanitizer, without the listeners that its import registers: they would slow every allocation for ever."""
+    """torch's sanitizer without the listeners that its import registers: they would slow every later allocation."""
     from torch.cuda import _gpu_trace
 
     name = "torch.cuda._sanitizer"

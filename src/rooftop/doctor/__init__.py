@@ -1,6 +1,6 @@
-"""What works on this machine, and the command that mends what does not.
+"""Finds what works on this machine, and the command that fixes what does not.
 
-No file here needs torch: `rooftop doctor` runs where torch is broken.
+No file here needs torch, so `rooftop doctor` runs even if torch is broken.
 """
 
 from rooftop.doctor.diagnosis import diagnose

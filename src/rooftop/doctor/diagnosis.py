@@ -1,8 +1,8 @@
-"""What works on this machine and what does not, each problem with the command that mends it.
+"""Finds what works on this machine, and the command that fixes each problem.
 
-Nothing here knows which versions fit together: what fits is what the installed packages ask for in their metadata,
-what the driver says through NVML, and what a tiny kernel does when it runs. Every part is looked at by itself; one
-that raises is a finding and ends none of the others. No import up here needs torch: it can say why torch is broken.
+No table of versions is kept here. Three sources decide what fits: the metadata of the installed packages, the driver
+through NVML, and tiny kernels that run. Each part is checked by itself; a check that raises is a finding and does not
+stop the others. No import here needs torch, so the diagnosis can tell why torch is broken.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from rooftop.errors import MissingExtraError
 
 
 def diagnose(parts: Sequence[Part] | None = None) -> list[Finding]:
-    """Look at each part in turn (None: at all); takes seconds, starts tiny kernels on the GPUs, changes nothing."""
+    """Check each of these parts, one after another (None: all parts). Takes seconds, runs tiny kernels on the GPUs,
+    changes nothing."""
     findings = []
     for name, check, needed in PARTS if parts is None else parts:
         try:
@@ -48,7 +49,7 @@ def diagnose(parts: Sequence[Part] | None = None) -> list[Finding]:
 
 
 def install_kernel() -> str:
-    """Make this Python a Jupyter kernel of the user, named rooftop; returns its folder.
+    """Register this Python as a Jupyter kernel of the user, named rooftop; return its folder.
 
     Raises:
         MissingExtraError: ipykernel is not installed.
@@ -72,10 +73,10 @@ def _python(part: str) -> Finding:
 
 
 def _packages(part: str) -> Finding | None:
-    """What Rooftop's own metadata asks for, but torch, which has its own line."""
+    """The requirements of Rooftop's metadata, except torch, which has its own line."""
     asked = {name: spec for name, spec in asked_by("rooftop").items() if name != "torch"}
     if not asked:
-        return None  # Rooftop is used without being installed: nobody says what it asks for
+        return None  # Rooftop is used without being installed: its requirements are unknown
     versions = {name: version_of(name) for name in asked}
     wrong = [name for name, spec in asked.items() if not fits(versions[name], spec)]
     found = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
@@ -103,7 +104,7 @@ def _torch_itself(part: str) -> Finding:
 
 
 def _package(part: str, module: str, package: str, extra: str = "", gpu_only: bool = False) -> Finding | None:
-    """A package that can be done without, of its own or in an extra of Rooftop: it fits and its import works."""
+    """An optional package, alone or in an extra of Rooftop: its version fits and its import works."""
     if gpu_only and not gpu_usable():
         return None
     version, spec = version_of(package), asked_by("rooftop", extra).get(package, "")
@@ -124,19 +125,19 @@ def _package(part: str, module: str, package: str, extra: str = "", gpu_only: bo
 
 
 def _c_compiler(part: str) -> Finding:
-    """Triton builds what starts its kernels with it, found as Triton finds it: $CC, gcc, clang."""
+    """The C compiler that Triton uses to build launchers, searched as Triton does: $CC, gcc, clang."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or ""
     return _compiler(part, "c", "CC", compiler, "Triton on a GPU needs one", needed=gpu_usable())
 
 
 def _cpp_compiler(part: str) -> Finding:
-    """torch.compile builds its kernels for the CPU with it, found as torch finds it: $CXX, g++."""
+    """The C++ compiler that torch.compile uses for CPU kernels, searched as torch does: $CXX, g++."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or ""
     return _compiler(part, "c++", "CXX", compiler, "torch.compile on the CPU needs one", needed=False)
 
 
 def _compiler(part: str, language: str, variable: str, compiler: str, use: str, needed: bool) -> Finding:
-    """Compiles a Python module of one line: the compiler runs, and Python's headers are there."""
+    """Compile a Python module of one line, which needs a working compiler and Python's headers."""
     broken = partial(Finding, part, "broken", needed=needed)
     missing = broken if needed else partial(Finding, part, "absent")
     if not compiler:
@@ -166,7 +167,7 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def _triton(part: str) -> Finding:
-    """The version that torch's metadata asks for; on a GPU a tiny kernel, and its result."""
+    """Check that Triton has the version that torch's metadata requires; on a GPU also run a tiny kernel."""
     asked = [(name, spec) for name, spec in asked_by("torch").items() if "triton" in name]
     name, spec = asked[0] if asked else ("triton", asked_by("rooftop", extra="triton").get("triton", ""))
     asker = "torch" if asked else "Rooftop"
@@ -201,13 +202,13 @@ def _triton(part: str) -> Finding:
 
 
 def _ended_by_importing(module: str) -> str:
-    """What a module does to the process that imports it, if that does not survive it; looked at in another one."""
+    """How importing a module ends a process, if it does; tried in another process."""
     code = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True).returncode
     return f"importing it ends the process ({signal.Signals(-code).name})" if code < 0 else ""
 
 
 def _triton_kernel() -> float:
-    """The sum of 64 elements that a kernel sets to 3."""
+    """Run a kernel that sets 64 elements to 3, and return their sum."""
     kernels = import_module("rooftop.hardware.bandwidth_kernels")
     target = torch_here().zeros(64, device="cuda")
     kernels.write(target, 3.0)
@@ -215,7 +216,7 @@ def _triton_kernel() -> float:
 
 
 def _compile(part: str) -> Finding:
-    """torch.compile builds kernels for the GPU through Triton and for the CPU with a C++ compiler."""
+    """Check torch.compile, which needs Triton on the GPU and a C++ compiler on the CPU."""
     on_gpu, cpp = torch_here().cuda.is_available(), _cpp_compiler(part)
     triton = _triton(part) if on_gpu else None
     if triton is not None and triton.status != "works":
@@ -257,7 +258,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def _cache(part: str) -> Finding:
-    """Writes a file where the ceilings are kept, or will be once the folder is made."""
+    """Write a file in the folder of the ceilings, or where that folder will be made."""
     torch_here()  # which the cache's module imports
     folder: Path = import_module("rooftop.hardware.measuring").cache_path(("",)).parent
     nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())
@@ -271,7 +272,7 @@ def _cache(part: str) -> Finding:
 
 
 def _shared_memory(part: str) -> Finding | None:
-    """DataLoader workers hand over batches in it."""
+    """Check the shared memory, in which DataLoader workers hand over batches."""
     if not SHARED_MEMORY.exists():
         return None
     total = shutil.disk_usage(SHARED_MEMORY).total

@@ -1,4 +1,4 @@
-"""What a diagnosis says of one part of the machine, and the little that all parts ask."""
+"""The finding of one part of the machine, and questions that all parts share."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Status = Literal["works", "absent", "broken"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one part.
+    """The result of checking one part.
 
     Attributes:
-        status: "absent" is something that can be done without.
+        status: "absent" means optional and not installed.
         found: versions and facts.
-        problem: what is wrong, "" if nothing.
-        command: what mends or installs it, "" if there is nothing to do or no command is known.
+        problem: what is wrong; "" if nothing.
+        command: fixes or installs the part; "" if there is nothing to do or no command is known.
         needed: whether Rooftop needs it here.
     """
 
@@ -34,7 +34,7 @@ class Finding:
 
 
 class Part(NamedTuple):
-    """A part and how to look at it; `check` is given the part's name, None says that it does not matter here."""
+    """A part and its check. `check` gets the name of the part, and returns None if the part does not matter here."""
 
     name: str
     check: Callable[[str], Finding | None]
@@ -42,14 +42,14 @@ class Part(NamedTuple):
 
 
 class NoTorch(Exception):
-    """torch cannot be imported; `__cause__` says why."""
+    """torch cannot be imported; `__cause__` is the reason."""
 
 
 def torch_here() -> Any:
     """The module torch.
 
     Raises:
-        NoTorch: it cannot be imported, for whatever reason; `__cause__` says which.
+        NoTorch: torch cannot be imported; `__cause__` is the reason.
     """
     try:
         return import_module("torch")
@@ -58,7 +58,7 @@ def torch_here() -> Any:
 
 
 def gpu_usable() -> bool:
-    """Whether torch is there and can use a GPU."""
+    """Whether torch is installed and can use a GPU."""
     try:
         return bool(torch_here().cuda.is_available())
     except NoTorch:
@@ -66,7 +66,7 @@ def gpu_usable() -> bool:
 
 
 def torch_cuda() -> str:
-    """The CUDA that torch is built for; "" for another build or no torch."""
+    """The CUDA version that torch is built for; "" for another build or without torch."""
     try:
         return torch_here().version.cuda or ""
     except NoTorch:
@@ -74,13 +74,13 @@ def torch_cuda() -> str:
 
 
 def build_of(torch: Any) -> str:
-    """What torch is built for: "CUDA 13.0 build", "ROCm 6.4 build" or "CPU build"."""
+    """The kind of torch build: "CUDA 13.0 build", "ROCm 6.4 build" or "CPU build"."""
     hip = getattr(torch.version, "hip", None)
     return f"CUDA {torch.version.cuda} build" if torch.version.cuda else f"ROCm {hip} build" if hip else "CPU build"
 
 
 def reinstall(package: str) -> str:
-    """A package and all that it asks for once more, in the version that is there."""
+    """The command that reinstalls a package and its requirements in the installed version."""
     version = version_of(package)
     options = "--force-reinstall" + (" --index-url <the index it came from>" if "+" in version else "")
     return mending.pip(f"{package}=={version}", options=options)

@@ -1,4 +1,4 @@
-"""What is found of NVIDIA's driver, of the GPUs, and of the libraries that run on them."""
+"""Findings about NVIDIA's driver, the GPUs, and the libraries that run on them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIBRARIES_DIFFER = 18  # NVML_ERROR_LIB_RM_VERSION_MISMATCH
 
 
 class DriverAnswer(NamedTuple):
-    """What NVML says: driver, newest CUDA that it runs, GPUs; or its error and the error's number."""
+    """The answer of NVML: driver, newest CUDA version it supports, GPUs; or the error and its number."""
 
     version: str = ""
     cuda: tuple[int, int] = (0, 0)
@@ -41,7 +41,7 @@ class DriverAnswer(NamedTuple):
 
 
 def ask_driver() -> DriverAnswer:
-    """What NVML says of the driver, or why it does not.
+    """Ask NVML about the driver.
 
     Raises:
         ImportError: nvidia-ml-py is not installed.
@@ -60,7 +60,7 @@ def ask_driver() -> DriverAnswer:
 
 
 def driver_part(part: str) -> Finding:
-    """The driver that NVML finds, and whether it is new enough for torch's CUDA."""
+    """Check that NVML finds a driver, new enough for the CUDA version of torch."""
     try:
         driver = ask_driver()
     except ImportError as error:
@@ -90,7 +90,7 @@ def _no_driver(part: str, driver: DriverAnswer, built: str) -> Finding:
 
 
 def _gpus_in_machine() -> str:
-    """GPUs that the kernel knows, with or without a driver that works; "" if none."""
+    """GPUs that the operating system lists, with or without a working driver; "" if none."""
     if (PROC_DRIVER / "version").exists():
         return "NVIDIA's kernel module is loaded"
     count = 0
@@ -104,7 +104,7 @@ def _gpus_in_machine() -> str:
 
 
 def cuda_part(part: str) -> Finding | None:
-    """Whether torch reaches the GPUs that the driver has, and if not, why."""
+    """Check that torch reaches the GPUs of the driver; if not, find out why."""
     torch = torch_here()
     if torch.cuda.is_available():
         return Finding(part, "works", f"torch uses {counted(torch.cuda.device_count(), 'GPU')}, {build_of(torch)}")
@@ -140,7 +140,7 @@ def cuda_part(part: str) -> Finding | None:
 
 
 def gpus_part(part: str) -> Finding | None:
-    """A tiny kernel on each GPU, and its result."""
+    """Run a tiny kernel on each GPU, and check its result."""
     if not gpu_usable():
         return None
     torch = torch_here()
@@ -166,10 +166,11 @@ def gpus_part(part: str) -> Finding | None:
 
 
 def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """Whether code built for these ("sm_80", "sm_90a", "compute_90") runs on a GPU of that compute capability.
+    """Whether code built for these targets ("sm_80", "sm_90a", "compute_90") runs on a GPU of this compute capability.
 
-    Machine code runs on its own major version from its minor on, PTX ("compute_") on everything from its own on; with
-    the suffix "a" both run on their own alone (CUDA C++ Programming Guide, "Binary compatibility" and what follows).
+    Machine code runs on its own major version, from its minor version on. PTX ("compute_") runs on its own version and
+    all later ones. With the suffix "a" both run only on their own version (CUDA C++ Programming Guide, "Binary
+    compatibility" and what follows).
     """
     for architecture in architectures:
         code = _capability(architecture)
@@ -190,7 +191,7 @@ def _capability(architecture: str) -> tuple[int, int]:
 
 
 def cudnn_part(part: str) -> Finding | None:
-    """A tiny convolution, and its result."""
+    """Run a tiny convolution, and check its result."""
     if not gpu_usable():
         return None
     torch = torch_here()
@@ -210,7 +211,7 @@ def cudnn_part(part: str) -> Finding | None:
 
 
 def nccl_part(part: str) -> Finding | None:
-    """Matters from two GPUs on."""
+    """Check NCCL, if there are at least two GPUs."""
     if not gpu_usable() or torch_here().cuda.device_count() < 2:
         return None
     torch = torch_here()
@@ -220,7 +221,7 @@ def nccl_part(part: str) -> Finding | None:
 
 
 def library_part(part: str, name: str) -> Finding | None:
-    """A library that comes with the driver."""
+    """Check a library of the driver."""
     if not gpu_usable():
         return None
     try:

@@ -1,6 +1,6 @@
-"""The commands that mend a machine, spelled for this one: its installer, its package manager, its container.
+"""The commands that fix problems, written for this machine: its installer, package manager and container.
 
-Each returns "" where no command is known to be right here; nothing is run.
+Each function returns "" if no right command is known; none runs anything.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ DRIVER_INSTALLS = {
 
 
 def pip(*requirements: str, options: str = "") -> str:
-    """Installs packages into this Python; uv where there is no pip."""
+    """The command that installs packages into this Python, by uv if there is no pip."""
     installer = "pip" if has_pip() or shutil.which("uv") is None else "uv pip"
     quoted = (f'"{each}"' if set(each) & set("<>=[~!") else each for each in requirements)
     return " ".join(word for word in (installer, "install", options, *quoted) if word)
 
 
 def has_pip() -> bool:
-    """Whether this Python has pip. Looked up by its path: setuptools hooks `importlib.util.find_spec("pip")`, takes it
-    for a run of pip, and then cannot be imported any more in this process, nor torch.compile used on a CPU."""
+    """Whether this Python has pip. It searches the path, because setuptools hooks `importlib.util.find_spec("pip")` and
+    takes it for a run of pip. Afterwards setuptools cannot be imported in this process, and torch.compile fails on a
+    CPU."""
     return PathFinder.find_spec("pip") is not None
 
 
 def system_package(kind: str) -> str:
-    """Installs "c", "c++" or "headers" (of Python) with the system's package manager."""
+    """The command that installs "c", "c++" or "headers" (of Python) with the package manager of the system."""
     if kind == "headers" and sys.base_prefix != "/usr":
         return ""  # this Python is not the system's: no package holds its headers
     for manager, names in SYSTEM_PACKAGES.items():
@@ -53,7 +54,7 @@ def system_package(kind: str) -> str:
 
 
 def driver() -> str:
-    """Installs NVIDIA's driver; in a container, it is the host's that is handed in."""
+    """The command that installs NVIDIA's driver; in a container, the one that passes the host's driver in."""
     if engine := container():
         return f"{engine} run --gpus all ..." if engine == "docker" else f"{engine} run --device nvidia.com/gpu=all ..."
     try:
@@ -64,12 +65,12 @@ def driver() -> str:
 
 
 def as_root(*steps: str) -> str:
-    """The steps one after another, with sudo unless this process is root's."""
+    """The steps in order, with sudo unless this process runs as root."""
     sudo = "" if not hasattr(os, "geteuid") or os.geteuid() == 0 else "sudo "
     return " && ".join(sudo + step for step in steps)
 
 
 def container() -> str:
-    """The engine that runs this process in a container ("docker", "podman"), "" outside of one that is known."""
+    """The engine of the container of this process ("docker", "podman"); "" outside a known container."""
     marks = {"/.dockerenv": "docker", "/run/.containerenv": "podman"}
     return next((engine for mark, engine in marks.items() if Path(mark).exists()), "")

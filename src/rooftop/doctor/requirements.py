@@ -1,4 +1,4 @@
-"""What installed packages ask for, from their own metadata, and whether what is there fits."""
+"""Requirements of installed packages, from their metadata, and whether the installed versions fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import metadata
 
 
 def version_of(package: str) -> str:
-    """The installed version, "" if none is."""
+    """The installed version of a package; "" if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -17,7 +17,7 @@ def version_of(package: str) -> str:
 
 
 def python_asked_by(package: str) -> str:
-    """The Python that an installed package asks for, e.g. ">=3.11"; "" where it does not say."""
+    """The Python that an installed package requires, such as ">=3.11"; "" if it does not say."""
     try:
         return metadata.metadata(package)["Requires-Python"] or ""
     except (metadata.PackageNotFoundError, KeyError):
@@ -25,7 +25,8 @@ def python_asked_by(package: str) -> str:
 
 
 def asked_by(package: str, extra: str = "") -> dict[str, str]:
-    """What an installed package asks for on this system: name -> version specifier, e.g. {"triton": "==3.6.0"}."""
+    """The requirements of an installed package on this system: name -> version specifier, such as {"triton":
+    "==3.6.0"}."""
     try:
         requirements = metadata.requires(package) or []
     except metadata.PackageNotFoundError:
@@ -40,7 +41,8 @@ def asked_by(package: str, extra: str = "") -> dict[str, str]:
 
 
 def _holds(marker: str, extra: str) -> bool:
-    """Terms joined by "and", about the extra, the system and the machine; of what it does not know, it assumes so."""
+    """Whether a marker holds: terms joined by "and" about the extra, the system and the machine. Unknown terms count as
+    true."""
     here = {
         "extra": extra,
         "platform_system": platform.system(),
@@ -52,9 +54,9 @@ def _holds(marker: str, extra: str) -> bool:
 
 
 def fits(version: str, specifier: str) -> bool:
-    """Whether a version is what "==3.6.0" or ">=2.11,<4" asks for, by release numbers; "" fits nothing.
+    """Whether a version satisfies "==3.6.0" or ">=2.11,<4", by release numbers; the version "" fits nothing.
 
-    An operator other than ==, >=, <= and < is taken to be satisfied.
+    Operators other than ==, >=, <= and < count as satisfied.
     """
     return bool(version) and all(_clause(version, clause) for clause in specifier.split(",") if clause)
 

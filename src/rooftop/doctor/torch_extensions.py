@@ -1,8 +1,8 @@
-"""Packages whose compiled parts are linked against torch: whether they load beside the torch that is here.
+"""Checks that packages with compiled parts linked against torch load with the installed torch.
 
-A build for another torch, or for CUDA beside a CPU build, installs without a word and fails when it is imported, or
-when somebody else imports it. Which packages those are, their own files say. Each is imported in a process of its own,
-for a part of the wrong ABI may end its process.
+A build for another torch, or for CUDA next to a CPU build, installs silently and fails at its import. The files of each
+package tell whether it is linked against torch. Each package is imported in a separate process, because a wrong ABI may
+crash it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ ON_PYTORCHS_INDEX = ("torchvision", "torchaudio", "torchtext", "xformers")
 
 @dataclass(frozen=True)
 class Extension:
-    """An installed package with parts that are linked against torch."""
+    """An installed package with parts linked against torch."""
 
     package: str
     module: str
@@ -82,7 +82,7 @@ class Extension:
 
 
 def extensions_part(part: str) -> Finding | None:
-    """Each of these packages: what it asks for, and whether it loads. None: there are none."""
+    """Check the requirements and the import of each such package. None: there are no such packages."""
     torch = torch_here()
     extensions = torch_extensions()
     if not extensions:
@@ -114,7 +114,8 @@ def torch_extensions() -> list[Extension]:
 
 
 def why_not_loaded(extensions: Sequence[Extension]) -> list[str]:
-    """What is wrong with each beside this torch, in one line; "" if nothing. One for another torch is not imported."""
+    """The problem of each package with this torch, in one line; "" if none. A package for another torch is not
+    imported."""
     torch = version_of("torch")
     asked = {each: asked_by(each.package)["torch"] for each in extensions}
     why = {each: f"asks for torch{spec}, and torch is {torch}" for each, spec in asked.items() if not fits(torch, spec)}
@@ -156,8 +157,7 @@ def _short(reason: str) -> str:
 
 
 def _mending(package: str, torch: str) -> str:
-    """Installs the build for this torch, from the index that torch is from; a package that no index has for it is built
-    here, from its source."""
+    """The command that installs the build for this torch from the index of torch, or builds the package from source."""
     release, _, build = torch.partition("+")
     if package not in ON_PYTORCHS_INDEX:
         return mending.pip(package, options=f"--force-reinstall --no-deps --no-build-isolation --no-binary {package}")

@@ -1,4 +1,4 @@
-"""What this machine is, what it can do, and how its memory, streams and GPUs are used well.
+"""What this machine is and can do, and tools for its memory, streams and GPUs.
 
     devices, measure_ceilings, ceilings_of    what a machine is, and what it can do: measured here, or kept in a file
     measure, compare                          how time is measured
@@ -10,8 +10,8 @@
     measure_crossover                         from which size on the GPU beats the CPU
     diagnose                                  what works here and what does not
 
-Names are loaded when they are first used, so this package imports where torch is broken. Some stand in
-`rooftop.doctor` (which is below this package) and `rooftop.debugging` (which is above it).
+Names are loaded on first use, so this package can be imported if torch is broken. Some are defined in `rooftop.doctor`
+(below this package) and `rooftop.debugging` (above it).
 """
 
 from __future__ import annotations

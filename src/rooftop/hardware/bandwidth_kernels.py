@@ -1,6 +1,6 @@
-"""Triton kernels that do nothing but move memory: read, write, copy, triad; and two that do nothing at all.
+"""Triton kernels that only move memory: read, write, copy, triad; and two kernels that do nothing.
 
-torch alone cannot read without also reducing well, nor be sure to use 16-byte accesses everywhere; a ceiling is the
+torch alone can neither read without also reducing well, nor guarantee 16-byte accesses everywhere; a ceiling is the
 better of both. `copy` from one dtype to another is a cast, and within one tensor an update in place.
 """
 
@@ -24,7 +24,7 @@ class Blocks:
 LARGE = Blocks(4096, 8)  # 16 KiB of float32 a program: four 16-byte accesses in flight for each of 256 threads
 SMALL = Blocks(1024, 4)  # two for each of 128 threads: a working set of 1 MiB still has a program for each processor
 
-_ORDER = ["first", "step"]  # they differ from launch to launch and decide nothing that is compiled
+_ORDER = ["first", "step"]  # they differ from launch to launch and do not affect compilation
 
 
 @triton.jit(do_not_specialize=_ORDER)
@@ -62,18 +62,19 @@ def _empty():
 
 @triton.jit
 def rooftop_marker():
-    """Does nothing: its launches mark a place among the kernels of a trace."""
+    """Does nothing: its launches mark positions among the kernels of a trace."""
 
 
 def programs(tensor: Tensor, blocks: Blocks = LARGE) -> int:
-    """Programs that cover a tensor."""
+    """The number of programs that cover a tensor."""
     return int(triton.cdiv(tensor.numel(), blocks.elements))
 
 
 def read(source: Tensor, sums: Tensor, blocks: Blocks = LARGE, backwards: bool = False) -> None:
-    """Sum each block of `source` into `sums`; contiguous, `sums` has at least `programs(source, blocks)` elements.
+    """Sum each block of `source` into `sums`; both are contiguous, and `sums` has at least `programs(source, blocks)`
+    elements.
 
-    Backwards, the last block comes first: what is then still in the cache is the beginning.
+    Backwards, the last block comes first, so that the beginning is still in the cache at the end.
     """
     grid = programs(source, blocks)
     first, step = (grid - 1, -1) if backwards else (0, 1)
@@ -81,7 +82,7 @@ def read(source: Tensor, sums: Tensor, blocks: Blocks = LARGE, backwards: bool =
 
 
 def write(target: Tensor, value: float, blocks: Blocks = LARGE, backwards: bool = False) -> None:
-    """Fill; contiguous. Backwards, the last block comes first."""
+    """Fill a contiguous tensor. Backwards, the last block comes first."""
     grid = programs(target, blocks)
     first, step = (grid - 1, -1) if backwards else (0, 1)
     _write[(grid,)](target, value, target.numel(), first, step, BLOCK=blocks.elements, num_warps=blocks.warps)
@@ -106,5 +107,5 @@ def empty() -> None:
 
 
 def marker() -> None:
-    """Another, whose name tells where a call begins and ends (see `kernel_times`)."""
+    """Another, whose name marks the beginning and end of a call (see `kernel_times`)."""
     rooftop_marker[(1,)](num_warps=1)

@@ -1,7 +1,7 @@
-"""Ceilings: what this machine can do, measured; as data and as a file.
+"""Ceilings: measured limits of this machine, as data and as a file.
 
-A ceiling is an upper bound: the fastest rate that was ever measured, whichever pattern or shape reached it. An operator
-above a ceiling means that the ceiling was measured badly: it raises it.
+A ceiling is an upper bound: the fastest rate measured so far, with any pattern or shape. If an operator is above a
+ceiling, the ceiling was measured badly, and the operator raises it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rooftop.errors import CeilingsFileError, did_you_mean
 from rooftop.hardware.figures import PRECISIONS, Raise, memory_figure, part_in_words
 
 FORMAT = 2
-FORMATS = (1, 2)  # the first knew neither casts nor updates, neither sustained rates nor what raised a ceiling
+FORMATS = (1, 2)  # the first had neither casts nor updates, neither sustained rates nor the causes of raised ceilings
 Progress = Callable[[str, float], None]
 
 
@@ -30,8 +30,9 @@ Progress = Callable[[str, float], None]
 class MemoryPoint:
     """Bandwidths at one working set, bytes/s (read plus written).
 
-    Sum, fill, copy, a = b + s * c, a cast between four and two bytes; a = s * a in place, which reads and writes the
-    same memory; and what operators of programs have reached, in place or not. 0 is what was not measured.
+    The patterns are sum, fill, copy, a = b + s * c, and a cast between four and two bytes. `update` is a = s * a in
+    place, which reads and writes the same memory. The raised rates were reached by operators of programs. 0 means not
+    measured.
     """
 
     working_set_bytes: int
@@ -45,17 +46,17 @@ class MemoryPoint:
     raised_in_place: float = 0.0
 
     def measured(self, in_place: bool = False) -> bool:
-        """Whether anything but an operator of a program was seen here."""
+        """Whether there is a figure here besides those of a program's operators."""
         return any((self.read, self.write, self.copy, self.triad, self.cast, in_place and self.update))
 
     @property
     def best(self) -> float:
-        """Of work that reads and writes different memory."""
+        """The best rate of work that reads and writes different memory."""
         return max(self.read, self.write, self.copy, self.triad, self.cast, self.raised)
 
     @property
     def best_in_place(self) -> float:
-        """Of work that writes what it has read: a cache serves each of its bytes twice."""
+        """The best rate of work that overwrites its input: a cache serves each of its bytes twice."""
         return max(self.best, self.update, self.raised_in_place)
 
 
@@ -70,24 +71,25 @@ class MemoryLevel:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What one device can do.
+    """The limits of one device.
 
     Attributes:
         device, device_id, kind: name, UUID (GPU) or model (CPU), "cuda" or "cpu".
         threads: CPU threads that were used, 1 on a GPU.
-        versions: of everything that could change the figures.
+        versions: versions of all software that could change the figures.
         measured_at: UTC, ISO 8601.
         memory: bandwidths over the working set, rising. levels: their summary.
-        flops: best matrix rate for each precision, flop/s. Only those that somebody has asked for.
-        kernel_floor_ms: duration of the shortest kernel; on a CPU of the cheapest operator.
+        flops: best matrix rate for each precision, flop/s. Only measured parts are present.
+        kernel_floor_ms: duration of the shortest kernel; on a CPU, of the cheapest operator.
         launch_eager_ms, launch_graph_ms: time for each of many tiny kernels, launched eagerly and from a graph.
         transfers: bytes/s between host and device, pageable and pinned. links: between GPUs, copies and the bus
-            bandwidth of collectives. Empty until somebody asks for them.
+            bandwidth of collectives. Empty until they are requested.
         spread: by figure, the relative distance of the best two samples. disturbed: in words, the figures whose best
             was not reproduced within 10%, or that were measured while others used the machine.
-        sustained: matrix rate for each precision of a product that runs on and on, under the power limit.
-        pulse: of a CPU, how fast it has been (see `pulse`).
-        conditions: of the last measurement (see `conditions`). raises: what operators of programs have raised.
+        sustained: for each precision, the matrix rate of a product that runs continuously, under the power limit.
+        pulse: for a CPU, its speed over time (see `pulse`).
+        conditions: conditions of the last measurement (see `conditions`). raises: figures that a program's operators
+            raised.
     """
 
     device: str
@@ -114,19 +116,21 @@ class Ceilings:
     def rate(self, working_set_bytes: int, in_place: bool = False) -> float:
         """Upper bound of the bandwidth for work of this size, bytes/s.
 
-        The fastest pattern at the largest measured working set that is not larger than this one, or at any larger one:
-        never pessimistic, and never rising with the working set. What an operator has reached counts from the measured
-        working set below it, too.
+        It is the fastest pattern at the largest measured working set that is not larger than this one, or at any larger
+        one. So it is never pessimistic, and never rises with the working set. A rate that an operator reached also
+        counts for smaller working sets, down to the next measured one.
 
         Args:
-            in_place: the work writes what it has read.
+            in_place: the work overwrites its input.
         """
         sizes, rates = self._rates[in_place]
         return rates[bisect_right(sizes, working_set_bytes)]
 
     @cached_property
     def _rates(self) -> tuple[tuple[list[int], list[float]], tuple[list[int], list[float]]]:
-        """Measured working sets; the best rate of any, then of any from each of them on. The same in place."""
+        """Measured working sets; the best rate of any pattern, then of any pattern from each working set on. The same
+        in place.
+        """
         found = []
         for in_place in (False, True):
             best = [point.best_in_place if in_place else point.best for point in self.memory]
@@ -140,7 +144,7 @@ class Ceilings:
         """Best matrix rate in a precision, flop/s.
 
         Raises:
-            ValueError: not measured on this device.
+            ValueError: the precision was not measured on this device.
         """
         if precision not in self.flops:
             known = ", ".join(each for each in PRECISIONS if each in self.flops)
@@ -148,7 +152,7 @@ class Ceilings:
         return self.flops[precision]
 
     def disturbed_of(self, parts: Collection[str]) -> tuple[str, ...]:
-        """Those of the disturbed figures that belong to some parts.
+        """The disturbed figures of these parts.
 
         Args:
             parts: "memory", "launches", "transfers", "links", and precisions.
@@ -162,7 +166,7 @@ class Ceilings:
             by: the operator in words, for the history ("aten::mm (8192, 4096) x (4096, 1024) bf16").
 
         Raises:
-            ValueError: the precision was not measured, or the rate is no positive number.
+            ValueError: the precision was not measured, or the rate is not a positive number.
         """
         before = self.peak(precision)
         flops = {**self.flops, precision: max(before, _positive(flops_per_s))}
@@ -172,7 +176,7 @@ class Ceilings:
         """Ceilings under which an operator with this working set and bandwidth, bytes/s, is not above its roof.
 
         Raises:
-            ValueError: the rate is no positive number.
+            ValueError: the rate is not a positive number.
         """
         before, pattern = self.rate(working_set_bytes, in_place), "raised_in_place" if in_place else "raised"
         if _positive(rate) <= before:
@@ -189,23 +193,23 @@ class Ceilings:
         """Ceilings under which a kernel of this duration is not above its roof.
 
         Raises:
-            ValueError: the duration is no positive number.
+            ValueError: the duration is not a positive number.
         """
         floor = min(self.kernel_floor_ms, _positive(ms))
         return self._with("kernel_floor_ms", self.kernel_floor_ms, floor, by, kernel_floor_ms=floor)
 
     def _with(self, figure: str, before: float, after: float, by: str, **changes: Any) -> Ceilings:
-        """These with a figure changed, if it has changed, and with a note of it."""
+        """These ceilings with one figure changed, if it differs, and a note of the change."""
         if before == after:
             return self
         at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         return replace(self, raises=(*self.raises, Raise(figure, before, after, by, at)), **changes)
 
     def require_kind(self, kind: str) -> None:
-        """See that a step on this kind of device can be compared with these ceilings.
+        """Check that a step on this kind of device can be compared with these ceilings.
 
         Raises:
-            CeilingsFileError: they are those of the other kind.
+            CeilingsFileError: the ceilings are for the other kind.
         """
         if kind != self.kind:
             raise CeilingsFileError(
@@ -220,7 +224,7 @@ class Ceilings:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Ceilings:
-        """What `to_dict` gave, now or in an earlier format.
+        """Read the result of `to_dict`, also in an earlier format.
 
         Raises:
             ValueError: not ceilings, or of another format version.
@@ -247,7 +251,7 @@ class Ceilings:
         return cls(**values)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON form, whole or not at all."""
+        """Write the JSON form completely or not at all."""
         write_whole(Path(path), json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
@@ -256,7 +260,7 @@ class Ceilings:
 
         Raises:
             OSError: the file cannot be read.
-            CeilingsFileError: it holds something else.
+            CeilingsFileError: the file does not hold ceilings.
         """
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
@@ -268,20 +272,21 @@ class Ceilings:
 
 
 def levels_of(memory: Sequence[MemoryPoint], caches: Mapping[str, int]) -> tuple[MemoryLevel, ...]:
-    """The fastest rate among the working sets that fit each cache but not a smaller one, and beyond all of them."""
+    """The fastest rate among the working sets that fit each cache but no smaller one, and among those beyond all
+    caches."""
     levels, floor = [], 0
     for name, capacity in caches.items():
         inside = [point.best for point in memory if floor < point.working_set_bytes <= capacity and point.best > 0]
         if inside:
             levels.append(MemoryLevel(name, capacity, max(inside)))
             floor = capacity
-    # A working set somewhat larger than the cache is still served by it in part.
+    # A cache still serves a part of a working set that is somewhat larger.
     rates = [(point.working_set_bytes, point.best) for point in memory if point.best > 0]
     beyond = [rate for size, rate in rates if size >= BEYOND * floor] or [rates[-1][1]]
     return (*levels, MemoryLevel("DRAM", None, max(beyond)))
 
 
-BEYOND = 8  # times the largest cache: less than an eighth of what is touched can be in it
+BEYOND = 8  # times the largest cache: less than an eighth of the bytes touched can be in it
 
 
 def _positive(value: float) -> float:
@@ -291,8 +296,8 @@ def _positive(value: float) -> float:
 
 
 def write_whole(target: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
-    if target.exists() and not target.is_file():  # a device or a pipe: a renamed file would take its place
+    """Write a file completely or not at all."""
+    if target.exists() and not target.is_file():  # a device or a pipe: renaming would replace it by a file
         target.write_text(text, encoding="utf-8")
         return
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -305,10 +310,10 @@ def write_whole(target: Path, text: str) -> None:
 
 
 def require_ceilings(given: object, caller: str) -> Ceilings:
-    """What was given to `caller` as ceilings, if that is what it is.
+    """Return `given`, the ceilings passed to `caller`, if they are Ceilings.
 
     Raises:
-        TypeError: it is something else (a machine's name, for example).
+        TypeError: it is not Ceilings (a machine's name, for example).
     """
     if not isinstance(given, Ceilings):
         raise TypeError(
@@ -325,11 +330,11 @@ def known_machines() -> list[str]:
 
 
 def ceilings_of(machine: str | os.PathLike[str]) -> Ceilings:
-    """Ceilings of a machine that need not be this one: a known name ("h200"), or a file that `Ceilings.save` wrote.
+    """Ceilings of a machine, which may be another one: a known name ("h200"), or a file that `Ceilings.save` wrote.
 
-    Raises:
+    ValueError: neither a known machine nor a file.
         ValueError: neither a known machine nor a file.
-        CeilingsFileError: the file holds something else.
+        CeilingsFileError: the file does not hold ceilings.
     """
     if str(machine) in known_machines():
         file = resources.files("rooftop.hardware") / "machines" / f"{machine}.json"

@@ -1,10 +1,10 @@
 """Rates of collectives between the devices of this machine, as bus bandwidth.
 
-Bus bandwidth makes figures of different collectives and numbers of devices comparable with the links: what each link
-must carry at least, over the time. An all-reduce of S bytes over n devices counts 2 (n - 1) / n S, an all-gather to S
-bytes (n - 1) / n S (the convention of nccl-tests).
+Bus bandwidth makes figures of different collectives and numbers of devices comparable with the links: the least bytes
+that each link must carry, divided by the time. An all-reduce of S bytes over n devices counts 2 (n - 1) / n S, an
+all-gather to S bytes (n - 1) / n S (the convention of nccl-tests).
 
-Each device gets a process of its own, started afresh, so that a script without a `__main__` guard can ask, and a
+Each device gets its own process, started with spawn, so that a script without a `__main__` guard can measure too, and a
 collective that hangs can be ended.
 """
 
@@ -37,15 +37,15 @@ def collective_rates(
 
     Args:
         devices: two or more, all GPUs (through NCCL) or all "cpu" (through gloo).
-        sizes: of the messages in bytes, divisible by four times the number of devices.
-        timeout_s: after which all processes are ended.
+        sizes: sizes of the messages in bytes, divisible by four times the number of devices.
+        timeout_s: all processes are ended after this time.
 
     Returns:
         Name of the collective -> size in bytes -> bytes/s.
 
     Raises:
         ValueError: fewer than two devices, or of different kinds, or sizes that cannot be divided among them.
-        MeasurementError: a process failed, or not all were done in time.
+        MeasurementError: a process failed, or some did not finish in time.
     """
     where = [torch.device(device) for device in devices]
     kinds = {device.type for device in where}
@@ -72,7 +72,9 @@ def collective_rates(
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], timeout_s: float) -> None:
-    """Until all are done. One that fails leaves the others waiting for it: the first failure ends the measurement."""
+    """Wait until all processes are done. A process that fails leaves the others waiting for it, so the first failure
+    ends the measurement.
+    """
     deadline = time.monotonic() + timeout_s
     codes = [process.poll() for process in processes]
     while None in codes and not any(codes) and time.monotonic() < deadline:
@@ -93,7 +95,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], ti
 
 
 def _measure(rank: int, devices: Sequence[torch.device], sizes: Sequence[int], folder: Path) -> None:
-    """Join the others, measure each collective at each size; the first process writes what it measured."""
+    """Join the others, and measure each collective at each size; the first process writes the results."""
     device, count = devices[rank], len(devices)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -114,7 +116,7 @@ def _measure(rank: int, devices: Sequence[torch.device], sizes: Sequence[int], f
 
 
 def _seconds(collective: Callable[[], object], device: torch.device, size: int) -> float:
-    """Of one call, the fastest of some samples; every process makes the same number of calls."""
+    """Seconds of one call, the fastest of some samples; every process makes the same number of calls."""
     calls = max(2, min(50, (64 << 20) // size)) if device.type == "cuda" else 5
     samples = []
     for _ in range(1 + SAMPLES):  # the first one warms up
@@ -126,7 +128,7 @@ def _seconds(collective: Callable[[], object], device: torch.device, size: int) 
         _synchronize(device)
         samples.append((time.perf_counter() - began) / calls)
     fastest: Tensor = torch.tensor(min(samples[1:]), device=device)
-    dist.all_reduce(fastest, op=dist.ReduceOp.MAX)  # as slow as the slowest of them
+    dist.all_reduce(fastest, op=dist.ReduceOp.MAX)  # as slow as the slowest process
     return float(fastest)
 
 

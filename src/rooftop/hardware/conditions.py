@@ -1,10 +1,10 @@
-"""What else the machine did while something was measured: other processes, clocks, temperature, power.
+"""Conditions during a measurement: other processes, clocks, temperature, power.
 
     others_cores, threads, cores     cores that other programs kept busy, those that the measurement used, all there are
     others_on_gpu_percent    utilization of the GPU by other processes when the measurement began
     sm_clock_mhz, max_sm_clock_mhz, temperature_c, power_w, power_limit_w     of the GPU, at the end
 
-What the driver does not tell is left out.
+Values that the driver does not report are omitted.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ Conditions = Mapping[str, float]
 
 
 def busy(conditions: Conditions, kind: str) -> bool:
-    """Whether others disturbed a measurement on a "cpu" or a "cuda" device. Kernels need none of the host's cores."""
+    """Whether other processes disturbed a measurement on a "cpu" or a "cuda" device. Kernels need no cores of the
+    host.
+    """
     if kind == "cpu":
         return missing_cores(conditions) > DISTURBING_SHARE * conditions.get("threads", 1.0)
     return conditions.get("others_on_gpu_percent", 0.0) > 100 * DISTURBING_SHARE
 
 
 def missing_cores(conditions: Conditions) -> float:
-    """How many cores others and the measurement wanted more than there are."""
+    """How many cores others and the measurement needed beyond the existing ones."""
     wanted = conditions.get("others_cores", 0.0) + conditions.get("threads", 1.0)
     return max(0.0, wanted - conditions.get("cores", wanted))
 
 
 class Watch:
-    """A context around a measurement; `conditions` are there after it."""
+    """A context around a measurement; `conditions` is set when it ends."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -61,7 +63,7 @@ class Watch:
             self._ask_for_state()
 
     def _ask_for_others(self) -> None:
-        """The GPU's utilization, if somebody else has it open; alone, it would be this process's own work."""
+        """The GPU's utilization if another process uses it; otherwise it would be this process's own work."""
         uuid = gpu_uuid(self._device.index or 0)
         with nvml_session() as nvml:
             users = nvml.gpu(uuid, lambda m, h: len(m.nvmlDeviceGetComputeRunningProcesses(h)))

@@ -1,7 +1,7 @@
-"""What a CPU can do: the cheapest operator, bandwidth over the working set, matrix rates.
+"""The limits of a CPU: the cheapest operator, bandwidth over the working set, matrix rates.
 
-Each figure is the best of several bursts, spaced over the whole measurement: what disturbs one spares another. Samples
-last a millisecond or more, so that none is an accident of the clock.
+Each figure is the best of several bursts, spread over the whole measurement, so that a disturbance affects only some of
+them. Samples last a millisecond or more, so that the clock's resolution does not matter.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 PARTS = ("launches", "memory", *DTYPES)
 
 ROUNDS = 3
-BURST_S = 0.015  # of each candidate in each round; there are about 150
+BURST_S = 0.015  # for each candidate in each round; there are about 150 candidates
 SAMPLE_S = 1e-3
-SLOW_S = 0.05  # what takes longer has no fast path in its dtype: it runs once in a round, and larger shapes never
+SLOW_S = 0.05  # a slower call has no fast path in its dtype: it runs once in a round, and larger shapes are skipped
 
 Call = Callable[[], object]
 
@@ -65,7 +65,7 @@ _IN_WORDS = {"launches": "launches", "memory": "memory bandwidth"}
 
 
 def _launches(samples: Samples) -> None:
-    """The cheapest operator, which on a CPU stands for all that a launch is elsewhere; and the machine's pulse."""
+    """The cheapest operator, which on a CPU takes the place of a launch; and the machine's pulse."""
     times = [1e3 * seconds for seconds in _cheapest_operator_s()]
     for name in LAUNCHES:
         samples.add(name, times)
@@ -81,7 +81,7 @@ def _cheapest_operator_s() -> list[float]:
 
 
 def _bandwidths(samples: Samples) -> None:
-    """What the call itself takes is taken off: in small working sets it would hide the rate of the cache."""
+    """The time of an empty call is subtracted: it would hide the cache's rate for small working sets."""
     launch_s = min(_cheapest_operator_s())
     whole = torch.rand(WORKING_SETS[-1] // 4)
     for size in WORKING_SETS:
@@ -91,7 +91,7 @@ def _bandwidths(samples: Samples) -> None:
 
 
 def _without_launch(seconds: float, launch_s: float) -> float:
-    """The time beyond what the cheapest call takes, at least half of it: below that the difference is noise."""
+    """The time in excess of the cheapest call, at least half of the whole time: below that the difference is noise."""
     return max(seconds - launch_s, seconds / 2)
 
 
@@ -113,7 +113,7 @@ def _patterns(whole: Tensor) -> Iterator[Candidate]:
 
 
 def _race(samples: Samples, candidates: Iterator[Candidate]) -> None:
-    """Those of one figure, with rising work; none after the first that is slow."""
+    """The candidates of one figure, with rising work; none after the first slow one."""
     for figure, flops, call in candidates:
         times = _burst(call, BURST_S)
         samples.add(figure, (flops / seconds for seconds in times))
@@ -141,7 +141,9 @@ def _convolutions(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
 
 
 def _burst(call: Call, seconds: float) -> list[float]:
-    """Seconds a call, of samples that together take about so long, after a first call; of slow calls one sample."""
+    """Seconds a call, from samples that together take about `seconds`, after a first call; one sample for slow
+    calls.
+    """
     began = time.perf_counter()
     call()
     first = time.perf_counter() - began

@@ -1,18 +1,20 @@
 """From which size on the GPU beats the CPU: one operation over sizes, with and without the transfers.
 
-Three variants of the same eager call on the same random values, each as a program would meet it:
+It times three variants of the same eager call on the same random values, as they occur in programs:
 
 - CPU: operands in the host's memory.
-- GPU: operands already on the device, the result stays there, nobody waits for it (a step in the middle of a model).
+- GPU: operands are already on the device, the result stays there, and the host does not wait (a step in the middle of a
+  model).
 - GPU with transfers: the inputs come from pinned host memory, the result goes back into it, and the host waits for it
   (one operation handed to the GPU). Parameters (the weights of linear, layer_norm) are on the device before.
 
-Operands are warm on both sides, as if the program had just written them. Each call allocates its result, as eager code
-does. torch keeps freed device and pinned memory for the next call, but the CPU's goes back to the system once it is
-large (over 32 MiB with glibc), and the next call pays for fresh pages: a jump in the CPU's time, and a real one.
+Operands are in the caches on both sides, as if the program had just written them. Each call allocates its result, as
+eager code does. torch keeps freed device and pinned memory for the next call. The CPU's memory goes back to the system
+if it is large (over 32 MiB with glibc), and the next call pays for fresh pages: a real jump in the CPU's time.
 
-The break-even size is where the times cross. Times are close to power laws of the size, so between two measured sizes
-the logarithm of their ratio is taken as linear in the logarithm of the size. Nothing is said beyond the sizes measured.
+The break-even size is where the times cross. Times are close to power laws of the size. So between two measured sizes
+the logarithm of their ratio is taken as linear in the logarithm of the size. It predicts nothing beyond the measured
+sizes.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from rooftop.hardware.timing import MEASURE_S, Timing, compare, measure
 FORMAT = 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FEATURES = 1024  # of linear and layer_norm: the width of a small transformer
-LONG_MS = 100.0  # default sizes end behind the first CPU call that takes longer: larger ones take seconds a call
+LONG_MS = 100.0  # default sizes end after the first CPU call that takes longer: larger ones take seconds a call
 NEEDS_GPU = (
     "a crossover needs an NVIDIA GPU, and torch can use none on this machine: run it on a machine with one, or check "
     "the driver (nvidia-smi) and that torch is a CUDA build (rooftop device)"
@@ -49,12 +51,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Operation:
-    """What is run at a size n.
+    """The operation at a size n.
 
-    Attributes:
+    unit: the unit of n.
         unit: what n counts.
-        sizes: measured if none are named, rising.
-        inputs: shapes of what is transferred at each call. parameters: of what is on the device before.
+        sizes: the default sizes, ascending.
+        inputs: shapes of the tensors that are transferred at each call. parameters: shapes of those that are on the
+            device before.
         call: takes inputs and parameters, returns one tensor.
     """
 
@@ -109,11 +112,11 @@ class CrossoverPoint:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Where the GPU beats the CPU, among the sizes measured.
+    """Whether, and from which size on, the GPU beats the CPU, among the sizes measured.
 
     Attributes:
-        verdict: "always": at every one. "never": at none. "from": at all from `size` on, and not at the next smaller
-            one measured. "mixed": at some, but not at the largest.
+        verdict: "always": at every size. "never": at none. "from": at all sizes from `size` on, and not at the next
+            smaller one measured. "mixed": at some sizes, but not at the largest.
         size: interpolated; None unless the verdict is "from".
     """
 
@@ -126,9 +129,9 @@ class Crossover:
     """CPU against GPU over sizes.
 
     Attributes:
-        operation, dtype: "matmul", "float32". unit: what a size counts.
+        operation, dtype: "matmul", "float32". unit: the unit of a size.
         host, threads: name of the CPU, threads that torch used on it. device: name of the GPU.
-        versions: of everything that could change the figures. measured_at: UTC, ISO 8601.
+        versions: versions of all software that could change the figures. measured_at: UTC, ISO 8601.
         points: rising in size.
     """
 
@@ -144,12 +147,12 @@ class Crossover:
 
     @property
     def break_even(self) -> BreakEven:
-        """For operands that are on the GPU anyway."""
+        """The break-even size if operands are already on the GPU."""
         return find_break_even([(p.size, p.cpu.median_ms, p.gpu.median_ms) for p in self.points])
 
     @property
     def break_even_with_transfers(self) -> BreakEven:
-        """For operands that come from the host and a result that goes back."""
+        """The break-even size if operands come from the host and the result goes back."""
         return find_break_even([(p.size, p.cpu.median_ms, p.gpu_with_transfers.median_ms) for p in self.points])
 
     @property
@@ -202,15 +205,15 @@ def measure_crossover(
 
     Args:
         operation: one of `OPERATIONS`.
-        sizes: to measure at; None is the operation's own, up to where a call takes the CPU long.
+        sizes: the sizes to measure; None takes the operation's own, up to the first slow CPU call.
         dtype: one of `DTYPES`.
-        device: the GPU. "cpu" is accepted and sets the CPU against itself, which tests this function.
+        device: the GPU. "cpu" is accepted and compares the CPU with itself, which tests this function.
         progress: called with (what is being measured, fraction done).
         seconds: about how long to time each variant at each size.
 
     Raises:
         ValueError: no such operation, dtype or device, or sizes that are not positive integers.
-        MeasurementError: there is no GPU at all, or it lacks the memory.
+        MeasurementError: there is no GPU, or it lacks the memory.
     """
     if operation not in OPERATIONS:
         raise ValueError(
@@ -258,7 +261,7 @@ def _checked(device: torch.device) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise MeasurementError(NEEDS_GPU)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"{device} is not there: torch can use {torch.cuda.device_count()} GPUs on this machine")
+        raise ValueError(f"{device} does not exist: torch can use {torch.cuda.device_count()} GPUs on this machine")
     return device
 
 
@@ -270,7 +273,7 @@ def _point(op: Operation, size: int, dtype: torch.dtype, device: torch.device, s
         for shapes in (op.inputs, op.parameters)
     )
     on_host = measure(lambda: op.call(*inputs, *parameters), device="cpu", seconds=seconds)
-    # Device events also time what the host does between them: here the wait for the result.
+    # Device events also time the host's work between them: here the wait for the result.
     on_device = compare(
         {
             "alone": _resident(op, inputs, parameters, device),

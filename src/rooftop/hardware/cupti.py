@@ -1,13 +1,13 @@
-"""CUPTI, NVIDIA's interface for profilers, taken off the process again.
+"""Detach CUPTI, NVIDIA's interface for profilers, from the process.
 
-PyTorch's profiler attaches CUPTI when it first begins and leaves it there. Attached, each call of the CUDA runtime goes
-through it: a program that is bound by its host is slower for the rest of its life, though nobody profiles it any more
-(the GPU's own times stay). PyTorch has a switch against that, `TEARDOWN_CUPTI=1`, under which every second profiler
-misses kernels. So CUPTI is detached here, where the device is idle and all records have been read.
+PyTorch's profiler attaches CUPTI when it first begins, and never detaches it. While CUPTI is attached, each call of the
+CUDA runtime goes through it. So a host-bound program stays slower for the rest of its life, even after profiling ended
+(the GPU's own times do not change). PyTorch has a switch against this, `TEARDOWN_CUPTI=1`, but with it every second
+profiler misses kernels. So this module detaches CUPTI when the device is idle and all records have been read.
 
-While CUPTI is being detached, no other thread may be inside a CUDA call. The GIL is held, so no Python thread can begin
-one, and a thread that waits in the standard library is not inside one. NCCL's threads call CUDA all the time: a process
-that detaches CUPTI beside them can hang. So CUPTI stays attached where another thread may be inside a CUDA call.
+During the detachment, no other thread may be inside a CUDA call. The GIL is held, so no Python thread can begin one,
+and a thread that waits in the standard library is not inside one. NCCL's threads call CUDA all the time: a process that
+detaches CUPTI meanwhile can hang. So CUPTI stays attached if another thread may be inside a CUDA call.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ import torch.distributed as dist
 
 __all__ = ["detach", "others_in_calls", "stays_for"]
 
-PATIENCE_S = 0.05  # for other threads to come out of their calls
+PATIENCE_S = 0.05  # time for other threads to finish their calls
 
-_MAPS = Path("/proc/self/maps")  # what is loaded into this process, with paths
+_MAPS = Path("/proc/self/maps")  # the libraries loaded into this process, with paths
 _WITHOUT_CUDA = {"debugpy", "execnet", "ipykernel", "rich", "tornado", "tqdm", "zmq"}
 """Consoles, notebooks and debuggers run threads of these packages, which call no CUDA."""
 _WAITING = {
     *("wait", "join", "acquire", "_wait_for_tstate_lock", "get", "put", "_worker", "select", "poll", "_poll", "_wait"),
     *("recv", "_recv", "read", "readinto", "accept", "communicate", "_communicate", "sleep"),
 }
-"""Functions of the standard library that wait; others, as `Thread.run`, may be calling anything."""
+"""Functions of the standard library that wait; others, such as `Thread.run`, may be calling anything."""
 
 _library: ctypes.PyDLL | None = None
 stays_for = ""
-"""The thread because of which the last `detach` left CUPTI attached; "" if it did not."""
+"""The thread that made the last `detach` leave CUPTI attached; "" if there was none."""
 
 
 def detach() -> bool:
-    """Take CUPTI off this process until a profiler begins again. True if it was there and is gone.
+    """Detach CUPTI from this process until a profiler begins again. Returns True if it was attached and now is not.
 
-    No profiler may be active. What runs on the devices is waited for, as CUPTI requires. Where another thread stays in
-    what may be a call of the CUDA runtime, CUPTI stays.
+    No profiler may be active. CUPTI requires a wait for all work on the devices first. CUPTI stays attached if another
+    thread may be in a call of the CUDA runtime.
     """
     global _library, stays_for
     stays_for = ""
@@ -69,7 +69,7 @@ def detach() -> bool:
 
 
 def others_in_calls() -> str:
-    """Names another thread that may be inside a CUDA call; "" if there is none."""
+    """The name of another thread that may be inside a CUDA call; "" if there is none."""
     if dist.is_available() and dist.is_initialized():
         groups = dist.distributed_c10d._world
         if any("nccl" in str(groups.pg_backend_config.get(group)) for group in groups.pg_map):
@@ -87,7 +87,7 @@ def others_in_calls() -> str:
 
 @contextmanager
 def _keeping_the_gil() -> Iterator[None]:
-    """No other thread of Python gets its turn inside, unless what runs here releases the GIL."""
+    """Keeps other Python threads from running, unless the code inside releases the GIL."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(60.0)
     try:
@@ -97,7 +97,7 @@ def _keeping_the_gil() -> Iterator[None]:
 
 
 def _loaded(name: str) -> str | None:
-    """The path of a library that this process has loaded, None if it has not or the system does not say."""
+    """The path of a library that this process has loaded; None if it has not, or the system does not say."""
     if not _MAPS.exists():
         return None
     for line in _MAPS.read_text().splitlines():

@@ -1,7 +1,7 @@
 """Resets torch to its own defaults while something is measured.
 
 A program may have set another default dtype or device, or may run inside a mode that sees every call. Neither may
-change a measurement, and the program's modes must not see one.
+change a measurement, and the program's modes must not see the measurement.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextmanager
 def usual_defaults() -> Iterator[None]:
-    """Inside, the defaults are float32 and the CPU, and no mode of the program is active. Its settings return after."""
+    """Within the block, the defaults are float32 and the CPU, and no mode of the program is active. The program's
+    settings return afterwards.
+    """
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

@@ -1,6 +1,6 @@
-"""What this machine is: its GPUs and its CPU, as the drivers and the kernel describe them.
+"""What this machine is: its GPUs and its CPU, as the drivers and the operating system describe them.
 
-A field that the driver does not tell (in a container, a virtual machine, an old version) is None, never a guess.
+A field that the driver does not report (in a container, a virtual machine, an old version) is None, never a guess.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rooftop.hardware.topology import NvLink, Peer, nv_links, peers
 class Gpu:
     """A GPU. Memory, caches and registers in bytes (registers: count), clocks in MHz, power in W.
 
-    `links` are its NVLink links that are up (None: the driver does not say), `topology` how it reaches each other GPU.
+    `links` are its active NVLink links (None: the driver does not say), `topology` its connection to each other GPU.
     """
 
     index: int
@@ -101,7 +101,7 @@ def gpu(index: int) -> Gpu:
 
 
 def gpu_uuid(index: int) -> str | None:
-    """A GPU's UUID as the driver writes it; None where torch does not say."""
+    """A GPU's UUID as the driver writes it; None if torch does not report it."""
     p = torch.cuda.get_device_properties(index)
     return f"GPU-{p.uuid}" if hasattr(p, "uuid") else None
 
@@ -111,7 +111,7 @@ def _links(nvml: Nvml, count: int) -> list[tuple[NvLink, ...] | None]:
 
 
 def _gpu(nvml: Nvml, index: int, links: list[tuple[NvLink, ...] | None]) -> Gpu:
-    """One GPU, given the NVLink links of all."""
+    """The description of one GPU, from the NVLink links of all."""
     p = torch.cuda.get_device_properties(index)
     uuid = gpu_uuid(index)
     ask = partial(nvml.gpu, uuid)
@@ -173,7 +173,7 @@ INSTRUCTION_SETS = (
 
 @cache
 def _cpuinfo() -> dict[str, str]:
-    """The first processor of /proc/cpuinfo; empty where there is none (not Linux)."""
+    """The first processor of /proc/cpuinfo; empty if there is none (not Linux)."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -184,7 +184,7 @@ def _cpuinfo() -> dict[str, str]:
 
 @cache
 def _caches() -> dict[str, int]:
-    """Bytes by level ("L1d", "L2", "L3"), of one core's cache; empty where the kernel does not say."""
+    """Bytes by level ("L1d", "L2", "L3") of one core's cache; empty if the kernel does not report them."""
     found = {}
     for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         try:
@@ -199,7 +199,7 @@ def _caches() -> dict[str, int]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides how fast things run."""
+    """Versions of the software that decides how fast things run."""
     found = {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda

@@ -1,4 +1,4 @@
-"""Figures of a machine by name: what a measurement of ceilings gives, and which of two figures is the better.
+"""Figures of a machine by name: the results of a ceilings measurement, and which of two figures is better.
 
     memory 25165824 copy              bytes/s of a pattern at a working set in bytes
     flops bf16, sustained bf16        flop/s: in a short burst at full clocks, and for as long as one likes
@@ -7,7 +7,7 @@
     pulse product                     how fast a CPU is at the moment (see `pulse`), no ceiling of anything
     kernel_floor_ms, launch_eager_ms, launch_graph_ms
 
-A figure is the best of its samples. It is reproduced where the second best comes close.
+A figure is the best of its samples. It is reproduced if the second best is close.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ DISTURBED_SPREAD = 0.10
 PRECISIONS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
 LAUNCHES = ("kernel_floor_ms", "launch_eager_ms", "launch_graph_ms")
 PATTERNS = ("read", "write", "copy", "triad", "cast", "update", "raised", "raised_in_place")
-"""What was done with a working set; the raised ones are what operators of programs reached."""
+"""The access patterns of a working set; the raised ones were reached by operators of programs."""
 
 
 def better(name: str, one: float, other: float) -> float:
-    """The better of two figures of a name: the shorter time, the higher rate."""
+    """The better of two figures with one name: the shorter time, the higher rate."""
     return min(one, other) if name.endswith("_ms") else max(one, other)
 
 
 def memory_figure(working_set_bytes: int, pattern: str) -> str:
-    """The name of a bandwidth: of a pattern ("read", "copy", ...) over a working set of so many bytes."""
+    """The name of a bandwidth: a pattern ("read", "copy", ...) over a working set of that many bytes."""
     return f"memory {working_set_bytes} {pattern}"
 
 
 def part_of(name: str) -> str:
-    """Which part of a measurement gives a figure: "memory", "launches", "transfers", "links", or a precision."""
+    """The part of a measurement that gives a figure: "memory", "launches", "transfers", "links", or a precision."""
     kind, _, rest = name.partition(" ")
     if kind in ("flops", "sustained"):
         return rest
@@ -45,7 +45,7 @@ def part_of(name: str) -> str:
 
 
 def in_words(name: str) -> str:
-    """As people read it: "matrix bf16", "copy in 24 MiB", "device to host pinned"."""
+    """The figure in words: "matrix bf16", "copy in 24 MiB", "device to host pinned"."""
     kind, _, rest = name.partition(" ")
     if kind == "memory":
         size, _, pattern = rest.partition(" ")
@@ -61,7 +61,7 @@ def size_in_words(size: int) -> str:
 
 
 def part_in_words(words: str) -> str:
-    """The part (see `part_of`) of a figure in words, also as files of the first format have them ("read 2 MiB")."""
+    """The part (see `part_of`) of a figure in words, also from files of the first format ("read 2 MiB")."""
     first, _, rest = words.partition(" ")
     if first in ("matrix", "convolution", "sustained"):
         return rest
@@ -74,11 +74,11 @@ def part_in_words(words: str) -> str:
 
 @dataclass(frozen=True)
 class Raise:
-    """A ceiling that an operator of a program passed, so that it was raised (a kernel floor: lowered).
+    """A ceiling that an operator of a program exceeded, so that it was raised (a kernel floor: lowered).
 
     Attributes:
-        figure: its name. before, after: its value.
-        by: the operator, in words. at: when, UTC, ISO 8601.
+        figure: its name. before, after: its values.
+        by: the operator, in words. at: the time, UTC, ISO 8601.
     """
 
     figure: str
@@ -95,7 +95,7 @@ class Samples:
         self._two: dict[str, list[float]] = {}
 
     def add(self, name: str, values: Iterable[float]) -> None:
-        """More samples of a figure. What is no positive number is no sample: a clock that did not move."""
+        """Add samples of a figure. Values that are not positive are ignored: the clock did not advance."""
         found = [*self._two.get(name, ()), *(value for value in values if 0 < value < math.inf)]
         if found:
             self._two[name] = sorted(found, reverse=not name.endswith("_ms"))[:2]
@@ -106,7 +106,7 @@ class Samples:
 
     @property
     def spread(self) -> dict[str, float]:
-        """By figure: the relative distance of its best two samples. One that was sampled once has none."""
+        """For each figure, the relative distance of its best two samples. A figure with a single sample has none."""
         return {name: distance(*values) for name, values in self._two.items() if len(values) > 1}
 
 

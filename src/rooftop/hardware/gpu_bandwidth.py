@@ -1,8 +1,8 @@
 """Bandwidth of a GPU over the working set, as an operator in the middle of a program may find it.
 
-The operator before has just written what this one reads, so part of it is still in L2; and what this one writes may
-stay there after its last kernel has ended. Each pattern is therefore timed after each of several preparations, which
-run backwards: they leave the beginning of the input in the cache, where the timed kernel begins.
+The previous operator has just written the input of this one, so part of it is still in L2. The output of this one may
+stay in L2 after its last kernel has ended. So each pattern is timed after each of several preparations, which run
+backwards: they leave the beginning of the input in the cache, where the timed kernel begins.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ AROUND_L2 = (0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5,
 """Working sets over the size of L2. Between half of it and four times it the rate falls by half."""
 LARGE_SETS = (512 * MIB, 1 * GIB, 4 * GIB)
 
-COLD_ABOVE = 8  # times L2: what a larger working set finds in it is lost in its time
-ALIGNED = 32  # elements: kernels use 16-byte accesses, also of two-byte elements
+COLD_ABOVE = 8  # times L2: for a larger working set, the part that is found in L2 makes no visible difference
+ALIGNED = 32  # elements: kernels use 16-byte accesses, also for two-byte elements
 REPEATS, REPEATS_COLD = 4, 3
 
 Work = Callable[[], object]
@@ -33,12 +33,12 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True)
 class _Pattern:
-    """What may be done with a working set.
+    """An access pattern on a working set.
 
     Attributes:
-        name: of the figure. moved_bytes: read plus written by one call.
-        source: what is read, None for a pattern that only writes.
-        ways: kernels that do it.
+        name: name of the figure. moved_bytes: bytes read plus bytes written by one call.
+        source: the tensor that is read; None for a pattern that only writes.
+        ways: kernels for this pattern.
     """
 
     name: str
@@ -48,7 +48,7 @@ class _Pattern:
 
 
 def working_sets(l2_bytes: int, free_bytes: int) -> list[int]:
-    """Sizes to measure, rising. None takes more than half of the free memory."""
+    """Sizes to measure, rising. None of them takes more than half of the free memory."""
     around = (int(l2_bytes * share) // MIB * MIB for share in AROUND_L2)
     sizes = sorted({*SMALL_SETS, *around, *LARGE_SETS})
     return [size for size in sizes if 0 < size <= free_bytes // 2]
@@ -61,7 +61,7 @@ def measure_bandwidth(samples: Samples, device: torch.device, l2_bytes: int, pro
     whole = torch.randn(sizes[-1] // 4, device=device)
     sums = torch.empty(kernels.programs(whole, kernels.SMALL), device=device)
     smallest = whole[: sizes[0] // 4]
-    for pattern in _patterns(smallest, sums):  # compiled before the profiler looks
+    for pattern in _patterns(smallest, sums):  # compiled before the profiler starts
         for work in (*pattern.ways, *_preparations(pattern.source, smallest, sums)):
             work()
     for number, size in enumerate(sizes):
@@ -84,16 +84,16 @@ def _measure_at(samples: Samples, device: torch.device, size: int, whole: Tensor
 
 
 def _preparations(source: Tensor | None, elsewhere: Tensor, sums: Tensor) -> Iterator[Work]:
-    """What the caches hold when the timed kernel begins.
+    """States of the caches when the timed kernel begins.
 
-    What the same call left there; the input, unchanged; the input, just written; for what only writes, something else
-    that need not be written back.
+    They are: the state that the same call left; the input, unchanged; the input, just written; for patterns that only
+    write, other data that need not be written back.
     """
     yield nothing
     if source is None:
         yield lambda: kernels.read(elsewhere, sums, kernels.SMALL, backwards=True)
         return
-    words = source.view(torch.float32)  # whatever it holds: one kernel serves all dtypes
+    words = source.view(torch.float32)  # any bit pattern will do: one kernel serves all dtypes
     yield lambda: kernels.read(words, sums, kernels.SMALL, backwards=True)
     yield lambda: kernels.write(words, 0.5, kernels.SMALL, backwards=True)
 

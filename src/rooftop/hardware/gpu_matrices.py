@@ -1,9 +1,9 @@
 """Matrix rates of a GPU by precision: the best of many shapes and layouts, in bursts too short to heat the chip.
 
-A chip under its power limit lowers its clocks within milliseconds. A product in the middle of a program, between
-kernels that wait for memory, finds them high. So each call runs a few times after a pause, and the rate is that of the
-fastest one. The best candidates run once more after longer pauses. The sustained rate, of one product that runs on and
-on, is a figure of its own.
+A chip at its power limit lowers its clocks within milliseconds. A product in the middle of a program, between
+memory-bound kernels, finds high clocks. So each call runs a few times after a pause, and the rate is that of the
+fastest call. The best candidates run once more after longer pauses. The sustained rate, of one product that runs
+continuously, is a separate figure.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ DTYPES = {
     "fp8": torch.float8_e4m3fn,
 }
 
-PILOT = 2048  # a product of this side says about how fast a precision is; on an H100 it takes longer than its launch
-LONGEST_CALL_S = 8e-3  # larger shapes than this allows are as fast as smaller ones
-BURST_S, PAUSE_S = 1e-3, 1e-3  # of each candidate in the first round
+PILOT = 2048  # a product of this side shows about how fast a precision is; on an H100 it takes longer than its launch
+LONGEST_CALL_S = 8e-3  # shapes beyond this limit are no faster
+BURST_S, PAUSE_S = 1e-3, 1e-3  # for each candidate in the first round
 FINALISTS, FINAL_REPEATS, FINAL_PAUSE_S = 12, 8, 0.02
 SUSTAINED_S = 0.3
-MOST_ELEMENTS = 1 << 27  # of an operand
+MOST_ELEMENTS = 1 << 27  # bytes of an operand
 
 SQUARES = (1024, 1536, 2048, 3072, 4096, 6144, 8192)
 TOKENS = (4096, 8192, 16384)
@@ -51,8 +51,8 @@ BATCHED = ((32, 1024, 1024, 1024), (64, 1024, 1024, 128), (128, 512, 512, 64), (
 CONVOLUTIONS = ((256, 64, 56, 3), (256, 128, 28, 3), (256, 256, 14, 3), (256, 512, 7, 3), (128, 256, 56, 1))
 """Batch, channels in and out, side, kernel."""
 CONVOLVED = ("tf32", "fp16", "bf16")
-"""Not float32: cuDNN's algorithm of Winograd needs fewer operations than are counted. On an H100 it reaches twice what
-any product can, and all products would stand at half of their roof."""
+"""Not float32: cuDNN's Winograd algorithm needs fewer operations than are counted. On an H100 it reaches twice the rate
+of any product, and all products would show half of their roof."""
 
 Call = Callable[[], object]
 
@@ -88,14 +88,14 @@ class _Candidate:
 
 
 def precisions_of(device: torch.device) -> tuple[str, ...]:
-    """Precisions that the GPU's matrix units or its ordinary ones compute in."""
+    """Precisions in which the GPU's matrix units or its ordinary units compute."""
     capability = torch.cuda.get_device_capability(device)
     recent = (*(("tf32", "bf16") if capability >= (8, 0) else ()), *(("fp8",) if capability >= (8, 9) else ()))
     return ("fp64", "fp32", "fp16", *recent)
 
 
 def measure_matrices(samples: Samples, device: torch.device, precision: str) -> None:
-    """Add samples of the burst rate and of the sustained one."""
+    """Add samples of the burst rate and of the sustained rate."""
     operands = _Operands(device, precision)
     pilot = _Candidate(operands.call(Product(PILOT, PILOT, PILOT, "nt")), 2 * PILOT**3)
     per_s = pilot.flops / _seconds(pilot.call, 5)
@@ -107,13 +107,15 @@ def measure_matrices(samples: Samples, device: torch.device, precision: str) -> 
     best = _race(samples, device, precision, candidates, per_s)
     rates = sustained_rates(best.call, best.flops, device)
     samples.add(f"sustained {precision}", rates)
-    samples.add(f"flops {precision}", rates)  # an upper bound bounds it too
+    samples.add(f"flops {precision}", rates)  # an upper bound limits it too
 
 
 def _race(
     samples: Samples, device: torch.device, precision: str, candidates: list[_Candidate], per_s: float
 ) -> _Candidate:
-    """Time all candidates in short bursts, then the fastest ones again after longer pauses; the fastest of all."""
+    """Time all candidates in short bursts, then the fastest ones again after longer pauses; return the fastest of
+    all.
+    """
     for candidate in candidates:  # libraries choose and load their kernels
         candidate.call()
     variants = [
@@ -137,11 +139,11 @@ def _rates(variants: list[Variant], candidates: list[_Candidate], device: torch.
 
 
 def products_to_try(processors: int, precision: str) -> list[Product]:
-    """Shapes and layouts for a GPU with so many multiprocessors."""
+    """Shapes and layouts for a GPU with that many multiprocessors."""
     shapes = [(side, side, side) for side in SQUARES]
     shapes += [(tokens, n, k) for k, n in LAYERS for tokens in TOKENS]
     shapes += [(m, n, k) for m, n in _whole_waves(processors) for k in DEPTHS]
-    if precision == "fp8":  # whose kernels take the second operand transposed
+    if precision == "fp8":  # their kernels take the second operand transposed
         return [Product(m, n, k, "nt") for m, n, k in shapes]
     products = [Product(m, n, k, layout) for m, n, k in shapes for layout in ("nt", "nn", "tn")]
     products += [Product(m, n, k, "nt", bias=True) for m, n, k in shapes]
@@ -150,7 +152,7 @@ def products_to_try(processors: int, precision: str) -> list[Product]:
 
 
 def _whole_waves(processors: int) -> Iterator[tuple[int, int]]:
-    """(m, n) of results whose tiles fill all processors a whole number of times, as square as can be."""
+    """Sizes (m, n) of results whose tiles fill all processors in whole waves, as square as possible."""
     for tile_m, tile_n in TILES:
         for waves in WAVES:
             tiles = processors * waves
@@ -162,7 +164,7 @@ def _whole_waves(processors: int) -> Iterator[tuple[int, int]]:
 
 
 class _Operands:
-    """Random numbers (zeros are faster) from which operands of any shape are taken, and room for results."""
+    """Random numbers (zeros are faster) for operands of any shape, and memory for results."""
 
     def __init__(self, device: torch.device, precision: str) -> None:
         self._precision, self._dtype = precision, DTYPES[precision]
@@ -188,7 +190,7 @@ class _Operands:
         return product.most_elements <= self._elements
 
     def call(self, product: Product) -> Call:
-        """The product as a call. It sets the precision each time: the calls of several run in turn."""
+        """The product as a call. It sets the precision each time, because calls of several precisions alternate."""
         b, m, n, k = product.batch, product.m, product.n, product.k
         left = self._taken(self._left, b, m, k, product.layout[0] == "t")
         right = self._taken(self._right, b, k, n, product.layout[1] == "t")
@@ -214,7 +216,7 @@ class _Operands:
 
     @staticmethod
     def _taken(source: Tensor, batch: int, rows: int, columns: int, transposed: bool) -> Tensor:
-        """A matrix (rows, columns), or a batch of them, as a view of the source."""
+        """A matrix (rows, columns), or a batch of them, as a view of the random numbers."""
         stored = (columns, rows) if transposed else (rows, columns)
         matrices = source[: batch * rows * columns].view(batch, *stored)
         matrices = matrices.transpose(1, 2) if transposed else matrices
@@ -258,7 +260,7 @@ def sustained_rates(call: Call, flops: int, device: torch.device) -> list[float]
 
 
 def _seconds(call: Call, calls: int) -> float:
-    """A call's time after a first one, about."""
+    """The approximate time of a call, after a first one."""
     call()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

@@ -1,4 +1,4 @@
-"""What a GPU can do, part by part: launches, bandwidth, matrix rates, transfers, links."""
+"""The measurements of a GPU, part by part: launches, bandwidth, matrix rates, transfers, links."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAUNCHES = 200
 
 
 def parts_of(device: torch.device) -> tuple[str, ...]:
-    """All that can be measured on this GPU."""
+    """All parts that can be measured on this GPU."""
     links = ("links",) if torch.cuda.device_count() > 1 else ()
     return ("launches", "memory", *precisions_of(device), "transfers", *links)
 
@@ -33,7 +33,7 @@ def probe_gpu(
     """Samples of the figures of some parts, and the seconds that each part took."""
     samples, seconds = Samples(), {}
     with torch.cuda.device(device):
-        torch.cuda.empty_cache()  # what the allocator holds for nobody is free
+        torch.cuda.empty_cache()  # the allocator's unused memory counts as free
         for number, part in enumerate(parts):
             began, first, share = time.perf_counter(), number / len(parts), 1 / len(parts)
             if part == "launches":
@@ -64,8 +64,8 @@ def probe_gpu(
 def _launches(samples: Samples, device: torch.device) -> None:
     """Time for each of many tiny kernels, and the shortest duration of any kernel.
 
-    The first two are times in a sequence, so they are taken between events; the last is a kernel's own, as the
-    profiler sees it, in an eager launch or in a graph.
+    The first two are times in a sequence, measured between events. The last is a kernel's own duration, as the profiler
+    sees it, in an eager launch or in a graph.
     """
     from rooftop.hardware import bandwidth_kernels as kernels
 
@@ -95,7 +95,7 @@ def _launches(samples: Samples, device: torch.device) -> None:
 
 
 def _sequence_ms(fn: Callable[[], object], device: torch.device, calls: int = 1, samples: int = 12) -> list[float]:
-    """ms a call, between events, of `fn`, which makes so many calls; after two that warm up."""
+    """ms per call, between events, for `fn`, which makes `calls` calls; after two warm-up runs."""
     times = []
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(2 + samples):
@@ -125,7 +125,7 @@ def _copying(to: Tensor, source: Tensor) -> Callable[[], Any]:
 
 
 def _links(samples: Samples, device: torch.device) -> None:
-    """Copies to the next GPU, and the best bus bandwidth of collectives over all."""
+    """Copies to the next GPU, and the best bus bandwidth of collectives over all GPUs."""
     from rooftop.hardware.collectives import collective_rates  # its processes run it as their main module
 
     count = torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""CUDA graphs: what everybody needs who captures one."""
+"""CUDA graphs: tools for code that captures them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 
 
 def captured(fn: Callable[[], object], stream: torch.cuda.Stream | None = None) -> Callable[[], object]:
-    """The call as a CUDA graph's replay. Its inputs and outputs stay where they were at capture.
+    """The call as a replay of a CUDA graph. Its inputs and outputs stay where they were at capture.
 
     Args:
-        stream: where it is captured. autograd runs a backward on the stream of its forward: to capture a backward, run
-            the forward on this stream before.
+        stream: stream of the capture. autograd runs a backward on the stream of its forward: to capture a backward,
+            first run the forward on this stream.
     """
     stream = stream or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # lazy initialization must not fall into the capture
+    with torch.cuda.stream(stream):  # lazy initialization must not happen during the capture
         fn()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -35,9 +35,10 @@ def captured(fn: Callable[[], object], stream: torch.cuda.Stream | None = None) 
 
 @contextmanager
 def captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None) -> Iterator[None]:
-    """The `with` block as a CUDA graph. Other threads may go on meanwhile: NCCL's watchdog asks for events.
+    """Capture the `with` block in a CUDA graph. Other threads may continue during the capture: NCCL's watchdog queries
+    events.
 
-    What goes wrong within is raised as it is; torch would say its consequence, that the capture cannot end.
+    An error inside is raised unchanged; torch would only report its consequence, that the capture cannot end.
     """
     within: BaseException | None = None
     try:
@@ -51,7 +52,7 @@ def captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: 
         except BaseException as error:
             if within is None or error is within:
                 raise
-        if within is not None:  # out here: it would hold the consequence, whose frames hold it
+        if within is not None:  # outside: inside, it would be held by the consequence's frames
             raise within
     finally:
         within = None  # the error refers to this frame: a cycle, which would keep the memory of the capture
@@ -59,7 +60,7 @@ def captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: 
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """No garbage collection in the `with` block: to free the memory of another graph would end a capture."""
+    """Disables garbage collection in the `with` block: freeing another graph's memory would end a capture."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -71,7 +72,7 @@ def collection_paused() -> Iterator[None]:
 
 
 def waits_for_gpu(fn: Callable[[], object]) -> bool:
-    """Whether the host waits for the GPU in the call, so that no graph can capture it. Calls it."""
+    """Whether the host waits for the GPU in the call, so that no graph can capture it. It makes the call."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -84,5 +85,5 @@ def waits_for_gpu(fn: Callable[[], object]) -> bool:
 
 
 def in_a_line(error: BaseException) -> str:
-    """Its kind, and the first line of what it says."""
+    """The kind of an error, and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

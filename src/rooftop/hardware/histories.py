@@ -1,7 +1,7 @@
 """The history of a machine's ceilings: every measurement and every raise, dated, with its conditions.
 
-A ceiling is the best of its history. So a measurement under load lowers nothing, and two processes that measure at
-once lose nothing: histories merge as sets do, in any order.
+A ceiling is the best of its history. So a measurement under load lowers nothing. Two processes that measure at once
+lose nothing: histories merge as sets do, in any order.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from rooftop.hardware.figures import (
 )
 
 MOST_MEASUREMENTS = 20
-"""Kept of a machine, besides those that hold the best of a figure."""
+"""The number of measurements kept for a machine, besides those with the best of a figure."""
 
-KINDS = ("flops", "sustained", "pulse", "transfers", "links")  # of figures of two words
+KINDS = ("flops", "sustained", "pulse", "transfers", "links")  # figures with names of two words
 LOWER_BY = 0.03
-"""A figure that comes out lower by less than this came out the same."""
+"""A figure that is lower by less than this counts as unchanged."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured. `caches`: bytes by name, rising."""
+    """The machine that was measured. `caches`: bytes by name, ascending."""
 
     device: str
     device_id: str
@@ -52,9 +52,10 @@ class Machine:
 class Measurement:
     """Figures by name (see `figures`) that were measured together.
 
-    Attributes:
+    at: UTC, ISO 8601. spread: by figure, the relative distance of its best two samples. conditions: see
+    `rooftop.hardware.conditions`.
         at: UTC, ISO 8601. spread: by figure, the relative distance of its best two samples. conditions: see there.
-        disturbed: the figures that were disturbed, where that is known; None where spread and conditions decide.
+        disturbed: the disturbed figures, if known; None: spread and conditions decide.
     """
 
     at: str
@@ -65,12 +66,14 @@ class Measurement:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Measurement:
-        """What `asdict` gave, also after a way through JSON."""
+        """Read the result of `asdict`, also after JSON."""
         disturbed = plain.get("disturbed")
         return cls(**{**plain, "disturbed": None if disturbed is None else tuple(disturbed)})
 
     def is_disturbed(self, name: str, kind: str) -> bool:
-        """Whether a figure of a machine of one kind may be wrong: samples differ, or the machine was not alone."""
+        """Whether a figure of a machine of one kind may be wrong: its samples differ, or other processes used the
+        machine.
+        """
         if self.disturbed is not None:
             return name in self.disturbed
         return busy(self.conditions, kind) or self.spread.get(name, 0.0) > DISTURBED_SPREAD
@@ -78,7 +81,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Lower:
-    """A figure that came out lower than one before, which stays."""
+    """A figure that came out lower than an earlier one; the earlier one is kept."""
 
     figure: str
     new: float
@@ -95,20 +98,20 @@ class History:
     raises: tuple[Raise, ...] = field(default=())
 
     def merged(self, other: History) -> History:
-        """What either of them knows. The order does not matter; the machine is as the newer one describes it."""
+        """The union of two histories. The order does not matter; the newer one describes the machine."""
         newer = max(self, other, key=lambda history: (history.measurements[-1].at, _text(history.machine)))
         measurements = _union(self.measurements, other.measurements)
         return History(newer.machine, _kept(measurements), _union(self.raises, other.raises))
 
     @property
     def figures(self) -> dict[str, float]:
-        """The best of each, raises included."""
+        """The best of each figure, raises included."""
         raised = ({each.figure: each.after} for each in self.raises)
         return best_of([*(measurement.figures for measurement in self.measurements), *raised])
 
     @property
     def parts(self) -> set[str]:
-        """What was measured."""
+        """The measured parts."""
         return {part_of(name) for measurement in self.measurements for name in measurement.figures}
 
     def ceilings(self) -> Ceilings:
@@ -144,9 +147,9 @@ class History:
         )
 
     def lower(self) -> list[Lower]:
-        """Figures that came out lower in the last measurement than the best of the history, which stays.
+        """Figures of the last measurement that are lower than the best of the history, which stays.
 
-        Of memory only those that set the rate of a working set; the largest differences first.
+        For memory, only figures that set the rate of a working set count; the largest differences come first.
         """
         last, best = self.measurements[-1], best_of(measurement.figures for measurement in self.measurements)
         deciding = {name for names in _by_working_set(best).values() for name in _deciding(names, best)}
@@ -166,7 +169,7 @@ class History:
         return next(measurement for measurement in holders if measurement.figures[name] == best)
 
     def _disturbed(self, name: str) -> bool:
-        """Whether the best of a figure may be wrong: it was not reproduced, or the machine was not alone."""
+        """Whether the best of a figure may be wrong: it was not reproduced, or other processes used the machine."""
         holder, kind = self._holder(name), self.machine.kind
         if not holder.is_disturbed(name, kind):
             return False
@@ -177,7 +180,8 @@ class History:
         return not any(alone or not busy(m.conditions, kind) for m in reproduced)
 
     def _disturbed_in_words(self, measured: Mapping[str, float]) -> tuple[str, ...]:
-        """Of memory only the pattern that sets the rate of a working set counts; all working sets are "memory"."""
+        """For memory only the pattern that sets the rate of a working set counts; all working sets are called
+        "memory"."""
         others = sorted(name for name in measured if part_of(name) != "memory" and not name.startswith("pulse"))
         names = [name for name in others if self._disturbed(name)]
         by_size = _by_working_set(measured)
@@ -190,17 +194,17 @@ class History:
         return (*of_memory, *dict.fromkeys(in_words(name) for name in names))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: the ceilings, which older readers and people look at, with the history beside them."""
+        """The JSON form: the ceilings, for older readers and people, with the history as an additional entry."""
         plain = json.loads(json.dumps({"machine": asdict(self.machine), "raises": [asdict(r) for r in self.raises]}))
         plain["measurements"] = [json.loads(json.dumps(asdict(measurement))) for measurement in self.measurements]
         return {**self.ceilings().to_dict(), "history": plain}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> History:
-        """What `to_dict` gave, or what `Ceilings.to_dict` gave, which is one measurement.
+        """Read the result of `to_dict`, or of `Ceilings.to_dict` as one measurement.
 
         Raises:
-            ValueError: something else, or ceilings of the first format, which another instrument measured.
+            ValueError: other data, or ceilings in the first format, which came from another instrument.
         """
         ceilings = Ceilings.from_dict(plain)
         if plain["format"] != FORMAT:
@@ -219,9 +223,9 @@ class History:
 
 
 def history_of(ceilings: Ceilings) -> History:
-    """Ceilings of which nothing else is known, as a history of one measurement."""
+    """A history of one measurement, from ceilings without a history."""
     figures = figures_of(ceilings)
-    for each in reversed(ceilings.raises):  # back to what was measured
+    for each in reversed(ceilings.raises):  # back to the measured values
         if part_of(each.figure) == "memory":
             figures.pop(each.figure, None)
         else:
@@ -235,7 +239,7 @@ def history_of(ceilings: Ceilings) -> History:
 
 
 def _words_of(name: str) -> set[str]:
-    """The words under which `Ceilings.disturbed` has a figure."""
+    """The name of a figure in `Ceilings.disturbed`."""
     if part_of(name) == "memory":
         return {"memory", f"memory {size_in_words(int(name.split()[1]))}"}
     return {in_words(name)}
@@ -273,7 +277,7 @@ def _by_working_set(figures: Mapping[str, float]) -> dict[int, list[str]]:
 
 
 def _deciding(names: list[str], figures: Mapping[str, float]) -> list[str]:
-    """Of the figures of one working set, the best of those that are not in place, and the best of those that are."""
+    """Of the figures of one working set, the best one that is not in place and the best one that is."""
     in_place = [name for name in names if name.endswith(("update", "in_place"))]
     others = [name for name in names if name not in in_place]
     return [max(group, key=lambda name: figures[name]) for group in (others, in_place) if group]
@@ -293,7 +297,7 @@ Entry = TypeVar("Entry", Measurement, Raise)
 
 
 def _union(some: Iterable[Entry], others: Iterable[Entry]) -> tuple[Entry, ...]:
-    """Each once, in order of time."""
+    """Each measurement once, in order of time."""
     by_text = {_text(each): each for entries in (some, others) for each in entries}
     return tuple(by_text[text] for text in sorted(by_text, key=lambda text: (by_text[text].at, text)))
 

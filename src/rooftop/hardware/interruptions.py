@@ -1,7 +1,7 @@
-"""Exceptions that a program's signal handlers raise while our code runs on its behalf.
+"""Exceptions from a program's signal handlers while our code runs for the program.
 
-Code that must not end the program catches whatever goes wrong in itself. A handler that raises (a time limit by
-SIGALRM, a request to stop) may run at any line, in such code too, and what it raised belongs to the program.
+Code that must not end the program catches its own errors. A signal handler (a time limit by SIGALRM, a request to stop)
+may raise at any line, also in our code. Its exception belongs to the program.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def pass_on(error: BaseException) -> None:
-    """Raise an error again that a signal handler of the program raised; do nothing with any other."""
+    """Raise an error again if a signal handler of the program raised it; do nothing with any other."""
     handlers = _handlers()
     trace = error.__traceback__
     while trace is not None and handlers:
@@ -28,7 +28,7 @@ def _handlers() -> set[CodeType]:
 
 
 def _code(handler: Any) -> CodeType | None:
-    """What runs first when the handler is called; None for those of the system and of Python itself."""
+    """The code that runs first when the handler is called; None for handlers of the system and of Python itself."""
     while isinstance(handler, functools.partial):
         handler = handler.func
     function = handler if hasattr(handler, "__code__") else getattr(handler, "__func__", None)

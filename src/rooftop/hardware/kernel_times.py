@@ -1,9 +1,9 @@
-"""How long the kernels of a call take, as the profiler sees them: the instrument that also times operators.
+"""The durations of a call's kernels, as the profiler sees them. Operators are timed with the same instrument.
 
-Events around back-to-back launches measure something else: they hold the gaps between kernels, and a chip that is kept
-busy for long lowers its clocks. Here each call runs alone between two markers, and the profiler gives the duration of
-each kernel. All calls run on one stream, where kernels run in the order of their launches: the kernels between two
-markers are those of the call between them. No correlation of host and device is needed.
+Events around back-to-back launches measure something else: they include the gaps between kernels, and a chip that is
+busy for long lowers its clocks. Here each call runs alone between two markers, and the profiler returns the duration of
+each kernel. All calls run on one stream, where kernels run in launch order: the kernels between two markers belong to
+the call between them. So the host's and the device's events need no correlation.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rooftop.errors import MeasurementError
 from rooftop.hardware.traces import Trace
 
 MARKER = "rooftop_marker"
-"""Name of the kernel that stands before and after each call."""
+"""Name of the kernel before and after each call."""
 
 Kernels = tuple[float, ...]
 """Durations in ms of the kernels of one call, in order of start."""
 
 
 def nothing() -> None:
-    """Prepares nothing."""
+    """Does nothing, as preparation."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Variant:
 
     Attributes:
         run: the call. It must launch at least one kernel.
-        prepare: runs before each call and is not timed: it decides what the caches hold.
-        repeats: how often.
-        pause_s: how long the device rests before the first of them, so that its clocks are high again.
+        prepare: runs before each call and is not timed: it decides the contents of the caches.
+        repeats: the number of calls.
+        pause_s: pause of the device before the first call, so that its clocks are high again.
     """
 
     run: Callable[[], object]
@@ -73,7 +73,7 @@ def joined(events: Iterable[Any], repeats: Sequence[int]) -> list[list[Kernels]]
     """The profiler's events as durations in ms: variant, repetition, kernels.
 
     Raises:
-        MeasurementError: the markers are not two a repetition, or no kernel stands between two of them.
+        MeasurementError: a repetition does not have two markers, or no kernel lies between two markers.
     """
     calls: list[Kernels] = []
     inside: list[float] | None = None
@@ -95,13 +95,13 @@ def joined(events: Iterable[Any], repeats: Sequence[int]) -> list[list[Kernels]]
 
 
 def _device_work(events: Iterable[Any]) -> list[tuple[str, int]]:
-    """(name, ns) of what ran on the device, in order of start; the spans that labels leave there are not work."""
+    """(name, ns) of the work on the device, in order of start; spans of labels are excluded."""
     work = [e for e in events if e.device_type().name == "CUDA" and not e.is_user_annotation() and _is_work(e)]
     work.sort(key=lambda event: event.start_ns())
     return [(event.name(), event.duration_ns()) for event in work]
 
 
 def _is_work(event: Any) -> bool:
-    """Newer profilers say what an event is; waiting for an event or a stream is no work."""
+    """Newer profilers give the kind of an event; waiting for an event or a stream is not work."""
     kind = event.activity_type() if hasattr(event, "activity_type") else ""
     return not kind or kind in ("kernel", "concurrent_kernel", "gpu_memcpy", "gpu_memset")

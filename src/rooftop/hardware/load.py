@@ -1,4 +1,4 @@
-"""How much of this machine's CPU other processes used while something was measured."""
+"""The CPU use of other processes during a measurement."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import psutil
 
 DISTURBING_SHARE = 0.05
-"""Others that took more than this share of the cores that a measurement wanted may have slowed it down."""
-LEAST_S = 0.2  # the kernel counts in ticks of 10 ms: over a shorter time nothing can be said
+"""If others took more than this share of the cores that a measurement needed, they may have slowed it down."""
+LEAST_S = 0.2  # the kernel counts in ticks of 10 ms: a shorter time is too short for a figure
 
 
 @dataclass
 class OtherLoad:
-    """What other processes used, over the `with` block of `other_load`.
+    """The CPU use of other processes during the `with` block of `other_load`.
 
     Attributes:
         cores: how many cores they kept busy on average.
@@ -28,14 +28,14 @@ class OtherLoad:
     seconds: float = 0.0
 
     def disturbs(self, threads: int) -> bool:
-        """Whether they took cores from a measurement that wanted so many."""
+        """Whether they took cores from a measurement that needed `threads` cores."""
         missing = self.cores + threads - (os.cpu_count() or 1)
         return self.seconds >= LEAST_S and missing > DISTURBING_SHARE * threads
 
 
 @contextmanager
 def other_load() -> Iterator[OtherLoad]:
-    """Watch the CPU. The result is filled in when the block ends."""
+    """Watch the CPU's load. The result is filled in when the block ends."""
     seen = OtherLoad()
     began, all_before, own_before = time.perf_counter(), _busy_s(), _own_s()
     try:
@@ -47,13 +47,16 @@ def other_load() -> Iterator[OtherLoad]:
 
 
 def _busy_s() -> float:
-    """Seconds for which cores worked since the machine began; time taken by other guests of the host counts."""
+    """Seconds for which cores worked since the machine started; time taken by other virtual machines on the host
+    counts.
+    """
     times = psutil.cpu_times()
     fields = ("user", "nice", "system", "irq", "softirq", "steal")
     return float(sum(getattr(times, name, 0.0) for name in fields))
 
 
 def _own_s() -> float:
-    """Of all threads of this process. What it began takes cores from it as any other program does."""
+    """CPU seconds of all threads of this process. Processes that this one started take cores from it, like any other
+    program."""
     own = psutil.Process().cpu_times()
     return float(own.user + own.system)

@@ -1,6 +1,6 @@
 """Ceilings are measured once for each device, driver and set of versions, and kept with their history in a cache.
 
-Only what is asked for is measured. What is missing is added to the cache when somebody needs it.
+Only the requested parts are measured. Missing parts are added to the cache when they are needed.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ def measure_ceilings(
     transfers: bool = True,
     links: bool = True,
 ) -> Ceilings:
-    """Ceilings of a device, from the cache as far as they were measured before under the same driver and versions.
+    """Ceilings of a device; parts that were measured before, under the same driver and versions, come from the cache.
 
-    Launches and bandwidths are always among them.
+    Launches and bandwidths are always included.
 
     Args:
         device: "cpu", "cuda", "cuda:1"; None is the GPU if there is one.
         refresh: measure again (under 30 s on a GPU, under 20 s on a CPU). The best of all measurements stays: see
-            `ceilings_history` for what came out lower, and `forget_ceilings`.
+            `ceilings_history` for the figures that came out lower, and `forget_ceilings`.
         progress: called with (what is being measured, fraction done).
-        precisions: whose matrix rates are needed ("bf16"); None for all. One that the device has not is left out.
+        precisions: the matrix rates that are needed ("bf16"); None for all. Precisions that the device lacks are
+            omitted.
         transfers: whether rates between host and device are needed. links: whether those between GPUs are.
 
     Raises:
-        ValueError: no such device here, or no such precision anywhere.
+        ValueError: no such device here, or an unknown precision.
         CeilingsFileError: the cached file is corrupt; `refresh=True` replaces it.
     """
     where = _device(device)
@@ -66,12 +67,12 @@ def measure_ceilings(
 
 
 def keep(ceilings: Ceilings, device: torch.device | str | None = None) -> Ceilings:
-    """Write what operators have raised into the cache of a device; returns the best that is known now.
+    """Write raised ceilings into the cache of a device, and return the best known values.
 
-    Two processes may do so at once: neither loses what the other found.
+    Two processes may do so at once: neither loses the other's values.
 
     Raises:
-        ValueError: no such device here, or the ceilings are those of another one.
+        ValueError: no such device here, or the ceilings are those of another device.
         CeilingsFileError: the cached file is corrupt.
     """
     where = _device(device)
@@ -84,13 +85,13 @@ def keep(ceilings: Ceilings, device: torch.device | str | None = None) -> Ceilin
             f"the ceilings are those of {ceilings.device} ({ceilings.device_id}), not of {where} ({here}): only what "
             "was measured on this machine is kept"
         )
-    if known is not None:  # its measurements are there already
+    if known is not None:  # its measurements are already in the cache
         found = History(known.machine, known.measurements, found.raises)
     return _add(path, found, replace_corrupt=False).ceilings()
 
 
 def ceilings_history(device: torch.device | str | None = None) -> History | None:
-    """All that was measured of a device under the present driver and versions; None if nothing was.
+    """All measurements of a device under the present driver and versions; None if there are none.
 
     Raises:
         ValueError: no such device here.
@@ -100,7 +101,7 @@ def ceilings_history(device: torch.device | str | None = None) -> History | None
 
 
 def forget_ceilings(device: torch.device | str | None = None) -> bool:
-    """Delete what is kept of a device; whether there was something.
+    """Delete the cached ceilings of a device; return whether there were any.
 
     Raises:
         ValueError: no such device here.
@@ -112,12 +113,12 @@ def forget_ceilings(device: torch.device | str | None = None) -> bool:
 
 
 def cache_path(identity: tuple[str, ...]) -> Path:
-    """Where the ceilings of a device under given versions are kept."""
+    """The file that keeps the ceilings of a device under given versions."""
     return cache_folder() / f"ceilings-{re.sub(r'[^A-Za-z0-9.+-]+', '_', '-'.join(identity))}.json"
 
 
 def cache_folder() -> Path:
-    """What is measured or compiled once is kept in $ROOFTOP_CACHE, or rooftop/ in the user's cache."""
+    """The folder for cached measurements and compilations: $ROOFTOP_CACHE, or rooftop/ in the user's cache."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(os.environ.get("ROOFTOP_CACHE") or Path(home) / "rooftop")
 
@@ -127,12 +128,12 @@ def _device(device: torch.device | str | None) -> torch.device:
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"ceilings can be measured on cpu and cuda devices, got {where}")
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"{where} is not there: torch can use {torch.cuda.device_count()} GPUs on this machine")
+        raise ValueError(f"{where} does not exist: torch can use {torch.cuda.device_count()} GPUs on this machine")
     return where
 
 
 def _read(path: Path) -> History | None:
-    """The history in a file; None where there is none, or one of the first format, which is measured anew."""
+    """The history in a file; None if there is none, or one in the first format, which is measured again."""
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
@@ -156,7 +157,7 @@ def _unusable(path: Path, error: BaseException) -> CeilingsFileError:
 
 
 def _add(path: Path, found: History, replace_corrupt: bool) -> History:
-    """Merge into the file, whole or not at all; returns what is known now."""
+    """Merge into the file, completely or not at all, and return the merged history."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path):
@@ -180,10 +181,10 @@ def _add(path: Path, found: History, replace_corrupt: bool) -> History:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time changes the file. The lock ends with the process, however that ends."""
+    """One process at a time changes the file. The lock ends with the process, however the process ends."""
     with open(path.with_suffix(".lock"), "a", encoding="utf-8") as lock:
         try:
-            import fcntl  # which Windows has not: there the last of two writers at the same moment wins
+            import fcntl  # not on Windows: there the last of two simultaneous writers wins
 
             fcntl.flock(lock, fcntl.LOCK_EX)
         except (ImportError, OSError):  # some network file systems have no locks

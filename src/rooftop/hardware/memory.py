@@ -1,4 +1,6 @@
-"""Memory: how much is in use (`memory_summary`), how much a block of code needs (`track`), giving back (`release`)."""
+"""Memory: the amount in use (`memory_summary`), the amount that a block of code needs (`track`), and giving memory back
+(`release`).
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,13 @@ class DeviceMemory:
     Attributes:
         device: "cuda:0", ..., or "cpu".
         allocated_bytes: held by live tensors of this process.
-        reserved_bytes: taken from the device by PyTorch's caching allocator; what no tensor holds it keeps for later.
+        reserved_bytes: taken from the device by PyTorch's caching allocator, which keeps the part that no tensor holds
+            for later.
         peak_bytes: most allocated since the start or the last reset (`track` resets it).
-        free_bytes: free on the device, whoever holds the rest.
+        free_bytes: free memory on the device.
         total_bytes: of the device.
-        limit_bytes: most that this process may reserve (`torch.cuda.set_per_process_memory_fraction`); None: no limit.
+        limit_bytes: the most that this process may reserve (`torch.cuda.set_per_process_memory_fraction`); None: no
+            limit.
     """
 
     device: str
@@ -44,13 +48,13 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Released:
-    """What `release` gave back of one GPU and what it could not, in bytes.
+    """Bytes of one GPU that `release` freed, and bytes that it could not free.
 
     Attributes:
         device: "cuda:0", ...
         released_bytes: given back to the device.
         allocated_bytes: kept, because live tensors hold it.
-        fragmented_bytes: kept although no tensor holds it, because it shares a segment of the allocator with one.
+        fragmented_bytes: kept although no tensor holds it, because it shares an allocator segment with one.
     """
 
     device: str
@@ -63,7 +67,7 @@ class Released:
 class TrackedMemory:
     """Memory of a block of code in bytes; complete when the block has ended.
 
-    Attributes:
+    device: the device.
         device: whose memory.
         before_bytes, after_bytes: allocated at the start and at the end.
         peak_bytes: most allocated at any time in the block.
@@ -85,7 +89,7 @@ def memory_summary() -> list[DeviceMemory]:
     with nvml_session() as nvml:
         found = []
         for index in range(torch.cuda.device_count()):
-            # The driver tells it without the context that torch.cuda.mem_get_info would make on each GPU.
+            # The driver reports it without the context that torch.cuda.mem_get_info would create on each GPU.
             free = nvml.gpu(gpu_uuid(index), lambda nvml, h: nvml.nvmlDeviceGetMemoryInfo(h).free)
             found.append(gpu_memory(index, free))
     host = psutil.virtual_memory()
@@ -93,7 +97,7 @@ def memory_summary() -> list[DeviceMemory]:
 
 
 def gpu_memory(index: int, free_bytes: int | None) -> DeviceMemory:
-    """The memory of one GPU, given what is free."""
+    """The memory of one GPU, from its free bytes."""
     total = torch.cuda.get_device_properties(index).total_memory
     fraction = torch.cuda.get_per_process_memory_fraction(index)
     return DeviceMemory(
@@ -108,9 +112,9 @@ def gpu_memory(index: int, free_bytes: int | None) -> DeviceMemory:
 
 
 def release() -> list[Released]:
-    """Give back to each GPU what the caching allocator holds and no tensor needs; [] without a GPU.
+    """Give back to each GPU the memory that the caching allocator holds and no tensor needs; [] without a GPU.
 
-    Collects garbage first, so that tensors in reference cycles are gone.
+    Collects garbage first, so that tensors in reference cycles are freed.
     """
     gc.collect()
     indices = range(torch.cuda.device_count())
@@ -127,12 +131,12 @@ def release() -> list[Released]:
 def track(device: torch.device | str | None = None) -> Iterator[TrackedMemory]:
     """Measure the memory of a block of code; blocks may be nested.
 
-    On a GPU these are the allocator's figures, of all threads; PyTorch's peak counter is reset at the start.
-    On the CPU it counts the storages that PyTorch operators make in the block, from 0: not what was there before, nor
-    the workspaces of kernels, nor what compiled code (`torch.compile`) allocates.
+    On a GPU it reads the allocator's figures, of all threads; PyTorch's peak counter is reset at the start. On the CPU
+    it counts, from 0, the storages that PyTorch operators create in the block. It does not count earlier storages,
+    workspaces of kernels, or allocations of compiled code (`torch.compile`).
 
     Args:
-        device: by default the current GPU, or the CPU where there is none.
+        device: by default the current GPU, or the CPU if there is none.
 
     Raises:
         ValueError: no such device here.
@@ -146,7 +150,7 @@ def track(device: torch.device | str | None = None) -> Iterator[TrackedMemory]:
 
 
 _open_blocks: list[TrackedMemory] = []
-"""Blocks on GPUs that have not ended: each reset of the peak counter must first tell them what it read."""
+"""Blocks on GPUs that have not ended: before each reset of the peak counter they must get its value."""
 
 
 @contextmanager
@@ -179,12 +183,12 @@ def _tracked_cpu(device: torch.device) -> Iterator[TrackedMemory]:
 
 
 class _StorageCount(ObservingMode):
-    """Adds up the storages that operators return and that they were not given, until these are freed."""
+    """Adds up new storages that operators return, until these are freed."""
 
     def __init__(self, tracked: TrackedMemory) -> None:
         super().__init__()
         self._tracked = tracked
-        self._sizes: dict[int, int | None] = {}  # storage's address in C++ -> bytes; None: it was there before
+        self._sizes: dict[int, int | None] = {}  # storage's address in C++ -> bytes; None: it existed before
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._closed = False
 
@@ -203,7 +207,7 @@ class _StorageCount(ObservingMode):
         return result
 
     def close(self) -> None:
-        """Storages that are freed from here on no longer count."""
+        """Stop counting: storages that are freed later no longer matter."""
         self._closed = True
         self._alive.clear()
 

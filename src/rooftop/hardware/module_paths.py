@@ -1,8 +1,8 @@
 """The name of a module's call: how its caller reaches it ("blocks.3.norm").
 
-A module that several parents hold runs under each of them, so its name follows the call and not the object: it is the
-name of the innermost running module that holds it, and the path from there. Where no running module holds it, it has
-the path under which the model holds it first.
+A module with several parents runs under each of them, so its name depends on the call and not on the object. It is the
+name of the innermost running module that contains it, plus the path from there. If no running module contains it, it
+has the path under which the model contains it first.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 OUTSIDE = None
-"""The caller of a module that no other module calls."""
+"""The scope of a module that no other module calls."""
 
 
 class ModulePaths:
-    """Scopes of modules and the owners of parameters. Keeps neither alive.
+    """Scopes of modules and the owners of parameters. Keeps neither of them alive.
 
     The first module called from outside any module is the root; later ones have their class name as a prefix.
     """
 
     def __init__(self) -> None:
-        self._first = WeakIdKeyDictionary()  # module -> the scope under which its root holds it first
+        self._first = WeakIdKeyDictionary()  # module -> the scope under which its root contains it first
         self._roots = WeakIdKeyDictionary()  # module -> the scope of that root
         self._called = WeakIdKeyDictionary()  # module -> caller's scope -> its scope
-        self._running: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()  # scope -> what was last called so
-        self._taken: set[str] = set()  # scopes, also of modules that are gone
+        self._running: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()  # scope -> last module called
+        self._taken: set[str] = set()  # scopes, also of modules that no longer exist
         self._owners = WeakIdKeyDictionary()  # parameter -> the first scope that owns it
 
     def adopt(self, root: nn.Module) -> str:
@@ -46,11 +46,11 @@ class ModulePaths:
         return prefix
 
     def knows(self, module: nn.Module) -> bool:
-        """Whether a root that was adopted holds it."""
+        """Whether an adopted root contains the module."""
         return module in self._first
 
     def owner(self, parameter: object) -> str | None:
-        """The scope of the module that holds a parameter."""
+        """The scope of the module that owns a parameter."""
         found: str | None = self._owners.get(parameter)
         return found
 
@@ -80,7 +80,7 @@ class ModulePaths:
 
 
 def path_below(holder: nn.Module, module: nn.Module) -> str | None:
-    """The shortest path from a module to one below it, "" to itself; None if it does not hold it."""
+    """The shortest path from a module to one below it, "" to itself; None if it does not contain it."""
     seen = {id(holder)}
     left = deque([("", holder)])
     while left:
@@ -95,7 +95,7 @@ def path_below(holder: nn.Module, module: nn.Module) -> str | None:
 
 
 def inner_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """A module and all below it, each once with its path, whatever a subclass makes of `named_modules`."""
+    """A module and all modules below it, each once with its path, even if a subclass overrides `named_modules`."""
     seen = set[int]()
     left = [("", module)]
     while left:
@@ -108,7 +108,7 @@ def inner_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Those of the module itself, whatever a subclass makes of `parameters`."""
+    """The module's own parameters, even if a subclass overrides `parameters`."""
     return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 

@@ -1,7 +1,7 @@
-"""What the driver says, through NVML: every question may go unanswered.
+"""What the driver reports through NVML; every query may fail.
 
-In a container, a virtual machine, with an old driver or an old `nvidia-ml-py`, a call may be missing, refused or not
-supported by the GPU. An answer that is not there is None; the caller never sees NVML's errors.
+In a container, in a virtual machine, with an old driver or an old `nvidia-ml-py`, a call may be missing, refused or not
+supported by the GPU. A missing answer is None; the caller never sees NVML's errors.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from contextlib import contextmanager
 from typing import Any
 
 Question = Callable[[Any, Any], Any]
-"""Asked with (the pynvml module, the GPU's handle)."""
+"""A query, called with (the pynvml module, the GPU's handle)."""
 
 
 class Nvml:
-    """An open session. `gpu(uuid)` asks about one GPU, `system` about the driver."""
+    """An open session. `gpu(uuid)` queries one GPU, `system` the driver."""
 
     def __init__(self, module: Any) -> None:
         self._module = module  # None: no session could be opened
         self._handles: dict[str, Any] = {}
 
     def handle(self, uuid: str | None) -> Any:
-        """The driver's handle of a GPU; None where it does not know it."""
+        """The driver's handle of a GPU; None if the driver does not know it."""
         if uuid is None:
             return None
         if uuid not in self._handles:
@@ -35,7 +35,7 @@ class Nvml:
         return None if handle is None else self.system(lambda nvml: question(nvml, handle))
 
     def system(self, question: Callable[[Any], Any]) -> Any:
-        """The answer to a question that names no GPU, or None."""
+        """The answer to a query about no particular GPU, or None."""
         if self._module is None:
             return None
         try:
@@ -46,7 +46,7 @@ class Nvml:
 
 @contextmanager
 def nvml_session() -> Iterator[Nvml]:
-    """A session with the driver; where there is none, one that answers nothing."""
+    """A session with the driver; without a driver, one that answers nothing."""
     import pynvml
 
     try:

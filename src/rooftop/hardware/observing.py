@@ -1,11 +1,11 @@
-"""Dispatch modes that watch the operators of a program, and neither end nor change it.
+"""Dispatch modes that watch the operators of a program, without ending or changing the program.
 
-PyTorch compiles nothing under a dispatch mode, and remembers for good that it did not: a function would never be
-compiled afterwards, and `torch.cond`, which needs to be, would raise. So nothing is offered for compilation meanwhile.
+PyTorch compiles nothing under a dispatch mode, and remembers for good that it did not. So a function would never be
+compiled afterwards, and `torch.cond`, which must be compiled, would raise. So these modes disable compilation.
 
-Operators that take functions (`torch.cond`, `while_loop`, `map`, `scan`, `flex_attention`) rely on the compiler to make
-arguments of all tensors that these functions use. Without it their own gradients would fail, so those of the operators
-in their functions are taken. Control flow is run by its eager meaning, so that the mode sees what it runs.
+Operators that take functions (`torch.cond`, `while_loop`, `map`, `scan`, `flex_attention`) rely on the compiler to turn
+all tensors that these functions use into arguments. Without it their own gradients would fail. So autograd
+differentiates the operators inside their functions. Control flow runs eagerly, so that the mode sees its operators.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ObservingMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._entered = 0  # how often: what consists of other operators is taken apart inside
+        self._entered = 0  # nesting depth: composite operators are decomposed inside
         self._compiler = ExitStack()
 
     def __enter__(self) -> Any:
@@ -63,24 +63,24 @@ class ObservingMode(TorchDispatchMode):
             return meaning(*args, **(kwargs or {}))
 
     def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the operator and returns its result; each subclass has its own.
+        """Run the operator and return its result; each subclass has its own.
 
-        An operator that takes functions has no schema. Control flow does not come here.
+        An operator that takes functions has no schema. Control flow operators do not come here.
         """
         raise NotImplementedError(f"{type(self).__name__} must define observe")
 
 
 _COMPILER = "torch._dynamo.eval_frame"
-_lock = threading.RLock()  # of the two below: what is changed belongs to the process
+_lock = threading.RLock()  # for the two below: the changes affect the whole process
 _users = 0
 _changed = ExitStack()
 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Inside, nothing is compiled, also for other threads. A stance that the program takes meanwhile stays.
+    """Within the block, nothing is compiled, also in other threads. A stance that the program sets meanwhile stays.
 
-    The compiler takes seconds to import. Where the program has not done so, this waits until it does.
+    The compiler takes seconds to import. If the program has not imported it, this waits until the program does.
     """
     global _users
     with _lock:
@@ -89,7 +89,7 @@ def uncompiled() -> Iterator[None]:
             _run_control_flow(_changed)
             _differentiate_what_functions_run(_changed)
             if _COMPILER in sys.modules:
-                _take_eager_stance(_changed, import_module(_COMPILER))  # waits for a thread that is loading it
+                _take_eager_stance(_changed, import_module(_COMPILER))  # waits for a thread that is importing it
             else:
                 _TakesItWhenLoaded(_changed)
     try:
@@ -102,7 +102,7 @@ def uncompiled() -> Iterator[None]:
 
 
 class _TakesItWhenLoaded(MetaPathFinder):
-    """Takes the eager stance when the program loads the compiler, by whichever of its names it does so."""
+    """Sets the eager stance when the program imports the compiler, under any of the compiler's names."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -145,7 +145,7 @@ def _take_eager_stance(stack: ExitStack, compiler: Any) -> None:
     def end() -> None:
         if compiler._stance is ours:
             compiler._set_stance(before)
-        else:  # the program has taken one, and comes back to ours when it ends that
+        else:  # the program has set one, and returns to ours afterwards
             for field in fields(ours):
                 setattr(ours, field.name, getattr(before, field.name))
 
@@ -153,7 +153,7 @@ def _take_eager_stance(stack: ExitStack, compiler: Any) -> None:
 
 
 def _run_control_flow(stack: ExitStack) -> None:
-    """Let `torch.cond` and the like run the functions that they are given, whoever has a reference to them."""
+    """Let `torch.cond` and similar operators call their functions directly, for every reference to them."""
     for place, meaning in _CONTROL_FLOW.items():
         module, _, name = place.rpartition(".")
         public = getattr(sys.modules.get(module), name, None)
@@ -181,15 +181,15 @@ def _entry(place: str) -> types.CodeType:
 
 
 def run_control_flow(place: str, *arguments: Any, **options: Any) -> Any:
-    """What the function of that place is while a program is watched."""
+    """The replacement for a function while a program is watched."""
     meaning, itself = _running[place]
-    if torch.compiler.is_compiling():  # torch.export takes it into its graph
+    if torch.compiler.is_compiling():  # torch.export records it into its graph
         return itself(*arguments, **options)
     return meaning(*arguments, **options)
 
 
 def _differentiate_what_functions_run(stack: ExitStack) -> None:
-    """Let control flow, and attention whose scores depend on other tensors, run by its eager meaning above autograd."""
+    """Run control flow, and attention whose scores depend on other tensors, eagerly above autograd."""
     for operator in _higher_order_ops.values():
         kernel = eager_meaning(operator)
         if kernel is None and operator.name() == "flex_attention":
@@ -210,7 +210,7 @@ def _attention_by_autograd(operator: Any, with_own_gradients: Callable[..., Any]
 
 
 def _uses_other_values(function: Any) -> bool:
-    """Whether a function uses anything beside its arguments that may hold a tensor."""
+    """Whether a function uses anything that may hold a tensor, besides its arguments."""
     if not isinstance(function, types.FunctionType):
         return True
     used = inspect.getclosurevars(function)
@@ -219,7 +219,7 @@ def _uses_other_values(function: Any) -> bool:
 
 
 def eager_meaning(operator: HigherOrderOperator) -> Callable[..., Any] | None:
-    """What runs the functions of control flow, operator by operator; None for other operators."""
+    """A function that runs the functions of a control flow operator, operator by operator; None for other operators."""
     name = operator.name()
     if name == "cond":
         return _cond
@@ -241,7 +241,7 @@ def _scan(combine: Callable[..., Any], init: Any, xs: Any, additional_inputs: An
     return generic_scan(combine, init, xs, additional_inputs=additional_inputs)
 
 
-# ---- public functions, which take nested tensors --------------------------------------------------------------------
+# ---- public functions, which accept nested tensors ------------------------------------------------------------------
 
 
 def _cond_of_nests(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
@@ -309,4 +309,4 @@ _CONTROL_FLOW: dict[str, Callable[..., Any]] = {
 }
 _running: dict[
     str, tuple[Callable[..., Any], Callable[..., Any]]
-] = {}  # by place: its meaning, and the function itself
+] = {}  # by location: the eager version, and the function itself

@@ -1,17 +1,17 @@
-"""Theoretical occupancy: how many warps of a kernel one multiprocessor holds at a time, and what limits them.
+"""Theoretical occupancy: how many warps of a kernel one multiprocessor holds at a time, and the limiting resource.
 
     occupancy = active blocks x warps per block / warps that the multiprocessor can hold
     active blocks = min over the limits: warps, blocks, registers, shared memory
 
-Registers are allocated per warp, in units, and each warp stays in one of four sub-partitions, each with a quarter of
-the registers. Shared memory is allocated per block, in units, and since 8.0 the driver reserves 1 KiB more per block.
+Registers are allocated per warp, in units. Each warp stays in one of four sub-partitions, each with a quarter of the
+registers. Shared memory is allocated per block, in units, and since 8.0 the driver reserves 1 KiB more per block.
 
 Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; the occupancy calculator of the
-CUDA toolkit 13.0 (cuda_occupancy.h), which the tests compare with. The shared memory is assumed to grow as needed, at
+CUDA toolkit 13.0 (cuda_occupancy.h), with which the tests compare. The shared memory is assumed to grow as needed, at
 the cost of L1 (the default carve-out).
 
 Not counted: named barriers (a kernel with more than one or two per block may have less), thread block clusters,
-`setmaxnreg`. Occupancy hides latency; beyond what that takes, more of it is no faster.
+`setmaxnreg`. Occupancy hides latency; once the latency is hidden, more of it is no faster.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ WARP = 32  # threads
 
 @dataclass(frozen=True)
 class Multiprocessor:
-    """What one multiprocessor holds, and in which units it gives it out.
+    """The resources of one multiprocessor, and their allocation units.
 
     Attributes:
         max_warps, max_blocks: resident at a time.
-        shared_carveouts: bytes of shared memory that it can set aside, rising; the rest of the store is L1.
-        shared_unit: bytes in which a block gets shared memory.
-        reserved_shared_bytes: that the driver adds to each block.
-        registers: of 32 bits. A block can have all of them.
-        register_unit: registers in which a warp gets its own.
-        sub_partitions: among which warps and registers are divided (the calculator's "warp allocation granularity").
-        max_registers_per_thread, max_threads_per_block: of any launch.
+        shared_carveouts: possible sizes of shared memory in bytes, ascending; the rest of the store is L1.
+        shared_unit: allocation unit of a block's shared memory, in bytes.
+        reserved_shared_bytes: bytes that the driver adds to each block.
+        registers: number of 32-bit registers. A block can use all of them.
+        register_unit: allocation unit of a warp's registers.
+        sub_partitions: number of parts that share warps and registers (the calculator's "warp allocation granularity").
+        max_registers_per_thread, max_threads_per_block: for any launch.
     """
 
     max_warps: int
@@ -80,7 +80,7 @@ MULTIPROCESSORS: dict[tuple[int, int], Multiprocessor] = {
     (10, 3): Multiprocessor(64, 32, _UP_TO_228),
     (12, 0): Multiprocessor(48, 24, _UP_TO_100),
 }
-"""By compute capability."""
+"""Multiprocessors by compute capability."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Change:
 
     @property
     def size(self) -> float:
-        """|after - before| / before: what makes changes of different resources comparable."""
+        """|after - before| / before: it makes changes of different resources comparable."""
         return abs(self.after - self.before) / self.before
 
     def __str__(self) -> str:
@@ -115,8 +115,8 @@ class Occupancy:
         capability: compute capability.
         threads_per_block, registers_per_thread, shared_bytes_per_block: of the launch; shared memory is static plus
             dynamic.
-        limits: blocks that each of "warps", "blocks", "registers" and "shared memory" has room for. None: the kernel
-            uses none of it. 0: the launch fails.
+        limits: the number of blocks that "warps", "blocks", "registers" and "shared memory" each have room for. None:
+            the kernel does not use the resource. 0: the launch fails.
     """
 
     capability: tuple[int, int]
@@ -131,12 +131,12 @@ class Occupancy:
 
     @property
     def blocks_per_multiprocessor(self) -> int:
-        """Resident blocks; 0 where the registers of one block do not fit: such a launch fails."""
+        """Resident blocks; 0 if the registers of one block do not fit: such a launch fails."""
         return min(limit for limit in self.limits.values() if limit is not None)
 
     @property
     def active_warps(self) -> int:
-        """Resident warps; the last warp of a block counts as one even when the block does not fill it."""
+        """Resident warps; the last warp of a block counts as one even if the block does not fill it."""
         return self.blocks_per_multiprocessor * _warps(self.threads_per_block)
 
     @property
@@ -146,12 +146,12 @@ class Occupancy:
 
     @property
     def limiters(self) -> tuple[str, ...]:
-        """Every resource whose limit is the lowest: with several, raising one alone changes nothing."""
+        """Every resource with the lowest limit; if there are several, raising only one changes nothing."""
         return tuple(name for name, limit in self.limits.items() if limit == self.blocks_per_multiprocessor)
 
     @property
     def limiter(self) -> str:
-        """What limits the blocks; the first of `limiters` in the order of `limits`."""
+        """The resource that limits the blocks; the first of `limiters` in the order of `limits`."""
         return self.limiters[0]
 
     @property
@@ -162,10 +162,10 @@ class Occupancy:
         return next(size for size in sm.shared_carveouts if size >= used)
 
     def changes(self) -> tuple[Change, ...]:
-        """For each resource that can raise the occupancy alone, its smallest change that does, smallest first.
+        """For each resource that can raise the occupancy alone, the smallest change that does, smallest first.
 
-        Fewer registers per thread, less shared memory per block, or another block size (in whole warps, registers per
-        thread and shared memory per block kept).
+        The changes are fewer registers per thread, less shared memory per block, or another block size (in whole warps,
+        with the same registers per thread and shared memory per block).
         """
         found = [
             self._less("registers_per_thread", least=1),
@@ -198,7 +198,7 @@ class Occupancy:
         return self._with(field, value).active_warps > self.active_warps
 
     def _less(self, field: str, least: int) -> Change | None:
-        """The largest smaller value that raises the occupancy. What a value allows, any smaller one allows too."""
+        """The largest smaller value that raises the occupancy. If a value raises it, any smaller value does too."""
         before: int = getattr(self, field)
         smaller = range(least, before)
         raising = bisect_left(smaller, True, key=lambda value: not self._raised_by(field, value))
@@ -235,7 +235,7 @@ def occupancy(
         capability: compute capability of the GPU, e.g. (9, 0).
 
     Raises:
-        TypeError: other than integers and a tuple.
+        TypeError: arguments that are not integers and a tuple.
         ValueError: a compute capability that is not in `MULTIPROCESSORS`, or a value that no launch can have. A block
             whose registers do not fit has occupancy 0 instead, so that `nearest_change` says what would fit.
     """
@@ -273,7 +273,7 @@ def occupancy(
 
 
 def _limits(launch: Occupancy) -> dict[str, int | None]:
-    """Blocks that each resource has room for."""
+    """The number of blocks that each resource has room for."""
     sm, warps = launch.multiprocessor, _warps(launch.threads_per_block)
     shared = _shared_allocated(sm, launch.shared_bytes_per_block)
     return {

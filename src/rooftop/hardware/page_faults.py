@@ -1,9 +1,9 @@
-"""Pages of memory that a program takes from the system anew.
+"""Memory pages that a program requests from the system again and again.
 
-The C library's `malloc` gives large pieces back to the system when they are freed. A step on a CPU that allocates and
-frees its activations then takes the same pages again each time, and the system fills each page with zeros first. A
-convolutional network is slower by that. Whether malloc gives memory back depends on what else lies in the heap: a step
-is in one of two states, and the records of an analysis can move it from one to the other.
+The C library's `malloc` returns large pieces to the system when they are freed. A step on a CPU that allocates and
+frees its activations then requests the same pages each time, and the system first fills each page with zeros. This
+makes a convolutional network slower. Whether malloc returns memory depends on the rest of the heap. So a step is in one
+of two states, and an analysis's records can move it to the other.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ __all__ = ["KEEP_MEMORY", "NO_FAULTS", "PageFaults", "page_faults"]
 MANY = 500  # pages of a step: 2 MB, which take a few tenths of a millisecond
 
 KEEP_MEMORY = "MALLOC_TRIM_THRESHOLD_=10000000000 MALLOC_MMAP_THRESHOLD_=10000000000 python ..."
-"""How to start a program so that glibc's malloc keeps what is freed."""
+"""How to start a program so that glibc's malloc keeps freed memory."""
 
 
 @dataclass(frozen=True)
 class PageFaults:
-    """Page faults of this process, all its threads included.
+    """Page faults of this process, including all its threads.
 
     Attributes:
-        count: pages that the system gave it without reading a disk (minor faults).
-        system_ms: time that the system worked for the process, most of it for those pages.
+        count: pages that the system provided without reading a disk (minor faults).
+        system_ms: time that the system worked for the process, most of it for these pages.
     """
 
     count: float = 0.0
     system_ms: float = 0.0
 
     def since(self, before: PageFaults, steps: int) -> PageFaults:
-        """The mean of so many steps since then."""
+        """The mean over `steps` steps since `before`."""
         return PageFaults((self.count - before.count) / steps, (self.system_ms - before.system_ms) / steps)
 
     def step_ms(self, threads: int) -> float:
-        """By how much they lengthen a step that so many threads work on.
+        """The time that page faults add to a step of `threads` threads.
 
-        The system works for one thread at a time; whether the others wait meanwhile is not known. This is the middle
-        between its share of each thread and all of it.
+        The system serves one thread at a time, and it is unknown whether the other threads wait meanwhile. This is the
+        mean of each thread's share and the whole.
         """
         return self.system_ms * (1 + 1 / threads) / 2
 
@@ -57,7 +57,7 @@ NO_FAULTS = PageFaults()
 
 
 def page_faults() -> PageFaults:
-    """Those since the process began. All are 0 where the system does not count them."""
+    """Page faults since the process started. All are 0 if the system does not count them."""
     if resource is None:
         return NO_FAULTS
     used = resource.getrusage(resource.RUSAGE_SELF)

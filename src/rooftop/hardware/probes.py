@@ -1,7 +1,7 @@
-"""The measurements behind the ceilings: which parts a device has, and one measurement of some of them.
+"""The measurements behind the ceilings: the parts of a device, and one measurement of some parts.
 
-On a GPU every figure is the shortest duration of a kernel as the profiler sees it, the instrument that times operators
-too; on a CPU the fastest of several bursts. A ceiling is what the machine can do when nothing disturbs it.
+On a GPU every figure is the shortest duration of a kernel as the profiler sees it, the instrument that also times
+operators. On a CPU it is the fastest of several bursts. A ceiling is the best that the undisturbed machine can do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rooftop.hardware.histories import History, Machine, Measurement
 
 
 def identity(device: torch.device) -> tuple[str, ...]:
-    """What the figures depend on: the device, its driver, the versions, the threads."""
+    """The identity that the figures depend on: the device, its driver, the versions, the threads."""
     v = versions()
     if device.type == "cuda":
         name = gpu_uuid(device.index or 0) or torch.cuda.get_device_name(device)
@@ -40,7 +40,7 @@ def parts_of(device: torch.device) -> tuple[str, ...]:
 
 
 def machine_of(device: torch.device) -> Machine:
-    """What a device is, as its history says it."""
+    """The description of a device in its history."""
     if device.type == "cuda":
         g = gpu(device.index or 0)
         return Machine(g.name, g.uuid or g.name, "cuda", 1, versions(), {"L2": g.l2_bytes})
@@ -50,9 +50,9 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def probe(device: torch.device, parts: Collection[str], progress: Progress) -> History:
-    """One measurement of some parts, as a history of its own.
+    """One measurement of some parts, as a separate history.
 
-    Leaves clocks, flags, memory and random numbers as they were.
+    Leaves clocks, flags, memory and random numbers unchanged.
     """
     machine = machine_of(device)
     wanted = [part for part in parts_of(device) if part in parts]
@@ -72,7 +72,7 @@ def probe(device: torch.device, parts: Collection[str], progress: Progress) -> H
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """Products measure the precision that they name; the user's switch is put back."""
+    """Products use the precision that they name; the user's switch is restored."""
     allowed = torch.backends.cuda.matmul.allow_tf32
     try:
         yield

@@ -1,9 +1,9 @@
-"""How fast this CPU is at the moment, compared with its best so far.
+"""The CPU's current speed, compared with its best so far.
 
-Other guests of its host slow a virtual machine down, which is not told of it; a laptop that is warm lowers its clocks.
-Steps then take longer from the first to the last, so that their times agree. So two fixed pieces of work are timed with
-the ceilings, and again beside the steps that are compared with these. Each is timed for about as long as a step takes:
-a host may take a core away for some milliseconds, again and again, which the shortest calls do not see.
+Other virtual machines on the same host slow a machine down unnoticed; a warm laptop lowers its clocks. All steps then
+take longer, so that their times agree. So two fixed pieces of work are timed with the ceilings, and again with the
+steps that are compared with the ceilings. Each is timed for about as long as a step takes: a host may repeatedly take a
+core away for some milliseconds, which the shortest calls do not see.
 
     product    a matrix product of 1024 x 1024 x 1024 in float32, flop/s
     read       a sum over 64 MiB, bytes/s
@@ -27,7 +27,7 @@ LEAST_CALLS, LEAST_S = 3, 0.03
 
 
 class Pulse:
-    """Taken again and again while something is measured."""
+    """Rates taken repeatedly during a measurement."""
 
     def __init__(self) -> None:
         self._taken: defaultdict[str, list[float]] = defaultdict(list)
@@ -40,28 +40,30 @@ class Pulse:
         }
 
     def take(self) -> None:
-        """Time both, for some 30 ms each."""
+        """Time both pieces of work, for some 30 ms each."""
         with usual_defaults(), torch.no_grad():
             for name, (amount, call) in self._work.items():
                 self._taken[name].append(amount / _mean_s(call))
 
     @property
     def rates(self) -> dict[str, float]:
-        """By name, the median of what was taken: the best one may be of a moment that no step had. Empty before
+        """By name, the median of the samples: the best one may come from a moment without a step. Empty before
         `take`."""
         return {name: median(rates) for name, rates in self._taken.items()}
 
     @property
     def varied(self) -> tuple[str, float] | None:
-        """Name of the rate that differed most from moment to moment, and by which share of its median; None of fewer
-        than two moments."""
+        """Name of the rate that varied most from moment to moment, and its variation as a share of the median; None
+        with fewer than two moments."""
         spans = {
             name: (max(rates) - min(rates)) / median(rates) for name, rates in self._taken.items() if len(rates) > 1
         }
         return max(spans.items(), key=lambda span: span[1]) if spans else None
 
     def share_of(self, best: Mapping[str, float]) -> tuple[str, float] | None:
-        """Name of the rate that fell most below its earlier best, and its share of it; None without earlier rates."""
+        """Name of the rate that fell most below its earlier best, and the remaining share; None without earlier
+        rates.
+        """
         shares = {name: rate / best[name] for name, rate in self.rates.items() if best.get(name)}
         return min(shares.items(), key=lambda share: share[1]) if shares else None
 

@@ -1,8 +1,8 @@
-"""The calls of modules and optimizers that are running, as their hooks tell.
+"""The running calls of modules and optimizers, as their hooks report them.
 
-PyTorch calls no hook where a module ends with what is no `Exception` (KeyboardInterrupt, SystemExit,
-asyncio.CancelledError), or an optimizer with anything. A program that catches it goes on, and a call that seems to run
-for ever would give its name to all that follows. So each call is known by the frame that runs it.
+PyTorch calls no hook if a module ends with an exception that is no `Exception` (KeyboardInterrupt, SystemExit,
+asyncio.CancelledError), or an optimizer with any exception. A program that catches the exception continues, and a call
+that seems to run forever would give its name to all later ones. So each call is identified by the frame that runs it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class _Call:
 
 
 class RunningCalls:
-    """The calls that hooks have told of, the outermost first. Keeps no frame alive.
+    """The calls that hooks have reported, the outermost first. Keeps no frame alive.
 
-    A frame of one call may take the place in memory of an earlier one. It enters here when it does, and what is above
-    its caller has ended then.
+    A frame of one call may get the memory address of an earlier one. Then it enters here, and all calls above its
+    caller have ended.
     """
 
     def __init__(self) -> None:
@@ -42,13 +42,14 @@ class RunningCalls:
 
     @property
     def within(self) -> object:
-        """What the innermost one was called within; None if there is none."""
+        """The `within` of the innermost call; None if there is none."""
         return self._calls[-1].within if self._calls else None
 
     def settle(self, frame: FrameType | None) -> bool:
-        """Forget the calls of this thread that neither this frame nor any of its callers runs; whether there were any.
+        """Forget the calls of this thread that neither this frame nor any of its callers runs; return whether there
+        were any.
 
-        Calls that began in another thread wait for this one: autograd runs backward passes in threads of its own.
+        Calls that began in another thread wait for this one: autograd runs backward passes in its own threads.
         """
         if not self._calls or self._calls[-1].thread != threading.get_ident():
             return False
@@ -67,17 +68,17 @@ class RunningCalls:
         return True
 
     def enter(self, name: str, frame: FrameType, within: object = None) -> None:
-        """A call begins, which this frame runs. Those above its caller must be settled.
+        """Record the beginning of a call that this frame runs. Calls above its caller must be settled.
 
         Args:
-            within: what the call is a part of besides, such as a node of autograd's graph.
+            within: another object that the call is part of, such as a node of autograd's graph.
         """
         self._calls.append(_Call(name, threading.get_ident(), id(frame), frame.f_code, within))
 
     def leave(self, frame: FrameType) -> str | None:
-        """A call ends, which this frame or its caller runs, and with it all that is above it. Returns its name.
+        """Record the end of a call that this frame or its caller runs, and of all calls above it. Returns its name.
 
-        None: it began before it could be seen.
+        None: it began before the hooks were there.
         """
         thread, frames = threading.get_ident(), (id(frame), id(frame.f_back))
         for place in reversed(range(len(self._calls))):
@@ -92,8 +93,8 @@ class RunningCalls:
 
 
 def caller_of_hook(frame: FrameType) -> FrameType:
-    """The frame that runs a module's call, where `frame` is that which calls a hook at its beginning.
+    """The frame that runs a module's call, given the frame that calls its first hook.
 
-    PyTorch runs the module and its hooks in a function inside that of the call, which alone also sees it fail.
+    PyTorch runs the module and its hooks in a function inside that of the call; only the outer one sees it fail.
     """
     return frame.f_back if frame.f_back is not None else frame

@@ -1,12 +1,12 @@
-"""Which GPUs to use, and work on several of them at a time from one process.
+"""Choosing GPUs, and working on several of them at a time from one process.
 
-`select_devices` chooses by free memory, compute capability and NVLink; `on_each` hands jobs to devices as they become
+`select_devices` chooses by free memory, compute capability and NVLink; `on_each` gives jobs to devices as they become
 free; `Ensemble` runs one model on each device.
 
-The host starts the work of each device from a thread of its own, in the grad mode, inference mode and autocast of the
-thread that called. Other state of a thread is not carried over: a TorchDispatchMode (such as a counting mode) of the
-calling thread does not see what the threads run. Threads serve two to eight devices whose work takes some ms at a time;
-a training loop wants a process for each (torchrun).
+The host starts the work of each device from a separate thread, in the grad mode, inference mode and autocast of the
+calling thread. Other thread state is not carried over: a TorchDispatchMode (such as a counting mode) of the calling
+thread does not see what these threads run. Threads are enough for two to eight devices if each piece of work takes some
+milliseconds. A training loop needs a process for each device (torchrun).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from rooftop.hardware.threads import Modes, caller_stream, current, noted, place
 Result = TypeVar("Result")
 
 NVLINK_PATHS = ("NVLink", "NVLink switch")
-"""Of `rooftop.hardware.topology.Peer`."""
+"""The path kinds of `rooftop.hardware.topology.Peer`."""
 
 
 class DeviceSelectionError(RooftopError, ValueError):
-    """Fewer GPUs qualify than were asked for; the message says why each of the others does not."""
+    """Fewer GPUs qualify than requested; the message gives the reason for each of the others."""
 
 
 def select_devices(
@@ -44,16 +44,16 @@ def select_devices(
 ) -> list[torch.device]:
     """GPUs that qualify, those with the most free memory first.
 
-    Args:
+    count: the number of GPUs.
         count: how many.
-        min_free_bytes: free on each. The driver counts what torch keeps cached in this process as used.
+        min_free_bytes: free bytes on each. The driver counts memory that torch caches in this process as used.
         min_capability: least compute capability, e.g. (9, 0).
-        near: a GPU that the others are to work with; it is not chosen itself. GPUs that it has NVLink to come first,
-            then those whose memory it can access directly, then the rest, each by free memory.
+        near: a GPU that the others will work with; it is not chosen itself. GPUs connected to it by NVLink come first,
+            then those whose memory it can access directly, then the rest; each group by free memory.
 
     Raises:
         DeviceSelectionError: fewer than `count` qualify.
-        ValueError: `count` below 1, `min_capability` that is no pair of integers, `near` that is no GPU of this
+        ValueError: `count` below 1, `min_capability` that is not a pair of integers, `near` that is not a GPU of this
             machine.
     """
     if not isinstance(count, int) or count < 1:
@@ -75,19 +75,19 @@ def _gpu_of(near: torch.device | str | int, gpus: list[Gpu]) -> Gpu:
     device = torch.device("cuda", near) if isinstance(near, int) else with_index(torch.device(near))
     found = next((gpu for gpu in gpus if device == torch.device("cuda", gpu.index)), None)
     if found is None:
-        raise ValueError(f"near={near!r} is no GPU of this machine: torch can use {len(gpus)} (cuda:0 is the first)")
+        raise ValueError(f"near={near!r} is not a GPU of this machine: torch can use {len(gpus)} (cuda:0 is the first)")
     return found
 
 
 def _free_bytes(gpu: Gpu) -> int:
-    """As NVML says; where it does not, as CUDA says, which makes a context on that GPU (some 100 MB)."""
+    """Free bytes from NVML; without NVML from CUDA, which creates a context on that GPU (some 100 MB)."""
     return torch.cuda.mem_get_info(gpu.index)[0] if gpu.free_bytes is None else gpu.free_bytes
 
 
 def _reasons(
     gpu: Gpu, free: int, min_free_bytes: int, min_capability: tuple[int, int] | None, partner: Gpu | None
 ) -> list[str]:
-    """Why a GPU does not qualify; empty where it does."""
+    """The reasons why a GPU does not qualify; empty if it does."""
     reasons = []
     if free < min_free_bytes:
         reasons.append(f"{_size(free)} free of {_size(gpu.memory_bytes)}")
@@ -135,13 +135,14 @@ def on_each(
 ) -> list[Result]:
     """Run jobs on several devices at a time: a queue, from which each device takes the next job when it is free.
 
-    Each device has a thread and, on a GPU, a stream of its own that is current there, as is the device. It begins after
-    what the calling thread has launched on its current streams of all the devices. A job ends when its work on the
-    stream has ended.
+    Each device has a thread and, on a GPU, its own stream; device and stream are current in the thread. The stream
+    begins after the work that the calling thread has launched on its current streams of all the devices. A job ends
+    when its work on the stream has ended.
 
     Args:
-        jobs: each is called with its device; its result may lie there.
-        devices: default: all GPUs that torch can use, the CPU where there are none. One named twice runs two at a time.
+        jobs: each is called with its device; its result may be on that device.
+        devices: default: all GPUs that torch can use, or the CPU if there are none. A device named twice runs two jobs
+            at a time.
 
     Returns:
         The results, in the order of the jobs. Their tensors (in lists, tuples and dicts) are safe to use on the
@@ -149,8 +150,8 @@ def on_each(
 
     Raises:
         ValueError: no devices.
-        BaseException: the first that a job raised, with its number and device as a note. No job is started after it,
-            and it is raised when those that were running have ended.
+        BaseException: the first exception of a job, with the job's number and device as a note. After the first error
+            no job is started; the error is raised when the running jobs have ended.
     """
     places = places_of(devices)
     modes = Modes.of_this_thread()
@@ -178,24 +179,24 @@ def on_each(
         run_together(threads, calls, cancel=waiting.clear)
     ordered = [results[number] for number in range(len(jobs))]
     for tensor in tree_leaves(ordered):
-        if isinstance(tensor, Tensor) and tensor.is_cuda:  # its memory belongs to the stream that it was made on
+        if isinstance(tensor, Tensor) and tensor.is_cuda:  # its memory belongs to the stream on which it was allocated
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return ordered
 
 
 class Ensemble(nn.Module):
-    """Models that all get the same input, each on a device of its own, at the same time.
+    """Models that all get the same input, each on its own device, at the same time.
 
     Each model runs on the calling thread's current stream of its device; `forward` does not wait for the GPUs. Two
     models on one GPU run one after the other. Gradients flow back to the input and to every model.
 
     Args:
         modules: the models; they are moved to their devices, in place. They may not share parameters across devices.
-        devices: one for each. Default: those of `select_devices`, the CPU where there are no GPUs.
-        combine: makes one result of the list of outputs, all of them on the first device. Default: `torch.stack`.
+        devices: one for each. Default: those of `select_devices`, or the CPU if there are no GPUs.
+        combine: makes one result from the list of outputs, all of them on the first device. Default: `torch.stack`.
 
     Raises:
-        ValueError: no modules, another number of devices than of modules, a parameter that two of them share.
+        ValueError: no modules, another number of devices than of modules, or a parameter that two of them share.
         DeviceSelectionError: there are fewer GPUs than modules, and no devices are named.
     """
 
@@ -219,32 +220,32 @@ class Ensemble(nn.Module):
         self.combine = _stacked if combine is None else combine
         self.models = nn.ModuleList(module.to(device) for module, device in zip(modules, self.devices, strict=True))
         self._check_places()
-        self._threads: ThreadPoolExecutor | None = None  # made at the first call
+        self._threads: ThreadPoolExecutor | None = None  # created at the first call
         self._process = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run all models on the same arguments.
 
         Args:
-            *args, **kwargs: of each model. Their tensors (in lists, tuples and dicts) are copied to its device, from
-                whichever device they are on.
+            *args, **kwargs: arguments of each model. Tensors in them (in lists, tuples and dicts) are copied to the
+                model's device, from any device.
 
         Returns:
-            (models, *shape of an output) on the first device, or what `combine` makes of the outputs.
+            (models, *shape of an output) on the first device, or the result of `combine`.
 
         Raises:
-            TypeError: outputs that are no tensors, and no `combine`.
-            BaseException: the first that a model raised, with its number and device as a note, when all have ended.
+            TypeError: outputs that are not tensors, and no `combine`.
+            BaseException: the first exception of a model, with its number and device as a note, when all have ended.
         """
         modes = Modes.of_this_thread()
         streams = [caller_stream(device) for device in self.devices]
-        # A copy from a GPU runs on that GPU's stream: it must be there before that GPU's own model is.
+        # A copy from a GPU runs on that GPU's stream: it must be launched before that GPU's own model.
         inputs = [_copied((args, kwargs), device, from_gpu=True) for device in self.devices]
         outputs: dict[int, Any] = {}
 
         def run(number: int, device: torch.device) -> None:
             with modes.entered(), current(streams[number]), noted(f"model {number} on {device}"):
-                # A copy from pageable memory keeps the host busy: each thread makes its own.
+                # A copy from pageable memory keeps the host busy, so each thread does its own.
                 own_args, own_kwargs = _copied(inputs[number], device, from_gpu=False)
                 outputs[number] = self.models[number](*own_args, **own_kwargs)
 
@@ -256,18 +257,19 @@ class Ensemble(nn.Module):
         return self.combine(gathered)
 
     def _running_threads(self) -> ThreadPoolExecutor:
-        """Kept between calls: starting a thread takes longer than handing it a call."""
+        """Kept between calls: starting a thread takes longer than giving it a call."""
         if self._threads is None or self._process != os.getpid():  # threads do not survive a fork
             self._threads = ThreadPoolExecutor(len(self.devices), "rooftop-ensemble")
             self._process = os.getpid()
         return self._threads
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles hold: all but the threads."""
+        """The state for copies and pickles: everything but the threads."""
         return {**self.__dict__, "_threads": None}
 
     def _check_places(self) -> None:
-        """Each parameter and buffer is where its model is: one that two models share went with the last of them."""
+        """Check that each parameter and buffer is on its model's device: a parameter that two models share has moved
+        with the last of them."""
         for number, (model, device) in enumerate(zip(self.models, self.devices, strict=True)):
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 if tensor.device != device:
@@ -293,7 +295,7 @@ def _copied(values: Any, device: torch.device, from_gpu: bool | None) -> Any:
     def copy(tensor: Tensor) -> Tensor:
         if from_gpu is not None and tensor.is_cuda != from_gpu:
             return tensor
-        # Towards the host only a blocking copy is safe: nothing tells the reader when another would be done.
+        # Towards the host only a blocking copy is safe: the reader could not know when another would be done.
         return tensor.to(device, non_blocking=device.type == "cuda")
 
     return tree_map_only(Tensor, copy, values)
@@ -301,5 +303,5 @@ def _copied(values: Any, device: torch.device, from_gpu: bool | None) -> Any:
 
 @cache
 def _own_stream(device: torch.device, worker: int) -> torch.cuda.Stream | None:
-    """Kept: libraries keep a workspace for every stream that they have seen."""
+    """Cached: libraries keep a workspace for every stream that they have seen."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -1,18 +1,18 @@
 """The time of a step in a sequence of steps, and the time of one step alone.
 
 In a loop the host prepares the next step while the device works on this one. So a step takes as long as the slower of
-the two: its **wall** time. One step from an idle device also waits for the host's first launches: its **latency**, what
-one request waits for. The two are measured apart and never mixed.
+the two: its **wall** time. One step from an idle device also waits for the host's first launches: this **latency** is
+the waiting time of a single request. The two are measured separately and never mixed.
 
-- A *block* is a run of steps without a synchronization of ours between them. The first steps of a block fill the
-  queue and bring the device to the clocks of lasting work; they are not counted.
-- On a GPU an event stands between steps, on a CPU the host's clock is read there.
-- Blocks are taken at several moments of an analysis, since a host is not equally fast at all times. On a CPU the
-  records of an analysis can make steps faster (see `page_faults`). Blocks whose page faults differ from those of the
-  first block are left out.
-- Ten steps in a row are a *window*, and the time is the lower tenth of all windows. What else a host does only adds to
-  a step: on a shared H100 host the median of the same program varied by 40% from process to process, the fastest
-  windows by 6%. The interval reaches from the fastest window to the median, so it shows what the others did.
+- A *block* is a run of steps without a synchronization by this module between them. The first steps of a block fill the
+  queue and bring the device to its sustained clocks; they are not counted.
+- On a GPU an event is recorded between steps; on a CPU the host's clock is read there.
+- Blocks run at several moments of an analysis, since a host's speed varies over time. On a CPU the records of an
+  analysis can make steps faster (see `page_faults`). Blocks whose page faults differ from those of the first block are
+  excluded.
+- Ten steps in a row are a *window*, and the time is the lower tenth of all windows. Other work of a host only adds to a
+  step: on a shared H100 host the median of the same program varied by 40% between processes, the fastest windows by 6%.
+  The interval reaches from the fastest window to the median, so it shows the effect of the other work.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ import torch
 from rooftop.hardware.page_faults import NO_FAULTS, PageFaults, page_faults
 
 LEAD_STEPS, LEAD_S = 2, 0.15
-"""Steps before those that are counted: at least so many, and for at least so long. An H100 that was idle runs matrix
-products some 50 ms above the clocks that its power limit lets it keep. A CPU needs one."""
+"""Steps before the counted ones: at least this many, and for at least this time. An idle H100 then runs matrix products
+for some 50 ms above the clocks that its power limit sustains. A CPU needs one."""
 REST_S = 0.1
-"""A GPU's, before it is idle enough for the latency of single steps."""
+"""A GPU's rest, after which it is idle enough for the latency of single steps."""
 LEAST_STEPS, MOST_STEPS = 3, 2000  # of a block
 WINDOW_STEPS, LEAST_WINDOWS = 10, 10
 LOWER_TENTH = 0.1
@@ -40,13 +40,13 @@ LOWER_TENTH = 0.1
 
 @dataclass(frozen=True)
 class StepTime:
-    """Time of a step in ms, with the interval in which it lies.
+    """Time of a step in ms, with an interval around it.
 
     Attributes:
         ms: the time. low_ms, high_ms: the interval: the fastest window, and the median of all.
-        steps, blocks: how many steps were timed, at how many moments.
+        steps, blocks: how many steps were timed, in how many blocks.
         mean: whether the time is the mean of all steps.
-        drift_ms: by how much the medians of the blocks differ.
+        drift_ms: the difference between the medians of the blocks.
     """
 
     ms: float
@@ -64,7 +64,7 @@ class StepTime:
 
     @classmethod
     def of(cls, blocks: Sequence[Sequence[float]]) -> StepTime:
-        """Of a step that does the same each time, from the ms of each step of each block (at least one in all)."""
+        """For a step that does the same each time, from the ms of each step of each block (at least one in total)."""
         windows, steps = _windows(blocks)
         ms = windows[int(LOWER_TENTH * (len(windows) - 1))]
         medians = [statistics.median(block) for block in blocks]
@@ -73,8 +73,8 @@ class StepTime:
 
     @classmethod
     def of_loop(cls, durations_ms: Sequence[float]) -> StepTime:
-        """Of the steps of a program's own loop, which differ: the mean, as what comes at every tenth step only (a value
-        that is printed) is part of all of them. The interval holds the middle half of the windows."""
+        """For the steps of a program's own loop, which differ: the mean, because work in only every tenth step (a
+        printed value) counts for all of them. The interval holds the middle half of the windows."""
         windows, steps = _windows([durations_ms])
         mean, quarter = statistics.fmean(durations_ms), len(windows) // 4
         low_ms, high_ms = windows[quarter], windows[len(windows) - 1 - quarter]
@@ -82,9 +82,9 @@ class StepTime:
 
 
 def _windows(blocks: Sequence[Sequence[float]]) -> tuple[list[float], int]:
-    """Means over successive steps of a block, ascending; and how many steps there are.
+    """Means over successive steps of a block, ascending; and the number of steps.
 
-    What is left at the end of a block joins its last window.
+    Steps left over at the end of a block join its last window.
     """
     steps = sum(map(len, blocks))
     size = max(1, min(WINDOW_STEPS, steps // LEAST_WINDOWS))
@@ -105,12 +105,12 @@ class OtherState:
 
 
 class StepClock:
-    """Times one step, again and again, at the moments at which it is asked to.
+    """Times one step repeatedly, whenever its methods are called.
 
-    Args:
+    step: runs one step; it may synchronize by itself.
         step: runs once; it may synchronize by itself.
-        device: where it runs.
-        beside: what else is to be done after each block.
+        device: the device of the step.
+        beside: a function to call after each block.
     """
 
     def __init__(
@@ -120,16 +120,16 @@ class StepClock:
         self._blocks: list[list[float]] = []
         self._alone_ms: list[float] = []
         self._launching_ms: list[float] = []
-        self._faults: list[PageFaults] = []  # of a step, block by block
+        self._faults: list[PageFaults] = []  # page faults of a step, block by block
 
     @property
     def blocks(self) -> int:
-        """How many blocks were run, including those that were left out."""
+        """The number of blocks, including the excluded ones."""
         return len(self._blocks)
 
     @property
     def wall(self) -> StepTime:
-        """Of a step in sequence. At least one block was run."""
+        """Times of a step in sequence. At least one block must have run."""
         return StepTime.of(self._alike(True))
 
     @property
@@ -139,7 +139,7 @@ class StepClock:
 
     @property
     def otherwise(self) -> OtherState | None:
-        """Page faults and time of a step in the blocks that were left out; None if none was."""
+        """Page faults and time of a step in the excluded blocks; None if there are none."""
         blocks = self._alike(False)
         if not blocks:
             return None
@@ -155,19 +155,19 @@ class StepClock:
 
     @property
     def latency(self) -> StepTime:
-        """Of one step alone, from an idle device to the end of its work. `run_alone` was called."""
+        """The time of one step alone, from an idle device to the end of its work. `run_alone` must have been called."""
         return StepTime.of([[ms] for ms in self._alone_ms])
 
     @property
     def launching_ms(self) -> float | None:
-        """From the call of a step alone until it returned, the least that was seen; None on a CPU.
+        """The least time from the call of a single step until it returned; None on a CPU.
 
-        What else the host does only adds to it: the least of several is what the program itself needs.
+        Other work of the host only adds to it: the least of several is the program's own time.
         """
         return min(self._launching_ms, default=None) if self._device.type == "cuda" else None
 
     def run_block(self, seconds: float) -> StepTime:
-        """Time one more block of about so long; returns what it alone says."""
+        """Time one more block of about `seconds`; returns that block's own result."""
         on_gpu = self._device.type == "cuda"
         least, lead = LEAD_STEPS if on_gpu else 1, 0
         began = time.perf_counter()
@@ -176,7 +176,7 @@ class StepClock:
             lead += 1
         if self._blocks:
             took_s = 1e-3 * statistics.median(self._blocks[-1])
-        else:  # how long a step takes is not known yet
+        else:  # the time of a step is not known yet
             synchronize(self._device)
             took_s = (time.perf_counter() - began) / lead
             self._step()

@@ -1,4 +1,4 @@
-"""The line of the user's program that made a call: the innermost that is neither in torch nor in Rooftop."""
+"""The line of the user's program that made a call: the innermost line outside of torch and Rooftop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SourceLine:
 
 
 def user_line(frames: Iterable[tuple[str, int]]) -> SourceLine | None:
-    """The first of (file, line), innermost first, that is neither in torch nor in Rooftop; None: there is none."""
+    """The first (file, line), innermost first, outside of torch and Rooftop; None if there is none."""
     for file, line in frames:
         if not file.startswith((*LIBRARIES, "<frozen ")) and line > 0:
             return SourceLine(file, line)

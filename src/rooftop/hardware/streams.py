@@ -1,4 +1,4 @@
-"""Work on a second CUDA stream, with the two things that are easily forgotten: waiting, and `record_stream`.
+"""Work on a second CUDA stream, with the two steps that are easily forgotten: waiting, and `record_stream`.
 
     side = side_stream()
     with on_stream(side, x):     # side waits for the current stream, and x lives until side is done with it
@@ -6,11 +6,11 @@
     g()                          # runs at the same time as f
     join(side, y)                # the current stream waits for side, and y lives until it is done with it
 
-A kernel on one stream does not wait for those on another: without the wait it reads what is not yet there. And the
-caching allocator hands freed memory out again to the stream that allocated it, at once: without `record_stream` it
-does so while the other stream still reads. `rooftop.debugging.stream_races.check_streams` finds both mistakes.
+A kernel on one stream does not wait for those on another: without the wait it reads data that are not yet written. And
+the caching allocator reuses freed memory at once for the stream that allocated it: without `record_stream` it does so
+while the other stream still reads. `rooftop.debugging.stream_races.check_streams` finds both mistakes.
 
-Without CUDA there are no streams: `side_stream` is None, and the code runs as if the others were not there.
+Without CUDA there are no streams: `side_stream` is None, and the code runs as if the other calls were absent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 
 def side_stream(device: torch.device | int | None = None, *, priority: int = 0) -> torch.cuda.Stream | None:
-    """A stream beside the current one, of PyTorch's pool; None without CUDA.
+    """A stream of PyTorch's pool other than the current one; None without CUDA.
 
     Args:
         device: by default the current GPU.
@@ -36,10 +36,10 @@ def side_stream(device: torch.device | int | None = None, *, priority: int = 0) 
 
 @contextmanager
 def on_stream(stream: torch.cuda.Stream | None, *inputs: Any) -> Iterator[None]:
-    """Run the block's kernels on `stream`, after what the current stream has been given so far.
+    """Run the block's kernels on `stream`, after the work launched on the current stream so far.
 
     Args:
-        stream: None: the block runs where it would without.
+        stream: None: the block runs on the current stream.
         inputs: every tensor that the block uses and that another stream allocated (or lists, tuples, dicts of them).
     """
     if stream is None:
@@ -52,7 +52,7 @@ def on_stream(stream: torch.cuda.Stream | None, *inputs: Any) -> Iterator[None]:
 
 
 def join(stream: torch.cuda.Stream | None, *outputs: Any) -> None:
-    """Make the current stream wait for what `stream` has been given so far; the host does not wait.
+    """Make the current stream wait for the work launched on `stream` so far; the host does not wait.
 
     Args:
         stream: None: nothing happens.

@@ -1,4 +1,4 @@
-"""Work that a process starts on several devices: a thread each, in the state of the thread that called."""
+"""Work that a process starts on several devices: a thread for each, in the state of the calling thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def places_of(named: Sequence[torch.device | str] | None) -> list[torch.device]:
-    """The devices, with their indices; by default all GPUs, the CPU where there are none."""
+    """The devices, with their indices; by default all GPUs, or the CPU if there are none."""
     if named is None:
         named = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
     if not named:
@@ -26,7 +26,7 @@ def places_of(named: Sequence[torch.device | str] | None) -> list[torch.device]:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """As tensors name their device: a GPU with its index, the CPU without."""
+    """The device as tensors name it: a GPU with its index, the CPU without."""
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if device.type == "cpu" else device
@@ -34,7 +34,7 @@ def with_index(device: torch.device) -> torch.device:
 
 @dataclass(frozen=True)
 class Modes:
-    """What of a thread's state decides what an operator does."""
+    """The part of a thread's state that affects operators."""
 
     grad: bool
     inference: bool
@@ -43,7 +43,7 @@ class Modes:
 
     @classmethod
     def of_this_thread(cls) -> Modes:
-        """Those that are on now."""
+        """The modes that are on now."""
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         return cls(
             torch.is_grad_enabled(),
@@ -54,7 +54,7 @@ class Modes:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """They are on in this thread."""
+        """Turns them on in this thread."""
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))  # sets the grad mode too: the next line corrects
             stack.enter_context(torch.set_grad_enabled(self.grad))
@@ -64,7 +64,7 @@ class Modes:
 
 
 def caller_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """The current stream of this thread there; None of a device without streams."""
+    """This thread's current stream on the device; None for a device without streams."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
@@ -81,7 +81,7 @@ def current(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 @contextmanager
 def noted(note: str) -> Iterator[None]:
-    """An exception within says where it came from."""
+    """Adds a note to an exception within, which says where it came from."""
     try:
         yield
     except BaseException as error:
@@ -92,11 +92,11 @@ def noted(note: str) -> Iterator[None]:
 def run_together(
     threads: ThreadPoolExecutor, calls: Sequence[Callable[[], None]], cancel: Callable[[], None] = lambda: None
 ) -> None:
-    """Run each call in a thread; when all have ended, raise the first exception (in time) of any.
+    """Run each call in a thread; when all have ended, raise the first exception (in time).
 
     Args:
-        threads: at least as many as calls.
-        cancel: called at an exception, of a call or of this thread (a keyboard interrupt).
+        threads: at least one per call.
+        cancel: called at an exception in a call or in this thread (a keyboard interrupt).
     """
     failures: list[BaseException] = []
 

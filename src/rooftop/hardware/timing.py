@@ -1,12 +1,12 @@
 """The one timing policy of the project.
 
-- Warm up by time, so that clocks, caches, allocators and autotuners have settled.
+- Warm up for a given time, so that clocks, caches, allocators and autotuners have settled.
 - On a GPU measure between device events, on a CPU with the host's clock; short calls are timed many at a time, so that
   the resolution of the events does not matter.
-- Report the median and the spread (interquartile range over median): a disturbed sample moves neither much.
-- Compare variants interleaved in one process, in orders in which each comes as often after each other one, so that
-  drift hits all alike, and so does what the one before has left (clocks, caches).
-- Rotate the inputs where a repeated call would find them in L2 and a real program would not.
+- Report the median and the spread (interquartile range over median): a disturbed sample changes neither much.
+- Compare variants interleaved in one process, in orders in which each variant follows each other equally often. So
+  drift affects all alike, and so does the state that the previous variant left (clocks, caches).
+- Rotate the inputs if a repeated call would find them in L2 and a real program would not.
 - Replay small GPU work from a CUDA graph to see the device's time without the host's.
 """
 
@@ -29,6 +29,7 @@ MEASURE_S = 0.25
 LEAST_SAMPLES = 5
 MOST_SAMPLES = 200
 SLOW_SAMPLES = 2
+SURE_ROUNDS = 3
 LEAST_SAMPLE_S = 1e-3  # a CUDA event resolves about 0.5 us: 0.05% of this
 
 
@@ -39,7 +40,7 @@ class Timing:
     Attributes:
         median_ms, best_ms: median and fastest sample.
         spread: (75th - 25th percentile) / median.
-        samples: how many.
+        samples: their number.
     """
 
     median_ms: float
@@ -79,9 +80,9 @@ def compare(
     warm_up_seconds: float = WARM_UP_S,
     graph: bool = False,
 ) -> dict[str, Timing]:
-    """Time several callables, interleaved; `seconds` and the rest are for each of them (see `measure`).
+    """Time several callables in turns. `seconds` and the other arguments hold for each callable (see `measure`).
 
-    Rounds take them in the orders of `balanced_orders`: what ran before decides the clocks that a GPU begins with.
+    Rounds use the orders of `balanced_orders`: the previous call decides the clocks with which a GPU begins.
     """
     device = torch.device(device)
     if graph and device.type != "cuda":
@@ -108,7 +109,7 @@ def compare(
 def compare_slow(variants: Mapping[str, Callable[[], object]], samples: int = SLOW_SAMPLES) -> dict[str, Timing]:
     """Time callables on the CPU that take tenths of a second: single calls, interleaved as in `compare`.
 
-    Nothing is warmed up: call each once before.
+    There is no warm-up: call each variant once before.
     """
     found: dict[str, list[float]] = {name: [] for name in variants}
     names, orders = list(variants), itertools.cycle(balanced_orders(len(variants)))
@@ -121,7 +122,7 @@ def compare_slow(variants: Mapping[str, Callable[[], object]], samples: int = SL
 
 
 def balanced_orders(count: int) -> list[list[int]]:
-    """Orders of so many things in which each directly follows each other one equally often.
+    """Orders of `count` items in which each item directly follows each other one equally often.
 
     A Latin square for an even count, two for an odd one: Williams 1949, "Experimental designs balanced for the
     estimation of residual effects of treatments".
@@ -174,21 +175,34 @@ def _sampler(fn: Callable[[], object], device: torch.device, warm_up_seconds: fl
 
 
 def _warm_up(fn: Callable[[], object], seconds: float, synchronize: Callable[[], None]) -> int:
-    """Call for at least `seconds`; returns how many calls make a sample."""
+    """Call for at least `seconds`; return the number of calls of a sample."""
     fn()
     synchronize()
     began, calls = time.perf_counter(), 0
     while calls == 0 or time.perf_counter() - began < seconds:
         fn()
         calls += 1
-        if calls % 64 == 0:  # do not run ahead of the device without end
+        if calls % 64 == 0:  # limits how far the host runs ahead of the device
             synchronize()
     synchronize()
     return max(1, math.ceil(LEAST_SAMPLE_S * calls / (time.perf_counter() - began)))
 
 
 def timing_of(samples: Sequence[float]) -> Timing:
-    """What samples in ms of one call say, taken with any clock."""
+    """The timing from samples in ms of one call, taken with any clock."""
     median = statistics.median(samples)
     quarters = statistics.quantiles(samples, n=4, method="inclusive")
     return Timing(median, min(samples), (quarters[2] - quarters[0]) / median if median > 0 else 0.0, len(samples))
+
+
+def is_sure(gains: Sequence[float]) -> bool:
+    """Whether the gains of several rounds, as shares of a time, are more than noise.
+
+    There must be at least `SURE_ROUNDS` of them, all but one in six above 0, and their median above half the distance
+    between the quartiles.
+    """
+    if len(gains) < SURE_ROUNDS:
+        return False
+    losses = sum(gain <= 0 for gain in gains)
+    quarters = statistics.quantiles(gains, n=4, method="inclusive")
+    return losses * 6 <= len(gains) and statistics.median(gains) > (quarters[2] - quarters[0]) / 2

@@ -1,7 +1,7 @@
-"""How the GPUs of this machine are wired: their NVLink links, and the path from each GPU to each other.
+"""How the GPUs of this machine are connected: their NVLink links, and the path from each GPU to each other.
 
-What decides the path, best first: NVLink straight to the other GPU, NVLink to a switch that the other GPU is on too,
-and otherwise the nearest point that both share on PCIe, in the terms of `nvidia-smi topo -m` (given in brackets).
+The kinds of path, best first: NVLink directly to the other GPU; NVLink to a switch that the other GPU is also on;
+otherwise the nearest point on PCIe that both share, in the terms of `nvidia-smi topo -m` (in brackets).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ GPU, SWITCH = 0, 2  # NVML_NVLINK_DEVICE_TYPE_*
 
 @dataclass(frozen=True)
 class NvLink:
-    """One NVLink link that is up.
+    """An active NVLink link.
 
     Attributes:
-        number: of the link on its GPU.
+        number: number of the link on its GPU.
         version: of NVLink, e.g. "4.0".
         rate: bytes/s each way, as the driver states it.
-        remote: what is at the other end: "gpu", "switch" or "other".
+        remote: the other end: "gpu", "switch" or "other".
         remote_pci: its PCI address.
     """
 
@@ -52,7 +52,7 @@ class Peer:
     """How one GPU reaches another.
 
     Attributes:
-        path: "NVLink", "NVLink switch", or where on PCIe the two meet; None where the driver does not say.
+        path: "NVLink", "NVLink switch", or the point on PCIe where the two meet; None if the driver does not say.
         links: NVLink links that serve the path.
         peer_access: whether it can read and write the other's memory without the host.
     """
@@ -67,13 +67,13 @@ class Peer:
 
 
 def nv_links(nvml: Nvml, uuid: str | None) -> tuple[NvLink, ...] | None:
-    """The links of a GPU that are up, none on a GPU without NVLink; None where the driver does not say."""
+    """The active links of a GPU, none on a GPU without NVLink; None if the driver does not say."""
     numbers = nvml.gpu(uuid, _links_up)
     return None if numbers is None else tuple(_link(nvml, uuid, number) for number in numbers)
 
 
 def _links_up(module: Any, handle: Any) -> list[int]:
-    """Numbers of the links that are up. A link that this GPU does not have is an error of its own kind."""
+    """Numbers of the active links. A link that this GPU does not have gives its own kind of error."""
     up = []
     for number in range(module.NVML_NVLINK_MAX_LINKS):
         try:
@@ -99,13 +99,15 @@ def _link(nvml: Nvml, uuid: str | None, number: int) -> NvLink:
 
 
 def _field(module: Any, handle: Any, field: int, scope: int) -> int | None:
-    """One unsigned field of NVML; None where this GPU has none."""
+    """One unsigned field of NVML; None if this GPU has none."""
     (found,) = module.nvmlDeviceGetFieldValues(handle, [(field, scope)])
     return int(found.value.uiVal) if found.nvmlReturn == 0 else None
 
 
 def _address(pci: str | bytes | None) -> str | None:
-    """A PCI address in one spelling: old versions of NVML give bytes, calls differ in case and in leading zeros."""
+    """A PCI address in one spelling: old versions of NVML return bytes, and calls differ in case and in leading
+    zeros.
+    """
     if not pci:
         return None
     text = pci.decode() if isinstance(pci, bytes) else pci
@@ -120,7 +122,7 @@ def peers(
     links: Sequence[tuple[NvLink, ...] | None],
     access: Mapping[int, bool],
 ) -> dict[str, Peer]:
-    """How GPU `index` reaches each other one.
+    """The paths from GPU `index` to each other one.
 
     Args:
         uuids, links: of all GPUs, by index.
@@ -153,7 +155,7 @@ def _path(
 
 
 def _to_switches(here: tuple[NvLink, ...], there: tuple[NvLink, ...]) -> int:
-    """Links of `here` to switches that `there` is on too; a virtual machine may hide which switches they are."""
+    """Links of `here` to switches that `there` is also on; a virtual machine may hide which switches these are."""
     known = {link.remote_pci for link in there if link.remote == "switch"}
     mine = [link.remote_pci for link in here if link.remote == "switch"]
     return sum(pci in known or (bool(known) and (pci is None or None in known)) for pci in mine)

@@ -1,10 +1,10 @@
-"""What PyTorch's profiler sees: its raw events, and nothing that it would make of them.
+"""PyTorch's profiler: its raw events, without its own processing.
 
-- At the end of its `with` block PyTorch's profiler turns its events into a tree of Python objects. Nobody here reads
-  it, and of 15,000 operators it takes 3 s.
+- At the end of its `with` block PyTorch's profiler turns its events into a tree of Python objects. That tree is not
+  used here, and takes 3 s for 15,000 operators.
 - The native result is freed at once. PyTorch's profiler is part of a reference cycle, so Python would free its result
-  at some later collection, and Kineto's destructor ends the process with a segmentation fault if another profiler has
-  begun by then (seen with PyTorch 2.11 and 2.13).
+  at some later collection. If another profiler has begun by then, Kineto's destructor ends the process with a
+  segmentation fault (seen with PyTorch 2.11 and 2.13).
 - CUPTI does not stay attached on a GPU, where it would slow the program down (see `cupti`).
 """
 
@@ -23,20 +23,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftop.hardware import cupti
 
-# The profiler's native part announces itself on stderr at each start unless told not to before it is first used.
+# The profiler's native part prints to stderr at each start unless this is disabled before its first use.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def let_profiler_say_its_word() -> None:
-    """Have PyTorch's profiler say unheard, once in this process, what it says at the first block of memory that is
-    released under it and was not allocated under it, and then at each thousandth.
+    """Suppress, once in this process, a message of PyTorch's profiler. It prints it at the first memory block that is
+    released but was not allocated under the profiler, and then at each thousandth.
 
-    For a program that is watched and has not begun: what is written to stderr meanwhile (0.1 ms) is lost.
+    For a watched program that has not begun: output to stderr during this call (0.1 ms) is lost.
     """
     block = torch.empty(1, device="cpu")
     try:
         heard = os.dup(2)
-    except OSError:  # nobody hears anything
+    except OSError:  # nobody reads the output
         return
     silence = os.open(os.devnull, os.O_WRONLY)
     try:
@@ -52,7 +52,7 @@ def let_profiler_say_its_word() -> None:
 class Label:
     """A label for the profiler around a `with` block, as `torch.profiler.record_function`.
 
-    A label begins and ends by operators: no dispatch mode of the program sees these.
+    A label begins and ends with operators: no dispatch mode of the program sees these.
     """
 
     def __init__(self, name: str) -> None:
@@ -75,16 +75,16 @@ class Trace:
     """The profiler around a `with` block.
 
     Args:
-        device: what runs on it is seen, if it is a GPU. host: operators, labels and calls of the CUDA runtime, too.
+        device: if a GPU, its work is recorded. host: records operators, labels and calls of the CUDA runtime, too.
         save_to: a file for the events in Chrome's format, which Perfetto opens.
         read: called with the native result at the end of the block; the result does not outlive it.
-        options: of `torch.profiler.profile` (`profile_memory`, `record_shapes`).
+        options: options of `torch.profiler.profile` (`profile_memory`, `record_shapes`).
 
     Attributes:
         events: all events, of host and device, in no order; after the block.
         found: what `read` returned.
-        beginning: whether one begins now, and so the profiler that begins is no other's.
-        switching: makes a context that stands around each beginning and each end of a profiler.
+        beginning: whether a profiler is beginning now: that one is ours.
+        switching: returns a context around each start and each end of a profiler.
     """
 
     beginning: ClassVar[bool] = False

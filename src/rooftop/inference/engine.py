@@ -1,6 +1,6 @@
-"""A trained model as fast as it goes without being rewritten.
+"""Makes a trained model fast without rewriting it.
 
-Seven things are done to a copy of it, each of which is shown in the engine's report:
+The engine does seven things to a copy of the model, and reports each of them:
 
 1. batch norms are folded into the convolutions before them (`folding.py`);
 2. on a GPU, 2-D convolutions are computed together with what follows them (`fusing.py`);
@@ -25,34 +25,34 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from rooftop.inference.folding import Folding, fold_norms
-from rooftop.inference.fusing import Fusing, fuse_convolutions, settled
-from rooftop.inference.graphs import Graph, GraphReport, Graphs, Refusal, UncapturedError
-from rooftop.inference.pooling import replace_pools
-from rooftop.inference.structures import mapped, signature
 from rooftop.nn import Replacement
 from rooftop.nn import replace as replace_modules
 from rooftop.nn.constants import keep_constants, kept_bytes
+from rooftop.rewrites.folding import Folding, fold_norms
+from rooftop.rewrites.fusing import Fusing, fuse_convolutions, settled
+from rooftop.rewrites.graphs import Graph, GraphReport, Graphs, Refusal, UncapturedError
+from rooftop.rewrites.pooling import replace_pools
+from rooftop.rewrites.structures import mapped, signature
 
 CONVOLUTIONS_2D = (nn.Conv2d, nn.ConvTranspose2d)
 
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What an engine did to its model, and what it holds.
+    """What an engine did to its model, and the memory that it holds.
 
     Attributes:
         device, dtype, channels_last: where and how the model runs.
-        folded: for each norm that is gone, the convolution it was folded into.
-        left: for each other batch norm, why it is still there.
-        fused: for each convolution that is computed together with what follows it, what that is.
-        replaced: for each norm, softmax, embedding and max pool that Rooftop's kernels compute, its kind.
-        constants: methods of modules that are computed once, as far as the model calls them.
-        constants_bytes: of their results.
-        weights_bytes: of parameters and buffers.
-        graphs: those held, the most recently used one last; None where the engine has none.
-        refused: calls that run without a graph, by their inputs, and why.
-        eager_calls: how many calls ran without a graph, empty ones among them.
+        folded: for each removed norm, the convolution it was folded into.
+        left: for each remaining batch norm, why it stays.
+        fused: for each fused convolution, the operations that it is computed with.
+        replaced: the kind of each norm, softmax, embedding and max pool that Rooftop's kernels compute.
+        constants: methods of modules that are computed once, if the model calls them.
+        constants_bytes: size of their results.
+        weights_bytes: size of parameters and buffers.
+        graphs: the graphs held, the most recently used one last; None if the engine uses none.
+        refused: calls that run without a graph: their inputs and the reason.
+        eager_calls: number of calls that ran without a graph, including empty ones.
     """
 
     device: torch.device
@@ -71,7 +71,7 @@ class EngineReport:
 
     @property
     def graphs_bytes(self) -> int:
-        """Of all graphs: inputs, and the memory in which they run."""
+        """Size of all graphs: their inputs, and the memory in which they run."""
         return sum(graph.bytes for graph in self.graphs or ())
 
     def __str__(self) -> str:
@@ -97,36 +97,36 @@ class EngineReport:
 class Engine:
     """A model for inference: `engine(x)` gives what `model(x)` gives, in evaluation mode and without gradients.
 
-    It holds a copy of the model, on the model's device, and never changes the model itself; later changes of the model
-    do not reach it. Calls from several threads wait for each other; on a GPU they may come from any stream. While an
-    engine is built, other threads must not run models (torch.fx traces this one).
+    It holds a copy of the model on the model's device. It never changes the model, and later changes of the model do
+    not reach it. Calls from several threads wait for each other; on a GPU they may come from any stream. While an
+    engine is built, other threads must not run models, because torch.fx traces this one.
 
     Args:
-        model: any module that `copy.deepcopy` copies, all of it on one device.
-        dtype: of floating-point weights and inputs. None: bfloat16 on a GPU, float32 on a CPU. Batch norms that could
-            not be folded are at least float32.
+        model: any module on one device that `copy.deepcopy` can copy.
+        dtype: dtype of floating-point weights and inputs. None: bfloat16 on a GPU, float32 on a CPU. Batch norms that
+            cannot be folded are at least float32.
         channels_last: memory format of 2-D convolutions' weights and of floating-point inputs with four dimensions.
             None: on a GPU, if the model has such convolutions.
         graphs: one CUDA graph for each signature of the inputs: structure, shapes, dtypes, numbers, strings. None: on a
-            GPU. A model that carries something from call to call outside its buffers must have False.
-        most_shapes: how many graphs at most; the one that was not used for longest goes.
-        output_dtype: of floating-point results; None: as the model gives them.
-        copy_outputs: False: results of graphs are not copied. They are inference tensors, which the next call of the
-            engine, with whatever inputs, overwrites.
+            GPU. Pass False for a model that keeps state between calls outside its buffers.
+        most_shapes: largest number of graphs; the least recently used one is dropped.
+        output_dtype: dtype of floating-point results; None: the dtype of the model's results.
+        copy_outputs: False: results of graphs are not copied. They are inference tensors, and the next call of the
+            engine, with any inputs, overwrites them.
         fold: whether batch norms are folded.
         fuse: whether 2-D convolutions are computed together with bias, sum and activation. None: on a GPU.
         replace: whether Rooftop's kernels compute norms, softmaxes, embeddings and max pools. None: on a GPU.
-        constants: whether what modules compute of parameters and sizes alone is computed once.
+        constants: whether values that depend only on parameters and sizes are computed once.
 
     Attributes:
         model: the copy that runs.
 
     Raises:
-        TypeError: no module, a dtype that is not floating, a model that cannot be copied.
+        TypeError: model is not a module, its dtype is not floating, or it cannot be copied.
         ValueError: a model on several devices, graphs without a GPU, most_shapes below 1.
 
-    A call raises what the model raises, `ValueError` for an input on another device, and where there are graphs:
-        TypeError: inputs or results other than tensors, constants, and tuples, lists, dicts and dataclasses of them.
+    A call raises the errors of the model, and `ValueError` for an input on another device. With graphs also:
+        TypeError: inputs or results other than tensors, constants, and tuples, lists, dicts and dataclasses of these.
         RuntimeError: the caller is capturing a graph.
     """
 
@@ -174,13 +174,13 @@ class Engine:
         self._graphs = Graphs(self.device, most_shapes, self._state) if use_graphs else None
         if on_gpu:
             torch.cuda.synchronize(self.device)  # calls may come from other streams than this one
-        self._inputs: dict[Hashable, str] = {}  # of the graphs, as people read them
+        self._inputs: dict[Hashable, str] = {}  # signatures of the graphs, in readable form
         self._lock = Lock()
         self._eager_calls = 0
         self._warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's results for these arguments; see the class."""
+        """Return the model's results for these arguments; see the class."""
         with self._lock:
             if self._graphs is None:
                 return self._eager(args, kwargs)
@@ -189,13 +189,13 @@ class Engine:
 
     def __getstate__(self) -> object:
         raise TypeError(
-            "Engine: an engine is not copied or pickled, since its graphs and its lock cannot be: copy or save the "
-            "model that it was built of, and build another engine"
+            "Engine: an engine cannot be copied or pickled, because of its graphs and its lock: copy or save the "
+            "model it was built from, and build another engine"
         )
 
     @property
     def report(self) -> EngineReport:
-        """What was done to the model and what is held now."""
+        """What the engine did to the model, and the memory that it holds now."""
         with self._lock:
             tensors = {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}.values()
             entries = self._graphs.entries if self._graphs is not None else {}
@@ -291,7 +291,7 @@ class Engine:
         return graphs.add(key, places, call)
 
     def _place(self, tensor: Tensor) -> Tensor:
-        """Where a graph reads an input, with its values; contiguous or channels last, whatever is given."""
+        """A copy of an input for a graph to read; contiguous or channels last, whatever the layout of the input."""
         memory_format = self._format_of(tensor)
         if memory_format is torch.preserve_format:
             memory_format = torch.contiguous_format
@@ -303,7 +303,7 @@ class Engine:
         return tensor.to(self.output_dtype if to_other else tensor.dtype, copy=True)
 
     def _state(self) -> Hashable:
-        """Which buffers the model has, and how often they were changed."""
+        """The buffers of the model, and the number of changes of each."""
         buffers = [(name, b) for m in self.model.modules() for name, b in m._buffers.items()]
         return tuple((name, id(b), None if b is None or b.is_inference() else b._version) for name, b in buffers)
 
@@ -312,7 +312,7 @@ class Engine:
             self._warned = True
             warnings.warn(
                 f"Engine: {self._inputs[key]} runs without a CUDA graph, since the model cannot be captured ({why}). "
-                "Build the engine with graphs=False, or take what waits for the GPU out of the model",
+                "Build the engine with graphs=False, or remove what waits for the GPU from the model",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -341,8 +341,8 @@ def _copied(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _convert(model: nn.Module, dtype: torch.dtype, channels_last: bool) -> None:
-    """Floating-point tensors to `dtype`, those of batch norms to float32 at least, which take no others beside halves;
-    and 2-D convolutions' weights channels last."""
+    """Convert floating-point tensors to `dtype`, those of batch norms to at least float32, and the weights of 2-D
+    convolutions to channels last."""
     for module in model.modules():
         own = torch.promote_types(dtype, torch.float32) if isinstance(module, _BatchNorm) else dtype
         for parameter in module._parameters.values():

@@ -1,14 +1,14 @@
-"""Ladders: one piece of work done better rung by rung, each rung checked, measured and set against the roof.
+"""Ladders: one piece of work, done better rung by rung; each rung is checked, measured and compared with the roof.
 
     rooftop ladder vector|indexing|reduction|matmul|layer    kernels in CUDA C++ and in Triton
     rooftop ladder python                                    one function, from plain Python to the roof
     rooftop ladder memory                                    rate and latency of each level of the memory
 
-`LADDERS` names those of kernels; `build` makes one, `climb` checks and times its rungs. What each rung changes, and why
-that should be faster, is in docs/ladder.md. No rung is the operator to use: those are in `rooftop.kernels`. What
-`python` teaches is docs/speed.md.
+`LADDERS` lists the ladders of kernels; `build` makes one, and `climb` checks and times its rungs. docs/ladder.md says
+what each rung changes and why that should be faster. The rungs are for learning; the operators to use are in
+`rooftop.kernels`. docs/speed.md is the guide to the `python` ladder.
 
-Names are loaded when they are first used: worker processes import this package, and need no torch.
+Names are loaded when they are first used: worker processes import this package and do not need torch.
 """
 
 from __future__ import annotations

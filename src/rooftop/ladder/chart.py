@@ -1,4 +1,4 @@
-"""Climbs as a chart: percent of the roof of each rung, one HTML page without a network."""
+"""Climbs as a chart on one HTML page that needs no network: each rung's percent of the roof."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLOURS = {CPU: "#9a9a9a", CUDA: "#76a92c", TRITON: "#4c9fd6", PYTORCH: "#e0703a
 
 
 def require_plotly() -> None:
-    """Find out before the work that a chart can be drawn.
+    """Check that a chart can be drawn, before the work begins.
 
     Raises:
         MissingExtraError: plotly is not installed.
@@ -28,7 +28,7 @@ def require_plotly() -> None:
 
 
 def page(climbs: Sequence[Climb]) -> str:
-    """The page. Rungs without a time are left out; a climb without any has no chart."""
+    """The HTML page of the climbs. Rungs without a time are left out; a climb without any has no chart."""
     charts = "".join(_chart(climb, first=place == 0) for place, climb in enumerate(climbs))
     return f"""<!doctype html>
 <html lang="en">
@@ -47,7 +47,7 @@ def page(climbs: Sequence[Climb]) -> str:
 
 
 def _chart(climb: Climb, first: bool) -> str:
-    """One ladder: a bar for each rung, by tool, the first rung on top."""
+    """The chart of one ladder: a bar for each rung, grouped by tool, with the first rung on top."""
     from plotly import graph_objects
 
     measured = [rung for rung in climb.rungs if rung.percent_of_roof is not None]

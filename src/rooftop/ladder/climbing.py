@@ -1,7 +1,7 @@
-"""Climbing: each rung is checked against the reference, then all are timed together, beside the roof.
+"""Climbing: each rung is checked against the reference; then all are timed together and compared with the roof.
 
-Without a GPU no speed is shown. Rungs on the CPU and Triton's (through its interpreter) are checked; those in CUDA C++
-are compiled for sm_90, and not run.
+Without a GPU no times are shown. There, the rungs on the CPU and Triton's rungs (through its interpreter) are checked;
+those in CUDA C++ are compiled for sm_90 but do not run.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ MEASURED, CHECKED, COMPILED, ABSENT, WRONG, FAILED = "measured", "checked", "com
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a rung.
+    """The result of a rung.
 
     Attributes:
-        status: "measured" and "checked" gave the right result; "compiled" was not run; "absent" has no code here;
-            "wrong" gave another result, "failed" none: `note` says what.
-        ms, spread: of one call; None unless measured.
-        rate: bytes/s or flop/s of the work. percent_of_roof: 100 * roof / ms.
+        status: "measured" and "checked" mean a right result; "compiled" was not run; "absent" has no code here; "wrong"
+            gave a wrong result and "failed" gave none: `note` says more.
+        ms, spread: time of one call and its spread; None unless measured.
+        rate: bytes/s or flop/s that the rung reached. percent_of_roof: 100 * roof / ms.
     """
 
     name: str
@@ -78,8 +78,8 @@ def climb(
     """Check each rung, and time those that are right.
 
     Args:
-        ladder: of `build`.
-        ceilings: of the GPU where its tensors are; None checks without timing.
+        ladder: made by `build`.
+        ceilings: ceilings of the GPU that holds the tensors; with None the rungs are checked but not timed.
         seconds: about how long to time each rung.
         progress: called with (what is being done, fraction done).
     """
@@ -115,7 +115,7 @@ def _checked(ladder: Ladder, rung: Rung) -> Outcome:
         tensor.fill_(torch.nan)
     try:
         wrong = difference(ladder, rung.run())
-    except Exception as error:  # of any tool; it is shown, and the other rungs go on
+    except Exception as error:  # any tool may raise: the error is shown, and the other rungs go on
         return replace(outcome, status=FAILED, note=f"{type(error).__name__}: {error}")
     return replace(outcome, status=WRONG, note=wrong) if wrong else outcome
 
@@ -132,13 +132,13 @@ def _compiled(ladder: Ladder, rung: Rung, outcome: Outcome) -> Outcome:
 
 
 def difference(ladder: Ladder, result: Tensor) -> str:
-    """How a result differs from the exact one, in a sentence; empty where it does not."""
+    """A sentence that says how a result differs from the exact one; empty if it does not."""
     exact = ladder.exact
     if result.shape != exact.shape:
         return f"a result of shape {tuple(result.shape)}, expected {tuple(exact.shape)}"
     result = result.to(exact.device)
     off = (result.to(exact.dtype) - exact).abs()
-    far = ~(off <= ladder.atol + ladder.rtol * exact.abs())  # NaN is far
+    far = ~(off <= ladder.atol + ladder.rtol * exact.abs())  # NaN counts as far off
     count = int(far.sum())
     if not count:
         return ""
@@ -148,7 +148,7 @@ def difference(ladder: Ladder, result: Tensor) -> str:
 
 
 def _timed(ladder: Ladder, outcomes: list[Outcome], roof_ms: float, seconds: float) -> list[Outcome]:
-    """All rungs that are right, interleaved with those that are timed in the same way."""
+    """The outcomes with times: all right rungs are timed, interleaved with those that use the same clock."""
     timings: dict[int, Timing] = {}
     for clock in ("graph", "device", "host"):
         calls: dict[str, Callable[[], object]] = {

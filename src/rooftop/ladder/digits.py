@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 PLAIN, SIGMOID, GRADIENT, STEP = range(4)
-"""What becomes of a product: see layer.cu."""
+"""layer.cu says what happens to a product before it is stored."""
 
 HIDDEN, BATCH, RATE = 32, 64, 1.0
 EPOCHS, FEW_EPOCHS = 20, 3  # on a GPU, and where kernels are interpreted
-TRAINING = 1437  # images; the other 360 are what the accuracy is of
+TRAINING = 1437  # images for training; accuracy is measured on the other 360
 
 
 class Operations(Protocol):
-    """What training takes; each writes into a tensor that it is given."""
+    """The operations of training; each writes into a given tensor."""
 
     def product(
         self, a: Tensor, b: Tensor, c: Tensor, epilogue: int, extra: Tensor | None = None, rate: float = 0.0
@@ -51,7 +51,7 @@ class Parameters:
 
 
 def initial(device: torch.device, seed: int = 0) -> Parameters:
-    """The same everywhere."""
+    """The initial parameters, the same in every run."""
     random = torch.Generator().manual_seed(seed)
     shapes = ((HIDDEN, 64), (HIDDEN,), (10, HIDDEN), (10,))
     values = [torch.randn(shape, generator=random) / shape[-1] ** 0.5 for shape in shapes]
@@ -66,7 +66,7 @@ def step(operations: Operations, parameters: Parameters, x: Tensor, target: Tens
     operations.product(x, p.w1.t(), h, SIGMOID, p.b1)
     operations.product(h, p.w2.t(), y, SIGMOID, p.b2)
     operations.output_gradient(y, target, dz2)
-    operations.product(dz2, p.w2, dz1, GRADIENT, h)  # before w2 moves
+    operations.product(dz2, p.w2, dz1, GRADIENT, h)  # computed before w2 changes
     operations.product(dz2.t(), h, p.w2, STEP, rate=rate)
     operations.product(dz1.t(), x, p.w1, STEP, rate=rate)
     operations.bias_step(dz2, p.b2, rate)
@@ -87,7 +87,9 @@ def step_in_pytorch(parameters: Parameters, x: Tensor, target: Tensor, rate: flo
 
 
 def train(operations: Operations | None, x: Tensor, target: Tensor, epochs: int) -> Parameters:
-    """Parameters after so many epochs in the same order of batches; operations None: in PyTorch."""
+    """The parameters after `epochs` epochs, with the same order of batches in every call; with operations None, trained
+    in PyTorch.
+    """
     parameters = initial(x.device)
     random = torch.Generator().manual_seed(1)
     for _ in range(epochs):
@@ -122,7 +124,7 @@ def images(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def train_and_compare(tools: Mapping[str, Operations], device: torch.device) -> Sequence[str]:
-    """How accurate the network is that each tool trains, beside PyTorch's, in a sentence."""
+    """A sentence that compares the accuracy of the network trained by each tool with that in PyTorch."""
     try:
         x, target = images(device)
     except ImportError:

@@ -1,7 +1,7 @@
 """The indexing ladder: C = A + B of n x n float32, with grids of one, two and three dimensions laid over the matrix.
 
-The work is that of the vector ladder. What differs is predicted before it is measured: how many sectors of 32 bytes a
-warp's access touches (4 are enough for 32 floats), and which share of all the warps that the GPU holds has work.
+The work is that of the vector ladder. Two figures are predicted before anything is measured: how many sectors of 32
+bytes a warp's access touches (4 are enough for 32 floats), and what share of the warps that the GPU can hold has work.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ WIDE, TALL = "2-D, blocks of 32 x 8", "2-D, blocks of 4 x 64"
 SWAPPED, SLABS = "2-D, 32 x 8, x down the rows", "3-D, blocks of 32 x 8"
 WARP, SECTOR_BYTES = 32, 32
 SLAB = 1024  # rows
-WITHOUT_GPU = ((9, 0), 132)  # predictions are then for an H200: compute capability, multiprocessors
+WITHOUT_GPU = ((9, 0), 132)  # without a GPU, predictions are for an H200: compute capability, multiprocessors
 
 Sizes = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How grid and block lie over a matrix.
+    """How the grid and its blocks lie over a matrix.
 
     Attributes:
-        instance: the kernel. block: threads in x, y, z. grid: blocks, for a matrix of so many rows and columns.
-        place: row and column that a thread (x, y) of the first block begins with.
+        instance: the kernel. block: threads in x, y, z. grid: function that maps rows and columns to blocks.
+        place: function that gives the row and column at which a thread (x, y) of the first block begins.
     """
 
     instance: str
@@ -103,14 +103,14 @@ def make(size: int, device: torch.device) -> Ladder:
 
 
 def sectors(layout: Layout, columns: int) -> int:
-    """Sectors of 32 bytes that one access of the first warp touches in a matrix of float32 rows, aligned."""
+    """Count the sectors of 32 bytes that one access of the first warp touches in an aligned matrix of float32 rows."""
     width = layout.block[0]
     places = [layout.place(thread % width, thread // width) for thread in range(WARP)]
     return len({4 * (row * columns + column) // SECTOR_BYTES for row, column in places})
 
 
 def warps_with_work(layout: Layout, rows: int, columns: int, capability: tuple[int, int], units: int) -> float:
-    """The share that has work of all the warps that `units` multiprocessors hold: as occupancy and the grid allow."""
+    """The share with work among the warps that `units` multiprocessors can hold, given the occupancy and the grid."""
     threads = layout.block[0] * layout.block[1] * layout.block[2]
     registers = cuda.compile(source(FILE), layout.instance, arch=f"sm_{capability[0]}{capability[1]}").binary.registers
     allowed = occupancy(threads, registers or 0, 0, capability)
@@ -120,7 +120,7 @@ def warps_with_work(layout: Layout, rows: int, columns: int, capability: tuple[i
 
 
 def predicted(layout: Layout, c: Tensor) -> str:
-    """Both, in words; empty where there is no compiler to say how many registers the kernel has."""
+    """Both predictions in words; empty where there is no compiler to say how many registers the kernel has."""
     capability, units = (torch.cuda.get_device_capability(c.device), processors(c)) if c.is_cuda else WITHOUT_GPU
     (rows, columns), where = c.shape, "predicted" if c.is_cuda else "predicted for an H200"
     try:
@@ -152,7 +152,7 @@ def in_cuda(a: Tensor, b: Tensor, c: Tensor) -> tuple[Rung, ...]:
 
 
 def in_triton(a: Tensor, b: Tensor, c: Tensor) -> tuple[Rung, ...]:
-    """Their twins."""
+    """The same rungs in Triton."""
     from rooftop.ladder import indexing_kernels as kernels
     from rooftop.ladder.vector_kernels import add_block
 

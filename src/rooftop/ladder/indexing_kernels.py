@@ -1,5 +1,5 @@
-"""The Triton twins of `indexing.cu`: a program takes a tile, and Triton lays its threads over it so that neighbouring
-threads touch neighbouring addresses wherever the tile has some."""
+"""The Triton kernels that correspond to `indexing.cu`: each program takes a tile, and Triton arranges its threads so
+that neighbouring threads touch neighbouring addresses wherever the tile has some."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def add_columns(a, b, c, rows, columns, BLOCK: tl.constexpr):  # (rows, columns) each
-    """BLOCK columns a program, from the first row to the last."""
+    """Each program adds BLOCK columns, from the first row to the last."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     for row in tl.range(0, rows):
         at = tl.cast(row, tl.int64) * columns + column
@@ -19,7 +19,7 @@ def add_columns(a, b, c, rows, columns, BLOCK: tl.constexpr):  # (rows, columns)
 
 @triton.jit
 def add_rows(a, b, c, rows, columns, BLOCK: tl.constexpr):
-    """BLOCK rows a program, from the first column to the last."""
+    """Each program adds BLOCK rows, from the first column to the last."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     for column in tl.range(0, columns):
         at = row.to(tl.int64) * columns + column
@@ -28,7 +28,7 @@ def add_rows(a, b, c, rows, columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_tile(a, b, c, rows, columns, slab, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile a program; the third dimension of the grid counts slabs of `slab` rows."""
+    """Each program adds one tile; the third dimension of the grid counts slabs of `slab` rows."""
     within = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     row = tl.program_id(2) * slab + within
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]

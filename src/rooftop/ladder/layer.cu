@@ -18,7 +18,7 @@ constexpr int SIGMOID = 1;   // sigmoid(sum + extra[column])
 constexpr int GRADIENT = 2;  // sum * h (1 - h), h = extra[row, column]: back through a sigmoid whose result was h
 constexpr int STEP = 3;      // c - rate * sum: a step of gradient descent
 
-// a (rows, depth) times b (depth, columns), each with strides of its own, so that a transposed one is no copy. A block of
+// a (rows, depth) times b (depth, columns), each with strides of its own, so that a transposed one is not a copy. A block of
 // 256 threads computes 64 x 64 elements, a thread 4 x 4.
 template <int EPILOGUE>
 __global__ void __launch_bounds__(256) product(

@@ -1,7 +1,8 @@
-"""The layer ladder: y = sigmoid(x W^T + b), n rows of n features to n features, float32, CPU against GPU.
+"""The layer ladder: y = sigmoid(x W^T + b) in float32, from n rows of n features to n rows of n features, on the CPU
+and on the GPU.
 
-2 n^3 flops for 12 n^2 bytes: bound by arithmetic once n is in the hundreds. TF32 is off: all rungs compute in float32.
-The same kernels train a network, see `digits.py`.
+2 n^3 flops for 12 n^2 bytes: bound by arithmetic once n is in the hundreds. TF32 is off: all rungs multiply in float32.
+The same kernels also train a network: see `digits.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ EACH, APART, FUSED = "one thread per output", "tiles; bias and sigmoid apart", "
 
 
 def make(size: int, device: torch.device) -> Ladder:
-    """`size` rows of `size` features."""
+    """The layer ladder for `size` rows of `size` features."""
     x, bias = torch.randn(size, size, device=device), torch.randn(size, device=device)
     weight = torch.randn(size, size, device=device) / size**0.5
     y = torch.empty(size, size, device=device)
@@ -64,7 +65,7 @@ def make(size: int, device: torch.device) -> Ladder:
 
 
 def on_cpu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Rung, ...]:
-    """Rung zero."""
+    """The rungs on the CPU."""
     hosts = [t.cpu() for t in (x, weight, bias)]
     a, w, b = (t.numpy() for t in hosts)
 
@@ -112,7 +113,7 @@ def _products(
 
 
 def digits(device: torch.device) -> Sequence[str]:
-    """The network of `digits.py`, trained with what runs here."""
+    """A remark on training the network of `digits.py` with the tools that run here."""
     tools: dict[str, CudaOperations | TritonOperations] = {}
     if device.type == "cuda":
         tools[CUDA] = CudaOperations()

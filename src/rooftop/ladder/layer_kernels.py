@@ -1,11 +1,11 @@
-"""The Triton twins of `layer.cu`."""
+"""The Triton kernels that correspond to `layer.cu`."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-PLAIN = tl.constexpr(0)  # what becomes of a sum, as in layer.cu
+PLAIN = tl.constexpr(0)  # what happens to a sum, as in layer.cu
 SIGMOID = tl.constexpr(1)
 GRADIENT = tl.constexpr(2)
 STEP = tl.constexpr(3)
@@ -17,7 +17,7 @@ def product(
     rows, columns, depth, a_row, a_k, b_k, b_column, rate,
     EPILOGUE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of c a program, float32 without TF32."""
+    """Each program computes one tile of c, in float32 without TF32."""
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -44,7 +44,7 @@ def product(
 
 @triton.jit
 def bias_sigmoid(y, bias, count, columns, BLOCK: tl.constexpr):  # (rows, columns), (columns,)
-    """Bias and sigmoid by themselves, in place."""
+    """Apply bias and sigmoid in place, in a kernel of their own."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(y + at, mask=at < count, other=0.0) + tl.load(bias + at % columns, mask=at < count, other=0.0)
     tl.store(y + at, tl.sigmoid(z), mask=at < count)

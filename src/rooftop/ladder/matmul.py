@@ -1,7 +1,7 @@
 """The matmul ladder: C = A B, n x n, half precision, float32 sums. 2 n^3 flops for 6 n^2 bytes: bound by arithmetic.
 
-The roof is that of the tensor cores. The first rungs convert to float32 and multiply on the ordinary cores: what these
-can do at most is said below the table.
+The roof is that of the tensor cores. The first rungs convert to float32 and multiply on the ordinary cores: a line
+below the table gives the limit of those rungs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILE = "matmul.cu"
 EACH, TILED, REGISTERS = "one thread per element", "tiles in shared memory", "register blocking"
 TENSOR, AHEAD, PERSISTENT = "tensor cores", "tensor cores, tiles fetched ahead", "persistent, descriptors"
 CUBLAS = "cuBLAS"
-TILE = 32  # of TILED; the others have theirs in the source
+TILE = 32  # tile of TILED; the other instances define theirs in the source
 GROUP = 8  # rows of tiles that are worked on together
 TILES = {  # of the Triton twins: rows, columns, depth, warps, stages
     TILED: (32, 32, 32, 4, 1),
@@ -29,11 +29,11 @@ TILES = {  # of the Triton twins: rows, columns, depth, warps, stages
     AHEAD: (128, 128, 64, 8, 3),
     PERSISTENT: (128, 256, 64, 8, 3),
 }
-"""Not tuned: those of the CUDA C++ rungs where they have some, and for the last those of Triton's own tutorial."""
+"""Not tuned: they are the tiles of the CUDA C++ rungs where these have some; the last is from Triton's own tutorial."""
 
 
 def make(size: int, device: torch.device) -> Ladder:
-    """Matrices of `size` rows and columns."""
+    """The matmul ladder for matrices of `size` rows and columns."""
     a, b = (torch.randn(size, size, device=device).half() for _ in range(2))
     c = torch.empty(size, size, dtype=torch.float16, device=device)
     without = (Rung(EACH, TRITON, None, note="Triton's programs compute tiles"),)
@@ -52,14 +52,14 @@ def make(size: int, device: torch.device) -> Ladder:
             Rung("torch.mm", library, lambda: torch.mm(a, b, out=c)),
         ),
         rtol=2.0**-10,  # half precision rounds to 2^-11
-        atol=1e-3 * size**0.5,  # of sums with a deviation of size^0.5
+        atol=1e-3 * size**0.5,  # for sums with a standard deviation of size^0.5
         poisoned=(c,),
         remarks=lambda ceilings: _ordinary_roof(size, ceilings),
     )
 
 
 def _ordinary_roof(size: int, ceilings: Ceilings | None) -> Sequence[str]:
-    """What the rungs without tensor cores cannot pass."""
+    """A remark on the limit of the rungs without tensor cores."""
     if ceilings is None:
         return ()
     most = 100 * ceilings.peak("fp32") / ceilings.peak("fp16")
@@ -90,7 +90,7 @@ def in_cuda(a: Tensor, b: Tensor, c: Tensor) -> tuple[Rung, ...]:
 
 
 def in_triton(a: Tensor, b: Tensor, c: Tensor) -> tuple[Rung, ...]:
-    """Their twins."""
+    """The same rungs in Triton."""
     from rooftop.ladder import matmul_kernels as kernels
 
     n = c.shape[0]

@@ -1,5 +1,5 @@
-"""The Triton twins of `matmul.cu`. `tl.dot` of float32 without TF32 runs on the ordinary cores, of half precision on
-the tensor cores; registers, shared memory and what is fetched ahead (`num_stages`) are the compiler's."""
+"""The Triton kernels that correspond to `matmul.cu`. `tl.dot` runs on the ordinary cores for float32 without TF32, and
+on the tensor cores for half precision; the compiler chooses registers, shared memory and prefetching (`num_stages`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def product(
     a, b, c, n,  # (n, n) each
     WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of C a program; WIDE: in float32, without tensor cores."""
+    """Each program computes one tile of C; with WIDE in float32, without tensor cores."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -39,7 +39,9 @@ def product_persistent(
     a, b, c, n,  # tensor descriptors of (n, n): tiles are copied by the tensor memory accelerator where there is one
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """As many programs as multiprocessors, each goes from tile to tile, by groups of rows that L2 holds."""
+    """There are as many programs as multiprocessors; each goes from tile to tile, in groups of rows that fit into
+    L2.
+    """
     across, down = tl.cdiv(n, COLUMNS), tl.cdiv(n, ROWS)
     for tile in tl.range(tl.program_id(0), across * down, tl.num_programs(0), flatten=True):
         group = tile // (GROUP * across)

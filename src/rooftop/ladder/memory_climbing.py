@@ -1,4 +1,4 @@
-"""The ladder of memory, on whichever device."""
+"""Climb the ladder of memory on a CPU or a GPU."""
 
 from __future__ import annotations
 

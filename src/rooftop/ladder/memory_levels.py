@@ -1,8 +1,9 @@
-"""The memory ladder: how long one load takes at each level of the memory, how many bytes a second, and Little's law.
+"""The memory ladder: for each level of the memory, how long one load takes and how many bytes a second arrive.
 
-Little's law (Little 1961, "A proof for the queuing formula L = lambda W") says what joins the two: to keep a memory of
-`rate` bytes/s busy whose loads take `latency`, rate x latency bytes must be on their way at any time. They come from
-concurrency (loads that one thread starts before it uses the first) times parallelism (threads that load at a time).
+Little's law (Little 1961, "A proof for the queuing formula L = lambda W") connects the two: to keep a memory of `rate`
+bytes/s busy whose loads take `latency`, rate x latency bytes must be on their way at any time. They are the product of
+concurrency (loads that one thread starts before it uses the first) and parallelism (threads that load at the same
+time).
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ class Level:
 
     Attributes:
         name: "registers", "shared memory", "L1", "L2", "L3", "DRAM", "device memory", "host memory".
-        working_set_bytes: that was loaded from; 0 of registers.
-        latency_ns: of a load whose address is the result of the load before; of registers, of a multiply-add.
-        rate: bytes/s that all cores or multiprocessors load.
-        units: cores or multiprocessors that did so.
-        line_bytes: that one load of the chain brings.
+        working_set_bytes: size of the memory that was loaded from; 0 for registers.
+        latency_ns: latency of a load whose address is the result of the previous load; for registers, of a
+            multiply-add.
+        rate: bytes/s that all cores or multiprocessors load together.
+        units: number of cores or multiprocessors that loaded.
+        line_bytes: bytes that one load of the chain brings.
     """
 
     name: str
@@ -33,7 +35,7 @@ class Level:
 
     @property
     def in_flight_bytes(self) -> float:
-        """By Little's law: what must be on its way for this rate."""
+        """The bytes that must be on their way to reach this rate, by Little's law."""
         return 1e-9 * self.latency_ns * self.rate
 
 
@@ -43,10 +45,10 @@ class Flight:
 
     Attributes:
         concurrency: loads that a thread has on their way.
-        parallelism: threads that load at a time.
-        bytes_each: of a load.
+        parallelism: threads that load at the same time.
+        bytes_each: bytes of one load.
         rate: bytes/s, measured.
-        expected: bytes/s by Little's law: what is on its way over the latency, the level's rate at most.
+        expected: bytes/s by Little's law: the bytes on their way over the latency, but at most the level's rate.
     """
 
     concurrency: int
@@ -57,19 +59,19 @@ class Flight:
 
     @property
     def in_flight_bytes(self) -> int:
-        """What is on its way."""
+        """The bytes that are on their way."""
         return self.concurrency * self.parallelism * self.bytes_each
 
 
 @dataclass(frozen=True)
 class MemoryClimb:
-    """All levels of a device, nearest first, and the law tried in the farthest of its own.
+    """All levels of a device, nearest first, and Little's law tested in the farthest level of its own.
 
     Attributes:
-        device, kind: its name; "cpu" or "cuda".
-        unit: what `Level.units` counts, "core" or "multiprocessor".
-        flights: of the level `flown`.
-        other_cores: how many cores of the CPU other programs kept busy meanwhile.
+        device, kind: the device's name; "cpu" or "cuda".
+        unit: the unit that `Level.units` counts, "core" or "multiprocessor".
+        flights: measurements of the level `flown`.
+        other_cores: CPU cores that other programs kept busy meanwhile.
     """
 
     device: str
@@ -90,5 +92,5 @@ class MemoryClimb:
 
 
 def expected_rate(in_flight_bytes: int, level: Level) -> float:
-    """By Little's law, bytes/s."""
+    """The bytes/s that Little's law predicts."""
     return min(level.rate, 1e9 * in_flight_bytes / level.latency_ns)

@@ -1,4 +1,6 @@
-"""The memory of a CPU: caches and DRAM, by chains of loads on one core and by sums on all, in loops of Numba."""
+"""The memory of a CPU, caches and DRAM, measured by loops of Numba: chains of loads on one core and sums on all
+cores.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,15 @@ from rooftop.hardware.load import other_load
 from rooftop.ladder.memory_levels import Flight, Level, MemoryClimb, expected_rate
 from rooftop.launch.numba_loops import numba_works
 
-LINE_BYTES = 64  # of every x86 and most ARM processors
+LINE_BYTES = 64  # bytes of a line, on every x86 and most ARM processors
 CHAINS = (1, 2, 4, 8, 16)
-BEYOND = 4  # times the last cache: a quarter of the loads at most are served by it
-LEAST_BYTES, MOST_BYTES = 64 << 20, 512 << 20  # of what stands for DRAM
-HOPS, HOPS_IN_THREADS = 2_000, 20_000  # short: some samples are disturbed by nobody; long against starting threads
-READ_BYTES = 8 << 20  # of a thread in one call: long against what starting it takes
+BEYOND = 4  # times the last cache, which then serves at most a quarter of the loads
+LEAST_BYTES, MOST_BYTES = 64 << 20, 512 << 20  # at most, of the array that stands for DRAM
+HOPS, HOPS_IN_THREADS = (
+    2_000,
+    20_000,
+)  # short enough that some samples are undisturbed; long compared with starting threads
+READ_BYTES = 8 << 20  # that a thread reads in one call: reading takes long compared with starting the thread
 SECONDS = 0.15
 FARTHEST = "DRAM"
 
@@ -30,16 +35,17 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def working_sets(caches: dict[str, int]) -> dict[str, int]:
-    """Bytes to be loaded from for each level: half of each cache, several times the last for DRAM."""
+    """The bytes to load from for each level: half of each cache, and several times the last cache for DRAM."""
     sizes = {name.removesuffix("d"): size // 2 for name, size in sorted(caches.items())}
     largest = max(caches.values(), default=LEAST_BYTES // BEYOND)
     return {**sizes, FARTHEST: min(MOST_BYTES, max(LEAST_BYTES, BEYOND * largest))}
 
 
 def ring(size_bytes: int, seed: int = 0) -> Array:
-    """Places that lead through all lines of so many bytes in random order, once around: no prefetcher knows the next.
+    """Indices that lead through all lines of `size_bytes` in random order, once around: no prefetcher can guess the
+    next.
 
-    Int64, a place at the beginning of each line; the rest of a line is not used.
+    They are int64, one at the beginning of each line; the rest of a line is not used.
     """
     lines = max(2, size_bytes // LINE_BYTES)
     order = np.random.default_rng(seed).permutation(lines) * (LINE_BYTES // 8)
@@ -49,7 +55,7 @@ def ring(size_bytes: int, seed: int = 0) -> Array:
 
 
 def on_cpu(progress: Progress) -> MemoryClimb:
-    """All levels.
+    """Measure all levels.
 
     Raises:
         MissingExtraError: Numba is not installed.
@@ -77,11 +83,11 @@ def on_cpu(progress: Progress) -> MemoryClimb:
 
 
 def latency_ns(size_bytes: int) -> float:
-    """Of a load from so many bytes, with the misses of the address translation that so many bytes have."""
+    """Latency of a load from `size_bytes`, including the misses of address translation at that size."""
     from rooftop.ladder.memory_loops import chase
 
     following, place = ring(size_bytes), 0
-    chase(following, 0, following.size // (LINE_BYTES // 8))  # once around: the caches have what fits
+    chase(following, 0, following.size // (LINE_BYTES // 8))  # once around: the caches now hold what fits
 
     def hop() -> None:
         nonlocal place
@@ -91,7 +97,9 @@ def latency_ns(size_bytes: int) -> float:
 
 
 def rate(size_bytes: int, threads: int, pool: ThreadPoolExecutor) -> float:
-    """Bytes/s of all threads, each of which reads its own array of so many bytes; all share what is beyond L2."""
+    """The bytes/s of all threads together, each reading its own array of `size_bytes`; the threads share the levels
+    beyond L2.
+    """
     from rooftop.ladder.memory_loops import read
 
     each = size_bytes if size_bytes < (2 << 20) else max(LINE_BYTES, size_bytes // threads)
@@ -110,7 +118,7 @@ def rate(size_bytes: int, threads: int, pool: ThreadPoolExecutor) -> float:
 
 
 def flown(level: Level, threads: int, pool: ThreadPoolExecutor) -> list[Flight]:
-    """Chains on one core, then on all: loads on their way against bytes/s."""
+    """Chains on one core, then on all cores: the rate at each number of loads on their way."""
     from rooftop.ladder.memory_loops import chase_several
 
     following = ring(level.working_set_bytes)
@@ -143,12 +151,12 @@ def _in_turns(
 
 
 def _best_ms(call: Callable[[], None]) -> float:
-    """The fastest sample: a rate is what the memory can do when nobody disturbs it."""
+    """The time of the fastest sample: a rate is what the memory can do when undisturbed."""
     return compare({"": call}, device="cpu", seconds=SECONDS, warm_up_seconds=SECONDS / 4)[""].best_ms
 
 
 def remarks(level: Level, flights: list[Flight], threads: int) -> list[str]:
-    """What the law says of this machine."""
+    """What Little's law says about this machine."""
     alone = [each for each in flights if each.parallelism == 1]
     most = max(alone, key=lambda each: each.rate)
     needed = level.in_flight_bytes / LINE_BYTES

@@ -1,7 +1,7 @@
 """The memory of a GPU: registers, shared memory, L1, L2, device memory, and the host's memory over the bus.
 
-Latencies are differences: a chain of loads by one thread, and one twice as long. So neither the launch counts nor what
-the first round around a small ring misses.
+Latencies are differences: a chain of loads by one thread, and one twice as long. So neither the launch nor the misses
+of the first round in a small ring count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rooftop.ladder.rungs import kernel
 FILE = "memory.cu"
 LINE_BYTES = 128
 THROUGH_L1, FROM_L2 = 0, 1
-NEAR_BYTES = 16 << 10  # of shared memory and of L1, for one block
+NEAR_BYTES = 16 << 10  # bytes of shared memory and of L1 to load from, for one block
 MOST_FAR_BYTES, HOST_BYTES = 1 << 30, 64 << 20
 BEYOND = 8  # times L2
 FMA_BYTES = 16  # three registers read, one written
@@ -37,9 +37,9 @@ VECTOR_BYTES = 16
 
 
 def ring(size_bytes: int, line_bytes: int, device: torch.device | str) -> Tensor:
-    """Places that lead through all lines of so many bytes in random order, once around.
+    """Indices that lead through all lines of `size_bytes` in random order, once around.
 
-    Int32, a place at the beginning of each line; the rest of a line is not used.
+    They are int32, one at the beginning of each line; the rest of a line is not used.
     """
     step = line_bytes // 4
     lines = max(2, size_bytes // line_bytes)
@@ -54,8 +54,8 @@ class Chain:
     """A chain of dependent loads (or multiply-adds) that one thread follows.
 
     Attributes:
-        run: follows it so many hops.
-        place: where it has come to, (1,).
+        run: follows it for `hops` hops.
+        place: index that the chain has reached, (1,).
     """
 
     run: Callable[[int], None]
@@ -69,14 +69,14 @@ def register_chain(device: torch.device) -> Chain:
 
 
 def shared_chain(following: Tensor, device: torch.device) -> Chain:
-    """Through a ring that a block has copied to its shared memory."""
+    """A chain through a ring that a block has copied to its shared memory."""
     place = torch.zeros(1, dtype=torch.int32, device=device)
     count = following.numel()
     return Chain(lambda hops: kernel(FILE, "chain_shared", device).launch(1, 32, following, place, count, hops), place)
 
 
 def memory_chain(following: Tensor, level: int, device: torch.device) -> Chain:
-    """Through a ring in memory that the GPU can address, by loads of one kind."""
+    """A chain through a ring in memory that the GPU can address, by loads of one kind."""
     place = torch.zeros(1, dtype=torch.int32, device=device)
     name = f"chain<{level}>"
 
@@ -91,8 +91,8 @@ class Stream:
     """Independent loads by many threads.
 
     Attributes:
-        run: does them; sums (threads,) has what each thread added.
-        loaded_bytes: in one call.
+        run: executes the reads; sums (threads,) receives each thread's sum.
+        loaded_bytes: bytes loaded in one call.
     """
 
     run: Callable[[], None]
@@ -101,7 +101,7 @@ class Stream:
 
 
 def register_stream(blocks: int, times: int, device: torch.device) -> Stream:
-    """Multiply-adds, as many chains a thread as hide their latency."""
+    """Multiply-adds in as many chains for each thread as hide their latency."""
     sums = torch.empty(blocks * BLOCK, device=device)
     name = f"stream_registers<{REGISTER_CHAINS}>"
     return Stream(
@@ -132,7 +132,7 @@ def memory_stream(
     apart: int = 0,
     flight: int = 1,
 ) -> Stream:
-    """Blocks read values, together (apart = 0) or each its own `apart` vectors of 16 bytes."""
+    """Blocks read values, either together (apart = 0) or each from its own `apart` vectors of 16 bytes."""
     sums = torch.empty(blocks * block, device=device)
     vectors = apart or values.nbytes // VECTOR_BYTES
     name = f"stream<{level}, {flight}>"
@@ -147,11 +147,11 @@ def memory_stream(
 
 
 def on_gpu(device: torch.device, progress: Progress) -> MemoryClimb:
-    """All levels, and the law tried in device memory.
+    """Measure all levels, and test Little's law in device memory.
 
     Raises:
         MissingExtraError: NVRTC or `cuda.core` is not installed.
-        torch.cuda.OutOfMemoryError: what is loaded from (up to 1 GiB) does not fit into the free memory.
+        torch.cuda.OutOfMemoryError: the memory to load from (up to 1 GiB) does not fit into the free memory.
     """
     properties = torch.cuda.get_device_properties(device)
     units, l2 = properties.multi_processor_count, properties.L2_cache_size
@@ -182,7 +182,7 @@ Measured = tuple[Chain, int, Stream, int]
 
 
 def _levels(device: torch.device, units: int, l2: int, far: int) -> dict[str, Callable[[], Measured]]:
-    """Nearest first: its chain and hops, its stream, the bytes that are loaded from."""
+    """The levels, nearest first: each with its chain and hops, its stream, and the bytes that are loaded from."""
     wide = 2 * units  # blocks of 1,024 threads: all that a multiprocessor holds
 
     def registers() -> Measured:
@@ -227,14 +227,14 @@ def _levels(device: torch.device, units: int, l2: int, far: int) -> dict[str, Ca
 
 
 def latency_ns(chain: Chain, hops: int, device: torch.device) -> float:
-    """Of one hop."""
+    """The latency of one hop."""
     calls = {"short": lambda: chain.run(hops), "long": lambda: chain.run(2 * hops)}
     found = compare(calls, device=device, seconds=SECONDS, graph=True)
     return (found["long"].best_ms - found["short"].best_ms) * 1e6 / hops
 
 
 def rate(stream: Stream, device: torch.device) -> float:
-    """Bytes/s."""
+    """The rate of a stream, in bytes/s."""
     return stream.loaded_bytes / (
         1e-3 * compare({"": stream.run}, device=device, seconds=SECONDS, graph=True)[""].best_ms
     )
@@ -254,7 +254,7 @@ def _flights(level: Level, far: int, units: int, device: torch.device) -> list[F
 
 
 def _remarks(level: Level, device: torch.device) -> list[str]:
-    """What the law asks of a kernel, beside what occupancy gives it."""
+    """Remarks on what Little's law requires of a kernel, compared with what occupancy gives."""
     each = level.in_flight_bytes / level.units
     said = [
         f"Little's law: {level.rate / 1e12:.3g} TB/s at {level.latency_ns:.0f} ns need "

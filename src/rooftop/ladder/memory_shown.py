@@ -17,7 +17,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 def heading(climb: MemoryClimb) -> str:
-    """Whose memory; with rich's markup."""
+    """The name of the memory, with rich's markup."""
     return f"[bold]memory[/bold]: latency and rate of each level, {escape(climb.device)}"
 
 
@@ -42,7 +42,7 @@ def table(climb: MemoryClimb) -> Table:
 
 
 def flight_table(climb: MemoryClimb) -> Table:
-    """A row for each concurrency and parallelism: what the law expects, what was measured."""
+    """A row for each concurrency and parallelism: the law's prediction, and the measurement."""
     shown = Table(box=None, padding=(0, 2, 0, 0), title=f"Little's law in {climb.flown}", title_justify="left")
     for name in ("loads of a thread", "threads", "bytes on their way", "B/s expected", "B/s measured", "of it"):
         shown.add_column(name, justify="right")
@@ -61,7 +61,7 @@ def flight_table(climb: MemoryClimb) -> Table:
 
 
 def said(climb: MemoryClimb) -> list[str]:
-    """The remarks, and that other programs ran if they did."""
+    """The remarks, and a note if other programs ran meanwhile."""
     if climb.other_cores <= BUSY_CORES:
         return list(climb.remarks)
     busy = (
@@ -84,7 +84,9 @@ def latency_text(nanoseconds: float) -> str:
 
 
 def page(climb: MemoryClimb) -> str:
-    """One HTML page without a network: levels by latency and rate, then rate over what is on its way."""
+    """One HTML page that needs no network: a chart of the levels by latency and rate, then one of rates by bytes on
+    their way.
+    """
     charts = "\n".join(
         figure.to_html(full_html=False, include_plotlyjs=first, div_id=f"ladder-memory-{name}")
         for name, figure, first in (("levels", _levels(climb), True), ("law", _law(climb), False))
@@ -93,7 +95,7 @@ def page(climb: MemoryClimb) -> str:
 
 
 def _levels(climb: MemoryClimb) -> Any:
-    """Latency against rate, both logarithmic; on a dotted line as many bytes are on their way."""
+    """The rates by latency, both logarithmic; levels on one dotted line have equally many bytes on their way."""
     from plotly import graph_objects
 
     figure = graph_objects.Figure()
@@ -139,7 +141,7 @@ def _power(exponent: int) -> str:
 
 
 def _law(climb: MemoryClimb) -> Any:
-    """Measured rates over the bytes on their way, a line for each parallelism; the law's line."""
+    """The measured rates by bytes on their way, with a line for each parallelism and the line of Little's law."""
     from plotly import graph_objects
 
     figure = graph_objects.Figure()

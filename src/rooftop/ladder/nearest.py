@@ -1,8 +1,9 @@
 """The work of the python ladder: the squared distance of each point to the nearest of some centres.
 
-The inner loop of k-means, of a palette, of a nearest station. Points and centres have whole coordinates from 0 to 255:
-float32 holds every squared distance exactly, so every order of the sums, with or without fused multiply-add, gives the
-same bits. This file needs neither torch nor Numba: worker processes import it.
+It is the inner loop of k-means, of reducing a picture to a palette, and of finding the nearest station. Points and
+centres have whole coordinates from 0 to 255: float32 holds every squared distance exactly, so every order of the sums,
+with or without fused multiply-add, gives the same bits. This file needs neither torch nor Numba: worker processes
+import it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def made_points(count: int) -> tuple[Array, Array]:
 
 
 def in_python(points: Sequence[Point], centres: Sequence[Point]) -> list[float]:
-    """As one writes it first."""
+    """The straightforward version."""
     nearest = []
     for x, y, z in points:
         best = float("inf")
@@ -49,11 +50,11 @@ def broadcast(points: Array, centres: Array) -> Array:
     return smallest
 
 
-BLOCK = 4096  # points: five arrays of them, 80 KB, stay in a core's L2
+BLOCK = 4096  # points of a block: five arrays of them, 80 KB, stay in a core's L2
 
 
 def in_place(points: Array, centres: Array) -> Array:
-    """A block of points against one centre at a time, into arrays that are used again. (3, n) and (k, 3) to (n,)."""
+    """Compare a block of points with one centre at a time, in arrays that are used again. (3, n) and (k, 3) to (n,)."""
     nearest = np.empty(points.shape[1], np.float32)
     differences, distances = np.empty((2, BLOCK), np.float32)
     for first in range(0, nearest.size, BLOCK):

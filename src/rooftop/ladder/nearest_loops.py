@@ -1,6 +1,6 @@
 """The loops of the python ladder that Numba compiles. Importing this file imports Numba.
 
-Each releases the GIL, and is kept on disk: worker processes load what their parent has compiled.
+Each releases the GIL and is cached on disk, so that worker processes load what their parent has compiled.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 from rooftop.ladder.nearest import Array
 from rooftop.launch.numba_loops import kept_loop
 
-BLOCK = 1024  # points: four arrays of them, 16 KB, stay in a core's L1
+BLOCK = 1024  # points of a block: four arrays of them, 16 KB, stay in a core's L1
 
 
 @kept_loop
 def as_written(points: Any, centres: Any, nearest: Any, first: Any, last: Any) -> None:
-    """The loop of plain Python: points (3, n), centres (k, 3), nearest (n,), from first to last."""
+    """The loop of plain Python, in the same order: points (3, n), centres (k, 3), nearest (n,)."""
     for i in range(first, last):
         x, y, z = points[0, i], points[1, i], points[2, i]
         best = np.float32(np.inf)
@@ -34,7 +34,8 @@ def as_written(points: Any, centres: Any, nearest: Any, first: Any, last: Any) -
 def for_vectors(points: Any, centres: Any, nearest: Any, first: Any, last: Any) -> None:
     """The inner loop goes over points, which are neighbours in memory: the compiler uses vectors.
 
-    Four centres at a time: a point that is loaded serves four distances. Their number must be a multiple of four.
+    It takes four centres at a time: a point that is loaded serves four distances. The number of centres must be a
+        multiple of four.
     """
     for begin in range(first, last, BLOCK):
         end = min(begin + BLOCK, last)
@@ -59,14 +60,16 @@ def for_vectors(points: Any, centres: Any, nearest: Any, first: Any, last: Any) 
 
 
 def of_part(points: Array, centres: Array) -> Array:
-    """`for_vectors` on all of some points: (3, n) and (k, 3) to (n,)."""
+    """`for_vectors` on all of the given points: (3, n) and (k, 3) to (n,)."""
     nearest = np.empty(points.shape[1], np.float32)
     for_vectors(points, centres, nearest, 0, nearest.size)
     return nearest
 
 
 def parallel_loop() -> Any:
-    """`for_vectors(points, centres, nearest)` over blocks on all of Numba's threads; compiled when first called."""
+    """A function that runs `for_vectors(points, centres, nearest)` by blocks on all of Numba's threads; it is compiled
+    when it is first called.
+    """
     inner = for_vectors
 
     @numba.njit(parallel=True, nogil=True)  # type: ignore[untyped-decorator]

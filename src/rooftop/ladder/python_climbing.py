@@ -1,4 +1,4 @@
-"""Climbing the python ladder: every rung is compared with the first, timed, and set beside the roof that bounds it."""
+"""Climbing the python ladder: every rung is compared with the first, timed, and shown with the roof that limits it."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ FMA_SHARE = FLOPS_PER_PAIR / (2 * INSTRUCTIONS_PER_PAIR)  # of a rate that count
 
 @dataclass(frozen=True)
 class SpeedOutcome:
-    """What became of a rung.
+    """The result of a rung.
 
     Attributes:
-        status: "measured"; "absent" cannot run here, "wrong" gave another result than the first, "failed" none.
-        roof: "one core", "all cores" or "GPU".
-        stop: when this is fast enough. note: what to know of it; of what went wrong, what.
-        copied_bytes: between processes or to and from the GPU, in one call; None where there is nobody to copy to.
-        ms: of one call, the fastest: on a CPU others disturb, and a roof is the fastest, too. spread: of all.
-        speed_up: the first rung's time over this one's. percent_of_roof: 100 * roof / ms.
+        status: "measured"; "absent" cannot run here; "wrong" gave another result than the first rung, "failed" gave
+            none.
+        roof: the roof that limits the rung: "one core", "all cores" or "GPU".
+        stop: says when this rung is fast enough. note: a remark; after an error, its message.
+        copied_bytes: bytes that one call copies between processes, or to and from the GPU; None if nothing is copied.
+        ms: time of the fastest call: other programs disturb a CPU, and a roof is also the fastest. spread: of all
+            calls.
+        speed_up: the first rung's time over this rung's. percent_of_roof: 100 * roof / ms.
     """
 
     name: str
@@ -55,13 +57,13 @@ class SpeedOutcome:
 
 @dataclass(frozen=True)
 class SpeedClimb:
-    """The python ladder, climbed.
+    """The results of climbing the python ladder.
 
     Attributes:
-        devices: the CPU, and the GPU if there is one. threads, processes: used on all cores.
-        roofs_ms: of the work, by "one core", "all cores", "GPU".
+        devices: the CPU, and the GPU if there is one. threads, processes: how many the rungs on all cores use.
+        roofs_ms: roofs of the work, by "one core", "all cores", "GPU".
         rungs: in the ladder's order.
-        other_cores: how many cores other programs kept busy meanwhile.
+        other_cores: cores that other programs kept busy meanwhile.
         remarks: sentences below the table.
     """
 
@@ -94,10 +96,10 @@ def climb_python(
     """Check every rung, and time those that are right.
 
     Args:
-        ladder: of `python_ladder`.
-        device: of the rungs on a GPU; "cpu" where there is none.
-        seconds: about how long to time a rung. One that takes longer than 0.2 s a call is called twice; plain Python is
-            timed on 128 of the points.
+        ladder: made by `python_ladder`.
+        device: device of the rungs on a GPU; "cpu" if there is none.
+        seconds: about how long to time a rung. A rung that takes longer than 0.2 s a call is called twice; plain Python
+            is timed on 128 of the points.
         progress: called with (what is being done, fraction done).
     """
     progress("roofs", 0.0)
@@ -120,13 +122,13 @@ def climb_python(
 
 
 def _roofs(ladder: SpeedLadder, device: torch.device) -> tuple[dict[str, float], tuple[str, ...]]:
-    """ms of the work, from the ceilings of one core, of all, of the GPU; the devices' names."""
+    """The work's time in ms at the ceilings of one core, all cores and the GPU; and the names of the devices."""
     roofs = {}
     for which, threads in ((ONE, 1), (ALL, torch.get_num_threads())):
         with _threads(threads):
             found = measure_ceilings("cpu", precisions=("fp32",), transfers=False, links=False)
         roofs[which] = roof(ladder.cost, found).ms
-    roofs[ALL] = min(roofs.values())  # more cores do not lower a roof: where they seem to, others used them
+    roofs[ALL] = min(roofs.values())  # more cores do not raise this time; where they seem to, other programs used them
     devices = [found.device]
     if device.type == "cuda":
         found = measure_ceilings(device, precisions=("fp32",), transfers=False, links=False)
@@ -151,10 +153,10 @@ def as_array(result: object) -> Array:
 
 
 def difference(found: Array, expected: Array) -> str:
-    """How distances differ from the first rung's, in a sentence; empty where they are the same."""
+    """A sentence that says how distances differ from the first rung's; empty if they are the same."""
     if found.shape != expected.shape:
         return f"a result of shape {found.shape}, expected {expected.shape}"
-    far = np.flatnonzero(found != expected)  # NaN is far
+    far = np.flatnonzero(found != expected)  # NaN counts as far off
     if not far.size:
         return ""
     place = int(far[0])
@@ -165,9 +167,9 @@ def difference(found: Array, expected: Array) -> str:
 
 
 def _checked(ladder: SpeedLadder, progress: Progress) -> tuple[list[SpeedOutcome], list[float]]:
-    """Each rung compared with the first, and how long a call took.
+    """Compare each rung with the first; give the outcomes and how long one call of each took.
 
-    A second call, if the first was slow: that one may also have compiled or started processes.
+    If the first call was slow, a second is made: the first may also have compiled, or started processes.
     """
     expected, outcomes, took = np.empty(0), [], []
     for done, rung in enumerate(ladder.rungs):
@@ -190,7 +192,7 @@ def _checked(ladder: SpeedLadder, progress: Progress) -> tuple[list[SpeedOutcome
                     began = perf_counter()
                     rung.run()
                     seconds = perf_counter() - began
-            except Exception as error:  # of any tool; it is shown, and the other rungs go on
+            except Exception as error:  # any tool may raise: the error is shown, and the other rungs go on
                 outcome = replace(outcome, status=FAILED, note=f"{type(error).__name__}: {error}")
         outcomes.append(outcome)
         took.append(seconds)
@@ -200,7 +202,7 @@ def _checked(ladder: SpeedLadder, progress: Progress) -> tuple[list[SpeedOutcome
 def _timed(
     ladder: SpeedLadder, outcomes: list[SpeedOutcome], took: list[float], device: torch.device, seconds: float
 ) -> dict[int, Timing]:
-    """All rungs that are right, interleaved with those that are timed in the same way."""
+    """The timings of all right rungs, by place; rungs on the same clock are interleaved."""
     found: dict[int, Timing] = {}
     right = {place: rung for place, rung in enumerate(ladder.rungs) if outcomes[place].status == CHECKED}
 
@@ -245,7 +247,7 @@ def _with_times(
 
 
 def _remarks(outcomes: list[SpeedOutcome]) -> list[str]:
-    """What the figures say, as far as they are there."""
+    """Remarks that follow from the available figures."""
     remarks = [
         f"The roof counts {FLOPS_PER_PAIR} operations a pair against a measured rate that counts a fused multiply-add "
         f"as two. A pair takes {INSTRUCTIONS_PER_PAIR} instructions at least: no rung can pass "

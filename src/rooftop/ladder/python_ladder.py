@@ -1,7 +1,8 @@
 """The python ladder: the nearest centre of each point, from plain Python to the roof.
 
-64 centres: 576 operations for the 16 bytes of a point and its result. The arithmetic bounds it on every machine, and so
-each rung has a clear roof: the measured float32 rate of one core, of all cores, or of the GPU.
+With 64 centres, a point takes 576 operations for 16 bytes, those of the point and its result. So arithmetic limits the
+work on every machine, and each rung has a clear roof: the measured float32 rate of one core, of all cores, or of the
+GPU.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ PYTHON, NUMPY, NUMBA, PROCESSES, DASK = "Python", "NumPy", "Numba", "processes",
 ONE, ALL, GPU = "one core", "all cores", "GPU"
 Clock = Literal["host", "graph", "device"]
 
-SIZE, LEAST, LARGEST_SIZE = 1 << 15, 64, 1 << 22  # points; plain Python takes a minute or more for the last
-PART_POINTS = 128  # a millisecond of plain Python: some samples are disturbed by nobody
+SIZE, LEAST, LARGEST_SIZE = 1 << 15, 64, 1 << 22  # number of points; with the last, plain Python takes a minute or more
+PART_POINTS = 128  # points that take plain Python a millisecond: short enough that some samples are undisturbed
 FILE = "nearest.cu"
-POINTS, THREADS = 4, 128  # of a thread, of a block
+POINTS, THREADS = 4, 128  # points of a thread, threads of a block
 NEEDS_NUMBA = 'not installed: pip install "rooftop[ladder]"'
 NEEDS_DASK = 'not installed: pip install "rooftop[cluster]"'
 NEEDS_GPU = "needs an NVIDIA GPU"
@@ -42,16 +43,15 @@ NEEDS_GPU = "needs an NVIDIA GPU"
 class SpeedRung:
     """One way to do the work.
 
-    Attributes:
-        name, tool: what it does, with what.
-        run: gives distances (n,): a list, an array or a tensor; None where `note` says why it cannot run.
-        roof: whose rate bounds it: ONE, ALL or GPU.
-        stop: when this is fast enough.
-        copied: bytes that one call copies between processes, or between host and GPU; None: there is nobody to copy to.
-        clock: how it is timed: called on the host, replayed from a CUDA graph, or called between the GPU's events.
-        note: what to know of it, in a few words.
-        part: does one of so many equal parts; of rungs that take the same for every point and so long that a whole call
-            is never undisturbed.
+    Attributes: name, tool: what it does, and with which tool.
+        run: gives the distances (n,) as a list, an array or a tensor; None where `note` says why it cannot run.
+        roof: whose rate limits it: ONE, ALL or GPU.
+        stop: says when this rung is fast enough.
+        copied: bytes that one call copies between processes, or between host and GPU; None if nothing is copied.
+        clock: how it is timed: called on the host, replayed from a CUDA graph, or called between events on the GPU.
+        note: a remark in a few words.
+        part: computes one of many equal parts; for rungs that take the same time for every point, and for which a whole
+            call is too long to stay undisturbed.
     """
 
     name: str
@@ -67,12 +67,12 @@ class SpeedRung:
 
 @dataclass(frozen=True)
 class SpeedLadder:
-    """The rungs, the first of which says what is right.
+    """The rungs of the python ladder; the first is the reference.
 
     Attributes:
-        work: in words. cost: what any rung must compute and move.
-        processes: how many are used. rungs: from the slowest on, as a rule.
-        parts: how many make the whole of a rung that has a `part`.
+        work: the work in words. cost: what any rung must compute and move.
+        processes: how many are used. rungs: usually from the slowest to the fastest.
+        parts: how many parts make up the whole, for a rung that has a `part`.
     """
 
     work: str
@@ -84,11 +84,11 @@ class SpeedLadder:
 
 @contextmanager
 def python_ladder(size: int | None = None, device: torch.device | str | None = None) -> Iterator[SpeedLadder]:
-    """Make the points and start the processes; the latter end with the block.
+    """Make the points and start the processes; these end with the `with` block.
 
     Args:
-        size: points, `LEAST` to `LARGEST_SIZE`; None is `SIZE`.
-        device: of the rungs on a GPU; None is the GPU if there is one.
+        size: number of points, from `LEAST` to `LARGEST_SIZE`; None means `SIZE`.
+        device: device of the rungs on a GPU; None means the GPU if there is one.
 
     Raises:
         ValueError: a size that the ladder cannot have.
@@ -119,7 +119,7 @@ def python_ladder(size: int | None = None, device: torch.device | str | None = N
 
 
 def tuples(points: Array) -> list[Any]:
-    """Points (3, n) as Python has them: a list of n tuples."""
+    """Points (3, n) as plain Python would hold them: a list of n tuples."""
     return list(map(tuple, points.T.tolist()))
 
 
@@ -127,7 +127,7 @@ def tuples(points: Array) -> list[Any]:
 
 
 def in_plain_python(points: Array, centres: Array, threads: int, stack: ExitStack) -> tuple[SpeedRung, ...]:
-    """A loop, and the same loop in threads."""
+    """The rungs in plain Python: a loop, and the same loop in threads."""
     listed, targets = tuples(points), tuples(centres.T)
     pool = stack.enter_context(ThreadPoolExecutor(threads))
 
@@ -153,7 +153,7 @@ def in_plain_python(points: Array, centres: Array, threads: int, stack: ExitStac
 
 
 def in_numpy(points: Array, centres: Array) -> tuple[SpeedRung, ...]:
-    """Whole arrays at a time."""
+    """The rungs in NumPy, which work on whole arrays at a time."""
     temporaries = 4 * CENTRES * points.shape[1] * 7
     return (
         SpeedRung(
@@ -175,7 +175,7 @@ def in_numpy(points: Array, centres: Array) -> tuple[SpeedRung, ...]:
 
 
 def in_numba(points: Array, centres: Array, threads: int, stack: ExitStack) -> tuple[SpeedRung, ...]:
-    """Compiled loops, on one core and on all."""
+    """The rungs in Numba: compiled loops, on one core and on all."""
     names = {
         "the same loops, compiled": (ONE, "it is fast enough: no line of the function has changed"),
         "loops for vectors": (ONE, "near the roof of one core, or where others use the other cores"),
@@ -192,7 +192,7 @@ def in_numba(points: Array, centres: Array, threads: int, stack: ExitStack) -> t
     count, pool = distances.size, stack.enter_context(ThreadPoolExecutor(threads))
     before = torch.get_num_threads()
     in_parallel, most = parallel_loop(), numba.get_num_threads()
-    torch.set_num_threads(before)  # which Numba, where it starts its own of OpenMP, sets to as many as it has
+    torch.set_num_threads(before)  # Numba sets it to its own number of threads, if it starts its own OpenMP
 
     def on_one_core(loop: Callable[..., None]) -> Array:
         distances.fill(np.nan)
@@ -225,7 +225,7 @@ def in_numba(points: Array, centres: Array, threads: int, stack: ExitStack) -> t
 
 
 def in_torch(points: Array, centres: Array) -> SpeedRung:
-    """Whole tensors at a time, on all cores."""
+    """The rung in PyTorch, which works on whole tensors at a time, on all cores."""
     x = torch.from_numpy(points)
     return SpeedRung(
         "in place",
@@ -237,7 +237,9 @@ def in_torch(points: Array, centres: Array) -> SpeedRung:
 
 
 def torch_call(points: Tensor, centres: Tensor) -> Callable[[], Tensor]:
-    """The work in operators on tensors that are there already: (3, n), (k, 3) to (n,), on any device."""
+    """A function that does the work by operators on tensors that already exist: (3, n), (k, 3) to (n,), on any
+    device.
+    """
     best, difference, distance = torch.empty(3, points.shape[1], device=points.device)
     targets = centres.tolist()
 
@@ -260,7 +262,9 @@ def torch_call(points: Tensor, centres: Tensor) -> Callable[[], Tensor]:
 
 
 def in_processes(points: Array, centres: Array, count: int, stack: ExitStack) -> tuple[SpeedRung, ...]:
-    """Plain Python in a Pool; the compiled loop by every way in which processes are given data; Dask."""
+    """The rungs in processes: plain Python in a Pool; the compiled loop, with data passed in every way that Python has;
+    Dask.
+    """
     numba = find_spec("numba") is not None
     started: list[Workers] = []
 
@@ -345,7 +349,9 @@ def in_dask(
     count: int,
     workers: Callable[[], Workers],
 ) -> tuple[SpeedRung, ...]:
-    """Its three collections on one machine: a bag in the Pool's processes, an array and delayed calls in threads."""
+    """Three collections of Dask on one machine: a bag in the Pool's processes, an array and delayed calls in
+    threads.
+    """
     names = {
         "bag": "the data are Python objects from many files",
         "array": "the arrays are larger than memory",
@@ -400,7 +406,7 @@ def in_dask(
 
 
 def on_gpu(points: Array, centres: Array, device: torch.device) -> tuple[SpeedRung, ...]:
-    """The same operators of PyTorch, a kernel, and the kernel with what must come and go."""
+    """The rungs on a GPU: the same operators of PyTorch, a kernel, and the kernel together with its transfers."""
     names: dict[str, tuple[str, str]] = {
         "in place, on the GPU": (PYTORCH, "the data are on the GPU, and the rest of the program takes longer"),
         "one kernel": (CUDA, "near the roof of the GPU"),

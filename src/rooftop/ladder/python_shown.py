@@ -14,11 +14,11 @@ from rooftop.ladder.python_climbing import SpeedClimb, SpeedOutcome
 from rooftop.ladder.python_ladder import ALL, GPU, ONE
 
 COLOURS = {ONE: "#9a9a9a", ALL: "#4c9fd6", GPU: "#76a92c"}
-BUSY_CORES = 0.2  # of others: below this the figures are hardly disturbed
+BUSY_CORES = 0.2  # cores that other programs used: below this the figures are hardly disturbed
 
 
 def heading(climb: SpeedClimb) -> str:
-    """The work, where it was done, and its roofs; with rich's markup."""
+    """The work, the devices and the roofs, with rich's markup."""
     roofs = ", ".join(
         f"{time_text(ms)} on {'the GPU' if where == GPU else where}" for where, ms in climb.roofs_ms.items()
     )
@@ -26,7 +26,8 @@ def heading(climb: SpeedClimb) -> str:
 
 
 def table(climb: SpeedClimb) -> Table:
-    """A row for each rung: its time, how many times faster than the first, the percent of its roof, what it copies."""
+    """A row for each rung: its time, its speed-up over the first, the percent of its roof, and the bytes that it
+    copies."""
     shown = Table(box=None, padding=(0, 2, 0, 0))
     shown.add_column("rung", overflow="fold")
     shown.add_column("in", no_wrap=True)
@@ -42,7 +43,7 @@ def table(climb: SpeedClimb) -> Table:
 
 
 def stops(climb: SpeedClimb) -> Table:
-    """When each rung is fast enough."""
+    """Lines that say when each rung is fast enough."""
     shown = Table(box=None, padding=(0, 2, 0, 0))
     shown.add_column("in", no_wrap=True)
     shown.add_column("rung", no_wrap=True)
@@ -63,7 +64,7 @@ def _figures(rung: SpeedOutcome) -> list[str]:
 
 
 def disturbed(climb: SpeedClimb) -> str:
-    """That other programs ran meanwhile; empty if they hardly did."""
+    """A note that other programs ran meanwhile; empty if they hardly did."""
     if climb.other_cores <= BUSY_CORES:
         return ""
     return (
@@ -73,7 +74,7 @@ def disturbed(climb: SpeedClimb) -> str:
 
 
 def page(climb: SpeedClimb) -> str:
-    """One HTML page without a network: a bar for each rung's time, a line for each roof."""
+    """One HTML page that needs no network: a bar for each rung's time, and a line for each roof."""
     from plotly import graph_objects
 
     timed = [rung for rung in climb.rungs if rung.ms is not None]
@@ -114,7 +115,7 @@ def _label(rung: SpeedOutcome) -> str:
 
 
 def framed(work: str, charts: str, remarks: list[str], title: str) -> str:
-    """A page around charts."""
+    """An HTML page around charts."""
     below = "".join(f"<p>{html.escape(remark)}</p>\n" for remark in remarks)
     return f"""<!doctype html>
 <html lang="en">

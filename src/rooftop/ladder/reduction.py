@@ -1,7 +1,7 @@
 """The reduction ladder: the sum of n float32. One addition for each 4 bytes: bound by memory at every size.
 
-The elements are small whole numbers, whose partial sums float32 holds exactly: every order of the additions must give
-the same sum, to the last bit, and an element that is left out shows.
+The elements are small integers whose partial sums float32 holds exactly: every order of the additions must give the
+same sum to the last bit, so a missing element shows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FILE = "reduction.cu"
 BLOCK = 256  # threads
 RESIDENT = 8  # blocks of 256 threads fill the 2,048 threads of a multiprocessor
 FLIGHT = 4
-LARGEST = 4  # of the elements: the sum of 2^30 of them is far below 2^24 (their sign is random)
+LARGEST = 4  # largest magnitude of the elements: the sum of 2^30 of them is far below 2^24 (their signs are random)
 DIVERGENT, NEIGHBOURED, SEQUENTIAL = "interleaved pairs, divergent", "interleaved pairs, neighbouring threads", "halves"
 UNROLLED = {unroll: f"{unroll} elements a thread" for unroll in (2, 4, 8)}
 TEMPLATES, SHUFFLE, ONE_PASS = "loops unrolled by templates", "warp shuffles", "16-byte loads, one pass"
@@ -27,10 +27,10 @@ OWN = "Triton adds within a program itself"
 
 
 def make(size: int, device: torch.device) -> Ladder:
-    """`size` elements."""
+    """The reduction ladder for `size` elements."""
     x = torch.randint(-LARGEST, LARGEST + 1, (size,), device=device, dtype=torch.int8).float()
     result = torch.empty(1, device=device)
-    sums = [torch.empty(-(-size // BLOCK), device=device) for _ in range(2)]  # of blocks, then of blocks of these
+    sums = [torch.empty(-(-size // BLOCK), device=device) for _ in range(2)]  # sums of blocks, then of their blocks
     names = (SEQUENTIAL, *UNROLLED.values(), ONE_PASS)
     without = tuple(Rung(name, TRITON, None, note=OWN) for name in (DIVERGENT, NEIGHBOURED, TEMPLATES, SHUFFLE))
     triton = triton_rungs(device, lambda: in_triton(x, result, sums), names)
@@ -51,7 +51,7 @@ def make(size: int, device: torch.device) -> Ladder:
 
 
 def on_cpu(x: Tensor) -> tuple[Rung, ...]:
-    """Rung zero."""
+    """The rungs on the CPU."""
     host = x.cpu()
     array = host.numpy()
     return (
@@ -63,7 +63,7 @@ def on_cpu(x: Tensor) -> tuple[Rung, ...]:
 def staged(
     x: Tensor, result: Tensor, sums: list[Tensor], per_block: int, stage: Callable[[int, Tensor, Tensor, int], None]
 ) -> Tensor:
-    """Launch `stage(blocks, source, target, elements)` on x, then on the sums of blocks, until one is left."""
+    """Launch `stage(blocks, source, target, elements)` on x, then on the sums of its blocks, until one sum is left."""
     source, count, turn = x, x.numel(), 0
     while True:
         blocks = -(-count // per_block)
@@ -116,7 +116,7 @@ def in_cuda(x: Tensor, result: Tensor, sums: list[Tensor]) -> tuple[Rung, ...]:
 
 
 def in_triton(x: Tensor, result: Tensor, sums: list[Tensor]) -> tuple[Rung, ...]:
-    """Their twins."""
+    """The same rungs in Triton."""
     from rooftop.ladder import reduction_kernels as kernels
 
     done = torch.zeros(1, dtype=torch.int32, device=x.device)

@@ -1,4 +1,6 @@
-"""What a ladder is: work, its reference, and rungs that do it. Each file beside this one builds one ladder."""
+"""A ladder: a piece of work, its reference, and the rungs that do it. Each other file in this folder builds one
+ladder.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,12 @@ class Rung:
     """One way to do the work.
 
     Attributes:
-        name: what it adds to the rung before it.
+        name: what it adds to the previous rung.
         tool: CUDA, TRITON, PYTORCH (or the library it calls) or CPU.
-        run: does the work and gives the result; None where `note` says why there is none.
-        clock: how it is timed on a GPU: replayed from a graph, called (it waits itself), or on the CPU.
+        run: does the work and gives the result; None where `note` says why it cannot run.
+        clock: how it is timed on a GPU: replayed from a graph, called (it waits by itself), or on the CPU.
         kernels: instances of the ladder's CUDA C++ source that it launches.
-        note: what to know of it, in a few words.
+        note: a remark in a few words.
     """
 
     name: str
@@ -50,14 +52,15 @@ class Ladder:
     Attributes:
         name: as on the command line.
         work: the formula, sizes and dtypes.
-        unit: of its rate, "B/s" or "FLOP/s".
+        unit: unit of its rate, "B/s" or "FLOP/s".
         source: its CUDA C++.
-        cost: what any rung must move and compute.
+        cost: bytes and flops that any rung needs.
         exact: the result.
-        rtol, atol: how far an element may be off; 0 where every order of the sums gives the same.
+        rtol, atol: how far an element may differ; 0 where every order of the sums gives the same result.
         rungs: from the first to the best.
-        poisoned: what the rungs write: filled with NaN before each is checked.
-        remarks: sentences to be printed below the table, from what is tried when it is called with the ceilings.
+        poisoned: output tensors of the rungs: filled with NaN before each rung is checked.
+        remarks: function that is called with the ceilings, tries something, and gives sentences to print below the
+            table.
     """
 
     name: str
@@ -78,9 +81,10 @@ class Entry:
     """A ladder that can be built.
 
     Attributes:
-        module: its file. summary: one line for help.
-        size: on a GPU. small: where Triton is interpreted. most: what fits any GPU of 16 GB, or the indices.
-        what: what the size counts. multiple: it must be divisible by.
+        module: its file. summary: one line for the help text.
+        size: default on a GPU. small: default where Triton is interpreted. most: limit from a GPU of 16 GB, or from the
+            indices.
+        what: the quantity that the size counts. multiple: the size must be a multiple of this.
     """
 
     module: str
@@ -102,16 +106,16 @@ LADDERS = {  # in the order in which one learns
 
 
 def build(name: str, size: int | None = None, device: torch.device | str | None = None) -> Ladder:
-    """A ladder, its inputs on the device.
+    """A ladder, with its inputs on the device.
 
     Args:
         name: one of `LADDERS`.
-        size: None is the ladder's own, a small one without a GPU.
-        device: None is the GPU if there is one. On "cpu" the Triton rungs run through Triton's interpreter (in a
+        size: None means the ladder's own size, or a small one without a GPU.
+        device: None means the GPU if there is one. On "cpu" the Triton rungs run through Triton's interpreter (in a
             process with TRITON_INTERPRET=1), and those in CUDA C++ can be compiled.
 
     Raises:
-        ValueError: no such ladder, or a size that it cannot have.
+        ValueError: there is no such ladder, or it cannot have this size.
     """
     if name not in LADDERS:
         raise ValueError(f"no ladder {name!r}: expected one of {', '.join(LADDERS)}{did_you_mean(name, LADDERS)}")
@@ -129,7 +133,7 @@ def build(name: str, size: int | None = None, device: torch.device | str | None 
 
 @cache
 def source(file: str) -> str:
-    """A file of CUDA C++ beside this one."""
+    """A file of CUDA C++ in this folder."""
     return Path(__file__).with_name(file).read_text(encoding="utf-8")
 
 
@@ -152,12 +156,16 @@ def triton_missing(device: torch.device) -> str:
 
 
 def triton_rungs(device: torch.device, make: Callable[[], Sequence[Rung]], names: Sequence[str]) -> tuple[Rung, ...]:
-    """The Triton rungs; where they cannot run, their names and why. `make` may import the kernels."""
+    """The Triton rungs; where they cannot run, rungs with only their names and the reason. `make` may import the
+    kernels.
+    """
     missing = triton_missing(device)
     return tuple(Rung(name, TRITON, None, note=missing) for name in names) if missing else tuple(make())
 
 
 def interleave(*groups: Sequence[Rung]) -> tuple[Rung, ...]:
-    """All rungs in the order of their first group's names: a twin stands behind the rung that it is the twin of."""
+    """All rungs, in the order of names in the first group: a rung with the same name in another tool follows it
+    directly.
+    """
     order = {name: place for place, name in enumerate(dict.fromkeys(r.name for group in groups for r in group))}
     return tuple(sorted((rung for group in groups for rung in group), key=lambda rung: order[rung.name]))

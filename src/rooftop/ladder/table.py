@@ -18,7 +18,7 @@ STATUS = {COMPILED: "compiled, not run", "checked": "right", "absent": "-"}
 
 
 def table(climb: Climb) -> Table:
-    """A row for each rung; times where they were measured, else whether the result is right."""
+    """A row for each rung: its time if it was measured, else whether the result is right."""
     shown = Table(box=None, padding=(0, 2, 0, 0))
     shown.add_column("rung", overflow="fold")
     shown.add_column("in")
@@ -36,7 +36,7 @@ def table(climb: Climb) -> Table:
 
 
 def heading(climb: Climb) -> str:
-    """The work, where it was done, and its roof; with rich's markup."""
+    """The work, the device and the roof, with rich's markup."""
     text = f"[bold]{climb.ladder}[/bold]: {escape(climb.work)}, {escape(climb.device)}"
     if climb.roof_ms is None:
         return text

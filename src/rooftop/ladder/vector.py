@@ -24,7 +24,7 @@ WRONG_THREADS = 500_000
 
 
 def make(size: int, device: torch.device) -> Ladder:
-    """`size` elements."""
+    """The vector ladder for `size` elements."""
     x, y, z = torch.randn(size, device=device), torch.randn(size, device=device), torch.empty(size, device=device)
     names = (ALONE, NARROW, EACH, STRIDE, WIDE, IN_FLIGHT)
     return Ladder(
@@ -46,7 +46,7 @@ def make(size: int, device: torch.device) -> Ladder:
 
 
 def on_cpu(x: Tensor, y: Tensor) -> tuple[Rung, ...]:
-    """Rung zero."""
+    """The rungs on the CPU."""
     hosts = [t.cpu() for t in (x, y)]
     result = torch.empty_like(hosts[0])
     a, b, c = (t.numpy() for t in (*hosts, result))
@@ -83,7 +83,7 @@ def _numba_add() -> Callable[..., None]:
 
         threads = torch.get_num_threads()
         numba.set_num_threads(min(threads, numba.get_num_threads()))
-        torch.set_num_threads(threads)  # which Numba, where it starts its own of OpenMP, sets to as many as it has
+        torch.set_num_threads(threads)  # Numba sets it to its own number of threads, if it starts its own OpenMP
         _compiled.append(add)
     return _compiled[0]
 
@@ -113,7 +113,7 @@ def in_cuda(x: Tensor, y: Tensor, z: Tensor) -> tuple[Rung, ...]:
 
 
 def in_triton(x: Tensor, y: Tensor, z: Tensor) -> tuple[Rung, ...]:
-    """Their twins."""
+    """The same rungs in Triton."""
     from rooftop.ladder import vector_kernels as kernels
 
     n = z.numel()
@@ -137,7 +137,7 @@ def in_triton(x: Tensor, y: Tensor, z: Tensor) -> tuple[Rung, ...]:
 
 
 def with_transfers(x: Tensor, y: Tensor, z: Tensor) -> tuple[Rung, ...]:
-    """x and y come from the host's memory, z goes back, and the host waits for it."""
+    """The rungs with transfers: x and y come from the host's memory, z goes back, and the host waits for it."""
     if not z.is_cuda:
         return tuple(
             Rung(name, CUDA, None, note="needs a GPU") for name in ("with transfers", "with transfers, pinned")
@@ -164,7 +164,7 @@ def with_transfers(x: Tensor, y: Tensor, z: Tensor) -> tuple[Rung, ...]:
 
 
 def wrong_launches(x: Tensor, y: Tensor, z: Tensor) -> Sequence[str]:
-    """What happens to launches that are wrong: one that no GPU can have, and one that leaves elements out."""
+    """Remarks on wrong launches: one that no GPU allows, and one that leaves elements out."""
     n, found = z.numel(), []
     if cuda.runs_on(z):
         add = kernel(FILE, "one_each", z.device)

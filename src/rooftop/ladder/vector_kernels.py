@@ -1,5 +1,5 @@
-"""The Triton twins of `vector.cu`. A program is a block; Triton divides BLOCK elements among its threads, and makes
-accesses of 16 bytes wherever four neighbouring elements fall to one thread."""
+"""The Triton kernels that correspond to `vector.cu`. A program corresponds to a block; Triton divides BLOCK elements
+among its threads, and makes accesses of 16 bytes wherever four neighbouring elements fall to one thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def add_alone(x, y, z, n, BLOCK: tl.constexpr):  # (n,) each
-    """One program does it all."""
+    """A single program adds all elements."""
     for start in tl.range(0, n, BLOCK):
         at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
         tl.store(z + at, tl.load(x + at, mask=at < n) + tl.load(y + at, mask=at < n), mask=at < n)
@@ -17,14 +17,14 @@ def add_alone(x, y, z, n, BLOCK: tl.constexpr):  # (n,) each
 
 @triton.jit
 def add_block(x, y, z, n, BLOCK: tl.constexpr):
-    """A program for each BLOCK elements."""
+    """Each program adds BLOCK elements."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(z + at, tl.load(x + at, mask=at < n) + tl.load(y + at, mask=at < n), mask=at < n)
 
 
 @triton.jit
 def add_grid_stride(x, y, z, n, BLOCK: tl.constexpr):
-    """As many programs as the GPU holds at a time."""
+    """There are as many programs as the GPU holds at a time."""
     for start in tl.range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
         tl.store(z + at, tl.load(x + at, mask=at < n) + tl.load(y + at, mask=at < n), mask=at < n)

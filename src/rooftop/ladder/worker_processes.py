@@ -1,7 +1,8 @@
-"""Processes that compute parts of the python ladder's work, by each way in which Python hands data to them.
+"""Processes that compute parts of the python ladder's work, with data passed in each way that Python has.
 
-What is copied is counted: an object that goes through a Pool, a Queue or a Pipe is pickled, written to a pipe by one
-process and read by the other, then unpickled. Tensors after `share_memory_` lie in memory that both processes map.
+The bytes that are copied are counted: an object that goes through a Pool, a Queue or a Pipe is pickled, written to a
+pipe by one process, read by the other, and unpickled. Tensors after `share_memory_` lie in memory that both processes
+map.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from typing import Any, cast
 
 from rooftop.ladder.nearest import Array
 
-MOST = 16  # processes: more teach nothing more
+MOST = 16  # at most: more processes show nothing new
 JOIN_S = 10.0
-ANSWER_S = 120.0  # of a queue: a worker that has died answers never
+ANSWER_S = 120.0  # to wait for a queue: a worker that has died never answers
 SERVER = "forkserver"
 
 
 def context() -> BaseContext:
     """How processes are started: never by fork, which copies locks that other threads hold.
 
-    Where there is a fork server, it imports what the workers need, once for all of them.
+    If there is a fork server, it imports what the workers need once for all of them.
     """
     if SERVER not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -37,17 +38,19 @@ def context() -> BaseContext:
 
 
 def bounds(count: int, parts: int) -> list[tuple[int, int]]:
-    """(first, last) of as many consecutive parts of range(count)."""
+    """Divide range(count) into consecutive parts, each as (first, last)."""
     return [(count * n // parts, count * (n + 1) // parts) for n in range(parts)]
 
 
 def pickled_bytes(objects: Iterable[object]) -> int:
-    """What these objects are as the bytes that go through a pipe."""
+    """These objects as the bytes that go through a pipe."""
     return sum(len(ForkingPickler.dumps(each)) for each in objects)
 
 
 def by_queue(tasks: Any, results: Any) -> None:
-    """A worker: (number, points, centres) from one queue, (number, distances) to the other, until None comes."""
+    """A worker that takes (number, points, centres) from one queue and puts (number, distances) into the other, until
+    it gets None.
+    """
     from rooftop.ladder.nearest_loops import of_part
 
     for number, points, centres in iter(tasks.get, None):
@@ -55,7 +58,7 @@ def by_queue(tasks: Any, results: Any) -> None:
 
 
 def by_pipe(connection: Connection) -> None:
-    """A worker: (points, centres) from a pipe, distances back, until None comes."""
+    """A worker that takes (points, centres) from a pipe and sends distances back, until it gets None."""
     from rooftop.ladder.nearest_loops import of_part
 
     for points, centres in iter(connection.recv, None):
@@ -63,7 +66,9 @@ def by_pipe(connection: Connection) -> None:
 
 
 def by_shared_memory(connection: Connection, points: Any, centres: Any, nearest: Any) -> None:
-    """A worker on tensors that its parent sees, too: (first, last) from a pipe, True back, until None comes."""
+    """A worker on tensors that its parent also sees: it takes (first, last) from a pipe and sends True back, until it
+    gets None.
+    """
     from rooftop.ladder.nearest_loops import for_vectors
 
     arrays = points.numpy(), centres.numpy(), nearest.numpy()
@@ -74,14 +79,14 @@ def by_shared_memory(connection: Connection, points: Any, centres: Any, nearest:
 
 @dataclass
 class Workers:
-    """Running processes, as many of each kind.
+    """Running worker processes, equally many of each kind.
 
     Attributes:
-        count: of each kind.
+        count: number of workers of each kind.
         pool: for `starmap`.
-        tasks, results: queues of `by_queue`.
-        pipes: to the workers of `by_pipe`. shared: to those of `by_shared_memory`.
-        distances: what the latter write, (n,) float32.
+        tasks, results: queues of the workers of `by_queue`.
+        pipes: those to the workers of `by_pipe`. shared: those to the workers of `by_shared_memory`.
+        distances: shared results of the workers, (n,) float32.
     """
 
     count: int
@@ -95,9 +100,9 @@ class Workers:
 
     @classmethod
     def start(cls, count: int, points: Array, centres: Array) -> Workers:
-        """Start them. The points and centres that are shared are copied once, here."""
+        """Start all workers. Points and centres that are to be shared are copied once, here."""
         import torch
-        import torch.multiprocessing  # teaches pickle to send handles of shared tensors, not their data
+        import torch.multiprocessing  # teaches pickle to send handles of shared tensors instead of their data
 
         started, stack = context(), ExitStack()
         try:
@@ -120,24 +125,24 @@ class Workers:
         return cls(count, pool, tasks, results, pipes, shared, tensors[2].numpy(), stack)
 
     def close(self) -> None:
-        """End them all, and wait for that."""
+        """End all workers, and wait until they have ended."""
         self._stack.close()
 
     def through_queue(self, parts: Sequence[Array], centres: Array) -> list[Array]:
-        """Each part to whichever worker is free; their distances in order."""
+        """Each part goes to a free worker; returns the distances in order."""
         for number, part in enumerate(parts):
             self.tasks.put((number, part, centres))
         found = dict(self.results.get(timeout=ANSWER_S) for _ in parts)
         return [found[number] for number in range(len(parts))]
 
     def through_pipes(self, parts: Sequence[Array], centres: Array) -> list[Array]:
-        """Part n to worker n; their distances in order."""
+        """Send part n to worker n; returns the distances in order."""
         for pipe, part in zip(self.pipes, parts, strict=True):
             pipe.send((part, centres))
         return [pipe.recv() for pipe in self.pipes]
 
     def through_shared_memory(self, parts: Sequence[tuple[int, int]]) -> Array:
-        """Which part is whose goes through the pipes, nothing else."""
+        """Only the bounds of the parts go through the pipes."""
         for pipe, part in zip(self.shared, parts, strict=True):
             pipe.send(part)
         for pipe in self.shared:
@@ -168,7 +173,7 @@ def _with_pipe(stack: ExitStack, started: BaseContext, target: Any, *arguments: 
 
 
 def _end(process: Any, tell: Any) -> None:
-    """Ask it to end, and end it if it does not."""
+    """Ask a process to end, and terminate it if it does not."""
     if process.is_alive():
         tell(None)
     process.join(JOIN_S)

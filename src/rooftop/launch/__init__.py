@@ -1,4 +1,4 @@
-"""How kernels start."""
+"""Launching kernels."""
 
 from rooftop.launch.triton_launch import INTERPRETED, count_launches, launch
 

@@ -1,7 +1,8 @@
-"""Zeros in device memory with which programs of one kernel count each other, and which the kernel sets back to zero.
+"""Zeroed counters in device memory, by which the programs of one kernel count arrivals; the kernel sets them back to
+zero.
 
-Launches on one stream run one after another and share their counters. What is captured in a CUDA graph may be replayed
-on any stream, beside anything, so that each captured launch keeps counters of its own for as long as the process lives.
+Launches on one stream run one after another and share their counters. A captured launch may be replayed on any stream,
+together with any other work. So each captured launch keeps its own counters as long as the process lives.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 STREAM_COUNTERS = 4096  # of a stream: 16 KiB
-CAPTURED_COUNTERS = 1 << 18  # of a device, for all launches that are captured: 1 MiB
+CAPTURED_COUNTERS = 1 << 18  # of a device, for all captured launches: 1 MiB
 
 
 @dataclass
@@ -30,8 +31,8 @@ _lock = Lock()
 def counters(device: torch.device, count: int) -> Tensor | None:
     """`count` zeros (int32) for one launch on the device's current stream, which must leave them zero.
 
-    None where there are none: more than a stream has; during a capture, when nothing was launched on the device before,
-    or captured launches have taken all.
+    None if not available: more than a stream has; or, during a capture, if nothing was launched on the device before,
+    or captured launches have used them all.
     """
     if count > STREAM_COUNTERS:
         return None
@@ -57,7 +58,7 @@ def _stream_zeros(device: torch.device, stream: int) -> Tensor:
 
 
 def _captured_zeros(device: torch.device, count: int) -> Tensor | None:
-    count = -(-count // 4) * 4  # 16 bytes: alignment is compiled in
+    count = -(-count // 4) * 4  # 16 bytes: the alignment is part of the compiled code
     with _lock:
         captured = _of_graphs.get(device)
         if captured is None or captured.taken + count > CAPTURED_COUNTERS:

@@ -1,14 +1,15 @@
-"""CUDA C++ from Python: `compile` a source, `launch` its kernel on tensors. No compiler on the machine, no build step.
+"""CUDA C++ from Python: `compile` a source, `launch` its kernel on tensors. It needs no compiler on the machine and no
+build step.
 
     kernel = cuda.compile(SOURCE, "scale<float>")
     kernel.launch(-(-n // 256), 256, x, y, n, 0.5)
 
-The launch is on PyTorch's current stream of the device where the tensors are. It neither allocates on the device nor
-waits for it, so it can stand in operators and be captured in CUDA graphs. Arguments are checked against the kernel's
-C++ signature, the configuration against what the kernel and the architecture allow, before anything is launched.
+The launch is on PyTorch's current stream of the tensors' device. It neither allocates on the device nor waits for it,
+so it can be used in operators and captured in CUDA graphs. Before the launch, arguments are checked against the
+kernel's C++ signature, and the configuration against the limits of the kernel and the architecture.
 
-An error inside a running kernel (an address that is not there) comes up at some later synchronization, in anyone's
-call. With ROOFTOP_SYNC=1 in the environment each launch waits for its kernel, and the error names it.
+An error inside a running kernel (an invalid address) appears at some later synchronization, in anyone's call. With
+ROOFTOP_SYNC=1 in the environment each launch waits for its kernel, and the error names it.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ SYNCHRONOUS = os.environ.get("ROOFTOP_SYNC") == "1"
 """Whether each launch waits for its kernel."""
 
 Size = int | tuple[int, ...]
-"""Of a grid or a block: one to three dimensions."""
+"""A grid or a block: one to three dimensions."""
 
 GRID_LIMITS = (2**31 - 1, 65535, 65535)  # CUDA C++ Programming Guide, technical specifications: the same since 3.0
 BLOCK_LIMITS = (1024, 1024, 64)
 PORTABLE_CLUSTER_LIMIT = 8  # blocks
-CLUSTER_LIMIT = 16  # of sm_90, when the driver is asked
-DEFAULT_SHARED_BYTES = 48 * 1024  # of a block; for more a kernel must opt in
+CLUSTER_LIMIT = 16  # of sm_90, if the driver is asked
+DEFAULT_SHARED_BYTES = 48 * 1024  # of a block; a kernel must opt in to more
 CONFIGURATIONS_KEPT = 1024  # of one kernel
 
 _kernels: dict[tuple[Any, ...], Kernel] = {}
@@ -59,25 +60,25 @@ def compile(
     fused_multiply_add: bool = True,
     max_registers: int | None = None,
 ) -> Kernel:
-    """One kernel of a CUDA C++ source.
+    """Compile one kernel of a CUDA C++ source.
 
-    Compiled once: calling this again costs a look-up, in another process the reading of a file. It can stand where the
-    kernel is launched.
+    It is compiled once: another call costs a look-up, and in another process reading a file. So the call can be made at
+    each launch.
 
     Args:
-        source: all of it. The headers of CUDA are found, those of the C++ library are not there.
-        name: of a `__global__` function; `scale<float, 4>` instantiates a template.
-        arch: "sm_90"; None is that of `device`. Needs no GPU.
-        device: None is the current one.
+        source: the whole source. CUDA's headers are found; those of the C++ library are not available.
+        name: name of a `__global__` function; `scale<float, 4>` instantiates a template.
+        arch: "sm_90"; None takes that of `device`. Compiling for a named one needs no GPU.
+        device: None takes the current one.
         defines: macros.
-        fast_math: approximate division, roots and transcendentals; denormals are zero.
+        fast_math: approximate division, roots and transcendentals; denormals become zero.
         fused_multiply_add: contract products and sums into one rounding.
-        max_registers: for each thread.
+        max_registers: registers of each thread.
 
     Raises:
-        CompilationError: with the compiler's log and the line of the source.
+        CompilationError: the compiler failed; with its log and the line of the source.
         MissingExtraError: NVRTC, `cuda.core` or a CUDA header is not installed: the message says how.
-        TypeError: a parameter of the kernel that nothing in Python can be passed for; source or name is no str.
+        TypeError: a kernel parameter for which no Python value can be passed; source or name is not a str.
         ValueError: no GPU to compile for, or an architecture that NVRTC does not know.
     """
     for what, text in (("source", source), ("name", name)):
@@ -113,12 +114,11 @@ def _arch_of(device: torch.device | int | None) -> str:
 
 
 class Kernel:
-    """A compiled kernel. It is loaded when it is first launched.
+    """A compiled kernel. It is loaded at its first launch.
 
     Attributes:
-        binary: machine code and what is known of it: registers, shared memory, the compiler's log.
-        name, arch: as it was compiled.
-        max_threads_per_block: with its registers; `__launch_bounds__` may allow less.
+        binary: machine code and its properties: registers, shared memory, the compiler's log. name, arch: as compiled.
+        max_threads_per_block: the limit from its registers; `__launch_bounds__` may allow less.
     """
 
     def __init__(self, binary: nvrtc.Binary, source: str, options: nvrtc.Options) -> None:
@@ -136,7 +136,7 @@ class Kernel:
 
     @cached_property
     def ptx(self) -> str:
-        """The kernel as PTX, to read; compiled when it is asked for."""
+        """The kernel as readable PTX; compiled on first access."""
         return nvrtc.ptx(self._source, self.name, self._options)
 
     def launch(
@@ -148,18 +148,19 @@ class Kernel:
         cluster: Size | None = None,
         cooperative: bool = False,
     ) -> None:
-        """Start the kernel on the current stream; an empty grid starts nothing.
+        """Launch the kernel on the current stream; an empty grid launches nothing.
 
         Args:
             grid: blocks in each dimension.
             block: threads in each dimension.
-            *arguments: tensors (or None) for pointers, numbers for the rest. A kernel knows no strides.
-            shared_bytes: dynamic shared memory of a block, up to all that the GPU has.
+            *arguments: tensors (or None) for pointers, numbers for the other parameters. The kernel does not see
+                strides.
+            shared_bytes: dynamic shared memory of a block, up to the GPU's maximum.
             cluster: blocks that share their shared memory, in each dimension.
             cooperative: all blocks run at once and may wait for each other.
 
         Raises:
-            TypeError, ValueError: arguments or a configuration that the kernel cannot have; nothing is launched.
+            TypeError, ValueError: invalid arguments or configuration; nothing is launched.
             LaunchError: the driver refuses, or (with ROOFTOP_SYNC=1) the kernel fails.
         """
         device = first_device(arguments)
@@ -184,10 +185,11 @@ class Kernel:
     def check(
         self, grid: Size, block: Size, shared_bytes: int = 0, cluster: Size | None = None
     ) -> tuple[int, int, int]:
-        """The grid in three dimensions, if the kernel can be launched so on its architecture; needs no GPU.
+        """The grid in three dimensions, if the kernel can be launched with this configuration on its architecture;
+        needs no GPU.
 
         Raises:
-            TypeError, ValueError: what is wrong, and the limit.
+            TypeError, ValueError: the invalid value, and the limit.
         """
         what = f"kernel {self.name}"
         blocks, threads = _three(what, "grid", grid, least=0), _three(what, "block", block, least=1)
@@ -221,8 +223,8 @@ class Kernel:
         static = self.binary.static_shared_bytes or 0
         if unit is not None and static + dynamic > unit.max_shared_bytes_per_block:
             raise ValueError(
-                f"kernel {self.name}: a block of it needs {static:,} + {dynamic:,} bytes of shared memory (static + "
-                f"dynamic), {self.arch} has {unit.max_shared_bytes_per_block:,} for one"
+                f"kernel {self.name}: a block needs {static:,} + {dynamic:,} bytes of shared memory (static + "
+                f"dynamic), {self.arch} has {unit.max_shared_bytes_per_block:,} per block"
             )
 
     def _check_cluster(self, grid: tuple[int, int, int], cluster: tuple[int, int, int]) -> None:
@@ -231,15 +233,15 @@ class Kernel:
         if math.prod(cluster) > CLUSTER_LIMIT:
             raise ValueError(f"kernel {self.name}: a cluster of {cluster} has more than {CLUSTER_LIMIT} blocks")
         if any(blocks % size for blocks, size in zip(grid, cluster, strict=True)):
-            raise ValueError(f"kernel {self.name}: the grid {grid} is no multiple of the cluster {cluster}")
+            raise ValueError(f"kernel {self.name}: the grid {grid} is not a multiple of the cluster {cluster}")
 
     # ---- on a GPU ------------------------------------------------------------------------------------------------
 
     def active_clusters(self, block: Size, cluster: Size, shared_bytes: int, device: torch.device) -> int:
-        """How many clusters run on the device at once: more in a grid wait for these to end.
+        """The number of clusters that run on the device at once: the others of a grid wait for these to end.
 
         Raises:
-            TypeError, ValueError: a configuration that the kernel cannot have.
+            TypeError, ValueError: an invalid configuration.
             LaunchError: the driver refuses.
         """
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -258,7 +260,7 @@ class Kernel:
         return self._active_clusters[key]
 
     def _without_tensors(self, arguments: tuple[Any, ...], *configuration: Any) -> int:
-        """The current device; where there is none, what is wrong with the call is said first."""
+        """The current device; without one, errors in the call itself are raised first."""
         if not torch.cuda.is_available():
             self.check(*configuration)
             self._signature.values(arguments, -1)
@@ -267,7 +269,7 @@ class Kernel:
 
     @cached_property
     def _loaded(self) -> Any:
-        """The kernel in every context that launches it. Loading in the middle of a capture must not end it."""
+        """The loaded kernel, for every context that launches it. Loading during a capture must not end the capture."""
         core = nvrtc.require_cuda_core()
         from cuda.bindings import driver
 
@@ -285,7 +287,7 @@ class Kernel:
     def _configure(
         self, grid: Size, block: Size, shared_bytes: int, cluster: Size | None, cooperative: bool, device: int
     ) -> Any:
-        """The configuration as `cuda.core` takes it, kept for the next launch."""
+        """The configuration as `cuda.core` takes it, cached for the next launch."""
         core = nvrtc.require_cuda_core()
         if _arch_of(device) != self.arch.rstrip("af"):
             raise ValueError(
@@ -313,7 +315,7 @@ class Kernel:
         return configuration
 
     def _allow(self, threads: int, shared_bytes: int, device: int) -> None:
-        """Ask the driver for its limit of threads, and opt in to more shared memory than 48 KiB."""
+        """Ask the driver for its thread limit, and opt in to more shared memory than 48 KiB."""
         from cuda.bindings import driver
 
         attribute, handle = driver.CUfunction_attribute, self._loaded.handle
@@ -340,7 +342,7 @@ class Kernel:
         )
 
     def _driver(self, results: tuple[Any, ...]) -> Any:
-        """What a call of the driver gives.
+        """The result of a driver call.
 
         Raises:
             LaunchError: it failed.
@@ -375,12 +377,12 @@ class Kernel:
 
 
 def _is_of_the_driver(error: Exception) -> bool:
-    """`cuda.core` exports no name for its errors."""
+    """`cuda.core` does not export the class of its errors."""
     return type(error).__name__ == "CUDAError"
 
 
 def _launch(*arguments: Any) -> None:
-    """Replaces itself by `cuda.core.launch` when it is first called."""
+    """Replaces itself by `cuda.core.launch` at the first call."""
     global _launch
     _launch = nvrtc.require_cuda_core().launch
     _launch(*arguments)
@@ -396,14 +398,14 @@ def _current_stream(device: int) -> Any:
 
 
 def _bind_context(device: int) -> None:
-    """A thread has no context until it calls CUDA's runtime, which launching through the driver does not."""
+    """A thread has no context until it calls CUDA's runtime; a launch through the driver does not do that."""
     if not getattr(_thread, "bound", False):
         nvrtc.require_cuda_core().Device(device).set_current()
         _thread.bound = True
 
 
 def _threads_with(registers: int | None, capability: tuple[int, int]) -> int:
-    """Threads that a block can have with so many registers each: whole warps in each sub-partition."""
+    """The number of threads that a block can have with that many registers each: whole warps in each sub-partition."""
     unit = MULTIPROCESSORS.get(capability)
     if unit is None or not registers:
         return BLOCK_LIMITS[0]

@@ -1,11 +1,11 @@
-"""Calls of operators that go past PyTorch's dispatcher, straight to the implementation.
+"""Operator calls that skip PyTorch's dispatcher and go directly to the implementation.
 
-A call through the dispatcher of an operator that is written in Python costs the host more time than the launch of a
-small kernel. A call that nothing watches or transforms does not need it. Whatever has to see the operator does:
+For an operator written in Python, a call through the dispatcher costs the host more time than the launch of a small
+kernel. A call that nothing watches or transforms does not need it. Everything that has to see the operator still does:
 torch.compile, modes (FakeTensor, counting), transforms, the profiler.
 
-`benchmarks/calls.py` measures what it saves. Where the row "dispatcher" of its table costs less than a tenth of a call,
-this file can go.
+`benchmarks/calls.py` measures the time saved. If the row "dispatcher" of its table costs less than a tenth of a call,
+this file can be removed.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from torch.autograd import forward_ad
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _LISTS = (list, tuple)
-_NO_TENSORS = frozenset((type(None), bool, int, float, str))  # most arguments that are no tensors
-# Looked up once: they are asked at every call.
+_NO_TENSORS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))  # most other arguments
+# Looked up once, since every call asks them.
 _include_set = torch._C._dispatch_tls_local_include_set
 _is_included = torch._C._dispatch_tls_is_dispatch_key_included
 _VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")  # of `is_grads_batched`; `torch.func` has another
 _function_modes = torch._C._len_torch_function_stack
 _profiler_enabled = torch._C._autograd._profiler_enabled
-with ThreadPoolExecutor(1) as _thread:  # a new one has neither modes, nor transforms, nor inference mode; this one may
+with ThreadPoolExecutor(1) as _thread:  # a new thread has no modes, transforms or inference mode; this one may
     _UNWATCHED = _thread.submit(_include_set).result()
 
 # ---- what has to see a call ---------------------------------------------------------------------------------------
 
 
 def is_plain(arguments: Sequence[Any]) -> bool:
-    """Whether nothing but autograd has to know of a call."""
+    """Whether nothing but autograd has to see a call."""
     return _include_set() == _UNWATCHED and _function_modes() == 0 and not _profiler_enabled() and _are_plain(arguments)
 
 
@@ -43,18 +43,18 @@ def _are_plain(arguments: Sequence[Any]) -> bool:
     """Whether all tensors, also those in lists, are plain PyTorch tensors: no meta, lazily negated or zero tensors."""
     for argument in arguments:
         kind = type(argument)
+        if kind in _NO_TENSORS:
+            continue
         if kind in _PLAIN:
             if argument.is_meta or argument.is_neg() or argument._is_zerotensor():
                 return False
-        elif kind in _NO_TENSORS:
-            continue
         elif isinstance(argument, Tensor) or (isinstance(argument, _LISTS) and not _are_plain(argument)):
             return False
     return True
 
 
 def requires_grad(arguments: Sequence[Any]) -> bool:
-    """Whether a tensor among them does, or one in a list among them."""
+    """Whether any of the tensors requires a gradient, also in lists."""
     for argument in arguments:
         kind = type(argument)
         if kind in _NO_TENSORS:
@@ -68,13 +68,13 @@ def requires_grad(arguments: Sequence[Any]) -> bool:
 
 
 def in_forward_mode() -> bool:
-    """Whether forward-mode differentiation is at work."""
+    """Whether forward-mode differentiation is active."""
     return forward_ad._current_level >= 0
 
 
 def transformed(arguments: Sequence[Any]) -> bool:
-    """Whether a transform of `torch.func` or forward-mode differentiation is at work on a tensor among them, or
-    autograd takes a batch of gradients at once."""
+    """Whether a transform of `torch.func` or forward-mode differentiation applies to any of the tensors, or autograd
+    takes a batch of gradients at once."""
     if _is_included(_VMAP_MODE):
         return True
     for argument in arguments:
@@ -89,14 +89,14 @@ def transformed(arguments: Sequence[Any]) -> bool:
 
 
 def unwatched(*arguments: Any) -> bool:
-    """Whether nothing but autograd would notice by which operators something is computed with these: no compiler, mode,
-    transform or profiler, and no tensor of another kind."""
+    """Whether nothing but autograd would notice which operators compute on these tensors: no compiler, mode, transform
+    or profiler, and no tensor of another kind."""
     return not torch.compiler.is_compiling() and not in_forward_mode() and is_plain(arguments)
 
 
 def computed_on_cpu(*tensors: Any) -> bool:
-    """Whether these are dense tensors on the CPU, nothing notices by which operators something is computed with them,
-    and no gradient will be asked for: PyTorch's own functions do, and the host saves the way through an operator."""
+    """Whether PyTorch's own functions can compute this, which saves the host an operator call: the tensors are dense
+    and on the CPU, nothing notices which operators compute on them, and no gradient is needed."""
     recorded = torch.is_grad_enabled()
     for t in tensors:
         if t is None:
@@ -123,17 +123,17 @@ def recording(name: str, forward: Callable[..., Any], backward: Callable[..., An
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_of)}
     made: Any = type(f"GeneratedBackwardFor_rooftop_{name}_default", (torch.autograd.Function,), methods)
-    # What Function.apply does before it calls this only concerns transforms, and those go through the dispatcher.
+    # The work of Function.apply before this call only concerns transforms, and those go through the dispatcher.
     return super(torch.autograd.Function, made).apply  # type: ignore[no-any-return]
 
 
 def recording_lists(
     name: str, forward: Callable[..., Any], backward: Callable[..., Any], gives_list: bool
 ) -> Callable[..., Any]:
-    """The same where arguments or results are lists of tensors, which autograd only sees one by one."""
+    """The same if arguments or results are lists of tensors, since autograd sees only single tensors."""
 
     def forward_of_each(ctx: Any, counts: Sequence[int | None], *flat: Any) -> Any:
-        """`counts`: for each argument that is a list of tensors its length, else None."""
+        """`counts`: for each argument, its length if it is a list of tensors, else None."""
         ctx.counts, rest = counts, iter(flat)
         output = forward(ctx, *(next(rest) if n is None else list(islice(rest, n)) for n in counts))
         return tuple(output) if gives_list else output

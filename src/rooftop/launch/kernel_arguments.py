@@ -1,10 +1,10 @@
-"""What a CUDA C++ kernel takes, as its mangled name says, and Python values checked against it.
+"""The parameters of a CUDA C++ kernel, from its mangled name, and Python values checked against them.
 
     pointers    a tensor of the dtype pointed to, on the device of the launch; None is a null pointer
     integers    an int within the type's range
     floats      a float or an int that does not overflow
 
-A kernel knows nothing of strides: pass what it needs of them as integers.
+A kernel does not know strides: pass the ones that it needs as integers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 Converter = Callable[[Any, int], Any]
-"""(value, index of the device) to what `cuda.core.launch` takes."""
+"""From (value, index of the device) to the argument for `cuda.core.launch`."""
 
 
 @dataclass(frozen=True)
 class Pointee:
-    """What a pointer may point to: tensors of these dtypes (None: of any), at addresses that `alignment` divides."""
+    """The tensors that a pointer may point to: their dtypes (None: any), and the `alignment` that divides their
+    addresses."""
 
     dtypes: tuple[torch.dtype, ...] | None
     alignment: int = 1
@@ -38,7 +39,8 @@ def _scalar(dtype: torch.dtype) -> Pointee:
 
 
 def _vectors(name: str, dtype: torch.dtype, *also: torch.dtype) -> dict[str, Pointee]:
-    """float2, float4 and so on. Those of three are aligned as one; none is aligned to more than 16 bytes."""
+    """float2, float4 and so on. Vectors of three are aligned like scalars; no vector is aligned to more than 16
+    bytes."""
     found = {f"{name}{n}": min(16, n * dtype.itemsize) for n in (2, 4)} | {f"{name}{n}": dtype.itemsize for n in (1, 3)}
     return {vector: Pointee((dtype, *also), alignment) for vector, alignment in found.items()}
 
@@ -79,7 +81,7 @@ POINTEES: dict[str, Pointee] = {
 
 @dataclass(frozen=True)
 class Signature:
-    """The parameters of a kernel: their C++ types, and how a Python value becomes each."""
+    """The parameters of a kernel: their C++ types, and the conversion of a Python value to each."""
 
     kernel: str
     types: tuple[str, ...]
@@ -105,14 +107,14 @@ def signature(kernel: str, types: tuple[str, ...]) -> Signature:
     """The signature of a kernel whose parameters have these C++ types.
 
     Raises:
-        TypeError: a type that no Python value can be passed for (a struct by value, a pointer to a pointer).
+        TypeError: a type for which no Python value can be passed (a struct by value, a pointer to a pointer).
     """
     converters = tuple(_converter(kernel, index, type_) for index, type_ in enumerate(types, 1))
     return Signature(kernel, types, converters)
 
 
 def parameter_types(demangled: str) -> tuple[str, ...]:
-    """The types in `void f<void (*)(float const*, int)>()`, written as people do: const float*, int."""
+    """The types in `void f<void (*)(float const*, int)>()`, in the usual spelling: const float*, int."""
     inner = demangled[demangled.index("(*)(") + len("(*)(") : demangled.rindex(")>()")]
     types, depth, start = [], 0, 0
     for position, character in enumerate(inner + ","):
@@ -124,13 +126,13 @@ def parameter_types(demangled: str) -> tuple[str, ...]:
 
 
 def _readable(type_: str) -> str:
-    """`float const*` as const float*; `restrict` is no part of a type."""
+    """`float const*` as const float*; `restrict` is not part of a type."""
     type_ = type_.replace(" __restrict__", "").replace(" __restrict", "")
     return f"const {type_[: -len(' const*')]}*" if type_.endswith(" const*") else type_
 
 
 def first_device(arguments: tuple[Any, ...]) -> int | None:
-    """The index of the first tensor's device; None where there is no tensor on a GPU."""
+    """The device index of the first tensor; None if no tensor is on a GPU."""
     for value in arguments:
         if isinstance(value, Tensor) and (index := value.get_device()) >= 0:
             return index
@@ -194,7 +196,7 @@ def _boolean(what: str) -> Converter:
 
 
 def _integer(what: str, dtype: torch.dtype) -> Converter:
-    """`cuda.core` copies an int as eight bytes, of which the kernel reads the lowest; above 2^63 it needs the type."""
+    """`cuda.core` copies an int as eight bytes, and the kernel reads the lowest; above 2^63 it needs the type."""
     limits = torch.iinfo(dtype)
     least, most = limits.min, limits.max
 

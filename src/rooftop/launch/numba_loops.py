@@ -1,7 +1,7 @@
 """Loops for the CPU, compiled by Numba at run time, and their division among threads.
 
-Numba is no dependency of Rooftop: `pip install "rooftop[mat]"` brings it. Whoever imports it, or a module of
-`kept_loop`s, asks `numba_works` before and has a slower way where it does not.
+Numba is not a dependency of Rooftop: `pip install "rooftop[mat]"` brings it. A caller that imports it, or a module with
+a `kept_loop`, first calls `numba_works`, and has a slower way if it does not.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ LEAST_ELEMENTS = 1 << 14
 
 @functools.cache
 def numba_is_installed() -> bool:
-    """Without importing it, which takes some tenths of a second."""
+    """Whether Numba is installed, without importing it, which takes some tenths of a second."""
     return find_spec("numba") is not None
 
 
 @functools.cache
 def numba_works() -> bool:
-    """Whether it is installed and can be imported; said once, if it cannot."""
+    """Whether it is installed and can be imported; if not, this warns once."""
     if not numba_is_installed():
         return False
     try:
         from numba.core.compiler_lock import global_compiler_lock as lock
-    except Exception as error:  # as of a NumPy that it does not know
+    except Exception as error:  # for example with a NumPy that it does not support
         warnings.warn(
             f"Numba is installed, but cannot be imported ({error}): without it operations on the CPU take longer. "
             "Update or uninstall it",
@@ -42,24 +42,25 @@ def numba_works() -> bool:
             stacklevel=2,
         )
         return False
-    # A process that forks while a thread compiles would leave the child a lock that nobody opens.
+    # If a process forks while a thread compiles, the child would get a lock that no thread releases.
     os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
     return True
 
 
 def worth_a_loop(elements: int) -> bool:
-    """Whether Numba is there, and starting a compiled loop takes less than working on so many elements without."""
+    """Whether Numba is installed, and starting a compiled loop takes less time than computing that many elements
+    without one."""
     return elements >= LEAST_ELEMENTS and numba_is_installed()
 
 
 def compiled_loop(source: str, name: str, constants: Mapping[str, Any]) -> Callable[..., None]:
-    """The function of that name in a text, compiled when it is called first.
+    """The function with that name in a text, compiled at its first call.
 
-    Floating point is IEEE 754's, division included, and no product is fused with a sum. It runs without Python's lock.
+    Floating point follows IEEE 754, also for division, and no product is fused with a sum. It runs without the GIL.
 
     Args:
         source: Python that Numba understands.
-        constants: what its global names mean.
+        constants: the values of its global names.
     """
     import numba
 
@@ -69,18 +70,18 @@ def compiled_loop(source: str, name: str, constants: Mapping[str, Any]) -> Calla
 
 
 def kept_loop(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a loop that is compiled once and kept on disk for other processes, where there is a place for it."""
+    """Decorator of a loop that is compiled once and stored on disk for other processes, if it can be stored."""
     import numba
 
     try:
         return numba.njit(nogil=True, cache=True)(function)  # type: ignore[no-any-return]
-    except RuntimeError:  # neither beside its file nor in the user's folder
+    except RuntimeError:  # neither the file's folder nor the user's folder is writable
         return numba.njit(nogil=True)(function)  # type: ignore[no-any-return]
 
 
 def memory_of(x: Tensor) -> np.ndarray:
-    """The memory of a CPU's tensor from its first to its last element, of one dimension: strides stay outside of
-    loops, whose compiler could not use the processor's vectors otherwise."""
+    """The memory of a CPU tensor from its first to its last element, as one dimension. Loops then have no strides, with
+    which their compiler could not use the processor's vector units."""
     last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
     return x.as_strided((last + 1,), (1,)).numpy()
 
@@ -95,13 +96,13 @@ def run_part(loop: Callable[..., None], given: Sequence[Any]) -> Callable[[int, 
 
 
 def in_threads(work: Callable[[int, int], None], count: int, most: int) -> None:
-    """work(first, last) for consecutive parts of range(count), one for each of as many threads as torch would use.
+    """work(first, last) for consecutive parts of range(count), in as many threads as torch would use.
 
     Args:
-        most: threads at most.
+        most: the maximum number of threads.
 
     Raises:
-        BaseException: the first that a thread has raised, once all have ended.
+        BaseException: the first exception of a thread, once all have ended.
     """
     threads = max(1, min(torch.get_num_threads(), most, count))
     bounds = [count * n // threads for n in range(threads + 1)]

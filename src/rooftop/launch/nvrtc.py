@@ -1,7 +1,7 @@
-"""CUDA C++ to machine code through NVRTC (`cuda.core`): where there is no GPU, too, and once for each source.
+"""Compile CUDA C++ to machine code through NVRTC (`cuda.core`), also without a GPU, and once for each source.
 
-A binary is kept under `$ROOFTOP_CACHE/kernels` (in the user's cache where that is not set) by the SHA-256 of all that
-it depends on: source, name, options, architecture, the versions of NVRTC and of the CUDA headers.
+A binary is stored under `$ROOFTOP_CACHE/kernels` (in the user's cache if that is not set) by the SHA-256 of everything
+that it depends on: source, name, options, architecture, the versions of NVRTC and of the CUDA headers.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rooftop.launch.kernel_arguments import parameter_types
 
 FORMAT = 1  # of the files
 
-# Its mangled name has the types of the kernel's parameters, also of a kernel that is extern "C".
+# Its mangled name contains the types of the kernel's parameters, even for a kernel that is extern "C".
 SIGNATURE = "\ntemplate <class Kernel> __global__ void rooftop_signature() {}\n"
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a source is compiled with.
+    """Compiler options of a source.
 
     Attributes:
         arch: sm_90, sm_90a, ...
@@ -52,14 +52,14 @@ class Binary:
     """A compiled kernel.
 
     Attributes:
-        name: as it was asked for, `scale<float>`.
+        name: as requested, `scale<float>`.
         arch: sm_90, ...
         symbol: its name in the cubin.
-        types: of its parameters in C++.
-        registers: of a thread; None where this NVRTC does not say (the same for the next three).
-        static_shared_bytes: of a block, beside what a launch asks for.
-        stack_bytes, spill_bytes: of a thread: local memory, and what of it holds registers that were too many.
-        log: what the compiler wrote: warnings, resources.
+        types: C++ types of its parameters.
+        registers: registers of a thread; None if this NVRTC does not say (also for the next three).
+        static_shared_bytes: bytes of a block, besides those that a launch requests. stack_bytes, spill_bytes: bytes of
+            a thread: local memory, and the part of it that holds spilled registers.
+        log: the compiler's messages: warnings, resources.
         cubin: the machine code.
     """
 
@@ -93,15 +93,15 @@ def binary(source: str, name: str, options: Options) -> Binary:
 
 
 def ptx(source: str, name: str, options: Options) -> str:
-    """The kernel as PTX, the assembly language from which machine code is made; to read, never cached.
+    """The kernel as PTX, the assembly language from which machine code is made; for reading, never cached.
 
     Raises:
-        CompilationError, MissingExtraError, ValueError: as of `binary`.
+        CompilationError, MissingExtraError, ValueError: as in `binary`.
     """
     _check_arch(options.arch)
     from cuda.bindings import nvrtc
 
-    # `cuda.core` asks the driver whether it could load the PTX, which it is not for.
+    # `cuda.core` asks the driver whether it could load the PTX, which is not intended here.
     settings = _settings(name, replace(options, arch=options.arch.replace("sm_", "compute_")))
     arguments = settings.as_bytes("nvrtc")
     (program,) = _nvrtc("nvrtcCreateProgram", source.encode(), b"%s.cu" % _function(name).encode(), 0, [], [])
@@ -116,7 +116,7 @@ def ptx(source: str, name: str, options: Options) -> str:
 
 
 def _filled(function: str, program: Any) -> str:
-    """The text that a function of NVRTC writes into memory of the size that its twin gives."""
+    """The text that a function of NVRTC writes into memory; a second function gives its size."""
     (size,) = _nvrtc(f"{function}Size", program)
     text = b" " * size
     _nvrtc(function, program, text)
@@ -124,7 +124,7 @@ def _filled(function: str, program: Any) -> str:
 
 
 def version() -> tuple[int, int]:
-    """Of NVRTC.
+    """NVRTC's version.
 
     Raises:
         MissingExtraError: it is not installed.
@@ -153,7 +153,7 @@ def _run(source: str, name: str, options: Options, names: tuple[str, ...]) -> tu
     try:
         compiled = core.Program(source, "c++", settings).compile("cubin", name_expressions=names, logs=log)
     except Exception as error:
-        if type(error).__name__ != "NVRTCError":  # cuda.core exports no name for it
+        if type(error).__name__ != "NVRTCError":  # cuda.core does not export this class
             raise
         raise _failure(source, name, str(error)) from None
     return compiled, log.getvalue()
@@ -174,7 +174,7 @@ def _settings(name: str, options: Options, **more: Any) -> Any:
 
 
 def _failure(source: str, name: str, message: str) -> Exception:
-    """The error that says most: a missing package, a missing kernel, or the first line that does not compile."""
+    """The most helpful error: a missing package, a missing kernel, or the first line that does not compile."""
     log = message.partition("compilation log:")[2].strip("\n\0 ") or message
     header = re.search(r'(?:could not|cannot) open source file "([^"]+)"', log)
     if header:
@@ -190,7 +190,7 @@ def _failure(source: str, name: str, message: str) -> Exception:
 
 
 def _resources(log: str, symbol: str) -> dict[str, int | None]:
-    """What ptxas says of one kernel in its verbose report."""
+    """The resources of one kernel in ptxas's verbose report."""
     report = log.partition(f"entry function '{symbol}'")[2].partition("entry function")[0]
 
     def found(pattern: str, default: int | None) -> int | None:
@@ -198,7 +198,7 @@ def _resources(log: str, symbol: str) -> dict[str, int | None]:
         return int(numbers[1]) if numbers else default
 
     registers = found(r"Used (\d+) registers", None)
-    none = None if registers is None else 0  # what it does not use is left out
+    none = None if registers is None else 0  # ptxas omits resources that the kernel does not use
     spilled = found(r"(\d+) bytes spill stores", none)
     stack = found(r"(\d+) bytes stack frame", none)
     shared = found(r"(\d+) bytes smem", none)
@@ -206,7 +206,7 @@ def _resources(log: str, symbol: str) -> dict[str, int | None]:
 
 
 def _demangled(symbol: str) -> str:
-    """By the C++ library that torch runs on."""
+    """Demangled by the C++ library that torch uses."""
     demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
     demangle.restype = ctypes.c_void_p
     demangle.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
@@ -243,7 +243,7 @@ def _architectures() -> tuple[int, ...]:
 
 
 def require_cuda_core() -> Any:
-    """`cuda.core`.
+    """The package `cuda.core`.
 
     Raises:
         MissingExtraError: it cannot be imported, or is older than 0.5.
@@ -260,7 +260,7 @@ def require_cuda_core() -> Any:
 
 
 def _nvrtc(function: str, *arguments: Any) -> list[Any]:
-    """What a function of NVRTC gives."""
+    """The result of an NVRTC call."""
     require_cuda_core()
     from cuda.bindings import nvrtc
     from cuda.pathfinder import DynamicLibNotFoundError
@@ -275,7 +275,7 @@ def _nvrtc(function: str, *arguments: Any) -> list[Any]:
 
 
 def _package(name: str) -> str:
-    """A wheel of the CUDA version that the bindings are for; from 13 on their names have no version."""
+    """The wheel for the bindings' CUDA version; from 13 on the names have no version."""
     from importlib.metadata import version as installed
 
     major = int(installed("cuda-bindings").partition(".")[0])
@@ -304,7 +304,7 @@ def _missing_header(name: str, header: str) -> Exception:
 
 @cache
 def header_folders() -> tuple[str, ...]:
-    """Where the CUDA headers are: of wheels, of conda, or of a toolkit; what is not installed is left out."""
+    """The folders of the CUDA headers: from wheels, conda, or a toolkit; missing ones are omitted."""
     found = (_header_folder(library) for _, library, _ in reversed(HEADER_PACKAGES))
     return tuple(dict.fromkeys(folder for folder in found if folder is not None))
 
@@ -342,7 +342,7 @@ def _key(source: str, name: str, options: Options) -> str:
 
 
 def _save(binary: Binary, path: Path) -> None:
-    """One line of JSON with all but the machine code, then the machine code; whole, or not at all."""
+    """One line of JSON with everything but the machine code, then the machine code; completely, or not at all."""
     about = asdict(binary)
     cubin = about.pop("cubin")
     about["sha256"] = hashlib.sha256(cubin).hexdigest()
@@ -362,7 +362,7 @@ def _save(binary: Binary, path: Path) -> None:
 
 
 def _load(path: Path) -> Binary | None:
-    """None where there is none, or what is there is damaged."""
+    """None if there is no file, or it is damaged."""
     try:
         about, _, cubin = path.read_bytes().partition(b"\n")
         fields = json.loads(about)

@@ -1,7 +1,7 @@
 """Operators of the `rooftop::` namespace of `torch.library`, each declared once.
 
-The signature of an operator is a class, a `typing.NamedTuple` of its arguments; what PyTorch and Rooftop want to know
-of it are methods beside it:
+The signature of an operator is a class, a `typing.NamedTuple` of its arguments. Methods of that class give PyTorch and
+Rooftop the rest:
 
     class Swiglu(NamedTuple):
         gate: Tensor
@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, get_type_hints
+from functools import cache, partial, wraps
+from operator import itemgetter
+from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -35,125 +36,161 @@ from rooftop.launch.fast_path import in_forward_mode, recording, recording_lists
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
+Function = Callable[..., Any]
 
 _library = torch.library.Library("rooftop", "FRAGMENT")
-_functions: dict[str, Callable[..., Any]] = {}  # what computes an operator, by name
-_recorded: dict[str, Callable[..., Any]] = {}  # the same, for autograd to differentiate
-_formulas: dict[str, Callable[..., Any]] = {}  # what computes the same by PyTorch's own operators, by name
-_decompositions: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
+_decompositions: dict[torch._ops.OpOverload, Function] = {}
+
+
+class _Declared(NamedTuple):
+    """A declared operator: its signature, and the functions that run it."""
+
+    signature: Any
+    run: Function
+    recorded: Function | None  # recorded by autograd without the dispatcher; None for an operator without a derivative
+    call: Function
+
+
+_declared: dict[str, _Declared] = {}  # by name, except those that change arguments
 
 # ---- declaration --------------------------------------------------------------------------------------------------
 
 
 class Signature(Protocol[Result_co]):
-    """What a class that declares an operator has: its arguments as fields, and `run`. The others are optional.
+    """A class that declares an operator: the arguments are its fields, and it has `run`. The other methods are
+    optional.
+
+    An argument may have the name of a method of its class, or of all tuples (`count`, `index`). Then its field ends in
+    an underscore, `keep_` or `count_`, which the schema omits. Defaults of fields are defaults of the schema.
 
     Methods:
-        run(): computes the results. They share memory neither with the arguments nor with each other, and it changes
-            no argument but those that `declare` is told.
-        fake(): results of the same shapes, strides and dtypes without values, as of `torch.library.register_fake`.
-        cost(made): what the call costs at least; `made` are its results.
-        in_pytorch(): the results by PyTorch's own operators, on any device: the decomposition that `torch.onnx.export`
-            and `ExportedProgram.run_decompositions` take.
-        formula(): likewise, for transforms of `torch.func` and forward-mode differentiation. Results that have no
-            gradient may be None. An operator that has a formula and no `gradients` gets its derivative from it:
+        run(): computes the results. They share memory neither with the arguments nor with each other. It changes no
+            argument except those in `mutates` of `declare`. None: there is no result.
+        fake(): results with the same shapes, strides and dtypes but without values, as in
+        `torch.library.register_fake`. cost(made): the least cost of the call; `made` are its results.
+        in_pytorch(): the results by PyTorch's own operators, on any device: the decomposition for `torch.onnx.export`
+            and `ExportedProgram.run_decompositions`.
+        formula(): the same for transforms of `torch.func` and forward-mode differentiation. Results without a gradient
+            may be None. An operator with a formula and without `gradients` gets its derivative from the formula:
             autograd computes it again. This makes the operator differentiable any number of times.
-        keep(made): what backward needs, as a tuple of tensors, lists of tensors and other values; all arguments where
-            there is no such method.
-        gradients(kept, wanted, *slopes): a static method: gradients of the arguments, in their order, from those of the
-            results (None where a result has none; not all are). Those left out at the end are None. `wanted` says which
-            arguments need one. An operator with lists of tensors takes and gives lists of gradients.
+        keep(made): the values that backward needs, as a tuple of tensors and other values, but no lists of tensors.
+            Without this method, all arguments are kept.
+        gradients(kept, wanted, *slopes): a static method: gradients of the arguments, in order, from those of the
+            results. With several results, some gradients may be absent: they are None. Gradients omitted at the end are
+            None. `wanted` says which arguments need one. An operator with lists of tensors takes and gives lists of
+            gradients.
     """
 
     def run(self) -> Result_co: ...
 
 
 def declare(
-    name: str, signature: Callable[Arguments, Signature[Result]], *, mutates: Sequence[str] = (), slopes: int = 1
+    name: str,
+    signature: Callable[Arguments, Signature[Result]],
+    *,
+    mutates: Sequence[str] = (),
+    slopes: int | None = None,
+    derivative: Callable[..., NoReturn] | None = None,
 ) -> Callable[Arguments, Result]:
-    """Register an operator as `torch.ops.rooftop.<name>` for all devices; gives the function that calls it.
+    """Register an operator as `torch.ops.rooftop.<name>` for all devices, and return the function that calls it.
 
     Args:
         name: of the operator.
         signature: a `typing.NamedTuple` class with the methods of `Signature`. The schema follows from its annotations
-            and from what `run` is said to return.
+            and from the return annotation of `run`.
         mutates: arguments that `run` changes. Such an operator has no derivative.
-        slopes: how many results, from the first, have gradients. A list of tensors is one result.
+        slopes: how many results, from the first, have gradients; None: all. A list of tensors is one result.
+        derivative: for a backward operator without a derivative: `no_second_derivative(...)`, which raises.
     """
     made: Any = signature
-    fields: tuple[str, ...] = made._fields
     schema = torch.library.infer_schema(_prototype(made), mutates_args=mutates)
     _library.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
+    fields, new = len(made._fields), partial(tuple.__new__, made)  # faster than NamedTuple's own, in Python
 
     def run(*arguments: Any) -> Any:
-        return made(*arguments).run()
+        return (new(arguments) if len(arguments) == fields else made(*arguments)).run()
 
     _library.impl(name, run, "CompositeExplicitAutograd")
     overload = getattr(torch.ops.rooftop, name).default
     if hasattr(made, "fake"):
         torch.library.register_fake(overload, _by_method(made, "fake"))
     if hasattr(made, "cost"):
-        cost_of(f"rooftop::{name}")(_cost_by_method(made, fields))
+        cost_of(f"rooftop::{name}")(_cost_by_method(made))
     if mutates:
         return overload  # type: ignore[no-any-return]
-    _functions[name] = run
     if hasattr(made, "in_pytorch"):
         _decompose(overload, _by_method(made, "in_pytorch"))
-    if hasattr(made, "formula"):
-        _formulas[name] = without_autocast(_by_method(made, "formula"))
-    if hasattr(made, "gradients"):
-        _differentiate(name, made, run, getattr(made, "keep", None), made.gradients, slopes)
-    elif name in _formulas:
-        _differentiate(name, made, run, None, _by_formula(_formulas[name]), None)
-    return _call(name, run, overload)  # type: ignore[no-any-return]
+    formula = without_autocast(_by_method(made, "formula")) if hasattr(made, "formula") else None
+    recorded = None
+    if derivative is not None:
+        recorded = _differentiate(overload, made, _keep_nothing, derivative, slopes)
+    elif hasattr(made, "gradients"):
+        recorded = _differentiate(overload, made, getattr(made, "keep", None), made.gradients, slopes)
+    elif formula is not None:
+        recorded = _differentiate(overload, made, None, _by_formula(formula), slopes)
+    call = _call(run, overload, formula, recorded)
+    _declared[name] = _Declared(made, run, recorded, call)
+    return call
 
 
-def _prototype(signature: Any) -> Callable[..., Any]:
+def _prototype(signature: Any) -> Function:
     """A function with the arguments of a signature class and the results of its `run`."""
-    hints = get_type_hints(signature)
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(field, kind, annotation=hints[field]) for field in signature._fields]
+    hints, defaults = get_type_hints(signature), signature._field_defaults
+    kind, none = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    parameters = [
+        inspect.Parameter(argument, kind, default=defaults.get(field, none), annotation=hints[field])
+        for argument, field in zip(_arguments_of(signature), signature._fields, strict=True)
+    ]
     returns = get_type_hints(signature.run)["return"]
 
     def prototype() -> None: ...
 
-    prototype.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
+    prototype.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        parameters, return_annotation=None if returns is type(None) else returns
+    )
     return prototype
 
 
-def _by_method(signature: Any, method: str) -> Callable[..., Any]:
+def _arguments_of(signature: Any) -> list[str]:
+    """Names of the arguments, in the order of the fields."""
+    return [field.removesuffix("_") for field in signature._fields]
+
+
+def _by_method(signature: Any, method: str) -> Function:
     def call(*arguments: Any) -> Any:
         return getattr(signature(*arguments), method)()
 
     return call
 
 
-def _cost_by_method(signature: Any, fields: Sequence[str]) -> Callable[[Call], Cost]:
+def _cost_by_method(signature: Any) -> Callable[[Call], Cost]:
+    names = _arguments_of(signature)
+
     def cost(call: Call) -> Cost:
-        return signature(*(call[field] for field in fields)).cost(call.out)  # type: ignore[no-any-return]
+        return signature(*(call[name] for name in names)).cost(call.out)  # type: ignore[no-any-return]
 
     return cost
 
 
-def _call(name: str, function: Callable[..., Any], overload: Any) -> Callable[..., Any]:
-    """The function that calls an operator: by the dispatcher where something has to see it, else past it."""
+def _call(run: Function, overload: Any, formula: Function | None, recorded: Function | None) -> Function:
+    """The function that calls an operator: through the dispatcher if a mode or transform must see the call, otherwise
+    without it."""
+    differentiated = overload if recorded is None else recorded
 
-    @wraps(function)
+    @wraps(run)
     def call(*arguments: Any) -> Any:
         if torch.compiler.is_compiling():
             return overload(*arguments)
         plain = fast_path.is_plain(arguments)
         if (not plain or in_forward_mode()) and transformed(arguments):
-            formula = _formulas.get(name)
             if formula is not None:
                 return formula(*arguments)
-            _refuse_derivatives(name)
+            _refuse_derivatives(overload._opname)
         if not plain:
             return overload(*arguments)
         if not torch.is_grad_enabled() or not requires_grad(arguments):
-            return function(*arguments)
-        recorded = _recorded.get(name)
-        return overload(*arguments) if recorded is None else recorded(*arguments)
+            return run(*arguments)
+        return differentiated(*arguments)
 
     return call
 
@@ -162,82 +199,98 @@ def _call(name: str, function: Callable[..., Any], overload: Any) -> Callable[..
 
 Kept = tuple[Any, ...]
 Gradients = Callable[..., Sequence[Any]]
-"""(kept, wanted, *slopes) to gradients of the first arguments: see `Signature.gradients`."""
-
-
-class _Place(NamedTuple):
-    """Where a tensor, or a list of some, lies among those that autograd keeps."""
-
-    first: int
-    size: int | None  # of a list
+"""From (kept, wanted, *slopes) to gradients of the first arguments: see `Signature.gradients`."""
 
 
 def _differentiate(
-    name: str, signature: Any, run: Callable[..., Any], keep: Callable[[Any, Any], Kept] | None, gradients: Gradients,
+    overload: Any,
+    signature: Any,
+    keep: Callable[[Any, Any], Kept] | None,
+    gradients: Gradients,
     slopes: int | None,
-) -> None:  # fmt: skip
-    """Registers the derivative of an operator, with the dispatcher and past it; `slopes` None: all results have one."""
+) -> Function:
+    """Registers the derivative of an operator with the dispatcher, and returns the function that autograd records
+    without it.
 
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        arguments = signature(*inputs)
-        _save(ctx, arguments if keep is None else keep(arguments, output))
-        if isinstance(output, tuple) and slopes is not None:
+    Every call runs through the inner functions, so they do as little as possible. keep: None keeps the arguments.
+    """
+    results = [str(each.type) for each in overload._schema.returns]
+    lists = "List[Tensor]" in (*results, *(str(each.type) for each in overload._schema.arguments))
+    alone, gives_list = results == ["Tensor"], results == ["List[Tensor]"]
+    without = slopes is not None and slopes < len(results)  # some results have no gradient
+    nothing = (None,) * len(overload._schema.arguments)
+    fields, new = len(signature._fields), partial(tuple.__new__, signature)
+
+    def save(ctx: Any, inputs: Any, output: Any) -> None:
+        kept = inputs if keep is None else keep(inputs, output)
+        tensors, others, together = _places_of(tuple(map(type, kept)))
+        ctx.save_for_backward(*tensors(kept))
+        ctx.kept = type(kept), together, others(kept)
+        if without:
             ctx.mark_non_differentiable(*output[slopes:])
-        ctx.set_materialize_grads(False)  # no zeros for results that nothing was computed from
+        if not alone:
+            ctx.set_materialize_grads(False)  # no zeros for results that were not used
 
     def backward(ctx: Any, wanted: Sequence[Any], *given: Any) -> tuple[Any, ...]:
-        if all(each is None for each in (given[0] if isinstance(given[0], list) else given)):
-            return (None,) * len(wanted)
-        found = gradients(_saved(ctx), wanted, *given[:slopes])
-        return (*found, *[None] * (len(wanted) - len(found)))
+        if not alone and {*map(type, given[0] if gives_list else given)} == _NONE:
+            return nothing[: len(wanted)]
+        kind, together, others = ctx.kept
+        kept = tuple.__new__(kind, together((*ctx.saved_tensors, *others)))  # as before
+        found = gradients(kept, wanted, *given[:slopes])
+        return (*found, *nothing[len(found) : len(wanted)])
 
     def forward(ctx: Any, *arguments: Any) -> Any:
-        output = run(*arguments)
-        save(ctx, arguments, output)
+        inputs = new(arguments) if len(arguments) == fields else signature(*arguments)
+        output = inputs.run()
+        save(ctx, inputs, output)
         return output
 
-    overload = getattr(torch.ops.rooftop, name).default
     torch.library.register_autograd(
-        overload, lambda ctx, *given: backward(ctx, ctx.needs_input_grad, *given), setup_context=save
+        overload,
+        lambda ctx, *given: backward(ctx, ctx.needs_input_grad, *given),
+        setup_context=lambda ctx, inputs, output: save(ctx, signature(*inputs), output),
     )
-    schema = overload._schema
-    if any(str(each.type) == "List[Tensor]" for each in [*schema.arguments, *schema.returns]):
-        gives_list = str(schema.returns[0].type) == "List[Tensor]"
-        _recorded[name] = recording_lists(name, forward, backward, gives_list)
-    else:
-        _recorded[name] = recording(name, forward, backward)
+    if lists:
+        return recording_lists(overload._opname, forward, backward, gives_list)
+    return recording(overload._opname, forward, backward)
 
 
-def _save(ctx: Any, kept: Kept) -> None:
-    """Save a tuple for backward: tensors through autograd's `save_for_backward`, everything else as it is."""
-    tensors: list[Tensor | None] = []
-    rest: list[Any] = []
-    for each in kept:
-        if isinstance(each, Tensor):
-            rest.append(_Place(len(tensors), None))
-            tensors.append(each)
-        elif isinstance(each, list) and any(isinstance(item, Tensor) for item in each):
-            rest.append(_Place(len(tensors), len(each)))
-            tensors += each
-        else:
-            rest.append(each)
-    ctx.save_for_backward(*tensors)
-    ctx.kept = getattr(kept, "_make", tuple), rest
+def _keep_nothing(inputs: Kept, output: Any) -> Kept:
+    return ()
 
 
-def _saved(ctx: Any) -> Any:
-    """The tuple again, of the same class."""
-    make, kept = ctx.kept
-    kept, tensors = list(kept), ctx.saved_tensors
-    for i, each in enumerate(kept):
-        if isinstance(each, _Place):
-            first, size = each
-            kept[i] = tensors[first] if size is None else list(tensors[first : first + size])
-    return make(kept)
+_NONE = {type(None)}
+
+
+class _Places(NamedTuple):
+    """Splits a tuple into tensors, which autograd saves, and other values. `together` takes the tensors followed by the
+    others, and restores the order."""
+
+    tensors: Callable[[Kept], Kept]
+    others: Callable[[Kept], Kept]
+    together: Callable[[Kept], Kept]
+
+
+@cache  # an operator has few combinations: its arguments have the same types, or are None
+def _places_of(kinds: tuple[type, ...]) -> _Places:
+    tensors = [i for i, kind in enumerate(kinds) if issubclass(kind, Tensor)]
+    others = [i for i, kind in enumerate(kinds) if not issubclass(kind, Tensor)]
+    order = [*tensors, *others]
+    return _Places(_taking(tensors), _taking(others), _taking([order.index(i) for i in range(len(kinds))]))
+
+
+def _taking(places: Sequence[int]) -> Callable[[Kept], Kept]:
+    """A function to a tuple of the items at these indices: `itemgetter`, which returns a tuple for two or more."""
+    if len(places) >= 2:
+        return itemgetter(*places)
+    if not places:
+        return lambda items: ()
+    place = places[0]
+    return lambda items: (items[place],)
 
 
 def _by_formula(formula: Callable[..., Any]) -> Gradients:
-    """Gradients that autograd takes of a formula; the kept tuple has its arguments."""
+    """Gradients that autograd computes from a formula; the kept tuple has its arguments."""
 
     def gradients(kept: Kept, wanted: Sequence[bool], *slopes: Tensor | None) -> list[Tensor | None]:
         places = [i for i, each in enumerate(kept) if isinstance(each, Tensor) and wanted[i]]
@@ -250,10 +303,10 @@ def _by_formula(formula: Callable[..., Any]) -> Gradients:
 def _gradients_of(
     formula: Callable[..., Any], arguments: list[Any], wanted: Sequence[int], gradients: Sequence[Tensor | None]
 ) -> dict[int, Tensor | None]:
-    """By the number of the argument, gradients of those that are wanted from those of the results."""
+    """By argument number, the needed gradients, from those of the results."""
     again = torch.is_grad_enabled()  # create_graph
     with torch.enable_grad():
-        # Each in a place of its own: where one was computed from another, that path is not this formula's.
+        # Each in a separate view: if one was computed from another, this formula must not follow that path.
         places = {i: arguments[i].view_as(arguments[i]) if again else arguments[i].detach() for i in wanted}
         places = {i: t if t.requires_grad else t.requires_grad_() for i, t in places.items()}
         results = formula(*(places.get(i, argument) for i, argument in enumerate(arguments)))
@@ -271,9 +324,9 @@ def _gradients_of(
 
 
 def without_autocast(function: Callable[..., Result]) -> Callable[..., Result]:
-    """For formulas in PyTorch whose sums are float32: a backward that runs within autocast would round their products.
+    """For PyTorch formulas with float32 sums: a backward that runs within autocast would round their products.
 
-    The first argument is a tensor, or a list of some.
+    The first argument is a tensor, or a list of tensors.
     """
 
     @wraps(function)
@@ -289,7 +342,7 @@ def without_autocast(function: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def _refuse_derivatives(name: str) -> None:
-    """An operator without a formula: `vmap` alone calls it once for each element of the batch, and that is right.
+    """An operator without a formula: only `vmap` is supported, by one call for each element of the batch.
 
     Raises:
         NotImplementedError: another transform.
@@ -305,10 +358,12 @@ def _refuse_derivatives(name: str) -> None:
 
 
 def keeps_for_backward(*tensors: Tensor | None) -> bool:
-    """Whether forward is to keep what backward needs: autograd watches one of the tensors, and no tracer the call.
+    """Whether forward must keep values for backward: autograd watches one of the tensors, and no tracer watches the
+    call.
 
-    A traced program (torch.jit.trace, torch.export, make_fx) runs with gradients and without, whatever was on while it
-    was traced. So its forward keeps nothing, and its backward computes that again. torch.compile compiles anew.
+    A traced program (torch.jit.trace, torch.export, make_fx) runs with gradients and without, whatever the setting
+    during tracing was. So its forward keeps nothing, and its backward computes the values again. torch.compile compiles
+    again for each setting.
     """
     if not torch.is_grad_enabled() or not requires_grad(tensors):
         return False
@@ -318,16 +373,16 @@ def keeps_for_backward(*tensors: Tensor | None) -> bool:
     return not traced and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
 
 
-def no_second_derivative(name: str, instead: str | None = None) -> Callable[..., Any]:
-    """The `gradients` of a backward operator that has none: without it a second derivative would be wrong in silence.
+def no_second_derivative(name: str, instead: str | None = None) -> Callable[..., NoReturn]:
+    """The `derivative` of a backward operator without one; otherwise a second derivative would be silently wrong.
 
     Args:
-        name: of the public function.
-        instead: what has one, where that is not PyTorch's function of the same name.
+        name: name of the public function.
+        instead: an alternative with a second derivative, unless it is PyTorch's function with the same name.
     """
     other = instead or f"torch.nn.functional.{name}"
 
-    def refuse(*_: Any) -> Any:
+    def refuse(*_: Any) -> NoReturn:
         raise NotImplementedError(
             f"{name} has no second derivative: for one, use {other} in the part that is differentiated twice"
         )
@@ -335,15 +390,20 @@ def no_second_derivative(name: str, instead: str | None = None) -> Callable[...,
     return refuse
 
 
+def has_tangent(*tensors: Tensor | None) -> bool:
+    """Whether forward-mode differentiation follows any of the tensors."""
+    if not in_forward_mode():
+        return False
+    return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
 def no_tangents(name: str, *tensors: Tensor | None, instead: str | None = None) -> None:
-    """Refuse forward-mode differentiation, for which torch would give tangents of zero; `instead` as above.
+    """Raise an error for forward-mode differentiation, for which torch would return zero tangents; `instead` as above.
 
     Raises:
         NotImplementedError: a tensor carries a tangent.
     """
-    if not in_forward_mode():
-        return
-    if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+    if has_tangent(*tensors):
         other = instead or f"torch.nn.functional.{name}"
         raise NotImplementedError(f"{name} has no forward-mode derivative: use {other} under jvp")
 
@@ -358,12 +418,12 @@ def _decompose(overload: torch._ops.OpOverload, function: Callable[..., Any]) ->
 
 
 def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """What operators of Rooftop compute in PyTorch's own operators, for `ExportedProgram.run_decompositions`.
+    """Decompositions of Rooftop's operators into PyTorch's, for `ExportedProgram.run_decompositions`.
 
-    The program that comes of it runs without Rooftop, and by none of its kernels. An operator that has none (tables of
-    sparse convolutions, pages, random numbers, backward) raises NotImplementedError where a program holds it.
+    The resulting program runs without Rooftop and its kernels. Operators without a decomposition (tables of sparse
+    convolutions, pages, random numbers, backward) raise NotImplementedError if a program contains them.
     """
-    overloads = {name: getattr(torch.ops.rooftop, name).default for name in _functions}
+    overloads = {name: getattr(torch.ops.rooftop, name).default for name in _declared}
     without = {each: _refuse_decomposition(name) for name, each in overloads.items() if each not in _decompositions}
     return {**_decompositions, **without}
 
@@ -376,86 +436,3 @@ def _refuse_decomposition(name: str) -> Callable[..., Any]:
         )
 
     return refuse
-
-
-# ---- the way before, until all operators are declared ---------------------------------------------------------------
-
-
-def operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Register a function as `torch.ops.rooftop.<name>`, with the schema of its annotations; gives what calls it.
-
-    Args:
-        mutates: arguments that the function changes.
-    """
-
-    def register(function: Callable[..., Any]) -> Any:
-        schema = torch.library.infer_schema(function, mutates_args=mutates)
-        _library.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
-        _library.impl(name, function, "CompositeExplicitAutograd")
-        overload = getattr(torch.ops.rooftop, name).default
-        if mutates:
-            return overload
-        _functions[name] = function
-        return _call(name, function, overload)
-
-    return register
-
-
-def differentiable(
-    name: str, backward: Callable[..., Any], setup_context: Callable[[Any, Any, Any], None] | None = None
-) -> None:
-    """Give an operator its derivative; arguments as of `torch.library.register_autograd`."""
-    torch.library.register_autograd(f"rooftop::{name}", backward, setup_context=setup_context)
-    function = _functions[name]
-
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        output = function(*arguments)
-        if setup_context is not None:
-            setup_context(ctx, arguments, output)
-        return output
-
-    def without_wanted(ctx: Any, wanted: Any, *given: Any) -> Any:
-        return backward(ctx, *given)
-
-    schema = getattr(torch.ops.rooftop, name).default._schema
-    if any(str(each.type) == "List[Tensor]" for each in [*schema.arguments, *schema.returns]):
-        gives_list = str(schema.returns[0].type) == "List[Tensor]"
-        _recorded[name] = recording_lists(name, forward, without_wanted, gives_list)
-    else:
-        _recorded[name] = recording(name, forward, without_wanted)
-
-
-def by_formula(name: str, formula: Callable[..., Any]) -> None:
-    """Give an operator a formula in PyTorch's operators, which `torch.func` and forward mode differentiate."""
-    _formulas[name] = without_autocast(formula)
-
-
-def differentiable_by_formula(name: str, formula: Callable[..., Any]) -> None:
-    """Gives a backward operator its derivative, which makes the operator twice differentiable, and more often.
-
-    Args:
-        name: of the backward operator, none of whose arguments is a list of tensors.
-        formula: as of `by_formula`; it is computed again, by autograd, where a second derivative is asked for.
-    """
-    by_formula(name, formula)
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.others = [None if isinstance(each, Tensor) else each for each in inputs]
-        ctx.places = [i for i, each in enumerate(inputs) if isinstance(each, Tensor)]
-        ctx.save_for_backward(*(inputs[i] for i in ctx.places))
-        ctx.set_materialize_grads(False)
-
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        arguments = list(ctx.others)
-        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            arguments[place] = tensor
-        wanted = [i for i in ctx.places if ctx.needs_input_grad[i]]
-        found = _gradients_of(_formulas[name], arguments, wanted, gradients)
-        return tuple(found.get(i) for i in range(len(arguments)))
-
-    differentiable(name, backward, save)
-
-
-def in_pytorch(name: str, function: Callable[..., Any]) -> None:
-    """Give an operator its decomposition into PyTorch's operators, which export takes."""
-    _decompose(getattr(torch.ops.rooftop, name).default, function)

@@ -1,4 +1,4 @@
-"""Strided tensors in as few dimensions as they can be walked through in."""
+"""Strided tensors in as few dimensions as possible."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Dims = list[tuple[int, tuple[int, ...]]]
 
 
 def merged(sizes: Sequence[int], *strides: Sequence[int]) -> Dims:
-    """The dimensions of tensors of one shape: neighbours that every tensor walks through as one are one.
+    """The dimensions of tensors of one shape, merged where every tensor steps through neighbours as through one.
 
     Args:
-        sizes: of the dimensions, the outermost first. Those of size 1 are left out.
+        sizes: sizes of the dimensions, the outermost first. Dimensions of size 1 are omitted.
         strides: of each tensor.
     """
     dims: Dims = []

@@ -1,9 +1,9 @@
-"""Calls that `torch.fx` records whole.
+"""Calls that `torch.fx` records as one node.
 
-`torch.fx.symbolic_trace` runs a model with proxies, which have neither shapes nor dtypes. So a function that looks at
-either cannot be traced into. PyTorch's own functions become one node each; so do functions with `recorded_whole`, and
-within a model modules with `module_recorded_whole`. They are called when the traced program runs, with tensors, and
-check their arguments then. What cannot be traced at all says so (`refuse_proxies`).
+`torch.fx.symbolic_trace` runs a model with proxies, which have neither shapes nor dtypes. So a function that reads
+either cannot be traced. PyTorch's own functions become one node each; so do functions with `recorded_whole`, and
+modules with `module_recorded_whole` inside a model. They are called when the traced program runs, with tensors, and
+check their arguments then. Functions that cannot be traced raise an error (`refuse_proxies`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Result = TypeVar("Result")
 
 
 def recorded_whole(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The same function, of which a call with a proxy is one node of the proxy's graph.
+    """The same function; a call with a proxy becomes one node of the proxy's graph.
 
-    The function is one of a module, under its own name: the code of a traced program imports it.
+    The function must be in a module under its own name: the code of a traced program imports it.
     """
 
     @wraps(function)
@@ -36,9 +36,9 @@ def recorded_whole(function: Callable[Arguments, Result]) -> Callable[Arguments,
 
 
 def module_recorded_whole(forward: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The same method `forward`, of which a call with a proxy is one node: a call of the module, which stays as it is.
+    """The same method `forward`; a call with a proxy becomes one node that calls the module.
 
-    Traced alone the module refuses: there is no model of which it would be a part.
+    Traced alone, the module raises: there is no model that contains it.
     """
 
     @wraps(forward)
@@ -56,7 +56,7 @@ def module_recorded_whole(forward: Callable[Arguments, Result]) -> Callable[Argu
 
 
 def refuse_proxies(module: object, *arguments: object) -> None:
-    """Say what to do instead where torch.fx traces a forward that it cannot trace.
+    """Raise an error with the alternative if torch.fx traces a forward that cannot be traced.
 
     Raises:
         NotImplementedError: a proxy among the arguments.

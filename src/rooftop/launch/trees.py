@@ -1,4 +1,4 @@
-"""Trees of expressions, whose nodes may have several users, walked through without recursion."""
+"""Expression trees, whose nodes may have several users, traversed without recursion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Node = TypeVar("Node")
 
 
 def topological(roots: Iterable[Node], operands_of: Callable[[Node], Sequence[Node]]) -> list[Node]:
-    """All nodes under these, operands before what uses them, each once. Nodes are told apart by identity."""
+    """All nodes below these, operands before the nodes that use them, each once. Nodes are compared by identity."""
     order: list[Node] = []
     done: set[int] = set()
     stack = list(roots)[::-1]

@@ -1,7 +1,7 @@
-"""How Triton kernels start: on the tensor's device, counted, and with a clear error where there is no Triton.
+"""Launch Triton kernels: on the tensor's device, counted, and with a clear error without Triton.
 
-Under TRITON_INTERPRET=1 kernels run on the CPU, one program after another: the tests run each operator so, and
-`count_launches` proves that it was the kernel that ran and not the reference.
+Under TRITON_INTERPRET=1 kernels run on the CPU, one program after another. The tests run each operator so, and
+`count_launches` proves that the kernel ran and not the reference.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from rooftop.errors import MissingExtraError
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton's kernels run on the CPU. Triton decides when a kernel is defined, so it is fixed at import."""
+"""Whether Triton's kernels run on the CPU. Triton decides this when a kernel is defined, so it is fixed at import."""
 
 _counters: list[Counter[str]] = []
 
 
 @contextmanager
 def count_launches() -> Iterator[Counter[str]]:
-    """Counts the kernels that are launched in the `with` block, by name."""
+    """Counts the kernels launched in the `with` block, by name."""
     counter: Counter[str] = Counter()
     _counters.append(counter)
     try:
@@ -41,7 +41,7 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
     Args:
         kernel: a `triton.jit` function.
         grid: programs in each dimension.
-        device: where its tensors are.
+        device: the device of its tensors.
         *args, **parameters: the kernel's arguments, constants and launch parameters (num_warps, ...).
     """
     if 0 in grid:
@@ -49,22 +49,22 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
     if _is_cuda(device) and torch._C._cuda_getDevice() != device.index:
         with torch.cuda.device(device):
             kernel.run(*args, grid=grid, warmup=False, **parameters)
-    else:  # as kernel[grid](...), which first makes a function of the grid
+    else:  # like kernel[grid](...), which first makes a function of the grid
         kernel.run(*args, grid=grid, warmup=False, **parameters)
     record_launch(kernel.fn.__name__)
 
 
 class Repeated:
-    """A kernel that is launched again and again with other pointers, and otherwise with the same arguments.
+    """A kernel that is launched repeatedly with other pointers, and otherwise with the same arguments.
 
-    Triton looks at all arguments of a launch to find what it compiled for such; here it does so the first time only.
+    At each launch Triton inspects all arguments to find the compiled kernel; here it does so only at the first launch.
 
     Args:
         kernel: a `triton.jit` function.
         grid: programs in each dimension, none of them 0.
         device: where the tensors are.
-        arguments: all that are no constants, with anything in the places of pointers.
-        places: of the pointers among the arguments.
+        arguments: all arguments that are not constants, with any values in place of the pointers.
+        places: indices of the pointers among the arguments.
         **parameters: constants and launch parameters (num_warps, ...).
     """
 
@@ -80,7 +80,7 @@ class Repeated:
         """Launch it on the device's current stream.
 
         Args:
-            *pointers: tensors, or what has their `data_ptr` and `dtype`; always of the same dtypes.
+            *pointers: tensors, or objects with their `data_ptr` and `dtype`; always of the same dtypes.
         """
         if self.at([each.data_ptr() for each in pointers]):
             return
@@ -93,10 +93,10 @@ class Repeated:
         record_launch(self.kernel.fn.__name__)
 
     def at(self, addresses: Sequence[int]) -> bool:
-        """The same of addresses alone, once it was launched with pointers that are divisible by 16 bytes as these are.
+        """Launch with addresses alone, if it was launched before with pointers of the same divisibility by 16 bytes.
 
         Returns:
-            whether it was, and so is launched; never where kernels are interpreted.
+            Whether it was launched; always False for interpreted kernels.
         """
         found = self._compiled.get(_aligned(addresses))
         if found is None:
@@ -124,18 +124,18 @@ def _aligned(addresses: Iterable[int]) -> tuple[bool, ...]:
 
 
 def record_launch(name: str) -> None:
-    """One more launch of that kernel, for all that count."""
+    """Count one more launch of that kernel, in all active counts."""
     for counter in _counters:
         counter[name] += 1
 
 
 @cache
-def _is_cuda(device: torch.device) -> bool:  # remembered: to ask a device for its type is to make a string
+def _is_cuda(device: torch.device) -> bool:  # remembered: asking a device for its type creates a string
     return device.type == "cuda"
 
 
 def require_triton() -> None:
-    """Raises `MissingExtraError` with the command that installs Triton where it cannot be imported."""
+    """Raise `MissingExtraError` with the command that installs Triton if it cannot be imported."""
     try:
         import triton  # noqa: F401
     except ImportError as error:
@@ -143,12 +143,12 @@ def require_triton() -> None:
 
 
 def processors(tensor: Tensor) -> int:
-    """Multiprocessors of the tensor's device; a few where kernels are interpreted."""
+    """Multiprocessors of the tensor's device; a few for interpreted kernels."""
     return int(_properties(tensor.device).multi_processor_count) if tensor.is_cuda else 2
 
 
 def shared_memory_bytes(tensor: Tensor) -> int:
-    """Shared memory that one program can have on the tensor's device; where kernels are interpreted, much."""
+    """Shared memory that one program can have on the tensor's device; a large number for interpreted kernels."""
     return int(_properties(tensor.device).shared_memory_per_block_optin) if tensor.is_cuda else 1 << 20
 
 
@@ -159,5 +159,7 @@ def _properties(device: torch.device) -> Any:
 
 @cache
 def launches_early(device: torch.device) -> bool:
-    """Whether kernels can be launched there while those before still run (programmatic dependent launch)."""
+    """Whether kernels can be launched on the device while the previous ones still run (programmatic dependent
+    launch).
+    """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

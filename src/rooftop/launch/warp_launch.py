@@ -1,4 +1,4 @@
-"""How Warp's kernels start: on PyTorch's tensors, device and stream, loaded once, and counted."""
+"""Launch Warp kernels: on PyTorch's tensors, device and stream, loaded once, and counted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from rooftop.errors import MissingExtraError
 from rooftop.launch.triton_launch import record_launch
 
-_LOADING = Lock()  # Warp cannot be started, nor kernels be loaded by their first launch, in two threads at once
+_LOADING = Lock()  # two threads cannot start Warp, or load kernels by their first launch, at the same time
 _LOADED: set[tuple[torch.device, str]] = set()
 
 
@@ -23,8 +23,8 @@ def start_warp(what: str, extra: str) -> ModuleType:
     """Warp, ready for kernels.
 
     Args:
-        what: the words for what needs it, should it not be there.
-        extra: of this package, which brings it.
+        what: the words for the feature that needs it, for the error if it is missing.
+        extra: the optional dependency of this package that installs it.
 
     Raises:
         MissingExtraError: Warp is not installed.
@@ -34,20 +34,20 @@ def start_warp(what: str, extra: str) -> ModuleType:
         import warp
     except ImportError as error:
         raise MissingExtraError(f'{what} need Warp: pip install "rooftop[{extra}]"') from error
-    if first:  # else what it says is the user's choice
+    if first:  # later changes of this setting are the user's choice
         warp.config.log_level = warp.LOG_WARNING
     with _LOADING:
-        warp.init()  # once; a stream of PyTorch's cannot be named before
+        warp.init()  # once; before this Warp cannot use PyTorch's stream
     return warp
 
 
 def launch_warp(kernel: Any, threads: tuple[int, ...], *arguments: Any, device: torch.device | None = None) -> None:
-    """Launch a Warp kernel on PyTorch's current stream; of no threads, nothing.
+    """Launch a Warp kernel on PyTorch's current stream; with no threads, do nothing.
 
     Args:
-        threads: along each dimension.
+        threads: their number along each dimension.
         arguments: tensors, numbers, and Warp's own values.
-        device: if not that of the first tensor.
+        device: the device, if not that of the first tensor.
     """
     if 0 in threads:
         return

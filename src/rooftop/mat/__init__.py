@@ -6,7 +6,7 @@
     face = image[40:168, 200:328]                          # a region, no copy
     face.convertTo(CV_32F, 1 / 255).cuda().tensor("chw")   # (3, 128, 128) float32 on the GPU
 
-Names are OpenCV's where it has them. Nothing here needs OpenCV.
+Names are OpenCV's, if OpenCV has them. Nothing here needs OpenCV.
 """
 
 from rooftop.mat.allocation import (
@@ -125,7 +125,7 @@ from rooftop.mat.type_codes import (
 )
 from rooftop.mat.views import MatSize
 
-# As OpenCV calls them: mat.min(a, b). Not among what `import *` takes, since they are names of Python's too.
+# OpenCV's names: mat.min(a, b). `import *` does not import these, because Python has the same names.
 min, max, abs, eval = minimum, maximum, absolute, evaluate
 
 __all__ = [

@@ -1,8 +1,9 @@
 """The memory below a Mat: blocks that headers share, and where blocks come from.
 
-A block (`MatData`) lives as long as a header, a tensor or an array that looks at it: Python's reference counting is the
-count, `data.headers` says how many of these are Mats. An allocator (`MatAllocator`) makes blocks of one device:
-pageable or pinned host memory, a GPU's through torch's caching allocator, or any function that gives bytes.
+A block (`MatData`) lives as long as a header, a tensor or an array that refers to it. Python's reference count is the
+count of headers; `data.headers` gives the number of Mats among them. An allocator (`MatAllocator`) makes the blocks of
+one device: pageable or pinned host memory, a GPU's through torch's caching allocator, or any function that returns
+bytes.
 """
 
 from __future__ import annotations
@@ -23,33 +24,33 @@ _ALIGNMENT_BYTES = 8  # of the widest depths
 
 
 class MatDataFlag(Flag):
-    """What is particular about a block."""
+    """Special properties of a block."""
 
     NONE = 0
-    USER_GIVEN = auto()  # memory of somebody else, such as an array: never grown in place
-    READ_ONLY = auto()  # an array that may not be written to
+    USER_GIVEN = auto()  # another owner's memory, such as an array: never grown in place
+    READ_ONLY = auto()  # a read-only array
     PINNED = auto()  # host memory that a GPU copies from without waiting
 
 
 class _Share:
-    """What each Mat of a block holds beside the block, and nobody else: so its references can be counted."""
+    """An object that only the Mats of a block share, so that its references can be counted."""
 
     __slots__ = ()
 
 
 class MatData:
-    """One block of memory, shared by the headers that look at it.
+    """One block of memory, shared by the headers that refer to it.
 
     Attributes:
-        allocator: what made it; None for memory that was given.
-        start_bytes: where in its storage it begins: an allocator may give pieces of a larger tensor.
-        size_bytes: from there on.
-        device: where it is.
+        allocator: the allocator that made it; None for memory that was passed in.
+        start_bytes: where the block begins in its storage: an allocator may return pieces of a larger tensor.
+        size_bytes: its size from there.
+        device: its device.
         flags: `MatDataFlag`s.
-        mapping: which side may touch it now. "host" for host memory; "device" for a GPU's, except within
-            `Mat.mapped()`, where it is "host" too: then the block on the device is out of date.
-        used_bytes: how far into the storage some header has rows. A header grows in place only from there, so that two
-            headers of one block never push different rows to the same place (OpenCV's do).
+        mapping: which side may access it now. "host" for host memory; "device" for a GPU's, except within
+            `Mat.mapped()`, where it is also "host": then the block on the device is out of date.
+        used_bytes: the end of the rows of all headers in the storage. A header grows in place only from there, so that
+            two headers of one block never push different rows to the same position (OpenCV's do).
     """
 
     __slots__ = ("__weakref__", "_bases", "allocator", "device", "flags", "mapping", "share", "size_bytes",
@@ -73,7 +74,7 @@ class MatData:
 
     @property
     def headers(self) -> int:
-        """How many Mats share the block."""
+        """The number of Mats that share the block."""
         return sys.getrefcount(self.share) - _REFERENCES_OF_ITS_OWN
 
     @property
@@ -91,7 +92,7 @@ class MatData:
     def check_mapping(self) -> None:
         """
         Raises:
-            RuntimeError: it is a GPU's, and mapped to the host.
+            RuntimeError: it is a GPU's block, and mapped to the host.
         """
         if self.mapping == "host" and self.device.type != "cpu":
             raise RuntimeError(
@@ -120,11 +121,11 @@ class MatAllocator:
     """Makes the blocks of Mats.
 
     Attributes:
-        name: for people.
-        device: of its blocks.
-        get_bytes: gives a contiguous 1-D uint8 tensor of at least so many bytes on the device. What it does with the
-            memory once the tensor is gone is its own affair.
-        flags: of its blocks.
+        name: a readable name.
+        device: the device of its blocks.
+        get_bytes: returns a contiguous 1-D uint8 tensor of at least that many bytes on the device. It also decides what
+            happens to the memory once the tensor is freed.
+        flags: the flags of its blocks.
     """
 
     name: str
@@ -136,10 +137,10 @@ class MatAllocator:
         object.__setattr__(self, "device", torch.device(self.device))
 
     def allocate(self, size_bytes: int) -> MatData:
-        """A block whose content is not defined.
+        """A block with undefined content.
 
         Raises:
-            ValueError: `get_bytes` gave something else than it must.
+            ValueError: `get_bytes` returned something else.
         """
         given = self.get_bytes(size_bytes)
         fits = (
@@ -170,7 +171,7 @@ def getStdAllocator(device: DeviceLike = "cpu", *, pinned: bool = False) -> MatA
         ValueError: pinned memory of a GPU.
     """
     where = torch.device(device)
-    if (found := _STANDARD.get((where, pinned))) is not None:  # to look for a GPU takes longer than an allocation
+    if (found := _STANDARD.get((where, pinned))) is not None:  # querying for a GPU takes longer than an allocation
         return found
     if pinned and where.type != "cpu":
         raise ValueError(f"pinned memory is the host's, got device {where}: leave out pinned=True")
@@ -184,18 +185,18 @@ def getStdAllocator(device: DeviceLike = "cpu", *, pinned: bool = False) -> MatA
 
 
 def getDefaultAllocator() -> MatAllocator:
-    """What Mats that name neither an allocator nor a device are made by."""
+    """The allocator of Mats that are given neither an allocator nor a device."""
     return _WITHIN.get() or _DEFAULT[0]
 
 
 def setDefaultAllocator(allocator: MatAllocator | None) -> None:
-    """Sets it for the whole program; None for pageable host memory again."""
+    """Set it for the whole program; None restores pageable host memory."""
     _DEFAULT[0] = _checked(allocator) if allocator is not None else getStdAllocator()
 
 
 @contextmanager
 def using_allocator(allocator: MatAllocator) -> Iterator[MatAllocator]:
-    """The default within a `with` block, of this thread or task alone."""
+    """The default within a `with` block, only for this thread or task."""
     token = _WITHIN.set(_checked(allocator))
     try:
         yield allocator
@@ -204,7 +205,8 @@ def using_allocator(allocator: MatAllocator) -> Iterator[MatAllocator]:
 
 
 def allocator_for(device: DeviceLike | None, allocator: MatAllocator | None) -> MatAllocator:
-    """The allocator of a new Mat: the one named, the default one where it is of that device, the device's own."""
+    """The allocator of a new Mat: the given one, else the default one if it belongs to that device, else the device's
+    own."""
     if allocator is not None:
         _checked(allocator)
         if device is not None and not same_device(torch.device(device), allocator.device):
@@ -217,7 +219,7 @@ def allocator_for(device: DeviceLike | None, allocator: MatAllocator | None) -> 
 
 
 def same_device(one: torch.device, other: torch.device) -> bool:
-    """Whether two names mean one device; "cuda" is the current GPU."""
+    """Whether two names mean the same device; "cuda" is the current GPU."""
     if one == other:
         return True
     if one.type != other.type or one.type == "cpu":
@@ -258,7 +260,7 @@ def _described(given: object) -> str:
 
 
 _REFERENCES_OF_ITS_OWN = 0
-_REFERENCES_OF_ITS_OWN = MatData(torch.UntypedStorage(0), 0).headers  # this Python's count for a block without Mats
+_REFERENCES_OF_ITS_OWN = MatData(torch.UntypedStorage(0), 0).headers  # its count for a block without Mats
 _STANDARD: dict[tuple[torch.device, bool], MatAllocator] = {}
 _DEFAULT = [getStdAllocator()]
 _WITHIN: ContextVar[MatAllocator | None] = ContextVar("rooftop_mat_allocator", default=None)

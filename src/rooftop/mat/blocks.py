@@ -1,4 +1,4 @@
-"""Headers that take memory of their own: what a `Mat` is, without its operators and copies."""
+"""Headers that allocate their own memory: a `Mat` without its operators and copies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rooftop.mat.views import Header, is_integer
 
 
 class Block(ExportedHeader):
-    """A header that can be given memory: new, of another header, or of another library's array."""
+    """A header that can get memory: new, from another header, or from another library's array."""
 
     __slots__ = ()
 
@@ -25,10 +25,10 @@ class Block(ExportedHeader):
         self, *shape: Any, type: int | None = None, device: DeviceLike | None = None,
         allocator: MatAllocator | None = None,
     ) -> Self:  # fmt: skip
-        """Makes this a Mat of some sizes and type: `create(rows, cols, type)` or `create(sizes, type)`.
+        """Make this a Mat of the given sizes and type: `create(rows, cols, type)` or `create(sizes, type)`.
 
-        Nothing is allocated when sizes, type and device are those that it has: so results are written into regions.
-        Else it leaves its memory to other headers and gets new one, by its allocator; not initialized.
+        Nothing is allocated if sizes, type and device stay the same, so results can be written into regions. Otherwise
+        it leaves its memory to other headers and gets new, uninitialized memory from its allocator.
         """
         sizes, type, _ = shape_arguments(shape, type, None)
         where = self._device if device is None and allocator is None else allocator_for(device, allocator).device
@@ -40,10 +40,10 @@ class Block(ExportedHeader):
         return self
 
     def prepare_for(self, source: Header, type: int) -> None:
-        """`create` for a result of `source`: of its sizes, on its device.
+        """`create` for a result of `source`: with its sizes, on its device.
 
         Raises:
-            ValueError: this has elements on another device, where they would be left behind.
+            ValueError: this has elements on another device, where they would stay.
         """
         fits = same_device(self._device, source._device)
         if not fits and not self.empty():
@@ -51,7 +51,7 @@ class Block(ExportedHeader):
         if not (fits and self._sizes == source._sizes and self._type == type):
             self.create(source._sizes, type, device=source._device)
 
-    # From within.
+    # Internal.
 
     def _allocate(self, sizes: Sizes, type: int, allocator: MatAllocator) -> None:
         elem_bytes = depth_of(type).size_bytes * CV_MAT_CN(type)
@@ -71,7 +71,7 @@ class Block(ExportedHeader):
         self._submatrix = False
 
     def _finish(self) -> None:
-        """The end of the whole, of a header that is its own whole."""
+        """The end of the whole memory, for a header that was not cut from another."""
         self._end = self._offset + headers.span_bytes(self._sizes, self._steps)
         self._limit = self._offset + self._sizes[0] * self._steps[0] if self._data is not None else self._offset
 
@@ -81,7 +81,7 @@ class Block(ExportedHeader):
                 setattr(self, name, getattr(other, name))
 
     def _look_at(self, thing: Any, type: int | None, layout: str) -> None:
-        """Makes this a header on the memory of another library's array."""
+        """Make this a header on the memory of another library's array."""
         parts = parts_of(thing, type, layout)
         self._type, self._sizes, self._steps, self._device = parts.type, parts.sizes, parts.steps, parts.device
         self._data, self._share = parts.data, parts.data and parts.data.share
@@ -96,7 +96,7 @@ class Block(ExportedHeader):
 
 
 def new_block(sizes: Sizes, type: int, device: torch.device) -> Block:
-    """New memory, by the device's allocator; not initialized."""
+    """New memory from the device's allocator; not initialized."""
     new = Block()
     new._allocate(sizes, type, allocator_for(device, None))
     return new
@@ -106,7 +106,7 @@ def block_on(thing: Any) -> Block:
     """A header on another library's array.
 
     Raises:
-        TypeError, ValueError: as of `Mat(array)`.
+        TypeError, ValueError: as in `Mat(array)`.
     """
     new = Block()
     new._look_at(thing, None, "hwc")
@@ -114,7 +114,7 @@ def block_on(thing: Any) -> Block:
 
 
 def shape_arguments(given: tuple[Any, ...], type: int | None, value: Any) -> tuple[Sizes, int, Any]:
-    """Sizes, type and value out of (rows, cols, type, value) or (sizes, type, value)."""
+    """Sizes, type and value from (rows, cols, type, value) or (sizes, type, value)."""
     sizes: Sizes
     rest: tuple[Any, ...]
     if len(given) >= 2 and all(is_integer(each) for each in given[:2]):

@@ -1,6 +1,6 @@
-"""Channels put together and taken apart: merge, split, extractChannel, insertChannel, mixChannels.
+"""Channels combined and separated: merge, split, extractChannel, insertChannel, mixChannels.
 
-Results go to `dst` where one is given, also into regions of larger Mats.
+Results go to `dst` if given, also into regions of larger Mats.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rooftop.mat.type_codes import CV_CN_MAX, CV_MAKETYPE, typeToString
 
 
 def merge(mv: Sequence[Mat | MatExpr], dst: Mat | None = None) -> Mat:
-    """One Mat with the channels of all, in order. They may have several each.
+    """One Mat with the channels of all, in order. Each may have several.
 
-    Raises:
+    ValueError: no Mats, or different sizes, depths or devices; more than 512 channels together.
         ValueError: none, or of different sizes, depths or devices; more than 512 channels together.
     """
     if not mv:
@@ -45,7 +45,7 @@ def merge(mv: Sequence[Mat | MatExpr], dst: Mat | None = None) -> Mat:
 
 
 def split(m: Mat | MatExpr, mv: Sequence[Mat] | None = None) -> list[Mat]:
-    """One Mat for each channel; written into those of `mv`, one for each channel, where given."""
+    """One Mat for each channel; written into the Mats of `mv`, one for each channel, if given."""
     m = as_mat(m)
     if mv is not None and len(mv) != m.channels():
         raise ValueError(f"split of {m} writes {m.channels()} Mats, got {len(mv)}")
@@ -65,7 +65,7 @@ def extractChannel(src: Mat | MatExpr, coi: int, dst: Mat | None = None) -> Mat:
 
 
 def insertChannel(src: Mat | MatExpr, dst: Mat, coi: int) -> Mat:
-    """Writes a Mat of one channel into channel `coi` of `dst`, and gives `dst`."""
+    """Write a Mat of one channel into channel `coi` of `dst`, and return `dst`."""
     src = as_mat(src)
     _check_channel("insertChannel", coi, dst)
     _check_alike("insertChannel", (src, dst))
@@ -80,12 +80,13 @@ def insertChannel(src: Mat | MatExpr, dst: Mat, coi: int) -> Mat:
 def mixChannels(
     src: Mat | Sequence[Mat], dst: Mat | Sequence[Mat], fromTo: Sequence[int] | Sequence[tuple[int, int]]
 ) -> list[Mat]:
-    """Copies single channels from some Mats to channels of others.
+    """Copy single channels from some Mats to channels of others.
 
     Args:
-        src, dst: their channels are numbered through: those of the first, then those of the second, and so on. All are
-            of one size, depth and device; those of dst are written to.
-        fromTo: pairs, or all numbers in a row: channel of src, channel of dst. A negative number of src writes 0.
+        src, dst: their channels are numbered consecutively: those of the first Mat, then those of the second, and so
+            on. All have one size, depth and device; the channels of dst are overwritten.
+        fromTo: pairs, or all numbers in one sequence: channel of src, channel of dst. A negative number of src writes
+            0.
 
     Returns:
         dst.
@@ -98,7 +99,7 @@ def mixChannels(
     givens = [m._bits()[..., c : c + 1] for m in sources for c in range(m.channels())]
     into = [m._writable_bits()[..., c : c + 1] for m in targets for c in range(m.channels())]
     pairs = _pairs(fromTo, len(givens), len(into))
-    # All are read before any is written where the same memory is on both sides: then channels can be swapped.
+    # If source and target share memory, all channels are read before any is written, so that channels can be swapped.
     shared = any(overlap(given, target) or given.data_ptr() == target.data_ptr() for given in givens for target in into)
     values = [None if a < 0 else givens[a].clone() if shared else givens[a] for a, _ in pairs]
     for value, (_, b) in zip(values, pairs, strict=True):

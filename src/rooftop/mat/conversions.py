@@ -1,18 +1,19 @@
-"""Numbers of one depth as numbers of another, with a scale and a shift, as `cv::Mat::convertTo` computes them.
+"""Convert numbers of one depth to another, with a scale and a shift, as `cv::Mat::convertTo` does.
 
     stored = saturate(round(alpha * x + beta))          rounding half to even; no rounding into floating depths
 
-alpha, beta and x are float32 and `alpha * x + beta` is rounded to float32 once (a fused multiply-add), or all of it is
-float64 where either side cannot be told in float32: into 64F, 64S and 64U, and between 32- or 64-bit integers, 64F and
-32F. Saturation: what lies beyond an integer depth becomes its nearest limit; NaN becomes its least value; Bool is
-`x != 0`, so NaN is true.
+alpha, beta and x are float32, and `alpha * x + beta` is rounded to float32 once (a fused multiply-add). All of it is
+float64 if float32 cannot represent either side: into 64F, 64S and 64U, and between 32- or 64-bit integers, 64F and 32F.
+Saturation: values beyond an integer depth become its nearest limit; NaN becomes its least value; Bool is `x != 0`, so
+NaN is true.
 
-OpenCV on x86 differs where its own documentation of saturate_cast promises what is done here: floating values of 2^31
-and more become the *least* value there (1e10 as CV_8U is 0), and CV_32U from 2^31 on wraps into CV_8S and CV_16S. In
-float64 it fuses product and sum where the processor can; here they are rounded one after the other, on every device.
+OpenCV on x86 differs, although its documentation of saturate_cast promises this behaviour: floating values of 2^31 and
+more become the *least* value there (1e10 as CV_8U is 0), and CV_32U from 2^31 on wraps into CV_8S and CV_16S. In
+float64 OpenCV fuses product and sum if the processor can; here they are rounded one after the other, on every device.
 
-Most depths are converted by one loop on a CPU, by one kernel on a GPU (`converting.py`). Of others, and of small Mats
-on a CPU, blocks of rows that stay in its cache pass through these steps one after another; on a GPU the whole does.
+Most depths are converted by one loop on a CPU, and by one kernel on a GPU (`converting.py`). For others, and for small
+Mats on a CPU, these steps run one after another, on blocks of rows that stay in its cache; on a GPU they run on the
+whole Mat.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from rooftop.mat.type_codes import (
     CV_Bool,
 )
 
-_BLOCK_ELEMENTS = 1 << 17  # within an L2 of 2 MB; smaller ones cost more in calls than they save
+_BLOCK_ELEMENTS = 1 << 17  # fits in an L2 of 2 MB; smaller blocks cost more in calls than they save
 WITHOUT_PROGRAMS = (CV_64S, CV_64U, CV_16F, CV_16BF)
 """Depths that neither loops nor kernels convert."""
 _WIDE = (CV_32S, CV_32U, CV_64S, CV_64U, CV_64F)
 _TOP = 1 << 63
-_MOST_SCALE = 2.0**128  # beyond, a number that is not 0 is past every limit
+_MOST_SCALE = 2.0**128  # beyond this, any number except 0 exceeds every limit
 
 
 def scales_wholes(depth: int, new_depth: int, alpha: float, beta: float) -> bool:
-    """Whether 64-bit integers become others, or come of others, by a whole scale and shift: then all numbers are exact,
-    as in an expression."""
+    """Whether 64-bit integers are converted from or to others by an integer scale and shift: then all numbers are
+    exact, as in an expression."""
     integers = DEPTHS[depth].limits is not None and DEPTHS[new_depth].limits is not None
     if not integers or not {depth, new_depth} & {CV_64S, CV_64U} or (alpha, beta) == (1, 0):
         return False
@@ -56,10 +57,10 @@ def scales_wholes(depth: int, new_depth: int, alpha: float, beta: float) -> bool
 
 
 def convert_blocks(source: Tensor, target: Tensor, depth: int, new_depth: int, scaling: Scaling | None) -> None:
-    """Writes a tensor of one depth into a tensor of another, of the same shape and on the same device, step by step by
-    operations of torch.
+    """Write a tensor of one depth into a tensor of another, of the same shape and on the same device, step by step with
+    torch operations.
 
-    They are of the depths' own dtypes and do not overlap, or are the same elements of the same depth.
+    They have the depths' own dtypes and do not overlap, or are the same elements of the same depth.
     """
     for some, into in row_blocks(source, target):
         if scaling is None:
@@ -69,7 +70,9 @@ def convert_blocks(source: Tensor, target: Tensor, depth: int, new_depth: int, s
 
 
 def row_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same rows of several tensors of one first dimension: some at a time on the CPU, all on other devices."""
+    """The same rows of several tensors with one first dimension: a block at a time on the CPU, all at once on other
+    devices.
+    """
     rows = tensors[0].shape[0]
     per_row = max(tensor.numel() for tensor in tensors) // max(rows, 1)
     if not per_row:
@@ -99,7 +102,7 @@ class Scaling:
     """`alpha * x + beta` in the precision of a pair of depths.
 
     Attributes:
-        dtype: float32, which alpha and beta are numbers of then, or float64.
+        dtype: float32, in which alpha and beta are then represented, or float64.
     """
 
     dtype: torch.dtype
@@ -107,20 +110,20 @@ class Scaling:
     beta: float
 
     def of(self, x: Tensor) -> Tensor:
-        """As a new tensor."""
+        """The result as a new tensor."""
         if self.dtype == torch.float64:
             return _unscaled(x, torch.float64).mul_(self.alpha).add_(self.beta)
         if self.beta == 0:
             return _unscaled(x, torch.float32).mul_(self.alpha)
         if self.alpha == 1:
             return _unscaled(x, torch.float32).add_(self.beta)
-        # Products of two float32 are exact in float64. Rounding their sum to float64 shows in one of 2^29 results.
+        # Products of two float32 are exact in float64. Rounding their sum to float64 changes one of 2^29 results.
         wide = _unscaled(x if x.dtype.itemsize <= 2 else x.float(), torch.float64)
         return wide.mul_(self.alpha).add_(self.beta).float()
 
 
 def scaling_of(depth: int, new_depth: int, alpha: float, beta: float) -> Scaling:
-    """How numbers of one depth are scaled on their way to another."""
+    """How numbers of one depth are scaled on conversion to another."""
     if new_depth in (CV_64F, CV_64S, CV_64U) or (depth in _WIDE and new_depth in (*_WIDE, CV_32F)):
         return Scaling(torch.float64, alpha, beta)
     with np.errstate(over="ignore"):
@@ -132,7 +135,7 @@ def _unscaled(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _store(y: Tensor, into: Tensor, depth: int) -> None:
-    """Writes floating numbers, float32 or float64: rounded and kept within the limits where the depth has any."""
+    """Write floating numbers, float32 or float64: rounded and limited if the depth has limits."""
     limits = DEPTHS[depth].limits
     if depth == CV_Bool:
         torch.ne(y, 0, out=into)
@@ -145,12 +148,12 @@ def _store(y: Tensor, into: Tensor, depth: int) -> None:
         rounded = (y.double() if into.dtype.itemsize == 4 else y).round()
         low, high = limits
         clamped = rounded.clamp_(low, high).nan_to_num_(nan=float(low))
-        # Into unsigned dtypes by way of a signed one: not every device converts to them directly.
+        # Conversion to unsigned dtypes goes through a signed one: not every device converts to them directly.
         into.copy_(clamped.long() if depth == CV_32U else clamped.int() if depth == CV_16U else clamped)
 
 
 def store_64(rounded: Tensor, into: Tensor, depth: int) -> None:
-    """float64 has no 2^63 - 1 and no 2^64 - 1: what is beyond is set apart from what can be converted."""
+    """float64 cannot represent 2^63 - 1 and 2^64 - 1, so values beyond the limit are handled separately."""
     top, greatest = float(_TOP), float(_TOP - 1024)  # the greatest is the float64 before 2^63
     least = -top if depth == CV_64S else 0.0
     bits = rounded.clamp(least, greatest).nan_to_num_(nan=least).long()
@@ -166,7 +169,7 @@ def _store_integers(x: Tensor, into: Tensor, depth: int, new_depth: int) -> None
     limits, new_limits = DEPTHS[depth].limits, DEPTHS[new_depth].limits
     assert limits is not None
     assert new_limits is not None
-    if depth == CV_64U:  # as signed: what is 2^63 or more is the greatest
+    if depth == CV_64U:  # as signed: values of 2^63 or more become the greatest
         signed = x.view(torch.int64)
         x, limits = signed.masked_fill(signed < 0, _TOP - 1), (0, _TOP - 1)
     elif depth in (CV_16U, CV_32U):

@@ -1,4 +1,4 @@
-"""Conversions by the fastest way: one kernel on a GPU, one loop on a CPU, or step by step."""
+"""Conversions in the fastest way: one kernel on a GPU, one loop on a CPU, or step by step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rooftop.launch.numba_loops import worth_a_loop
 from rooftop.launch.triton_launch import INTERPRETED
 from rooftop.mat.conversions import WITHOUT_PROGRAMS, convert_blocks, scaling_of
 
-_EPSILON = 2.0**-52  # within it of 1 and 0, a scale and a shift are none
+_EPSILON = 2.0**-52  # a scale within this of 1 and a shift within this of 0 are ignored
 
 
 def convert(source: Tensor, target: Tensor, depth: int, new_depth: int, alpha: float, beta: float) -> None:
-    """Writes a tensor of one depth into a tensor of another, of the same shape and on the same device.
+    """Write a tensor of one depth into a tensor of another, of the same shape and on the same device.
 
-    They are of the depths' own dtypes and do not overlap, or are the same elements of the same depth.
+    They have the depths' own dtypes and do not overlap, or are the same elements of the same depth.
     """
     alpha, beta = float(alpha), float(beta)
     plain = abs(alpha - 1) < _EPSILON and abs(beta) < _EPSILON
@@ -25,11 +25,11 @@ def convert(source: Tensor, target: Tensor, depth: int, new_depth: int, alpha: f
     if depth in WITHOUT_PROGRAMS or new_depth in WITHOUT_PROGRAMS or (plain and depth == new_depth):
         by_blocks()
     elif source.device.type != "cpu" or INTERPRETED:
-        from rooftop.mat import kernel_programs  # which imports Triton
+        from rooftop.mat import kernel_programs  # this imports Triton
 
         kernel_programs.run_conversion(source, target, depth, new_depth, scaling)
     elif worth_a_loop(source.numel()):
-        from rooftop.mat import loop_programs  # which imports all kernels
+        from rooftop.mat import loop_programs  # this imports all kernels
 
         loop_programs.run_conversion(source, target, depth, new_depth, scaling, by_blocks)
     else:

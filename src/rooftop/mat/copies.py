@@ -1,7 +1,7 @@
-"""Bits of elements moved: copied where a mask says so, or filled with one element.
+"""Copy elements as bits: where a mask says so, or one element to all positions.
 
-Tensors here are of a depth's carrier dtype, (..., channels): what is moved is never looked at, so NaN keep their bits
-and unsigned types need no operators of their own.
+Tensors here have a depth's carrier dtype, (..., channels). Copies do not interpret values, so NaN keep their bits, and
+unsigned types need no special operators.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from rooftop.mat.conversions import row_blocks
 
 
 def fill(target: Tensor, value: Tensor) -> None:
-    """Sets every element to `value` (channels,), on the CPU."""
+    """Set every element to `value` (channels,), on the CPU."""
     if not target.numel():
         return
     numbers = value.tolist()
     if all(number == numbers[0] for number in numbers):
         target.fill_(numbers[0])
         return
-    # One row is written channel by channel, the others are copies of it: rows are copied many bytes at a time.
+    # One row is written channel by channel, and the others are copied from it: copies move many bytes at a time.
     row = target
     while row.dim() > 2:
         row = row[0]
@@ -43,16 +43,16 @@ def copy_masked(source: Tensor, target: Tensor, mask: Tensor) -> None:
     """Copies the elements whose mask is not 0.
 
     Args:
-        source: as the target, or one element (channels,) on the CPU.
+        source: like the target, or one element (channels,) on the CPU.
         mask: uint8 or bool, (..., 1) for whole elements or (..., channels).
     """
     if target.device.type != "cpu" or INTERPRETED:
-        from rooftop.mat.masked_copies import copy_by_kernel  # which imports Triton
+        from rooftop.mat.masked_copies import copy_by_kernel  # this imports Triton
 
         copy_by_kernel(source, target, mask)
         return
     if worth_a_loop(target.numel()) and numba_works():
-        from rooftop.mat.masked_loops import copy_by_loops  # which imports Numba
+        from rooftop.mat.masked_loops import copy_by_loops  # this imports Numba
 
         if copy_by_loops(source, target, mask):
             return
@@ -67,27 +67,28 @@ def copy_masked(source: Tensor, target: Tensor, mask: Tensor) -> None:
 
 
 def _spread(chosen: Tensor, channels: int) -> Tensor:
-    """A mask of elements as one of numbers. A mask broadcast over channels would take torch's loop over single numbers:
-    337 ms for a 4K image of CV_8UC3, where spreading the rows of a block at a time takes 15; NumPy does it fastest."""
+    """A mask of elements as a mask of numbers. A mask broadcast over channels would make torch loop over single
+    numbers: 337 ms for a 4K image of CV_8UC3. Spreading it for a block of rows at a time takes 15 ms; NumPy does that
+    fastest."""
     if chosen.shape[-1] == channels:
         return chosen
     return torch.from_numpy(np.repeat(chosen.numpy(), channels, axis=-1))
 
 
 def _copy_block(some: Tensor, into: Tensor, chosen: Tensor) -> None:
-    if into.dtype == torch.uint8:  # 0 or all ones, so that there is no choice to make at each byte
+    if into.dtype == torch.uint8:  # 0 or all ones, so that no byte needs a branch
         into.bitwise_xor_((some ^ into) & chosen.view(torch.int8).neg().view(torch.uint8))
     else:
         torch.where(chosen, some, into, out=into)
 
 
 def apart(source: Tensor, target: Tensor) -> Tensor:
-    """The source, or a copy of it where writing to the target would change what is still to be read."""
+    """The source, or a copy of it if writing to the target would change elements that are still to be read."""
     return source.clone() if overlap(source, target) else source
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether writing to one may change the other; the very same elements do not count."""
+    """Whether writing to one may change the other; exactly the same elements do not count."""
     if one.device != other.device or not (one.numel() and other.numel()) or same_elements(one, other):
         return False
     return one.data_ptr() < end_of(other) and other.data_ptr() < end_of(one)
@@ -99,6 +100,6 @@ def same_elements(one: Tensor, other: Tensor) -> bool:
 
 
 def end_of(x: Tensor) -> int:
-    """The address behind the last element of a tensor that has some."""
+    """The address after the last element of a tensor that has elements."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr() + (last + 1) * x.element_size()

@@ -1,6 +1,6 @@
-"""An expression of Mats as one of `rooftop.kernels`: what each element goes through between its loads and its store.
+"""An expression of Mats as one of `rooftop.kernels`: the operations on each element between its loads and its store.
 
-The CPU's loops (`loop_programs.py`) and a GPU's kernel (`kernel_programs.py`) are written from it.
+The CPU's loops (`loop_programs.py`) and a GPU's kernel (`kernel_programs.py`) are generated from it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LESS_THAN_HALF = Fraction(1, 4)
 
 
 def signed(x: Tensor) -> Tensor:
-    """In a dtype that kernels know."""
+    """x in a signed dtype that kernels support."""
     if x.dtype == torch.bool:
         return x.view(torch.uint8)
     carriers = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -38,22 +38,21 @@ def signed(x: Tensor) -> Tensor:
 
 
 class Numbers:
-    """What is computed in one dtype: elements of Mats loaded, numbers, and the store. Arguments are first the Mats,
-    then rows of numbers, then numbers.
+    """Values in one dtype: loaded elements of Mats, numbers, and the store. Arguments are first the Mats, then rows of
+    numbers, then numbers.
 
     Args:
-        dtype: to compute in.
-        for_kernel: whether a kernel computes it, and not a loop: numbers of float64 are given as integers of the
-            same bits, as kernels take them, and 32 bits go to float64 and back without conversions, which a GPU does a
-            quarter as fast as sums.
+        dtype: the dtype of the computation.
+        for_kernel: whether a kernel computes it instead of a loop. Kernels take float64 numbers as integers of the same
+            bits. 32-bit numbers become float64 and back without conversion instructions, which on a GPU are a quarter
+            as fast as sums.
 
     Attributes:
-        result: what is stored.
-        about: within which numbers it is before it is rounded and saturated, whatever was rounded on the way; None if
-            that is not known.
-        rows: numbers that differ from channel to channel.
-        rows_dtype: of their tensors.
-        numbers: those that do not, as they are given.
+        result: the expression to store.
+        about: the bounds of the value before it is rounded and saturated, including earlier roundings; None if unknown.
+        rows: numbers that differ between channels.
+        rows_dtype: the dtype of their tensors.
+        numbers: numbers equal for all channels, unchanged.
     """
 
     result: Expression
@@ -73,12 +72,12 @@ class Numbers:
 
     @cached_property
     def program(self) -> Program:
-        """What `rooftop.kernels` computes."""
+        """The program for `rooftop.kernels`."""
         return Program("t" * self.first_number + "n" * len(self.numbers), (self.result,), ("",))
 
     @cached_property
     def operations(self) -> int:
-        """How many nodes the result has."""
+        """The number of nodes of the result."""
         return len(expressions.topological([self.result]))
 
     def cast(self, x: Expression) -> Expression:
@@ -89,7 +88,7 @@ class Numbers:
         return constant(float(number) if self.floating else int(number))
 
     def given(self, number: int | float, dtype: torch.dtype) -> Expression:
-        """A number of a dtype that is given at each call."""
+        """A number of a dtype that is passed at each call."""
         number_of = argument(self.first_number + len(self.numbers))
         if dtype == torch.float64 and self.for_kernel:
             (bits,) = struct.unpack("<q", struct.pack("<d", number))
@@ -99,14 +98,14 @@ class Numbers:
         return apply(NAMES[dtype], number_of)
 
     def loaded(self, x: Expression, depth: int) -> Expression:
-        """An element of a Mat of a depth."""
+        """An element of a Mat with a depth."""
         if depth == CV_32U and self.for_kernel and self.dtype == torch.float64:
             x = apply("float64", x)
             return apply("where", apply("lt", x, 0.0), apply("add", x, 2.0**32), x)
         if depth in _UNSIGNED:
             name, ones = _UNSIGNED[depth]
             x = apply("bitwise_and", apply(name, x), ones)
-        elif depth == CV_64U:  # float64 of its upper and of its lower half are exact, and their sum is rounded once
+        elif depth == CV_64U:  # its upper and its lower half are exact in float64, and their sum is rounded once
             low = apply("bitwise_and", x, 0xFFFFFFFF)
             high = apply("float64", apply("sub", x, low))
             high = apply("where", apply("lt", high, 0.0), apply("add", high, 2.0**64), high)
@@ -114,7 +113,7 @@ class Numbers:
         return self.cast(x)
 
     def stored(self, x: Expression, known: Bounds | None, depth: int) -> Expression:
-        """As a number of a depth, in the dtype of its memory."""
+        """The value as a number of a depth, in the dtype of its memory."""
         if depth == CV_Bool:
             return apply("ne", x, self.plain(0))
         limits = depth_bounds(depth)
@@ -125,7 +124,7 @@ class Numbers:
         if self.floating and (known is None or not limits.contain(known)):
             if DEPTHS[depth].size_bytes == 8:
                 return _stored_64(apply("round", apply("float64", x)), depth)
-            if DEPTHS[depth].size_bytes == 4 and self.dtype == torch.float32:  # which does not have the limits
+            if DEPTHS[depth].size_bytes == 4 and self.dtype == torch.float32:  # which cannot represent the limits
                 x, self.dtype, self.name = apply("float64", x), torch.float64, "float64"
         if self.floating and self.for_kernel and DEPTHS[depth].size_bytes <= 4:
             return apply(carrier, self.nearest(x, known, limits))
@@ -133,7 +132,7 @@ class Numbers:
         return apply(carrier, apply("int64" if DEPTHS[depth].size_bytes > 2 else "int32", x))
 
     def nearest(self, x: Expression, known: Bounds | None, limits: Bounds) -> Expression:
-        """Rounded half to even and saturated, as the lower 32 bits of an integer; NaN is the least."""
+        """Rounded half to even and saturated, as the lower 32 bits of an integer; NaN becomes the least value."""
         if known is not None and limits.low <= known.low and known.high <= limits.high:
             return apply("nearest", x if known.largest <= _NEAREST_IN_FLOAT32 else apply("float64", x))
         if self.about is not None:
@@ -143,19 +142,20 @@ class Numbers:
             if self.about.high > limits.high + _LESS_THAN_HALF:
                 rounded = apply("minimum", rounded, int(limits.high))
             return rounded
-        low, high = self.plain(int(limits.low)), self.plain(int(limits.high))  # before: they are rounded to themselves
+        low, high = self.plain(int(limits.low)), self.plain(int(limits.high))  # limits stay when rounded
         below = apply("where", apply("lt", x, high), x, high)
         return apply("nearest", apply("where", apply("gt", x, low), below, low))
 
     def within_limits(self, x: Expression, known: Bounds | None, depth: int) -> Expression:
-        """Rounded half to even and saturated; NaN is the least."""
+        """Rounded half to even and saturated; NaN becomes the least value."""
         if depth == CV_Bool:
             return self.cast(apply("ne", x, self.plain(0)))
         limits = depth_bounds(depth)
         assert limits is not None
         if self.floating and (known is None or known.unit):
             x = apply("round", x)
-        # A side that is not needed is more than time: ptxas saturates -x of 16 bits on both wrongly, where x is -32768.
+        # An unnecessary limit does more than cost time: ptxas saturates -x of 16 bits at both limits wrongly for x =
+        # -32768.
         low, high = map(self.plain, limits_in(self.dtype, depth))
         below = x
         if known is None or known.high > limits.high:
@@ -166,15 +166,15 @@ class Numbers:
 
 
 class ElementProgram(Numbers):
-    """An expression.
+    """An expression as a program for each element.
 
     Args:
-        root: of Mats, numbers and element by element operations.
+        root: an expression of Mats, numbers and element by element operations.
         bounds: of all nodes.
-        dtype: to compute in.
+        dtype: the dtype of the computation.
         leaves: the Mats among the nodes.
-        depth: to store numbers of, in the dtype that `signed` gives.
-        for_kernel: as `Numbers` says.
+        depth: the depth of the stored numbers, in the dtype that `signed` gives.
+        for_kernel: see `Numbers`.
 
     Attributes:
         values: the expression of each node, by id.
@@ -213,7 +213,7 @@ class ElementProgram(Numbers):
         return tuple(float(value) if self.floating else int(value) for value in each._value)
 
     def _row_of(self, each: MatExpr) -> int | None:
-        """The row of these very numbers."""
+        """A row with these numbers."""
         numbers = self._numbers(each)
         return next((n for n, row in enumerate(self.rows) if all(map(same_number, row, numbers))), None)
 
@@ -243,14 +243,14 @@ class ElementProgram(Numbers):
             if not self.floating:
                 return apply("minimum" if operation == "min" else "maximum", a, b)
             if any(map(is_one, each._operands)):
-                kept = apply("le" if operation == "min" else "ge", a, b)  # of two zeros a, as torch.clamp has it
-                return apply("where", kept, a, apply("where", apply("ne", a, a), a, b))  # NaN where either is
+                kept = apply("le" if operation == "min" else "ge", a, b)  # for two zeros a, as in torch.clamp
+                return apply("where", kept, a, apply("where", apply("ne", a, a), a, b))  # NaN if either is
             chosen = apply("lt" if operation == "min" else "gt", a, b)
-            return apply("where", apply("bitwise_or", chosen, apply("ne", a, a)), a, b)  # NaN where either is
+            return apply("where", apply("bitwise_or", chosen, apply("ne", a, a)), a, b)  # NaN if either is
         return apply(operation, *of)
 
     def _bits(self, each: MatExpr, of: list[Expression]) -> Expression:
-        """Of numbers as their depth stores them."""
+        """The bits of numbers as their depth stores them."""
         whole = {torch.float32: "int32", torch.float64: "int64"}.get(self.dtype, self.name)
         limits = depth_bounds(each.depth())
         assert limits is not None
@@ -264,8 +264,8 @@ class ElementProgram(Numbers):
 
 
 class ConversionProgram(Numbers):
-    """Elements of one depth as those of another, scaled: as `conversions.py` says, for depths that are not CV_64S,
-    CV_64U or half precision."""
+    """Converts and scales elements of one depth to another as in `conversions.py`, for depths other than CV_64S, CV_64U
+    and half precision."""
 
     def __init__(self, depth: int, new_depth: int, scaling: Scaling | None, for_kernel: bool) -> None:
         known = depth_bounds(depth)
@@ -292,8 +292,8 @@ class ConversionProgram(Numbers):
 
 
 def conversion_program(depth: int, new_depth: int, scaling: Scaling | None, for_kernel: bool) -> ConversionProgram:
-    """The program, or that which was made for the same before."""
-    key = (depth, new_depth, repr(scaling), for_kernel)  # -0.0 is equal to 0.0
+    """The program, or the cached one for the same arguments."""
+    key = (depth, new_depth, repr(scaling), for_kernel)  # -0.0 equals 0.0
     found = _conversions.get(key)
     if found is None:
         found = ConversionProgram(depth, new_depth, scaling, for_kernel)
@@ -306,7 +306,7 @@ _conversions: dict[Any, ConversionProgram] = {}
 
 
 def _narrowest(numbers: Sequence[int | float], dtype: torch.dtype) -> torch.dtype:
-    """Of integers: what holds them all."""
+    """For integers: the narrowest dtype that holds all the numbers."""
     for each in (torch.uint8, torch.int16, torch.int32):
         limits = torch.iinfo(each)
         if limits.min <= min(numbers) and max(numbers) <= limits.max:
@@ -315,7 +315,7 @@ def _narrowest(numbers: Sequence[int | float], dtype: torch.dtype) -> torch.dtyp
 
 
 def _stored_64(x: Expression, depth: int) -> Expression:
-    """float64 has no 2^63 - 1 and no 2^64 - 1: what is beyond is set apart from what can be converted."""
+    """float64 cannot represent 2^63 - 1 and 2^64 - 1, so values beyond the limit are handled separately."""
     top, greatest = float(_TOP), float(_TOP - 1024)  # the greatest is the float64 before 2^63
 
     def converted(y: Expression, least: float) -> Expression:

@@ -1,7 +1,7 @@
-"""The value of an expression, written into memory.
+"""Compute the value of an expression into memory.
 
-What is no element by element operation is done first: matrix products and inverses go to BLAS and LAPACK, a sum above a
-product within the same call. The rest is one pass over memory: blocks of rows on the CPU (`row_programs.py`), one
+Operations that are not elementwise come first: matrix products and inverses go to BLAS and LAPACK, and a sum with a
+product goes into the same call. The rest is one pass over memory: blocks of rows on the CPU (`row_programs.py`), one
 kernel on a GPU (`kernel_programs.py`).
 """
 
@@ -26,12 +26,12 @@ from rooftop.mat.whole_numbers import store_whole_numbers
 
 
 def store(expression: MatExpr, dst: Block, rtype: Any = None) -> None:
-    """Evaluates an expression into a header's memory.
+    """Evaluate an expression into a header's memory.
 
     Args:
-        dst: gets size and type by `create`, so that nothing is allocated when it has them. It may overlap what the
-            expression reads.
-        rtype: a depth, a type, whose channels are not looked at, or a dtype, to store the numbers as; None is the
+        dst: gets size and type by `create`, so that nothing is allocated if it already has them. It may overlap the
+            expression's Mats.
+        rtype: the depth of the stored numbers: a depth, a type (its channels are ignored), or a dtype; None is the
             expression's own.
 
     Raises:
@@ -51,7 +51,7 @@ def store(expression: MatExpr, dst: Block, rtype: Any = None) -> None:
 
 
 def evaluate_into(expression: MatExpr, target: Tensor, depth: int) -> None:
-    """Writes the value into a tensor (..., channels) of a depth."""
+    """Write the value into a tensor (..., channels) of a depth."""
     nodes = topological(expression)
     by_kernel = target.device.type != "cpu" or INTERPRETED
     if by_kernel and _launched(nodes, target, depth):
@@ -74,7 +74,7 @@ def evaluate_into(expression: MatExpr, target: Tensor, depth: int) -> None:
         _store_large(plan, nodes[-1], [apart(tensor, into) for tensor in tensors], into)
         return
     if by_kernel:
-        from rooftop.mat.kernel_programs import Evaluation  # which imports Triton
+        from rooftop.mat.kernel_programs import Evaluation  # this imports Triton
 
         Evaluation(nodes, target, depth).run(plan, tensors, into)
         return
@@ -88,7 +88,7 @@ def evaluate_into(expression: MatExpr, target: Tensor, depth: int) -> None:
 
 
 def _store_large(plan: ExpressionPlan, root: MatExpr, tensors: Sequence[Tensor], into: Tensor) -> None:
-    """Whole numbers beyond int64. Into a floating depth they come by way of float64, as all numbers do."""
+    """Store integers beyond int64. Into a floating depth they go through float64, as all numbers do."""
     if plan.depth not in FLOATING or plan.depth == CV_64F:
         store_whole_numbers(plan.root, plan.bounds, plan.leaves, tensors, into, plan.depth)
         return
@@ -98,7 +98,7 @@ def _store_large(plan: ExpressionPlan, root: MatExpr, tensors: Sequence[Tensor],
 
 
 def _launched(nodes: Sequence[MatExpr], target: Tensor, depth: int) -> bool:
-    """Whether the kernel for such Mats was launched before, and so is again."""
+    """Whether a kernel for these Mats was launched before, and is launched again."""
     from rooftop.mat.kernel_programs import Evaluation
 
     return Evaluation(nodes, target, depth).again()
@@ -111,11 +111,12 @@ def tensor_of(each: MatExpr, bits: bool = False) -> Tensor:
     return tensor.transpose(0, 1) if transposed else tensor
 
 
-# ---- what is no operation element by element -----------------------------------------------------------------------
+# ---- operations that are not elementwise
+# -------------------------------------------------------------------------------
 
 
 def _without_matrices(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr | None:
-    """Products and inverses computed, as leaves."""
+    """The expression with products and inverses computed and replaced by leaves."""
     if each._operation not in ("product", "inverse"):
         return None
     new = node(each._operation, operands, *of(each), each._value)
@@ -126,7 +127,7 @@ def _without_matrices(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr |
 
 
 def _multiplied(root: MatExpr, target: Tensor, depth: int) -> bool:
-    """Writes the value of a product, with factor and term, or of an inverse; False for anything else."""
+    """Write the value of a product, with factor and term, or of an inverse; return False for anything else."""
     if depth != root.depth():
         return False
     into = target[..., 0]  # (rows, columns): one channel
@@ -150,13 +151,13 @@ def _multiplied(root: MatExpr, target: Tensor, depth: int) -> bool:
 
 
 def _matrix(each: MatExpr) -> Tensor:
-    """The value as (rows, columns); of a Mat its own memory, of anything else new memory."""
+    """The value as (rows, columns): a Mat's own memory, or new memory for anything else."""
     found = each if each._operation == "mat" else _computed(each)
     return tensor_of(found)[..., 0]
 
 
 def _without_wide_bits(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr | None:
-    """Bitwise operations of 64 bits computed, as leaves."""
+    """The expression with bitwise operations of 64 bits computed and replaced by leaves."""
     if each._operation not in BITWISE or DEPTHS[each.depth()].size_bytes != 8:
         return None
     simple = tuple(operand if operand._operation in ("mat", "numbers") else _computed(operand) for operand in operands)

@@ -1,13 +1,13 @@
-"""In which dtype an expression can be computed so that nothing but the store rounds: bounds of every value in it.
+"""Choose a dtype for an expression in which only the store rounds, from the bounds of every value in it.
 
-The law is that of float64: each operation rounded to float64, the last value rounded to the target's depth, once. Where
-every value is known to be a whole number (a multiple of 2^unit) within what a narrower dtype holds exactly, computing
-in that dtype gives the very same numbers. So 8-bit images are added in int16, and `a * 0.5` in float32.
+The rule is that of float64: each operation is rounded to float64, and the last value is rounded once to the target's
+depth. If every value is known to be an integer (a multiple of 2^unit) that a narrower dtype holds exactly, computing in
+that dtype gives exactly the same numbers. So 8-bit images are added in int16, and `a * 0.5` in float32.
 
 Floating elements have no bounds. In float32 an expression of them has the bits of float64 if no value is rounded twice
-before it is stored as float32: min, max, abs, negation and comparisons round nothing, and one sum, difference, product
-or quotient of float32 numbers that is rounded to float32 is what float64 rounded to float32 is, since 53 >= 2 * 24 + 2
-(Figueroa 1995, "When is double rounding innocuous?"). The same holds for half precision computed in float32.
+before it is stored as float32. min, max, abs, negation and comparisons round nothing. One sum, difference, product or
+quotient of float32 numbers, rounded to float32, equals the float64 result rounded to float32, since 53 >= 2 * 24 + 2
+(Figueroa 1995, "When is double rounding innocuous?"). The same applies to half precision computed in float32.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rooftop.mat.type_codes import CV_16BF, CV_16F, CV_32F, CV_64U, DEPTHS, CV_B
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 _FLOAT32_BITS = 24
-_SMALL = 1 << 29  # twice as much has 2^-23 as the half of float64's unit
+_SMALL = 1 << 29  # twice as much has 2^-23 as half of float64's unit
 _ROUNDED = Fraction(1, 1 << 23)
-_SMALL_QUOTIENT = 1 << 11  # quotients of smaller whole numbers are nearer to no half in float32 than they are exactly
+_SMALL_QUOTIENT = 1 << 11  # quotients of smaller integers are never closer to a half in float32 than they are exactly
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of a value: low <= value <= high, and it is a multiple of 2^unit, unit <= 0."""
+    """Bounds of a value: low <= value <= high, and it is a multiple of 2^unit, unit <= 0."""
 
     low: Fraction
     high: Fraction
@@ -41,7 +41,7 @@ class Bounds:
         return max(abs(self.low), abs(self.high))
 
     def contain(self, other: Bounds) -> bool:
-        """Whether every such value of another is a whole number within these."""
+        """Whether every value within the other bounds is an integer within these."""
         return other.unit == 0 and self.low <= other.low and other.high <= self.high
 
     def within(self, dtype: torch.dtype) -> bool:
@@ -53,7 +53,7 @@ class Bounds:
         return self.unit == 0 and limits.min <= self.low and self.high <= limits.max
 
 
-BoundsOf = dict[int, Bounds | None]  # by id of the node; None of what is not known
+BoundsOf = dict[int, Bounds | None]  # by id of the node; None if unknown
 TRUTH = Bounds(Fraction(0), Fraction(255))
 
 
@@ -66,14 +66,14 @@ def bounds_of(root: MatExpr) -> BoundsOf:
 
 
 def trusted(bounds: BoundsOf, dtype: torch.dtype) -> BoundsOf:
-    """What is known of values that are computed in a dtype: nothing of those that it may have rounded."""
+    """The known bounds of values computed in a dtype: None for values that it may have rounded."""
     return {n: known if known is not None and known.within(dtype) else None for n, known in bounds.items()}
 
 
 def rounded_bounds(root: MatExpr, bounds: BoundsOf) -> Bounds | None:
-    """Within which numbers float64 has the value, where each operation on the way was rounded.
+    """Bounds of the float64 value if each operation was rounded.
 
-    None where that is not known, or beyond what 32 bits hold.
+    None if they are unknown, or beyond 32 bits.
     """
     beyond: dict[int, Fraction] = {}  # how far outside of its bounds each value may be
     for each in topological(root):
@@ -99,7 +99,7 @@ def rounded_bounds(root: MatExpr, bounds: BoundsOf) -> Bounds | None:
 
 
 def limits_in(dtype: torch.dtype, depth: int) -> tuple[int, int]:
-    """The limits of an integer depth as far as values in an integer dtype can be beyond them."""
+    """The limits of an integer depth, as far as values in an integer dtype can exceed them."""
     low, high = DEPTHS[depth].limits or (0, 1)
     if dtype.is_floating_point:
         return low, high
@@ -108,7 +108,7 @@ def limits_in(dtype: torch.dtype, depth: int) -> tuple[int, int]:
 
 
 def depth_bounds(depth: int) -> Bounds | None:
-    """Of the numbers that a depth has; None of floating ones."""
+    """Bounds of a depth's numbers; None for floating ones."""
     if depth == CV_Bool:
         return Bounds(Fraction(0), Fraction(1))
     limits = DEPTHS[depth].limits
@@ -116,9 +116,9 @@ def depth_bounds(depth: int) -> Bounds | None:
 
 
 def computing_dtype(root: MatExpr, bounds: BoundsOf, depth: int) -> torch.dtype:
-    """The narrowest dtype in which the expression has the numbers of float64, to be stored as numbers of a depth.
+    """The narrowest dtype in which the expression has the same numbers as in float64, stored as numbers of a depth.
 
-    Whole numbers beyond float64's 53 bits are exact too, in int64, while they are below 2^63.
+    Integers beyond float64's 53 bits are exact too, in int64, if they are below 2^63.
     """
     nodes = topological(root)
     known = [each for node in nodes if (each := bounds[id(node)]) is not None]
@@ -177,7 +177,7 @@ def _float32_is_enough(root: MatExpr, nodes: list[MatExpr], bounds: BoundsOf, de
     """Whether no path has more than one rounding in float32, and a rounded value is stored without another one."""
     narrow = {CV_32F: (CV_32F,), CV_16F: (CV_16F,), CV_16BF: (CV_16BF,)}.get(depth, ())
     rounded: dict[int, bool] = {}
-    leaves_allow = True  # a rounded value is the same by way of float64 when it is stored
+    leaves_allow = True  # a rounded value is stored the same after a conversion to float64
     for each in nodes:
         operands = [rounded[id(operand)] for operand in each._operands]
         known = bounds[id(each)]
@@ -215,7 +215,7 @@ def _is_small_quotient(root: MatExpr, bounds: BoundsOf, depth: int) -> bool:
 
 
 def _is_held(number: int | float, depth: int) -> bool:
-    """Whether a floating depth has this very number."""
+    """Whether a floating depth holds this number exactly."""
     if math.isnan(number) or math.isinf(number):
         return True
     held = torch.tensor(float(number), dtype=torch.float64, device="cpu").to(DEPTHS[depth].dtype).double().item()

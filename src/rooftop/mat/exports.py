@@ -1,4 +1,4 @@
-"""A Mat's memory as others see it: tensors, arrays, DLPack, the CUDA array interface. No copies."""
+"""A Mat's memory for other libraries: tensors, arrays, DLPack, the CUDA array interface. None of these copies."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rooftop.mat.views import Header
 
 
 class ExportedHeader(Header):
-    """A header that other libraries can look through."""
+    """A header whose memory other libraries can use."""
 
     __slots__ = ()
 
     def tensor(self, layout: Literal["hwc", "chw"] = "hwc") -> Tensor:
-        """The elements as a tensor on the same memory: (H, W, C), or every size before C; also of one channel.
+        """The elements as a tensor on the same memory: (H, W, C), or all sizes before C; also with one channel.
 
         Args:
-            layout: "chw" gives the same memory as (C, H, W).
+            layout: "chw" returns the same memory as (C, H, W).
 
         Raises:
-            ValueError: a Mat on an array that may not be written to, which a tensor could not refuse.
+            ValueError: a Mat on a read-only array, since a tensor could not refuse writes.
         """
         if layout not in ("hwc", "chw"):
             raise ValueError(f"layout must be 'hwc' or 'chw', got {layout!r}")
@@ -33,11 +33,12 @@ class ExportedHeader(Header):
         return elements if layout == "hwc" else elements.movedim(-1, 0)
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The elements as an array on the same memory, in OpenCV-Python's shape: (H, W) of one channel, else (H, W, C).
+        """The elements as an array on the same memory, in OpenCV-Python's shape: (H, W) for one channel, else (H, W,
+        C).
 
         Raises:
             ValueError: on a GPU; `cpu().numpy()` copies.
-            TypeError: CV_16BF, which NumPy does not have.
+            TypeError: CV_16BF, which NumPy lacks.
         """
         if self._device.type != "cpu":
             raise ValueError(f"an array cannot lie on {self._device}: cpu().numpy() copies it, mapped() maps it")

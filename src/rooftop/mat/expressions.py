@@ -1,8 +1,8 @@
 """Expressions of Mats, evaluated when they are stored: `m.assign(a + b * 2 - c.t())`.
 
-An operator computes nothing. It checks types and sizes and makes a `MatExpr`: a tree over headers of the Mats and over
-numbers, which knows its type and size. Storing it (`Mat(e)`, `m.assign(e)`, `m[...] = e`, `e.to_mat()`, or use where a
-Mat is expected) evaluates all of it at once (`evaluation.py`), as if in float64, rounded and saturated only then.
+An operator computes nothing. It checks types and sizes and makes a `MatExpr`: a tree of headers of the Mats and of
+numbers, with a type and a size. Storing it (`Mat(e)`, `m.assign(e)`, `m[...] = e`, `e.to_mat()`, or passing it as a
+Mat) evaluates all of it at once (`evaluation.py`), as if in float64, rounded and saturated only at the end.
 
 Source of names and meanings: `cv::MatExpr` of OpenCV, modules/core/src/matrix_expressions.cpp.
 """
@@ -37,21 +37,21 @@ from rooftop.mat.type_codes import (
 from rooftop.mat.views import Header, Shaped
 
 if TYPE_CHECKING:
-    from rooftop.mat.matrix import Mat  # which stands above this file; its methods give them
+    from rooftop.mat.matrix import Mat  # defined above this file; its methods supply them
 
 ELEMENTWISE = ("add", "sub", "mul", "div", "min", "max", "abs", "neg")
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 BITWISE = ("and", "or", "xor", "not")
 INVERSES = ("lu", "cholesky", "svd")
 FLOATING = (CV_32F, CV_64F, CV_16F, CV_16BF)
-Operand = Any  # a Mat, an expression, an array, or numbers: what is none of these gives NotImplemented
+Operand = Any  # a Mat, an expression, an array, or numbers; anything else gives NotImplemented
 
 
 class Arithmetic:
     """The operators of Mats and of expressions."""
 
     __slots__ = ()
-    __array_priority__ = 1000  # array + mat is left to us
+    __array_priority__ = 1000  # array + mat is handled here
 
     def __add__(self, other: Operand) -> MatExpr:
         return _binary("add", self, other)
@@ -66,7 +66,9 @@ class Arithmetic:
         return _binary("sub", other, self)
 
     def __mul__(self, other: Operand) -> MatExpr:
-        """By numbers element by element; of two Mats the matrix product, as in OpenCV. `mul` takes two by element."""
+        """With numbers, element by element; of two Mats the matrix product, as in OpenCV. `mul` multiplies two Mats
+        element by element.
+        """
         return _binary("mul" if _are_numbers(other) else "product", self, other)
 
     def __rmul__(self, other: Operand) -> MatExpr:
@@ -80,7 +82,7 @@ class Arithmetic:
         return NotImplemented if _are_numbers(other) else _binary("product", other, self)
 
     def __truediv__(self, other: Operand) -> MatExpr:
-        """Element by element. In integer depths a number divided by 0 is 0; in floating ones it is as in IEEE 754."""
+        """Element by element. In integer depths, division by 0 gives 0; floating ones follow IEEE 754."""
         return _binary("div", self, other)
 
     def __rtruediv__(self, other: Operand) -> MatExpr:
@@ -114,7 +116,7 @@ class Arithmetic:
         return _unary("not", self)
 
     def __lt__(self, other: Operand) -> MatExpr:
-        """255 where it is, 0 elsewhere, in CV_8U; so of all comparisons."""
+        """255 where true, 0 elsewhere, in CV_8U; the same for all comparisons."""
         return _binary("lt", self, other)
 
     def __le__(self, other: Operand) -> MatExpr:
@@ -142,7 +144,7 @@ class Arithmetic:
         return found if scale == 1 else found * scale
 
     def t(self) -> MatExpr:
-        """Rows and columns exchanged.
+        """The transpose.
 
         Raises:
             ValueError: not of two dimensions.
@@ -150,54 +152,54 @@ class Arithmetic:
         return _transposed(as_expression(self), {})
 
     def inv(self, method: Literal["lu", "cholesky", "svd"] = "lu") -> MatExpr:
-        """The inverse of a square matrix of floating numbers; by "svd" the pseudo-inverse of any.
+        """The inverse of a square floating-point matrix; with "svd" the pseudo-inverse of any matrix.
 
-        Evaluating it raises numpy's LinAlgError where a matrix has none ("lu"), or is not positive definite
-        ("cholesky"); OpenCV gives zeros there.
+        Its evaluation raises numpy's LinAlgError if the matrix has no inverse ("lu") or is not positive definite
+        ("cholesky"); OpenCV returns zeros then.
         """
         return _inverse(as_expression(self), method)
 
 
 class MatExpr(Arithmetic, Shaped):
-    """What shall be computed, with its type and size. Made by operators of Mats, not by hand.
+    """An expression to be computed, with its type and size. Operators of Mats create it; users do not.
 
-    Each use evaluates it anew, from what its Mats hold then. Numbers in it are held by value.
+    Each use evaluates it again, from the present contents of its Mats. Numbers in it are held by value.
     """
 
     __slots__ = ("_device", "_operands", "_operation", "_sizes", "_type", "_value")
 
     _operation: str  # "mat", "numbers", one of ELEMENTWISE, COMPARISONS and BITWISE, "product", "inverse"
     _operands: tuple[MatExpr, ...]
-    _value: Any  # of "mat" (header, transposed), of "numbers" one for each channel, of "inverse" the method
+    _value: Any  # for "mat" (header, transposed), for "numbers" one for each channel, for "inverse" the method
     _device: device
-    _value_as_mat: ClassVar[Callable[..., Mat]]  # which `matrix.py` gives, where Mat is
+    _value_as_mat: ClassVar[Callable[..., Mat]]  # `matrix.py`, which defines Mat, supplies it
 
     @property
     def device(self) -> device:
         return self._device
 
     def to_mat(self, rtype: int | None = None) -> Mat:
-        """The value, in new memory; as numbers of another depth if one is named."""
+        """The value, in new memory; as numbers of another depth if given."""
         return self._value_as_mat(rtype)
 
     def clone(self) -> Mat:
-        """As `to_mat`."""
+        """The same as `to_mat`."""
         return self.to_mat()
 
     def dot(self, other: Operand) -> float:
-        """As `Mat.dot` of its value."""
+        """`Mat.dot` of its value."""
         return self.to_mat().dot(other)
 
     def cross(self, other: Operand) -> Mat:
-        """As `Mat.cross` of its value."""
+        """`Mat.cross` of its value."""
         return self.to_mat().cross(other)
 
     def copyTo(self, dst: Mat | None = None, mask: Any = None) -> Mat:
-        """Evaluates it into `dst`, as `Mat.copyTo`; under a mask by way of new memory."""
+        """Evaluate it into `dst`, as `Mat.copyTo`; with a mask through new memory."""
         return self.to_mat().copyTo(dst, mask) if dst is None or mask is not None else dst.assign(self)
 
     def convertTo(self, rtype: Any = None, alpha: float = 1, beta: float = 0, dst: Mat | None = None) -> Mat:
-        """As `Mat.convertTo` of its value."""
+        """`Mat.convertTo` of its value."""
         return self.to_mat().convertTo(rtype, alpha, beta, dst)
 
     def numpy(self) -> np.ndarray[Any, Any]:
@@ -214,7 +216,7 @@ class MatExpr(Arithmetic, Shaped):
         return np.asarray(self.to_mat().numpy(), dtype)
 
     def __getitem__(self, index: Any) -> Any:
-        """An element or a view of its value. Evaluates all of it."""
+        """An element or a view of its value. This evaluates the whole expression."""
         return self.to_mat()[index]
 
     def __bool__(self) -> bool:
@@ -226,17 +228,17 @@ class MatExpr(Arithmetic, Shaped):
 
 
 def minimum(a: Operand, b: Operand) -> MatExpr:
-    """The smaller of two, element by element; NaN where either is."""
+    """The smaller of two, element by element; NaN if either is."""
     return _of_two("min", a, b)
 
 
 def maximum(a: Operand, b: Operand) -> MatExpr:
-    """The larger of two, element by element; NaN where either is."""
+    """The larger of two, element by element; NaN if either is."""
     return _of_two("max", a, b)
 
 
 def absolute(a: Mat | MatExpr) -> MatExpr:
-    """|a|, element by element; `abs(a)` too."""
+    """|a|, element by element; `abs(a)` does the same."""
     return _unary("abs", as_expression(a))
 
 
@@ -259,12 +261,13 @@ def node(
 
 
 def leaf(m: Header) -> MatExpr:
-    """A Mat as it is now: another header, so that what the Mat becomes later does not matter."""
+    """A leaf for a Mat in its present state: a separate header, so that later changes of the Mat's header have no
+    effect."""
     return node("mat", (), m._type, m._sizes, m._device, (m._header_of_itself(), False))
 
 
 def topological(root: MatExpr) -> list[MatExpr]:
-    """All nodes, operands before what uses them, each once."""
+    """All nodes, operands before the nodes that use them, each once."""
     return trees.topological([root], _OPERANDS)
 
 
@@ -272,7 +275,7 @@ _OPERANDS: Callable[[MatExpr], tuple[MatExpr, ...]] = attrgetter("_operands")
 
 
 def rebuilt(root: MatExpr, change: Callable[[MatExpr, tuple[MatExpr, ...]], MatExpr | None]) -> MatExpr:
-    """The tree with nodes exchanged: `change` gets each with its new operands and gives another node, or None."""
+    """The tree with replaced nodes: `change` gets each node with its new operands and returns another node, or None."""
     new: dict[int, MatExpr] = {}
     for each in topological(root):
         operands = tuple(new[id(operand)] for operand in each._operands)
@@ -285,7 +288,7 @@ def rebuilt(root: MatExpr, change: Callable[[MatExpr, tuple[MatExpr, ...]], MatE
 
 
 def same_number(a: float, b: float) -> bool:
-    """Whether two are equal, zeros with their signs; NaN is the same as NaN."""
+    """Whether two are equal, also in the sign of zero; NaN equals NaN."""
     return (a == b and (a != 0 or math.copysign(1.0, a) == math.copysign(1.0, b))) or (a != a and b != b)
 
 
@@ -295,7 +298,7 @@ def is_one(each: MatExpr) -> bool:
 
 
 def with_operands(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr:
-    """The same operation of other operands."""
+    """The same operation on other operands."""
     return node(each._operation, operands, each._type, each._sizes, each._device, each._value)
 
 
@@ -303,7 +306,7 @@ def with_operands(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr:
 
 
 def _are_numbers(value: Any) -> bool:
-    """Numbers to be held by value: one, a tuple or a Scalar; of arrays those of at most one dimension."""
+    """Whether they are numbers to be held by value: one, a tuple or a Scalar; arrays of at most one dimension."""
     if isinstance(value, (bool, int, float, np.generic, tuple, list)):
         return True
     return isinstance(value, (np.ndarray, Tensor)) and value.ndim <= 1
@@ -313,7 +316,7 @@ def as_expression(value: Any) -> MatExpr:
     """A Mat, an expression or an array as an expression.
 
     Raises:
-        TypeError: something else.
+        TypeError: another kind of object.
     """
     if isinstance(value, MatExpr):
         return value
@@ -332,7 +335,7 @@ def _unary(operation: str, value: Any) -> MatExpr:
 
 
 def _of_two(operation: str, a: Operand, b: Operand) -> MatExpr:
-    """As an operator, in a function."""
+    """A function with the rules of an operator."""
     if _are_numbers(a) and _are_numbers(b):
         raise TypeError("one of the two must be a Mat or an expression")
     found = _binary(operation, a, b)
@@ -357,26 +360,27 @@ def _binary(operation: str, a: Any, b: Any) -> MatExpr:
         return _product(left, right)
     if left._type != right._type:
         raise TypeError(
-            f"{_WORDS[operation]} takes two of one type, got {typeToString(left._type)} and "
+            f"{_WORDS[operation]} takes two Mats of the same type, got {typeToString(left._type)} and "
             f"{typeToString(right._type)}: convertTo one of them"
         )
     if left._sizes != right._sizes:
         raise ValueError(
-            f"{_WORDS[operation]} takes two of one size, got {_sizes(left)} and {_sizes(right)}: nothing is broadcast"
+            f"{_WORDS[operation]} takes two Mats of the same size, got {_sizes(left)} and {_sizes(right)}: "
+            "nothing is broadcast"
         )
     type = left._type
     if operation in BITWISE:
         _check_bits(left)
         for each in (left, right):
             if each._operation == "numbers" and not all(float(number).is_integer() for number in each._value):
-                raise TypeError(f"bits are of whole numbers, got {each._value}")
+                raise TypeError(f"bitwise operations need integers, got {each._value}")
     elif operation in COMPARISONS:
         type = CV_MAKETYPE(CV_8U, CV_MAT_CN(type))
     return node(operation, (left, right), type, left._sizes, left._device)
 
 
 def _numbers(value: ScalarLike, beside: MatExpr) -> MatExpr:
-    """A number for each channel, as an operand beside an expression."""
+    """A number for each channel, as an operand of an expression."""
     numbers = tuple(numbers_of(value, beside._type))
     return node("numbers", (), beside._type, beside._sizes, beside._device, numbers)
 
@@ -389,13 +393,15 @@ def _check_bits(operand: MatExpr) -> None:
 def check_matrix(operand: Shaped, what: str, hint: str) -> None:
     """
     Raises:
-        TypeError: not of one channel of floating numbers.
+        TypeError: more than one channel, or no floating numbers.
         ValueError: not of two dimensions.
     """
     if operand.depth() not in FLOATING or operand.channels() != 1:
-        raise TypeError(f"{what} is of one channel of floating numbers, got {typeToString(operand._type)}: {hint}")
+        raise TypeError(
+            f"{what} needs one channel of floating-point numbers, got {typeToString(operand._type)}: {hint}"
+        )
     if operand.dims != 2:
-        raise ValueError(f"{what} is of two dimensions, got {_sizes(operand)}")
+        raise ValueError(f"{what} needs two dimensions, got {_sizes(operand)}")
 
 
 def _product(left: MatExpr, right: MatExpr) -> MatExpr:
@@ -403,8 +409,8 @@ def _product(left: MatExpr, right: MatExpr) -> MatExpr:
         check_matrix(each, "a matrix product", "a.mul(b) is element by element, and convertTo(CV_32F) makes one")
     if left._type != right._type:
         raise TypeError(
-            f"a matrix product is of two of one type, got {typeToString(left._type)} and {typeToString(right._type)}: "
-            "convertTo one of them"
+            f"a matrix product needs two matrices of the same type, got {typeToString(left._type)} and "
+            f"{typeToString(right._type)}: convertTo one of them"
         )
     (rows, inner), (inner_too, cols) = left._sizes, right._sizes
     if inner != inner_too:
@@ -426,9 +432,9 @@ def _inverse(operand: MatExpr, method: str) -> MatExpr:
 
 
 def _transposed(root: MatExpr, found: dict[int, MatExpr]) -> MatExpr:
-    """The tree with its leaves transposed, so that no transposed copy is ever made of a part."""
+    """The tree with its leaves transposed, so that no part needs a transposed copy."""
     if root.dims != 2:
-        raise ValueError(f"t() is of two dimensions, got {_sizes(root)}")
+        raise ValueError(f"t() needs two dimensions, got {_sizes(root)}")
     turned: dict[int, MatExpr] = found
     for each in topological(root):
         sizes = each._sizes[::-1]
@@ -479,7 +485,7 @@ _MOST_TEXT = 100
 
 
 def _text(root: MatExpr) -> str:
-    """As it was written, with Mats named in order: A + B * 2."""
+    """The expression as written, with Mats named in order: A + B * 2."""
     names: dict[Any, str] = {}
     texts: dict[int, str] = {}
     for each in topological(root):

@@ -1,7 +1,7 @@
-"""Rows that come and go at the end of a Mat, as in a std::vector: room is taken for more than are asked for.
+"""Adding and removing rows at the end of a Mat, as in a std::vector: it reserves room for more rows than requested.
 
-A header grows in place only into room where no other header of the block has rows; OpenCV lets two headers push
-different rows to the same place.
+A header grows in place only into room without rows of another header of the block. OpenCV lets two headers push
+different rows to the same position.
 
 Source of the policy: Mat::reserve and Mat::push_back of OpenCV (half as many rows again, at least 64 bytes).
 """
@@ -25,7 +25,7 @@ _LEAST_BYTES = 64
 
 
 def push_back(m: Mat, value: Mat | MatLike | ScalarLike) -> None:
-    """Rows after the last, or one element for a single column.
+    """Append rows, or one element to a single column.
 
     Raises:
         ValueError: rows of another length or type.
@@ -46,10 +46,10 @@ def push_back(m: Mat, value: Mat | MatLike | ScalarLike) -> None:
 
 
 def pop_back(m: Mat, nelems: int) -> None:
-    """Takes so many rows off the end; their room stays.
+    """Remove `nelems` rows from the end; their memory stays reserved.
 
     Raises:
-        ValueError: more rows than there are.
+        ValueError: more rows than exist.
     """
     if not 0 <= nelems <= len(m):
         raise ValueError(f"{nelems} rows cannot be taken off {m}")
@@ -60,7 +60,7 @@ def pop_back(m: Mat, nelems: int) -> None:
 
 
 def reserve(m: Mat, nelems: int) -> None:
-    """Makes room for so many rows in all, so that as many can be pushed without moving.
+    """Reserve memory for `nelems` rows in total, so that pushing up to that many does not move the Mat.
 
     Raises:
         ValueError: an empty Mat, whose rows have no length yet.
@@ -74,10 +74,11 @@ def reserve(m: Mat, nelems: int) -> None:
 
 
 def resize(m: Mat, nelems: int, value: ScalarLike | None) -> None:
-    """So many rows in all: the last ones go, or new ones come, set to the value or, if it is None, to nothing.
+    """Set the number of rows: the last ones are removed, or new ones are added, set to the value or, with None, not
+    initialized.
 
     Raises:
-        ValueError: fewer than 0.
+        ValueError: a negative number.
     """
     if nelems < 0:
         raise ValueError(f"resize takes a number of rows, got {nelems}")
@@ -102,7 +103,7 @@ def _as_rows(m: Mat, value: Mat | MatLike | ScalarLike) -> Mat:
 
 
 def _grows_in_place(m: Mat, rows: int) -> bool:
-    """Whether there is room, and no other header has rows there."""
+    """Whether there is room without rows of another header."""
     data = m._data
     if data is None or m._submatrix or data.user_given or m._offset + rows * m._steps[0] > m._limit:
         return False
@@ -113,7 +114,7 @@ def _grows_in_place(m: Mat, rows: int) -> bool:
 
 
 def _move(m: Mat, rows: int) -> None:
-    """To a block with room for so many rows."""
+    """Move the rows to a block with room for `rows` rows."""
     row_bytes = math.prod(m._sizes[1:]) * m.elemSize()
     if rows * row_bytes < _LEAST_BYTES and row_bytes:
         rows = -(-_LEAST_BYTES // row_bytes)
@@ -127,7 +128,7 @@ def _move(m: Mat, rows: int) -> None:
 
 
 def _set_rows(m: Mat, rows: int) -> None:
-    """Another number of rows in the room that there is."""
+    """Sets the number of rows within the reserved memory."""
     m._sizes, m._cached = (rows, *m._sizes[1:]), None
     m._end = m._offset + headers.span_bytes(m._sizes, m._steps)
     if m._data is not None:

@@ -1,8 +1,8 @@
-"""The arithmetic of headers: sizes and steps, whether the elements follow one another, and where a header lies in the
-whole that it was cut from. Plain numbers, no tensors: making a view costs less than slicing one.
+"""The arithmetic of headers: sizes and steps, whether the elements are contiguous, and the position of a header in the
+whole Mat from which it was cut. It uses plain numbers and no tensors: making a view costs less than slicing a tensor.
 
-Steps are bytes from one index to the next, for each dimension; the last is the size of an element. An element with all
-its channels is always contiguous.
+Steps are the bytes from one index to the next, for each dimension; the last is the size of an element. An element with
+all its channels is always contiguous.
 
 Source of the rules: modules/core/src/matrix.cpp of OpenCV (updateContinuousFlag, locateROI, adjustROI, reshape).
 """
@@ -24,26 +24,27 @@ def natural_steps(sizes: Sizes, elem_bytes: int) -> Sizes:
 
 
 def is_continuous(sizes: Sizes, steps: Sizes) -> bool:
-    """Whether the elements lie one after another. Leading dimensions of one index have a step that does not matter.
+    """Whether the elements are contiguous. The steps of leading dimensions with one index do not matter.
 
-    As OpenCV, but for Mats of 2^31 numbers or more: it calls none of them continuous, since it counts them in an int.
+    As in OpenCV, except for Mats of 2^31 numbers or more: OpenCV calls none of them continuous, because it counts in an
+    int.
     """
     last = len(sizes) - 1
-    first = 0  # the first dimension of more than one index
+    first = 0  # the first dimension with more than one index
     while first < last and sizes[first] <= 1:
         first += 1
     return all(steps[axis] * sizes[axis] >= steps[axis - 1] for axis in range(last, first, -1))
 
 
 def span_bytes(sizes: Sizes, steps: Sizes) -> int:
-    """Bytes from the first element to the end of the last; 0 of none."""
+    """Bytes from the first element to the end of the last; 0 without elements."""
     if 0 in sizes or not sizes:
         return 0
     return steps[-1] + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
 
 
 class Place(NamedTuple):
-    """Where a header lies: the size of the whole, and the first row and column in it."""
+    """The position of a header: the size of the whole Mat, and the first row and column in it."""
 
     whole_rows: int
     whole_cols: int
@@ -52,7 +53,7 @@ class Place(NamedTuple):
 
 
 def locate(rows: int, cols: int, step: int, elem_bytes: int, offset: int, start: int, end: int) -> Place:
-    """Finds a 2-D header at byte `offset` in the whole that lies from `start` to `end`."""
+    """Find a 2-D header at byte `offset` in the whole Mat, from `start` to `end`."""
     row, rest = divmod(offset - start, step)
     col = rest // elem_bytes
     whole_rows = max((end - start - (col + cols) * elem_bytes) // step + 1, row + rows)
@@ -61,7 +62,8 @@ def locate(rows: int, cols: int, step: int, elem_bytes: int, offset: int, start:
 
 
 def adjusted(place: Place, rows: int, cols: int, top: int, bottom: int, left: int, right: int) -> tuple[int, ...]:
-    """First row, end of rows, first column, end of columns when the edges move outward, at most to the whole's."""
+    """First row, end of rows, first column, end of columns after the edges moved outward, at most to those of the whole
+    Mat."""
     row1, row2 = _moved(place.row, rows, top, bottom, place.whole_rows)
     col1, col2 = _moved(place.col, cols, left, right, place.whole_cols)
     return row1, row2, col1, col2
@@ -74,10 +76,10 @@ def _moved(first: int, count: int, before: int, after: int, whole: int) -> tuple
 
 
 def reshaped_2d(rows: int, cols: int, cn: int, new_cn: int, new_rows: int, continuous: bool) -> tuple[int, int, int]:
-    """(rows, cols, channels) of a 2-D header seen otherwise; 0 keeps. Changing rows needs elements without gaps.
+    """(rows, cols, channels) of a reshaped 2-D header; 0 keeps a value. Changing rows needs elements without gaps.
 
     Raises:
-        ValueError: the numbers do not divide, or gaps are in the way.
+        ValueError: the numbers do not divide, or the Mat has gaps.
     """
     new_cn = new_cn or cn
     width = cols * cn  # numbers in a row
@@ -101,10 +103,10 @@ def reshaped_2d(rows: int, cols: int, cn: int, new_cn: int, new_rows: int, conti
 
 
 def reshaped_nd(sizes: Sizes, cn: int, new_cn: int, wanted: Sizes) -> tuple[Sizes, int]:
-    """Sizes and channels of elements without gaps seen otherwise; in `wanted` 0 keeps a dimension, one -1 is found.
+    """Sizes and channels of reshaped elements without gaps; in `wanted`, 0 keeps a dimension, and one -1 is computed.
 
     Raises:
-        ValueError: as many numbers cannot be had so.
+        ValueError: the count of numbers differs.
     """
     new_cn = new_cn or cn
     if any(size < -1 for size in wanted) or wanted.count(-1) > 1:

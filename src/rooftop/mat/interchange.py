@@ -1,8 +1,8 @@
-"""Arrays of others as headers, without a copy, or with an error that names the call that makes one.
+"""Other libraries' arrays as headers, without a copy, or with an error that names the call that copies.
 
-A Mat can lie on memory whose elements follow each other along the last dimension with all their channels, and whose
-other steps are positive, do not overlap and grow toward the first dimension. Slices of rows and columns of an image are
-so; a single channel of it, a transposed or reversed array and a broadcast one are not.
+A Mat can be a header on memory whose elements are contiguous along the last dimension with all their channels. The
+other steps must be positive, must not overlap, and must grow toward the first dimension. Slices of rows and columns of
+an image satisfy this; a single channel, a transposed, reversed or broadcast array does not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rooftop.mat.type_codes import (
 
 
 class Parts(NamedTuple):
-    """What a header is made of; no data where there are no elements."""
+    """The parts of a header; no data if there are no elements."""
 
     data: MatData | None
     type: int
@@ -39,7 +39,7 @@ class Parts(NamedTuple):
 
 
 def is_foreign(thing: object) -> bool:
-    """Whether `parts_of` may know what to do with it."""
+    """Whether `parts_of` may accept it."""
     if isinstance(thing, np.generic):  # a number, such as rows
         return False
     return isinstance(thing, (np.ndarray, Tensor)) or any(
@@ -48,15 +48,15 @@ def is_foreign(thing: object) -> bool:
 
 
 def parts_of(thing: Any, type: int | None, layout: str) -> Parts:
-    """A header on a NumPy array, a tensor, or what speaks DLPack or one of the array interfaces.
+    """A header on a NumPy array, a tensor, or an object with DLPack or one of the array interfaces.
 
     Args:
-        type: None finds it: three dimensions of which the last is at most 512 are an image with channels, anything else
-            has one channel. With a type, the last dimension is its channels when it has more than one.
-        layout: "hwc", or "chw" where the channels are the third dimension from the end in shape (not in memory).
+        type: If neither is given: three dimensions, the last of at most 512, are an image with channels; anything else
+            has one channel. With a type, the last dimension is its channels if it has more than one.
+        layout: "hwc", or "chw" if the channels are the third dimension from the end in shape (not in memory).
 
     Raises:
-        TypeError, ValueError: memory that no header can lie on.
+        TypeError, ValueError: memory that no header can describe.
     """
     if isinstance(thing, np.ndarray):
         return _of_array(thing, type, layout)
@@ -66,7 +66,7 @@ def parts_of(thing: Any, type: int | None, layout: str) -> Parts:
         return _of_tensor(from_dlpack(thing), type, layout)
     if hasattr(thing, "__cuda_array_interface__"):
         return _of_tensor(torch.as_tensor(thing, device="cuda"), type, layout)
-    if not isinstance(thing.__array_interface__.get("data"), tuple):  # as of images of Pillow
+    if not isinstance(thing.__array_interface__.get("data"), tuple):  # for example of Pillow's images
         raise TypeError(f"{thing.__class__.__name__} gives a copy of its memory: pass np.array(...) of it")
     return _of_array(np.asarray(thing), type, layout)
 
@@ -120,7 +120,7 @@ def _channels_last(array: Any, layout: str) -> Any:
 
 
 def _header(shape: Sizes, strides: Sizes, code: int, type: int | None, copied: str) -> tuple[int, Sizes, Sizes]:
-    """Type, sizes and steps of an array of this shape and these strides, in bytes."""
+    """Type, sizes and steps of an array with this shape and these strides, in bytes."""
     if not shape:
         raise ValueError("a Mat has at least one dimension, got a single number: reshape it to (1, 1)")
     if type is None:
@@ -149,7 +149,7 @@ def _header(shape: Sizes, strides: Sizes, code: int, type: int | None, copied: s
 
 
 def _steps(sizes: Sizes, strides: Sizes, elem_bytes: int, copied: str) -> Sizes:
-    """Those strides that matter, checked; others as if there were no gaps."""
+    """The relevant strides, checked; others as if there were no gaps."""
     steps: list[int] = []
     least = elem_bytes
     for axis in range(len(sizes) - 1, -1, -1):
@@ -171,7 +171,7 @@ def _steps(sizes: Sizes, strides: Sizes, elem_bytes: int, copied: str) -> Sizes:
 
 
 class _WritableAlias:
-    """The memory of a read-only array under an array that may be written to; holds the array."""
+    """The memory of a read-only array as a writable array; holds the original array."""
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self.array = array

@@ -1,10 +1,10 @@
 """Expressions and conversions on a GPU: one kernel, through `rooftop.kernels`.
 
-Every Mat is read once, wherever it lies, and the result written once; between are registers. The kernel is that of the
-expression's form: other Mats of the same layout and other numbers need no other kernel.
+Every Mat is read once, with any strides, and the result is written once; intermediate values stay in registers. The
+kernel depends on the expression's form: other Mats with the same layout and other numbers use the same kernel.
 
-Between two evaluations of one form, of Mats that lie alike, only addresses differ. So the launch is kept, and found
-again by all the rest: of small images the host would else take several times as long as the GPU.
+Between two evaluations of one form, on Mats of the same layout, only addresses differ. So the launch is cached and
+reused: for small images the host would otherwise take several times as long as the GPU.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _conversions: dict[Form, Stored] = {}
 
 
 class Launched(NamedTuple):
-    """The launch for a form, of Mats and a target that lie in some way.
+    """The launch for a form, and for Mats and a target of one layout.
 
     Attributes:
         stored: the launch.
-        spans: bytes from the first element to the end of the last, of the Mats and the target.
-        alike: of each Mat, whether it has the target's elements where it begins with it.
+        spans: bytes from the first element to the end of the last, for the Mats and the target.
+        alike: for each Mat, whether it has exactly the target's elements if both begin at the same address.
     """
 
     stored: Stored
@@ -44,7 +44,9 @@ class Launched(NamedTuple):
     alike: tuple[bool, ...]
 
     def again(self, addresses: Sequence[int]) -> bool:
-        """The same of Mats and a target at these addresses; False where writing could change what is still read."""
+        """Launch for Mats and a target at these addresses; returns False if writing could change elements that are
+        still read.
+        """
         target = addresses[-1]
         end = target + self.spans[-1]
         for address, span, alike in zip(addresses, self.spans, self.alike, strict=False):
@@ -57,9 +59,9 @@ class Evaluation:
     """An expression to be computed into a target.
 
     Args:
-        nodes: of the expression, in topological order.
+        nodes: nodes of the expression, in topological order.
         target: (..., channels), with elements.
-        depth: of the numbers that are stored.
+        depth: depth of the stored numbers.
 
     Raises:
         RuntimeError: a Mat is mapped to the host.
@@ -73,17 +75,17 @@ class Evaluation:
         self.key: Form = (form_of(nodes, depth), lie, torch.get_default_dtype())
 
     def again(self) -> bool:
-        """Launches what was launched for such a one before; whether there was anything."""
+        """Launch the cached kernel for this evaluation; returns whether there was one."""
         found = _launches.get(self.key)
         return found is not None and found.again(self.addresses)
 
     def run(self, plan: ExpressionPlan, tensors: Sequence[Tensor], target: Tensor) -> None:
-        """Computes it, and keeps the launch for others.
+        """Compute it, and cache the launch.
 
         Args:
-            plan: of the expression.
-            tensors: of the plan's leaves, (..., channels).
-            target: of the plan's depth.
+            plan: the plan of the expression.
+            tensors: tensors of the plan's leaves, (..., channels).
+            target: a tensor with the plan's depth.
         """
         read = [apart(each, target) for each in tensors]
         stored = _run(plan.elements_in_registers, read, target, plan.depth)
@@ -94,7 +96,7 @@ class Evaluation:
 
 
 def run_conversion(source: Tensor, target: Tensor, depth: int, new_depth: int, scaling: Scaling | None) -> None:
-    """Writes the elements of one depth as those of another; they overlap nowhere, or are the very same elements."""
+    """Convert elements of one depth to another; the two do not overlap, or are the same elements."""
     addresses = [source.data_ptr(), target.data_ptr()]
     begins = (addresses[0] % LINE_BYTES, addresses[1] % LINE_BYTES)
     key = (depth, new_depth, repr(scaling), target.shape, target.stride(), source.stride(), begins, target.device)

@@ -20,7 +20,8 @@ SOLUTIONS = ("lu", "cholesky", "qr", "svd")
 
 
 def determinant(m: MatLike) -> float:
-    """Of a square matrix of one channel of floating numbers, 1.0 of one without rows. By LU, in its own precision.
+    """Determinant of a square floating-point matrix with one channel; 1.0 for one without rows. It uses LU, in the
+    matrix's own precision.
 
     Raises:
         TypeError: integers, or several channels.
@@ -33,12 +34,12 @@ def determinant(m: MatLike) -> float:
 
 
 def solve(a: MatLike, b: MatLike, method: Literal["lu", "cholesky", "qr", "svd"] = "lu") -> Mat:
-    """x with a x = b: exactly, for a square `a` by "lu" or, if it is positive definite, "cholesky"; of least squares
-    by "qr", for columns that depend on no others, or by "svd", of all such solutions the shortest.
+    """Solve a x = b. For a square `a`, exactly by "lu" or, if it is positive definite, by "cholesky". In the
+    least-squares sense by "qr", for linearly independent columns, or by "svd", which gives the shortest solution.
 
     Args:
-        a: (rows, cols) of one channel of floating numbers.
-        b: (rows, columns) of the same type.
+        a: (rows, cols), one channel of floating numbers.
+        b: (rows, columns), the same type.
 
     Returns:
         (cols, columns).
@@ -46,7 +47,7 @@ def solve(a: MatLike, b: MatLike, method: Literal["lu", "cholesky", "qr", "svd"]
     Raises:
         TypeError: other types, or integers.
         ValueError: another number of rows, a matrix that is not square, an unknown method.
-        numpy.linalg.LinAlgError: there is no solution by this method. OpenCV returns false there.
+        numpy.linalg.LinAlgError: this method finds no solution. OpenCV returns false there.
     """
     if method not in SOLUTIONS:
         raise ValueError(f"the method of solve is one of {', '.join(SOLUTIONS)}, got {method!r}")
@@ -80,7 +81,7 @@ def _solution(a: Tensor, b: Tensor, method: str) -> Tensor:
         if not bool((r.diagonal().abs() > torch.finfo(r.dtype).eps * r.abs().max()).all()):
             raise RuntimeError("a column depends on others: take 'svd'")
         return torch.linalg.solve_triangular(r, q.mT @ b, upper=True)
-    except RuntimeError as error:  # torch's own LinAlgError is one
+    except RuntimeError as error:  # torch's own LinAlgError is a subclass
         raise np.linalg.LinAlgError(f"solve by {method!r}: {error}") from error
 
 

@@ -1,11 +1,11 @@
 """Expressions and conversions on the CPU as one loop, compiled by Numba: every Mat is read once.
 
-The loop is that of the expression's form: other Mats that lie alike and other numbers need no other one. Compiling
-takes some tenths of a second, so a form is compiled when the blocks of `row_programs.py` have spent as long on it:
-whatever comes after, it took at most twice as long as it would have, had one known.
+The loop depends on the expression's form: other Mats with the same layout and other numbers use the same loop.
+Compiling takes some tenths of a second. So a form is compiled once the blocks of `row_programs.py` have spent as long
+on it: the total is at most twice the optimum.
 
-Left to those: Mats whose neighbours along a row are apart (transposed ones), half precision, which Numba has not on
-CPUs, more Mats than the compiler checks for overlaps, hundreds of operations, small Mats.
+Not compiled: Mats whose neighbours along a row are apart (transposed ones), half precision, which Numba lacks on CPUs,
+more Mats than the compiler checks for overlaps, hundreds of operations, small Mats.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from rooftop.mat.remembered import remember
 from rooftop.mat.row_programs import in_few_dims
 
 PATIENCE_SECONDS = 0.3
-"""What compiling 20 operations takes, about: a form is compiled once blocks of rows have taken as long."""
+"""Approximate compile time of 20 operations: a form is compiled once blocks of rows have taken as long."""
 LEAST_COLUMNS = 32
 MOST_OPERATIONS = 200
-"""Of a loop: compiling takes longer than in proportion to them."""
+"""Limit of a loop: compile time grows faster than the number of operations."""
 MOST_LOOPS = 512
-"""Of a process: each takes a megabyte or so."""
+"""Limit of a process: each loop takes about a megabyte."""
 _MOST_ARRAYS = 7
-_ROW = 1 << 14  # elements, about, of a row where all are one: rows of numbers for the channels are as long
+_ROW = 1 << 14  # approximate elements of a row if all elements form one: the rows of channel numbers are as long
 _LEAST_PER_THREAD = 1 << 18
 _KNOWN = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
 
 Loop = Callable[..., None]
 Form = tuple[Expression, tuple[Kind, ...], tuple[int, ...]]
-"""What a loop stores; of which kinds its arguments are; and the array of each Mat and, at last, of the target."""
+"""The stored result of a loop, the kinds of its arguments, and the array of each Mat and, last, of the target."""
 _MOST_FORMS = 1024
 _spent: dict[Form, float] = {}  # seconds, of forms that have no loop yet
-_loops: dict[Form, Loop] = {}  # none is ever forgotten, since Numba frees none
+_loops: dict[Form, Loop] = {}  # none is ever removed, because Numba frees none
 
 
 def run(plan: ExpressionPlan, tensors: Sequence[Tensor], target: Tensor) -> None:
-    """Writes an expression's value into the target, by a loop, or row by row where there is none yet or none can be.
+    """Write an expression's value into the target by a loop, or row by row if there is no loop yet or none is possible.
 
     Args:
-        tensors: of the plan's leaves, (..., channels).
-        target: of the plan's depth; overlaps no tensor, or has the very same elements.
+        tensors: tensors of the plan's leaves, (..., channels).
+        target: has the plan's depth; overlaps no tensor, or has exactly the same elements.
     """
     _run(lambda: plan.elements, tensors, target, lambda: plan.rows.run(tensors, target))
 
@@ -62,7 +62,7 @@ def run(plan: ExpressionPlan, tensors: Sequence[Tensor], target: Tensor) -> None
 def run_conversion(
     source: Tensor, target: Tensor, depth: int, new_depth: int, scaling: Scaling | None, otherwise: Callable[[], None]
 ) -> None:
-    """Writes the elements of one depth as those of another, by a loop, or `otherwise`."""
+    """Convert elements of one depth to another, by a loop, or by `otherwise`."""
     _run(lambda: conversion_program(depth, new_depth, scaling, for_kernel=False), [source], target, otherwise)
 
 
@@ -104,7 +104,7 @@ def _run(
 
 
 def _distinct(views: Sequence[Tensor]) -> tuple[list[Tensor], tuple[int, ...]]:
-    """The tensors without those that are the same elements as one before, and the place of each."""
+    """The tensors without duplicates, and the index of each original among them."""
     found: dict[Any, int] = {}
     arrays: list[Tensor] = []
     places = []
@@ -120,17 +120,17 @@ def _distinct(views: Sequence[Tensor]) -> tuple[list[Tensor], tuple[int, ...]]:
 def run_loop(
     loop: Loop, views: Sequence[Tensor], rows: Sequence[np.ndarray], numbers: Sequence[float], channels: int
 ) -> None:
-    """Runs it over all elements of Mats that lie as it expects them, in several threads.
+    """Run it over all elements of Mats with the expected layout, in several threads.
 
     Args:
-        views: a tensor for each of its arrays, of one shape, whose neighbours along the last dimension are neighbours.
+        views: a tensor for each of its arrays, of one shape, contiguous along the last dimension.
         rows: numbers for the channels.
-        channels: that the last dimension has groups of.
+        channels: the group size in the last dimension.
     """
     flat = [memory_of(each) for each in views]
     threads = views[0].numel() // _LEAST_PER_THREAD
 
-    def part(first: int, last: int) -> None:  # of what is one row
+    def part(first: int, last: int) -> None:  # the part of a Mat that is one row
         given = chain.from_iterable((x[first * channels :], 0) for x in flat)
         loop(0, 1, (last - first) * channels, *given, *numbers)
 
@@ -145,7 +145,7 @@ def run_loop(
 
 
 def _rectangles(views: Sequence[Tensor], channels: int) -> Iterator[tuple[list[int], int, int, list[int]]]:
-    """(where each view begins, how many rows, how many columns, from row to row of each view)."""
+    """(where each view begins, number of rows, number of columns, the row step of each view)."""
     *outer, columns = views[0].shape
     if not outer:
         width = max(_ROW // channels, 1) * channels
@@ -165,10 +165,10 @@ def _rectangles(views: Sequence[Tensor], channels: int) -> Iterator[tuple[list[i
 
 
 def source_of(form: Form) -> tuple[str, str, dict[str, Any]]:
-    """(text, name, what its global names mean) of the loop over rows and columns.
+    """(text, name, values of its global names) of the loop over rows and columns.
 
-    Its arguments: the first row and the one after the last; how many columns; of each array its memory and the distance
-    of its rows; rows of numbers as long as the columns; numbers.
+    Its arguments: the first row and the one after the last; the number of columns; for each array its memory and its
+    row step; rows of numbers as long as the columns; numbers.
     """
     result, kinds, places = form
     types = types_of([result], kinds, autocast=False)
@@ -200,7 +200,7 @@ def source_of(form: Form) -> tuple[str, str, dict[str, Any]]:
 
 
 def _text_of(node: Expression, written: dict[int, str], types: Types, constants: dict[str, Any]) -> str:
-    """The operation, of operands in their common dtype, as a number of the dtype that it gives."""
+    """The operation on operands in their common dtype, as a number of the result's dtype."""
     common, dtype = types[id(node)].common, types[id(node)].kind.dtype
     if node.operation == "where":
         condition, *rest = node.operands

@@ -1,7 +1,7 @@
-"""Copies under a mask on a GPU: one kernel, which reads the mask and what is chosen, and writes that alone.
+"""Copies under a mask on a GPU: one kernel, which reads the mask and the chosen elements, and writes only these.
 
-Bound by memory where the mask has areas, as most do. At their edges, and all over where neighbours differ at random,
-numbers are stored one by one: of bytes that takes several times as long.
+Bound by memory if the mask has areas, as most masks do. At their edges, and everywhere if neighbours differ at random,
+numbers are stored one by one: for bytes that takes several times as long.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from rooftop.launch.strides import Dims, merged
 from rooftop.launch.triton_launch import Repeated, require_triton
 from rooftop.mat.remembered import remember
 
-_NUMBERS = 2048  # of a program: of bytes two words a thread, and of wider ones more, as fewer programs start sooner
+_NUMBERS = (
+    2048  # per program: for bytes two words a thread; for wider numbers more, because fewer programs start sooner
+)
 _WARPS = 2
 _launches: dict[Any, list[Repeated]] = {}
 _MOST_LAUNCHES = 1024
@@ -31,8 +33,8 @@ def copy_by_kernel(source: Tensor, target: Tensor, mask: Tensor) -> None:
     """Copies the elements whose mask is not 0.
 
     Args:
-        source: as the target, or one element (channels,) on the CPU.
-        target: (..., channels), the channels side by side; of integers that carry bits.
+        source: like the target, or one element (channels,) on the CPU.
+        target: (..., channels), with contiguous channels, as integers that carry the bits.
         mask: uint8 or bool, (..., 1) for whole elements or (..., channels).
     """
     if not target.numel():
@@ -58,17 +60,17 @@ def copy_by_kernel(source: Tensor, target: Tensor, mask: Tensor) -> None:
 
 
 def _launches_of(source: Tensor, target: Tensor, mask: Tensor, leads: Sequence[int], odd: int) -> Iterator[Repeated]:
-    """One, where it has no more than three dimensions that cannot be merged; else as many as the others have indices.
+    """One launch if at most three dimensions cannot be merged; otherwise one for each index of the other dimensions.
 
     Args:
-        leads: numbers or marks from where the pointers of source, target and mask are to the first one.
+        leads: distance, in numbers or marks, from the pointers of source, target and mask to the first element.
         odd: how far the mask's pointer is beyond a multiple of 16 bytes.
     """
     require_triton()
     from rooftop.mat.masked_copy_kernels import masked_copy
 
     channels = target.shape[-1]
-    per = channels // mask.shape[-1]  # numbers for each of the mask
+    per = channels // mask.shape[-1]  # numbers for each number of the mask
     is_value = source.dim() == 1
     dims, columns = _dims(None if is_value else source, target, mask)
     word = math.gcd(LINE_BYTES // target.element_size(), columns, *leads[:2])
@@ -99,8 +101,8 @@ def _launches_of(source: Tensor, target: Tensor, mask: Tensor, leads: Sequence[i
 
 
 def _dims(source: Tensor | None, target: Tensor, mask: Tensor) -> tuple[Dims, int]:
-    """The dimensions of elements, outermost first, with the steps of source, target and mask, those merged that all
-    walk through as if they were one; and how many numbers lie side by side in the last one, which is left out."""
+    """The dimensions of elements, outermost first, with the steps of source, target and mask; dimensions that all step
+    through as one are merged. Also the count of contiguous numbers in the last one, which is omitted."""
     nowhere = (0,) * target.dim()
     strides = [nowhere if source is None else source.stride(), target.stride(), mask.stride()]
     dims = merged(target.shape[:-1], *(each[:-1] for each in strides))

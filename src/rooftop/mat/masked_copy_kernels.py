@@ -1,9 +1,9 @@
-"""Triton kernel that copies numbers where a mask says so; `masked_copies.py` launches it.
+"""Triton kernel that copies numbers under a mask; `masked_copies.py` launches it.
 
-The target is never read. A thread has a group of marks (bytes of the mask) and the numbers that they stand for, which
-are as many wide words: of a mask for pixels of three bytes, 16 marks and three words of 16 bytes. A group that is
-chosen as a whole, as most are, is stored word by word, and of one that is not chosen nothing is even loaded. Where a
-program has a group that is chosen in part, that one is stored number by number.
+The target is never read. A thread has a group of marks (bytes of the mask) and their numbers, which are as many wide
+words. For a mask of pixels of three bytes, these are 16 marks and three words of 16 bytes. A fully chosen group, as
+most are, is stored word by word; of an unchosen group nothing is even loaded. A partly chosen group is stored number by
+number.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["source_lead", "target_lead", "mask_lead"])
 def masked_copy(
-    source,  # rows of numbers; or of one element of CHANNELS, a table with so many columns
+    source,  # rows of numbers; for a source of one element of CHANNELS, a table with that many columns
     target,  # rows of numbers
     mask,  # rows of bytes, one for each PER numbers
-    source_lead, target_lead, mask_lead,  # from where the pointers are to the first number or mark, in words
-    rows, inner_rows, words,  # rows are an outer and an inner dimension, the inner one of so many; words of a row
+    source_lead, target_lead, mask_lead,  # from the pointers to the first number or mark, in words
+    rows, inner_rows, words,  # rows have an outer and an inner dimension, the inner one of inner_rows; words of a row
     source_outer, source_inner, target_outer, target_inner, mask_outer, mask_inner,  # from row to row, in words
-    CHANNELS: tl.constexpr,  # of a source that is one element, else 0
+    CHANNELS: tl.constexpr,  # channels if the source is one element, else 0
     TABLE: tl.constexpr,
     PER: tl.constexpr,
-    WORD: tl.constexpr,  # numbers: what source and target are read and written by
+    WORD: tl.constexpr,  # numbers: the width at which source and target are read and written
     WORDS: tl.constexpr,  # that begin and end with marks
-    MARKS: tl.constexpr,  # of so many words
-    MASK_WORD: tl.constexpr,  # marks: what the mask is read by
+    MARKS: tl.constexpr,  # length in words
+    MASK_WORD: tl.constexpr,  # marks: the width at which the mask is read
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -71,7 +71,7 @@ def bits_of(mask, begin, inside, MARKS: tl.constexpr, MASK_WORD: tl.constexpr):
         fours = mask.to(tl.pointer_type(tl.uint32)) + (begin // 4)[:, None] + four
         marks = tl.load(fours, mask=inside[:, None], other=0)
         ones = (((marks & 0x7F7F7F7F) + 0x7F7F7F7F | marks) >> 7) & 0x01010101  # a byte that is not 0 becomes 1
-        return tl.sum(((ones * 0x01020408 >> 24) & 15).to(tl.int32) << 4 * four, 1)  # and the four stand side by side
+        return tl.sum(((ones * 0x01020408 >> 24) & 15).to(tl.int32) << 4 * four, 1)  # and the four are adjacent
     mark = tl.arange(0, MARKS)[None, :]
     marks = tl.load(mask + begin[:, None] + mark, mask=inside[:, None], other=0)
     return tl.sum((marks != 0).to(tl.int32) << mark, 1)

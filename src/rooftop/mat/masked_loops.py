@@ -1,8 +1,8 @@
-"""Copies under a mask on the CPU, in loops that Numba compiles: one pass over memory, no choice made at each element.
+"""Copies under a mask on the CPU, in loops that Numba compiles: one pass over memory, without a branch at each element.
 
-A block of a row whose mask is 0 everywhere is left alone, one whose mask is 0 nowhere is copied. Of others the mask is
-spread over channels as 0 or all ones, and `target ^ ((source ^ target) & mask)` computed in the processor's vectors.
-Compiled once for each width of numbers and kept beside this file, for processes that come later.
+A block of a row whose mask is 0 everywhere is skipped; one whose mask is 0 nowhere is copied. For other blocks the mask
+is spread over channels as 0 or all ones, and `target ^ ((source ^ target) & mask)` is computed in the processor's
+vector units. The loops are compiled once for each width of numbers and cached next to this file, for later processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def copy_by_loops(source: Tensor, target: Tensor, mask: Tensor) -> bool:
-    """Copies the elements whose mask is not 0; False, and nothing, where they do not lie as these loops read them.
+    """Copy the elements whose mask is not 0. Returns False, and copies nothing, if these loops do not support the
+    layout.
 
     Args:
         source: (..., channels) as the target, or one element (channels,).
@@ -59,12 +60,12 @@ def copy_by_loops(source: Tensor, target: Tensor, mask: Tensor) -> bool:
 
 
 def _has_rows(x: Tensor) -> bool:
-    """Whether the numbers of each row lie side by side."""
+    """Whether the numbers of each row are contiguous."""
     return x[(0,) * (x.dim() - 2)].is_contiguous()
 
 
 def _is_of(x: Tensor, width: int) -> bool:
-    """Whether an element of several numbers can be seen as one of so many bytes."""
+    """Whether an element of several numbers can be viewed as one of `width` bytes."""
     own = x.element_size()
     steps = [x.storage_offset(), *x.stride()[:-1]]
     return width == own or (x.shape[-1] * own == width and all(step * own % width == 0 for step in steps))
@@ -75,7 +76,7 @@ def _copy(
     first: int, last: int, target: np.ndarray, target_step: int, mask: np.ndarray, mask_step: int,
     source: np.ndarray, source_step: int, is_value: bool, columns: int, channels: int, block: int,
 ) -> None:  # fmt: skip
-    """Blocks from the first to the last: those of a row, then those of the next one."""
+    """Copy blocks from the first to the last: those of a row, then those of the next one."""
     parts = (columns + block - 1) // block
     room = np.empty(block * channels, target.dtype)
     zero, ones = room.dtype.type(0), ~room.dtype.type(0)

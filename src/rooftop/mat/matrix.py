@@ -1,7 +1,7 @@
-"""`Mat`: an array of the CPU or a GPU with the semantics of cv::Mat.
+"""`Mat`: an array on the CPU or a GPU with the semantics of cv::Mat.
 
-Names, arguments and results are OpenCV's where it has them; what differs is in docs/mat.md. What a header is and its
-views are in views.py, what other libraries see in exports.py, rows that come and go in growth.py.
+Names, arguments and results are OpenCV's, if OpenCV has them; docs/mat.md lists the differences. views.py has headers
+and their views, exports.py the interfaces for other libraries, growth.py adding and removing rows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rooftop.mat.views import Range
 
 
 class Mat(Block, Arithmetic):
-    """An n-dimensional array of elements with 1 to 512 channels, that other Mats may share."""
+    """An n-dimensional array of elements with 1 to 512 channels, which other Mats may share."""
 
     __slots__ = ()
 
@@ -55,7 +55,7 @@ class Mat(Block, Arithmetic):
         allocator: MatAllocator | None = None,
         layout: Literal["hwc", "chw"] = "hwc",
     ) -> None:
-        """Makes an empty Mat, one of new memory, or a header on memory that is there.
+        """Make an empty Mat, one with new memory, or a header on existing memory.
 
             Mat()
             Mat(rows, cols, type), Mat(rows, cols, type, value)
@@ -65,16 +65,17 @@ class Mat(Block, Arithmetic):
             Mat(expression), Mat(expression, type)         its value, in new memory
 
         Args:
-            type: as CV_8UC3. Of an array, None takes (H, W, C) of up to 512 channels as an image, other shapes as one
-                channel.
+            type: for example CV_8UC3. For an array, None takes (H, W, C) with up to 512 channels as an image, other
+                shapes as one channel.
             value: written to every element of new memory, which is otherwise not initialized.
-            device: of new memory.
-            allocator: of new memory, otherwise the default one or the device's.
+            device: the device of new memory.
+            allocator: allocator of new memory; otherwise the default one or the device's.
             layout: "chw" for an array (C, H, W) whose channels are interleaved in memory (channels_last).
 
         Raises:
-            TypeError: arguments that are none of these; a dtype that no depth holds.
-            ValueError: negative sizes; memory that cannot be seen as a Mat without a copy (the message names the copy).
+            TypeError: other kinds of arguments; a dtype that no depth holds.
+            ValueError: negative sizes; memory that cannot be a Mat without a copy (the message names the call that
+                copies).
         """
         if given and (isinstance(given[0], Arithmetic) or is_foreign(given[0])):
             self._init_from(given, type, value, device, allocator, layout)
@@ -118,7 +119,7 @@ class Mat(Block, Arithmetic):
 
     @classmethod
     def from_dlpack(cls, thing: Any, type: int | None = None) -> Mat:
-        """A header on what another library exports by DLPack, on its device."""
+        """A header on the memory that another library exports by DLPack, on its device."""
         return cls(from_dlpack(thing), type)
 
     @classmethod
@@ -128,7 +129,7 @@ class Mat(Block, Arithmetic):
 
     @classmethod
     def ones(cls, *shape: Any, device: DeviceLike | None = None, allocator: MatAllocator | None = None) -> Mat:
-        """As `zeros`, with ones: in the first channel alone, as OpenCV does. `Mat(..., value=1)` sets all."""
+        """Like `zeros`, with ones: only in the first channel, as in OpenCV. `Mat(..., value=1)` sets all."""
         m = cls(*shape, device=device, allocator=allocator)
         return m.setTo(m._first_channel(1))
 
@@ -145,7 +146,7 @@ class Mat(Block, Arithmetic):
     # Copies.
 
     def __setitem__(self, index: Range | tuple[Range, ...], value: Any) -> None:
-        """Writes an element, or a region: from a Scalar, or a Mat or array of the region's sizes and type.
+        """Write an element, or a region: from a Scalar, or a Mat or array with the region's sizes and type.
 
         The value of an expression is stored as numbers of the region's depth.
         """
@@ -171,7 +172,7 @@ class Mat(Block, Arithmetic):
         source.copyTo(region)
 
     def assign(self, expression: Mat | MatExpr) -> Self:
-        """`m = expression` of C++: evaluates it into this Mat's memory where that has its size and type, as `create`.
+        """`m = expression` of C++: evaluate it into this Mat's memory if that has its size and type, as by `create`.
 
         A Mat is shared, as by `Mat(other)`.
         """
@@ -181,7 +182,7 @@ class Mat(Block, Arithmetic):
         store(expression, self)
         return self
 
-    # In place: into this Mat's memory, as numbers of its depth. Of two Mats `*=` is the matrix product, as `*` is.
+    # In place: into this Mat's memory, as numbers of its depth. For two Mats `*=` is the matrix product, as `*` is.
 
     def __iadd__(self, other: Operand) -> Self:  # type: ignore[override]
         return self._stored(self.__add__(other))
@@ -217,18 +218,18 @@ class Mat(Block, Arithmetic):
         return self._type, self._sizes, self._steps, self._offset
 
     def _store(self, expression: MatExpr) -> None:
-        """The value of an expression of this one's size, as numbers of this one's depth."""
+        """Store the value of an expression with this Mat's size, as numbers of its depth."""
         if expression._sizes != self._sizes or expression.channels() != self.channels():
             raise ValueError(f"{expression!r} cannot be assigned to a region {self}: sizes and channels must be equal")
         store(expression, self, self.depth())
 
     def copyTo(self, dst: Mat | None = None, mask: MatLike | None = None) -> Mat:
-        """Copies all elements, or those whose mask is not 0.
+        """Copy all elements, or those whose mask is not 0.
 
         Args:
-            dst: gets this one's sizes and type by `create`; its device stays. A new Mat if None.
-            mask: 8 bits or Bool, of the same sizes; one channel, or one for each. Elements of new memory that it leaves
-                out are 0.
+            dst: gets this Mat's sizes and type by `create`; its device stays. A new Mat if None.
+            mask: 8 bits or Bool, with the same sizes; one channel, or one for each. Elements of new memory that the
+                mask excludes are 0.
 
         Returns:
             dst.
@@ -265,7 +266,7 @@ class Mat(Block, Arithmetic):
     ) -> Mat:
         """saturate(alpha * x + beta) as numbers of another depth: rounded half to even, NaN as the least integer.
 
-        Args:
+        rtype: a depth, a type (its channels are ignored), or a dtype; None keeps the depth.
             rtype: the depth, or a type, whose channels are not looked at, or a dtype; None keeps it.
             dst: gets sizes and type by `create`; a new Mat if None. It may be this one.
 
@@ -287,10 +288,10 @@ class Mat(Block, Arithmetic):
         return dst
 
     def setTo(self, value: ScalarLike, mask: MatLike | None = None) -> Mat:
-        """Sets all elements, or those whose mask is not 0.
+        """Set all elements, or those whose mask is not 0.
 
         Args:
-            value: one number for all channels, as many as channels, or a Scalar of up to 4.
+            value: one number for all channels, one per channel, or a Scalar of up to 4.
         """
         bits = element(value, self._type).view(depth_of(self._type).carrier)
         if self.empty():
@@ -303,13 +304,13 @@ class Mat(Block, Arithmetic):
         return self
 
     def release(self) -> None:
-        """Makes this an empty Mat; the memory is free when no other header looks at it."""
+        """Make this an empty Mat; the memory is freed when no other header refers to it."""
         self._set_empty(self._type, (), self._device)
 
     # Vectors.
 
     def dot(self, other: MatLike) -> float:
-        """The sum of the products of all numbers, those of all channels together, in float64."""
+        """The sum of the products of all numbers over all channels, in float64."""
         return dot(self, as_mat(other))
 
     def cross(self, other: MatLike) -> Mat:
@@ -319,32 +320,32 @@ class Mat(Block, Arithmetic):
         result._writable().copy_(found.view(result._writable().shape))
         return result
 
-    # Rows that come and go.
+    # Adding and removing rows.
 
     def push_back(self, value: Mat | MatLike | ScalarLike) -> None:
-        """Appends rows of the same type and length (a Mat, an array), or one element to a single column.
+        """Append rows with the same type and length (a Mat, an array), or one element to a single column.
 
-        Memory is taken for half as many rows again when there is no more room, as by `reserve`. Rows of a region of a
-        larger Mat are copied out first: what lies below them in the whole is not touched.
+        If there is no room, memory for half as many rows more is allocated, as by `reserve`. Rows of a region of a
+        larger Mat are first copied to new memory: the rows below the region do not change.
         """
         growth.push_back(self, value)
 
     def pop_back(self, nelems: int = 1) -> None:
-        """Takes rows off the end."""
+        """Remove rows from the end."""
         growth.pop_back(self, nelems)
 
     def reserve(self, nelems: int) -> None:
-        """Takes memory for so many rows, if there is less. The rows themselves stay as they are."""
+        """Reserve memory for that many rows, unless there is as much already. The rows themselves do not change."""
         growth.reserve(self, nelems)
 
     def resize(self, nelems: int, value: ScalarLike | None = None) -> None:
-        """Changes the number of rows. New ones are set to `value`, or else not initialized."""
+        """Change the number of rows. New rows are set to `value`, or otherwise not initialized."""
         growth.resize(self, nelems, value)
 
     # Devices.
 
     def to(self, device: DeviceLike, *, non_blocking: bool = False, allocator: MatAllocator | None = None) -> Mat:
-        """A copy on another device; a header on the same memory if it is there already.
+        """A copy on another device; a header on the same memory if it is already there.
 
         Args:
             non_blocking: from pinned memory to a GPU, does not wait for the copy. To the host it waits, except into
@@ -361,7 +362,7 @@ class Mat(Block, Arithmetic):
         return there
 
     def cuda(self, device: DeviceLike | int | None = None, *, non_blocking: bool = False) -> Mat:
-        """A copy on a GPU, the current one if none is named."""
+        """A copy on a GPU, by default the current one."""
         where = "cuda" if device is None else torch.device("cuda", device) if isinstance(device, int) else device
         return self.to(where, non_blocking=non_blocking)
 
@@ -371,10 +372,10 @@ class Mat(Block, Arithmetic):
 
     @contextmanager
     def mapped(self, *, write: bool = True) -> Iterator[np.ndarray[Any, Any]]:
-        """The elements as an array on the host for the length of a `with` block, from any device.
+        """The elements as an array on the host during a `with` block, from any device.
 
-        Of host memory it is `numpy()`. Of a GPU it is a copy, which is copied back at the end if `write`; meanwhile the
-        block is `mapping == "host"`, and what would touch it on the GPU raises.
+        For host memory it is `numpy()`. For a GPU it is a copy, which is copied back at the end if `write`. Meanwhile
+        the block has `mapping == "host"`, and using it on the GPU raises.
         """
         if self._data is None or self._device.type == "cpu":
             array = self.cpu().numpy()
@@ -406,10 +407,10 @@ class Mat(Block, Arithmetic):
         elements = self._tensor().contiguous().clone() if self._sizes else None
         return _rebuilt, (elements, self._sizes, self._type)
 
-    # From within.
+    # Internal.
 
     def _mask(self, mask: MatLike, device: torch.device) -> Tensor:
-        """The bits of a mask of these elements, for a target on a device."""
+        """The bits of a mask for these elements, for a target on a device."""
         if isinstance(mask, (list, tuple)):
             raise TypeError("a mask is a Mat, an expression, an array or a tensor, got a list: make an array of it")
         mask = as_mat(mask)
@@ -432,17 +433,17 @@ MatLike = Mat | MatExpr | np.ndarray[Any, Any] | Tensor
 
 
 def as_mat(given: MatLike) -> Mat:
-    """A Mat as it is, an array as a header on its memory, an expression as its value."""
+    """A Mat itself, an array as a header on its memory, or an expression's value."""
     return given if isinstance(given, Mat) else Mat(given)
 
 
 def evaluate(expression: MatExpr, dst: Mat | None = None, rtype: Any = None) -> Mat:
-    """Evaluates an expression and gives the Mat with its value.
+    """Evaluate an expression and return the Mat with its value.
 
     Args:
-        dst: gets size and type by `create`, so that nothing is allocated when it has them; a new Mat if None. It may
-            overlap what the expression reads.
-        rtype: a depth, a type, whose channels are not looked at, or a dtype, to store the numbers as; None is the
+        dst: gets size and type by `create`, so that nothing is allocated if it already has them; a new Mat if None. It
+            may overlap the expression's Mats.
+        rtype: the depth of the stored numbers: a depth, a type (its channels are ignored), or a dtype; None is the
             expression's own.
 
     Returns:
@@ -457,7 +458,7 @@ def _value_of(expression: MatExpr, rtype: int | None) -> Mat:
     return evaluate(expression, None, rtype)
 
 
-MatExpr._value_as_mat = _value_of  # expressions know nothing of what stands above them
+MatExpr._value_as_mat = _value_of  # expressions do not import the modules above them
 
 
 def _rebuilt(elements: Tensor | None, sizes: Sizes, type: int) -> Mat:

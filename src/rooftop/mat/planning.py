@@ -1,7 +1,7 @@
-"""What is done for an expression: its tree made simpler, the bounds of its values, the dtype that it is computed in.
+"""Prepare an expression: simplify its tree, find the bounds of its values, and choose the dtype of the computation.
 
-All of this follows from the operations, types and numbers, not from the Mats. So a plan is made once for each form, and
-found again by the form: evaluating small images takes less than planning would.
+All of this depends only on the operations, types and numbers, not on the Mats. So a plan is made once for each form and
+cached: evaluating small images takes less time than planning would.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _plans: dict[Form, ExpressionPlan] = {}
 
 
 class ExpressionPlan:
-    """Of expressions of one form, stored as numbers of one depth. It keeps no Mat.
+    """A plan for expressions of one form, stored as numbers of one depth. It refers to no Mat.
 
     Attributes:
-        root: the tree, of operations element by element; its Mats are types only.
-        leaves: the nodes that stand for Mats, in the order in which the expression has them.
-        bits: whether Mats and target are read and written as the integers that carry their bits.
-        depth: of the numbers that are stored.
+        root: the tree of elementwise operations; its Mats are only types.
+        leaves: the nodes for Mats, in the expression's order.
+        bits: whether Mats and target are read and written as integers that carry their bits.
+        depth: depth of the stored numbers.
         bounds: of all nodes.
-        dtype: that is computed in.
+        dtype: the dtype of the computation.
     """
 
     def __init__(self, root: MatExpr, depth: int) -> None:
@@ -53,19 +53,19 @@ class ExpressionPlan:
 
     @property
     def is_copy(self) -> bool:
-        """Whether the value is what a Mat holds."""
+        """Whether the value equals the contents of a Mat."""
         return self.root._operation == "mat" and self.root.depth() == self.depth
 
     @cached_property
     def is_large(self) -> bool:
-        """Whether all its values are whole numbers, some perhaps beyond int64."""
+        """Whether all its values are integers, some perhaps beyond int64."""
         if self.bits or self.is_copy or self.dtype != torch.float64:
             return False
         return all((known := self.bounds[id(each)]) is not None and known.unit == 0 for each in self.nodes)
 
     @cached_property
     def has_wide_bits(self) -> bool:
-        """Whether bits of 64 are among its operations, and it is computed in a dtype that does not hold them."""
+        """Whether it has bitwise operations on 64 bits, but a dtype that does not hold them."""
         wide = any(each._operation in BITWISE and DEPTHS[each.depth()].size_bytes == 8 for each in self.nodes)
         return wide and not self.bits and self.dtype != torch.int64
 
@@ -76,7 +76,7 @@ class ExpressionPlan:
 
     @cached_property
     def elements(self) -> ElementProgram:
-        """For a loop on the CPU."""
+        """The program for a CPU loop."""
         return self._elements(self.dtype, for_kernel=False)
 
     @cached_property
@@ -86,7 +86,7 @@ class ExpressionPlan:
         return self._elements(torch.int32 if narrow else self.dtype, for_kernel=True)
 
     def _elements(self, dtype: torch.dtype, for_kernel: bool) -> ElementProgram:
-        from rooftop.mat.element_programs import ElementProgram  # which imports all kernels
+        from rooftop.mat.element_programs import ElementProgram  # this imports all kernels
 
         return ElementProgram(self.root, self.bounds, dtype, self.leaves, self.depth, for_kernel)
 
@@ -102,7 +102,7 @@ def plan_of(nodes: Sequence[MatExpr], depth: int) -> ExpressionPlan:
 
 
 def form_of(nodes: Sequence[MatExpr], depth: int) -> Form:
-    """Operations, types and numbers, and the depth that is stored: all that a plan follows from."""
+    """Operations, types and numbers, and the stored depth: everything that determines a plan."""
     form: list[Any] = [depth]
     places: dict[int, int] = {}
     for place, each in enumerate(nodes):
@@ -129,7 +129,7 @@ def of(each: MatExpr) -> tuple[int, tuple[int, ...], torch.device]:
 
 
 def simpler(root: MatExpr) -> MatExpr:
-    """Quotients by powers of two as products: these are exact, and so their bounds are known."""
+    """Quotients by powers of two become products: these are exact, so their bounds are known."""
 
     def change(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr | None:
         if each._operation != "div" or operands[1]._operation != "numbers":
@@ -153,7 +153,7 @@ def _is_power_of_two(number: float) -> bool:
 
 
 def _is_of_bits(root: MatExpr, depth: int) -> bool:
-    """Whether it is made of bitwise operations alone, so that any 64 bits can be computed with."""
+    """Whether it only has bitwise operations, so that any 64-bit dtype can compute it."""
     inner = [each for each in topological(root) if each._operation not in ("mat", "numbers")]
     return bool(inner) and root.depth() == depth and all(each._operation in BITWISE for each in inner)
 

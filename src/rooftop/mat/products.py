@@ -26,9 +26,9 @@ class Gemm(NamedTuple):
 
 
 def gemm_of(root: MatExpr) -> Gemm | None:
-    """The one call that gives the root's value; None where it is something else.
+    """The one call that computes the root's value; None for other expressions.
 
-    Sums, differences and factors above a product are folded in where the other operand is no product.
+    Sums, differences and factors above a product are included if the other operand is not a product.
     """
     factor, each = _scaled(root)
     if each._operation == "product":
@@ -50,7 +50,7 @@ def _gemm(alpha: float, product: MatExpr, beta: float, term: MatExpr | None) -> 
 
 
 def _scaled(each: MatExpr) -> tuple[float, MatExpr]:
-    """(factor, what it multiplies)."""
+    """(factor, the expression that it multiplies)."""
     factor = 1.0
     while True:
         if each._operation == "neg":
@@ -75,10 +75,10 @@ def _numbers(each: MatExpr) -> tuple[float, ...]:
 
 def multiply_into(target: Tensor, left: Tensor, right: Tensor, alpha: float, beta: float, term: Tensor | None) -> None:
     """target = alpha * left @ right + beta * term; all (rows, columns). The target overlaps none of the factors; the
-    term may be it."""
+    term may be the target."""
     if not target.numel():
         return
-    if left.shape[1] == 0:  # a sum of nothing
+    if left.shape[1] == 0:  # a sum of no elements
         target.zero_() if term is None else torch.mul(term, beta, out=target)
         return
     if term is None and alpha == 1:
@@ -94,7 +94,7 @@ def inverse_of(x: Tensor, method: str, depth: int) -> Tensor:
     """The inverse of (rows, columns), in float32 or float64.
 
     Raises:
-        numpy.linalg.LinAlgError: there is none, or for "cholesky" x is not positive definite.
+        numpy.linalg.LinAlgError: there is none, or with "cholesky" x is not positive definite.
     """
     wide = x.float() if DEPTHS[depth].size_bytes == 2 else x
     if not wide.numel():
@@ -105,5 +105,5 @@ def inverse_of(x: Tensor, method: str, depth: int) -> Tensor:
         if method == "cholesky":
             return torch.cholesky_inverse(torch.linalg.cholesky(wide))
         return torch.linalg.inv(wide)
-    except RuntimeError as error:  # torch's own LinAlgError is one
+    except RuntimeError as error:  # torch's own LinAlgError is a subclass
         raise np.linalg.LinAlgError(f"inv by {method!r}: {error}") from error

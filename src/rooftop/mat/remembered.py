@@ -1,4 +1,4 @@
-"""Values kept for the next call of the same form, the last ones of each kind, safe among threads and forks."""
+"""Caches for the next call of the same form: the last values of each kind, safe with threads and forks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ os.register_at_fork(
 
 
 def remember(found: dict[Any, Any], key: Any, value: Any, most: int) -> None:
-    """Keeps a value, and of as many as that the last ones."""
+    """Store a value, and keep only the last `most` values."""
     with _remembering:
         if len(found) >= most and key not in found:
             found.pop(next(iter(found)))

@@ -1,13 +1,13 @@
 """Expressions on the CPU: a list of torch operations, run over one block of rows after another.
 
-A block's intermediate values stay in the cache, so that of the whole expression only the Mats are read from memory and
-the result written, however many operations there are. Blocks are so small that torch runs each operation in the thread
-that calls it; large Mats are divided among as many threads as torch would use.
+A block's intermediate values stay in the cache. So the expression only reads the Mats from memory and writes the
+result, however many operations there are. Blocks are so small that torch runs each operation in the calling thread;
+large Mats are divided among as many threads as torch would use.
 
-Every operation writes into a register: a tensor of a block's size that is made once. Operations that return new
+Every operation writes into a register: a tensor with a block's size that is allocated once. Operations that return new
 tensors take 1.3 times as long (geometric mean over the operations of `benchmarks/mat.py` in uint8 and float32, whole
-images and regions, on one thread and on two of an EPYC with 512 KB of L2 a core), up to 2 times for sums of bytes:
-memory that is freed goes back to the system, and comes anew page by page.
+images and regions, on one thread and on two of an EPYC with 512 KB of L2 a core), and up to 2 times for sums of bytes:
+freed memory goes back to the system and returns page by page.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from rooftop.mat.exactness import Bounds, BoundsOf, depth_bounds, limits_in, tru
 from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, is_one, topological
 from rooftop.mat.type_codes import DEPTHS, CV_Bool
 
-BLOCK = 1 << 15  # elements: the most that torch computes in one thread. 16 KB to 256 KB an operand: within an L2
+BLOCK = 1 << 15  # elements: the most that torch computes in one thread. 16 KB to 256 KB an operand: fits in an L2
 _LEAST_PER_THREAD = 1 << 18  # below, a thread costs as much as it saves
-_TILE_COLUMNS = 256  # of blocks where an operand is transposed: whole lines of cache are used on both sides
+_TILE_COLUMNS = 256  # columns of a block if an operand is transposed: both sides then use whole cache lines
 Block = tuple[slice, ...]
 Step = tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...], int | None]
-"""A function, the registers that it takes, numbers after them, and the register for its `out=`, None if it has none."""
+"""A function, its operand registers, numbers after them, and the register for its `out=`, None if it has none."""
 
 
 @dataclass
@@ -41,8 +41,8 @@ class RowProgram:
     """Steps on registers: first the leaves, then the target, then numbers, then scratch.
 
     Attributes:
-        dtype: that is computed in.
-        numbers: one that all channels have (), or one for each (channels,).
+        dtype: the dtype of the computation.
+        numbers: one for all channels (), or one for each (channels,).
         scratch: dtypes of the other registers.
     """
 
@@ -55,8 +55,8 @@ class RowProgram:
         """Writes the value into the target.
 
         Args:
-            tensors: of the leaves, (..., channels), of the target's shape, in their depths' dtypes.
-            target: overlaps none of them, or has the very same elements.
+            tensors: tensors of the leaves, (..., channels), of the target's shape, in their depths' dtypes.
+            target: overlaps none of the tensors, or has exactly the same elements.
         """
         if not target.numel():
             return
@@ -84,7 +84,7 @@ class RowProgram:
 
 
 def _parts(views: list[Tensor], share: list[Block]) -> Iterator[list[Tensor]]:
-    """What the views have in each block."""
+    """The part of each view in each block."""
     if views[0].dim() > 1 or not share:
         for block in share:
             yield [view[block] for view in views]
@@ -96,7 +96,8 @@ def _parts(views: list[Tensor], share: list[Block]) -> Iterator[list[Tensor]]:
 
 
 def _along(numbers: Tensor, shape: torch.Size) -> Tensor:
-    """Those of the channels along the last dimension of a block, which begins at the first channel; one as it is."""
+    """The channels' numbers repeated along the last dimension of a block, which begins at the first channel; a single
+    number unchanged."""
     return numbers.repeat(shape[-1] // len(numbers)).expand(shape).contiguous() if numbers.dim() else numbers
 
 
@@ -104,7 +105,7 @@ def _along(numbers: Tensor, shape: torch.Size) -> Tensor:
 
 
 def in_few_dims(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors with those dimensions as one that all of them walk through as one; one at least."""
+    """The tensors with dimensions merged where all step through them as one; at least one remains."""
     dims = merged(tensors[0].shape, *(each.stride() for each in tensors)) or [(1, (1,) * len(tensors))]
     sizes = [size for size, _ in dims]
     return [
@@ -122,7 +123,7 @@ def blocks_of(views: Sequence[Tensor], channels: int) -> Iterator[Block]:
     width = max(columns // channels * channels, channels)
     if last == channels and outer:  # channels that merge with nothing stay together
         most, width = max(columns // channels, 1), channels
-    # Chunks of each dimension: as many indices as fit beside the whole chunks after it.
+    # Chunks of each dimension: as many indices as fit together with all later chunks.
     chunks = [min(width, last)]
     room = max(BLOCK // chunks[0], 1)
     for size in reversed(outer):
@@ -136,7 +137,7 @@ def blocks_of(views: Sequence[Tensor], channels: int) -> Iterator[Block]:
 
 
 def row_program(root: MatExpr, bounds: BoundsOf, dtype: torch.dtype, depth: int) -> RowProgram:
-    """The steps of an expression computed in a dtype and stored as numbers of a depth.
+    """The steps of an expression, computed in a dtype and stored as numbers of a depth.
 
     Leaves are Mats; there are no products or inverses left.
     """
@@ -144,7 +145,7 @@ def row_program(root: MatExpr, bounds: BoundsOf, dtype: torch.dtype, depth: int)
 
 
 class _Writer:
-    """Writes the steps; `places` are the registers of nodes that have been computed, and of numbers."""
+    """Writes the steps; `places` are the registers of computed nodes and of numbers."""
 
     def __init__(self, root: MatExpr, bounds: BoundsOf, dtype: torch.dtype) -> None:
         self.nodes = topological(root)
@@ -165,7 +166,7 @@ class _Writer:
         self.uses = Counter(id(operand) for each in self.nodes for operand in each._operands)
 
     def _numbers(self, each: MatExpr, as_bits: bool) -> tuple[int | float, ...]:
-        """As the dtype has them; those whose bits are meant as their depth stores them."""
+        """Numbers in the tensor's dtype; numbers used as bits, as their depth stores them."""
         if not as_bits:
             return tuple(float(value) if self.dtype.is_floating_point else int(value) for value in each._value)
         if each.depth() == CV_Bool:
@@ -176,7 +177,7 @@ class _Writer:
     # Registers.
 
     def room(self, dtype: torch.dtype) -> int:
-        """A register of scratch."""
+        """A free scratch register."""
         free = self.free.setdefault(dtype, [])
         if free:
             return free.pop()
@@ -184,7 +185,7 @@ class _Writer:
         return self.first_scratch + len(self.program.scratch) - 1
 
     def give_back(self, register: int) -> None:
-        """Scratch that is not needed any more; nothing of other registers."""
+        """Free scratch registers that are not needed any more; other registers stay."""
         if register >= self.first_scratch:
             self.free[self.program.scratch[register - self.first_scratch]].append(register)
 
@@ -232,7 +233,7 @@ class _Writer:
             self.step(_FUNCTIONS[operation], *places, out=self._result(each, target))
 
     def _extreme(self, each: MatExpr, target: int | None) -> None:
-        """Numbers are the second operand: of two zeros torch may give either."""
+        """Numbers are the second operand: for two zeros torch may return either."""
         mat, other = each._operands if each._operands[0]._operation != "numbers" else each._operands[::-1]
         if is_one(other):
             function = torch.clamp_max if each._operation == "min" else torch.clamp_min
@@ -243,7 +244,8 @@ class _Writer:
             self.step(_FUNCTIONS[each._operation], *places, out=self._result(each, target))
 
     def _result(self, each: MatExpr, target: int | None) -> int:
-        """The register of a node that is computed next. Those of operands that nobody needs after it are free."""
+        """The register of the next node. Where to put a result: memory of operands that are not needed later is
+        reused."""
         for operand in each._operands:
             self.uses[id(operand)] -= 1
             if not self.uses[id(operand)]:
@@ -252,7 +254,7 @@ class _Writer:
         return self.places[id(each)]
 
     def _divide(self, each: MatExpr, places: list[int], target: int | None) -> None:
-        """What is divided by 0 is 0."""
+        """Division by 0 gives 0."""
         right = each._operands[1]
         if is_one(right) and right._value[0] == 0:
             self.step(torch.zero_, self._result(each, target))
@@ -268,7 +270,7 @@ class _Writer:
         self.give_back(zero)
 
     def _bits(self, each: MatExpr, places: list[int], target: int | None) -> None:
-        """Of numbers as their depth stores them."""
+        """The bits of numbers as their depth stores them."""
         limits = depth_bounds(each.depth())
         assert limits is not None
         integers = _INTEGER_OF.get(self.dtype, self.dtype)
@@ -283,7 +285,7 @@ class _Writer:
                 made.append(places[n])
         out = self._result(each, target)
         bits = out if integers == self.dtype else self.room(integers)
-        if each._operation == "not":  # also where the dtype is wider than the depth
+        if each._operation == "not":  # also if the dtype is wider than the depth
             self.step(torch.bitwise_xor, *places, numbers=(-1 if limits.low < 0 else int(limits.high),), out=bits)
         else:
             self.step(_FUNCTIONS[each._operation], *places, out=bits)
@@ -296,7 +298,7 @@ class _Writer:
     # The store.
 
     def _within_limits(self, place: int, dtype: torch.dtype, known: Bounds | None, depth: int) -> int:
-        """Rounded and saturated, in scratch of the dtype that it has."""
+        """Rounded and saturated, in scratch of its dtype."""
         out = self.room(dtype)
         limits = depth_bounds(depth)
         assert limits is not None
@@ -329,7 +331,7 @@ class _Writer:
                 self.step(store_half, self.target, place)
                 return
         elif known is None or not limits.contain(known):
-            if dtype == torch.float32 and target.size_bytes >= 4:  # which does not have the limits
+            if dtype == torch.float32 and target.size_bytes >= 4:  # which cannot represent the limits
                 place, dtype = self.copied(place, torch.float64), torch.float64
             if target.size_bytes == 8 and dtype.is_floating_point:
                 rounded = self.room(torch.float64)
@@ -343,7 +345,7 @@ class _Writer:
 
 
 def _truth(out: Tensor, truth: Tensor) -> None:
-    """255 where it is true."""
+    """255 where true."""
     out.copy_(truth)
     out.mul_(255)
 
@@ -357,10 +359,10 @@ def _store_64(into: Tensor, rounded: Tensor, depth: int) -> None:
 
 
 def store_half(into: Tensor, y: Tensor) -> None:
-    """float64 as half precision, rounded once: by way of float32, rounded to odd there.
+    """Store float64 as half precision, rounded once: first to float32, with rounding to odd.
 
-    What float32 cannot hold gets an odd last bit, so that it is never taken for a number halfway between two of half
-    precision (Boldo and Melquiond 2008, "Emulation of FMA and correctly rounded sums").
+    A value that float32 cannot hold gets an odd last bit, so that it never counts as halfway between two numbers of
+    half precision (Boldo and Melquiond 2008, "Emulation of FMA and correctly rounded sums").
     """
     near = y.float()
     rest = y - near.double()
@@ -372,7 +374,7 @@ def store_half(into: Tensor, y: Tensor) -> None:
 
 
 _INTEGER_OF = {torch.float32: torch.int32, torch.float64: torch.int64}
-_BY_WAY_OF = {torch.uint16: torch.int32, torch.uint32: torch.int64}  # torch converts floats to them by way of others
+_BY_WAY_OF = {torch.uint16: torch.int32, torch.uint32: torch.int64}  # torch converts floats to them through other types
 _TRUTH_OF = {torch.uint8: _truth_of_bytes}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": torch.add,

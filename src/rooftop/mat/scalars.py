@@ -1,7 +1,7 @@
 """Values written to every element: one number for all channels, a number for each, or OpenCV's Scalar of four.
 
-Numbers become those of a depth as everywhere here: rounded half to even, kept within the limits of the depth, NaN as
-the least integer.
+Numbers are converted to a depth as everywhere here: rounded half to even, limited to the depth's range, NaN as the
+least integer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_BITS = 1023  # of float64
 
 
 class Scalar(tuple[float, float, float, float]):
-    """cv::Scalar: four numbers, those left out 0. So `Scalar(5)` is 5 in the first channel and 0 in the others;
+    """cv::Scalar: four numbers; omitted ones are 0. So `Scalar(5)` is 5 in the first channel and 0 in the others;
     `Scalar.all(5)`, or the plain number 5, is 5 in all."""
 
     __slots__ = ()
@@ -40,13 +40,13 @@ class Scalar(tuple[float, float, float, float]):
 
 
 def element(value: ScalarLike, type: int) -> Tensor:
-    """What one element of a type becomes: (channels,) of its dtype, on the CPU.
+    """The bytes of one element of a type from a value: (channels,) of its dtype, on the CPU.
 
     Args:
-        value: one number, for every channel; as many numbers as channels; or, up to four channels, 2 to 4 numbers as a
-            Scalar, whose missing ones are 0 and whose surplus is not used.
+        value: one number, for every channel; as many numbers as channels; or, for up to four channels, 2 to 4 numbers
+            as a Scalar: missing ones are 0, and surplus ones are ignored.
 
-    Raises:
+    TypeError: not numbers.
         TypeError: not numbers.
         ValueError: another count of numbers.
     """
@@ -55,7 +55,7 @@ def element(value: ScalarLike, type: int) -> Tensor:
 
 
 def numbers_of(value: ScalarLike, type: int) -> list[int | float]:
-    """The number of each channel of a type, as they are given; arguments and errors as of `element`."""
+    """The number of each channel of a type, unconverted; arguments and errors as in `element`."""
     channels = CV_MAT_CN(type)
     numbers = _numbers(value)
     if len(numbers) == 1:
@@ -84,7 +84,7 @@ def _numbers(value: ScalarLike) -> list[int | float]:
     if not all(isinstance(each, (bool, int, float)) for each in flat):
         raise TypeError(f"a number or a tuple of numbers was expected, got {value!r}")
     if any(isinstance(each, int) and each.bit_length() > _MOST_BITS for each in flat):
-        raise ValueError(f"a number of more than {_MOST_BITS} bits is none that a Mat can hold")
+        raise ValueError(f"a number of more than {_MOST_BITS} bits is more than a Mat can hold")
     return list(flat)
 
 

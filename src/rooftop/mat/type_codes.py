@@ -1,8 +1,8 @@
-"""Element types as numbers: a depth (what one channel is) and the number of channels, packed as OpenCV 5 packs them.
+"""Element types as numbers: a depth (the type of one channel) and the number of channels, packed as in OpenCV 5.
 
-A code is `depth | (channels - 1) << 5`, so CV_8UC3 is 64. OpenCV 4 shifts by 3, where CV_8UC3 is 16: `type_code` and
-`from_opencv4` go between the two. OpenCV 5 itself ends at 128 channels; 129 to 512 are coded here by the same rule, so
-that what OpenCV 4 could hold has a code.
+A code is `depth | (channels - 1) << 5`, so CV_8UC3 is 64. OpenCV 4 shifts by 3, so CV_8UC3 is 16 there; `type_code` and
+`from_opencv4` convert between the two. OpenCV 5 itself ends at 128 channels; 129 to 512 are coded here by the same
+rule, so that all types of OpenCV 4 have a code.
 
 Source: opencv2/core/hal/interface.h of OpenCV 5.0 and 4.x.
 """
@@ -38,15 +38,15 @@ _OPENCV4_DEPTHS = range(8)  # CV_8U ... CV_16F, with the same numbers
 
 @dataclass(frozen=True)
 class Depth:
-    """What one channel is.
+    """The type of one channel.
 
     Attributes:
         name: as in CV_8U, without the prefix.
         dtype: of torch.
-        carrier: a dtype of torch of the same width that every operator of every device knows: torch has few operators
-            for uint16, uint32 and uint64, and what only moves bits needs none of them.
-        numpy: its dtype, None where NumPy has none.
-        limits: least and greatest value, of integers.
+        carrier: a torch dtype of the same width that every operator on every device supports. torch has few operators
+            for uint16, uint32 and uint64, and copies need none of them.
+        numpy: its dtype, None if NumPy has none.
+        limits: least and greatest value, for integers.
     """
 
     name: str
@@ -100,7 +100,7 @@ def CV_MAKETYPE(depth: int, cn: int) -> int:
     """
     if not 0 <= depth < len(DEPTHS):
         raise ValueError(
-            f"{depth} is no depth: they are CV_8U = 0 to CV_32U = 12; CV_MAT_DEPTH(type) takes one off a type"
+            f"{depth} is not a depth: they are CV_8U = 0 to CV_32U = 12; CV_MAT_DEPTH(type) takes one off a type"
         )
     if not 1 <= cn <= CV_CN_MAX:
         raise ValueError(f"a type has 1 to {CV_CN_MAX} channels, got {cn}")
@@ -128,7 +128,7 @@ def CV_ELEM_SIZE(type: int) -> int:
 
 
 def depth_of(type: int) -> Depth:
-    """What one channel of a type is.
+    """The depth of one channel of a type.
 
     Raises:
         TypeError, ValueError: not a type.
@@ -164,11 +164,11 @@ def type_code(
 
     Args:
         of: a type of this package, or a dtype, with `channels` channels (1).
-        opencv: 5 for the codes of this package, 4 for those that OpenCV 4 gives the same types.
+        opencv: 5 for this package's codes, 4 for OpenCV 4's codes of the same types.
 
     Raises:
         TypeError: a dtype that no depth holds, such as complex or float128.
-        ValueError: in OpenCV 4, a depth that is newer; a type that is not one.
+        ValueError: with OpenCV 4, a newer depth; a type that is not one.
     """
     if isinstance(of, int) and not isinstance(of, bool):
         depth_of(of)
@@ -185,7 +185,7 @@ def type_code(
 
 
 def from_opencv4(code: int) -> int:
-    """The code in this package of a type that OpenCV 4 codes so (16 is CV_8UC3 there)."""
+    """This package's code for a type's code in OpenCV 4 (16 is CV_8UC3 there)."""
     if not 0 <= code < CV_CN_MAX << _OPENCV4_SHIFT:
         raise ValueError(
             f"{code} is the code of no type of OpenCV 4: they are 0 to {(CV_CN_MAX << _OPENCV4_SHIFT) - 1}"
@@ -202,7 +202,7 @@ def numpy_dtype(type: int) -> np.dtype[np.generic]:
     """The dtype of NumPy of a type's channels.
 
     Raises:
-        TypeError: CV_16BF, which NumPy does not have.
+        TypeError: CV_16BF, which NumPy lacks.
     """
     found = depth_of(type).numpy
     if found is None:
@@ -228,7 +228,7 @@ def _depth_of_dtype(dtype: object) -> int:
     return _BY_NUMPY[found]
 
 
-# The constants that OpenCV has. Written out: editors and type checkers see names, not loops.
+# OpenCV's constants. Written out, so that editors and type checkers see names, not loops.
 CV_8UC1: Final = CV_8U
 CV_8UC2: Final = CV_8U | 1 << CV_CN_SHIFT
 CV_8UC3: Final = CV_8U | 2 << CV_CN_SHIFT

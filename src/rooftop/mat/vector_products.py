@@ -15,7 +15,7 @@ from rooftop.mat.views import Header
 
 
 def dot(x: Header, y: Header) -> float:
-    """The sum of the products of all numbers, those of all channels together, in float64.
+    """The sum of the products of all numbers over all channels, in float64.
 
     Raises:
         TypeError: other types.
@@ -33,7 +33,7 @@ def cross(x: Header, y: Header) -> Tensor:
 
     Raises:
         TypeError: other types, or integers.
-        ValueError: no three numbers.
+        ValueError: not three numbers.
     """
     _check_alike("a cross product", x, y)
     if x.depth() not in FLOATING:
@@ -45,11 +45,13 @@ def cross(x: Header, y: Header) -> Tensor:
 
 def _check_alike(what: str, x: Header, y: Header) -> None:
     if x.type() != y.type():
-        raise TypeError(f"{what} is of two of one type, got {typeToString(x.type())} and {typeToString(y.type())}")
+        raise TypeError(
+            f"{what} takes two vectors of the same type, got {typeToString(x.type())} and {typeToString(y.type())}"
+        )
     if x.size != y.size:
-        raise ValueError(f"{what} is of two of one size, got {x} and {y}")
+        raise ValueError(f"{what} takes two vectors of the same size, got {x} and {y}")
 
 
 def in_float32(x: Tensor) -> Tensor:
-    """Numbers of 16 bits in float32, others as they are."""
+    """16-bit numbers in float32, others unchanged."""
     return x.float() if x.element_size() == 2 else x

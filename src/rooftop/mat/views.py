@@ -1,6 +1,6 @@
-"""A header: type, sizes and steps on a block of memory, what they say, and views of the same memory.
+"""A header: type, sizes and steps on a block of memory, its properties, and views of the same memory.
 
-Making a view takes a few numbers and no tensor operation; the tensor on it is made when something is computed.
+Making a view takes a few numbers and no tensor operation; its tensor is created when something is computed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MatSize(tuple[int, ...]):
 
 
 class Shaped:
-    """What a type and sizes say, of Mats and of expressions."""
+    """Properties that follow from type and sizes, for Mats and for expressions."""
 
     __slots__ = ()
     _type: int
@@ -47,7 +47,7 @@ class Shaped:
         return self._type
 
     def depth(self) -> int:
-        """The code of what one channel is, such as CV_8U."""
+        """The code of the type of one channel, such as CV_8U."""
         return self._type & _DEPTH_MASK
 
     def channels(self) -> int:
@@ -59,12 +59,12 @@ class Shaped:
 
     @property
     def rows(self) -> int:
-        """-1 of more than two dimensions; 1 of one."""
+        """-1 with more than two dimensions; 1 with one."""
         return (0, 1, self._sizes[0] if self._sizes else 0)[self.dims] if self.dims <= 2 else -1
 
     @property
     def cols(self) -> int:
-        """-1 of more than two dimensions."""
+        """-1 with more than two dimensions."""
         return (self._sizes[-1] if self._sizes else 0) if self.dims <= 2 else -1
 
     @property
@@ -73,7 +73,7 @@ class Shaped:
         return MatSize(self._sizes)
 
     def total(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return math.prod(self._sizes) if self._sizes else 0
 
     def empty(self) -> bool:
@@ -82,7 +82,7 @@ class Shaped:
 
 
 class Header(Shaped):
-    """What `Mat` is without its copies: everything here leaves the elements where they are."""
+    """A `Mat` without its copies: nothing here changes the elements."""
 
     __slots__ = (
         "__weakref__", "_cached", "_data", "_device", "_end", "_limit", "_offset", "_share", "_sizes", "_start",
@@ -92,10 +92,10 @@ class Header(Shaped):
     _steps: Sizes  # bytes
     _data: MatData | None  # None without elements
     _share: object  # counts the headers of the block
-    _offset: int  # bytes in the storage: of the first element,
-    _start: int  # of the whole that this was cut from,
-    _end: int  # of the end of its last row,
-    _limit: int  # of the end of the room that rows may grow into
+    _offset: int  # bytes in the storage: offset of the first element,
+    _start: int  # start of the whole Mat from which this was cut,
+    _end: int  # end of its last row,
+    _limit: int  # end of the memory that rows may grow into
     _submatrix: bool
     _device: torch.device
     _cached: Tensor | None  # the elements, (..., channels)
@@ -122,7 +122,7 @@ class Header(Shaped):
         return self._steps[i] // self.elemSize1()
 
     def isContinuous(self) -> bool:
-        """Whether the elements lie one after another, without gaps between rows."""
+        """Whether the elements are contiguous, without gaps between rows."""
         return not self._sizes or headers.is_continuous(self._sizes, self._steps)
 
     def isSubmatrix(self) -> bool:
@@ -175,7 +175,7 @@ class Header(Shaped):
         return self._cut("colRange", {self._axis("cols"): _range(slice(start, end), self._whole("cols"), "columns")})
 
     def roi(self, x: int, y: int, width: int, height: int) -> Self:
-        """The rectangle whose upper left corner is column x, row y, as cv::Rect: `m.roi(*cv2.boundingRect(p))`."""
+        """The rectangle with its upper left corner at column x, row y, as cv::Rect: `m.roi(*cv2.boundingRect(p))`."""
         self._two_dimensions("roi")
         if width < 0 or height < 0:
             raise ValueError(f"a rectangle has a width and a height of at least 0, got {width} x {height}")
@@ -194,14 +194,14 @@ class Header(Shaped):
         return self._header((length, 1), steps, offset, self._submatrix or (rows, cols) != (1, 1))
 
     def reshape(self, cn: int, rows: int | Sequence[int] = 0) -> Self:
-        """The same numbers as elements of another count of channels, in other rows or sizes.
+        """The same numbers with another count of channels, in other rows or sizes.
 
         Args:
             cn: channels; 0 keeps them.
-            rows: their number, 0 keeps it; or all sizes, where 0 keeps one and one -1 is found.
+            rows: their number, 0 keeps it; or all sizes: 0 keeps one, and one -1 is computed.
 
         Raises:
-            ValueError: the numbers do not divide so; other rows or sizes of a Mat with gaps (`clone()` first).
+            ValueError: the numbers do not divide; other rows or sizes of a Mat with gaps (`clone()` first).
         """
         if cn:
             CV_MAKETYPE(self.depth(), cn)
@@ -216,7 +216,7 @@ class Header(Shaped):
             if cn and numbers % cn:
                 raise ValueError(f"the last dimension of {numbers} numbers cannot be elements of {cn} channels")
             return self._seen(cn or self.channels(), self._sizes[:-1], numbers, self._steps[:-1])
-        if not rows and self.dims == 2:  # what most ask for: other channels in the same rows
+        if not rows and self.dims == 2:  # the usual request: other channels in the same rows
             numbers = self._sizes[1] * self.channels()
             count = cn or self.channels()
             if count <= numbers and numbers % count == 0:
@@ -237,19 +237,20 @@ class Header(Shaped):
         return self._seen(cn, kept[:-1], kept[-1] * cn, headers.natural_steps(kept, cn * self.elemSize1())[:-1])
 
     def _seen(self, cn: int, leading: Sizes, numbers: int, leading_steps: Sizes) -> Self:
-        """With so many numbers in the last dimension, as elements of `cn` channels."""
+        """A view with `numbers` numbers in the last dimension, as elements of `cn` channels."""
         steps = (*leading_steps, cn * self.elemSize1())
         new = self._header((*leading, numbers // cn), steps, self._offset, self._submatrix)
         new._type = CV_MAKETYPE(self.depth(), cn)
         return new
 
     def locateROI(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Where this lies in what it was cut from: (width, height) of the whole, (x, y) of the first element."""
+        """Position of this view in the Mat from which it was cut: (width, height) of the whole, (x, y) of the first
+        element."""
         place = self._place("locateROI")
         return (place.whole_cols, place.whole_rows), (place.col, place.row)
 
     def adjustROI(self, dtop: int, dbottom: int, dleft: int, dright: int) -> Self:
-        """Moves the edges of this header outward (inward where negative), within the whole. Gives itself."""
+        """Move the edges of this header outward (inward if negative), within the whole Mat. Returns itself."""
         place = self._place("adjustROI")
         row1, row2, col1, col2 = headers.adjusted(place, self.rows, self.cols, dtop, dbottom, dleft, dright)
         self._offset += (row1 - place.row) * self._steps[0] + (col1 - place.col) * self._steps[1]
@@ -267,9 +268,9 @@ class Header(Shaped):
     def __getitem__(self, index: Range | tuple[Range, ...]) -> Any:
         """Elements or views, without copies.
 
-        `m[y, x]`, an index for each dimension, is the element: a number, or a tuple of one for each channel.
-        `m[y0:y1, x0:x1]` with a range for some dimension is a Mat of as many dimensions, where an index counts as a
-        range of one; `m[y]` is row y.
+        `m[y, x]`, an index for each dimension, is the element: a number, or a tuple with a number for each channel.
+        `m[y0:y1, x0:x1]`, with a range for some dimension, is a Mat with as many dimensions; an index counts as a range
+        of one. `m[y]` is row y.
 
         Raises:
             IndexError: out of range, negative indices included.
@@ -281,14 +282,14 @@ class Header(Shaped):
         return self._cut("[]", place)
 
     def at(self, *index: int) -> Any:
-        """The element at an index for each dimension; one index counts along a single row or column."""
+        """The element at an index for each dimension; a single index counts along a single row or column."""
         if len(index) == 1 and self.dims == 2 and 1 in self._sizes:
             index = (0, index[0]) if self._sizes[0] == 1 else (index[0], 0)
         if len(index) != self.dims:
             raise IndexError(f"at takes {self.dims} indices of {self}, got {len(index)}")
         return self[index]
 
-    # The same, from within.
+    # The same, for internal use.
 
     def _header(self, sizes: Sizes, steps: Sizes, offset: int, submatrix: bool) -> Self:
         new = self.__class__.__new__(self.__class__)
@@ -315,7 +316,7 @@ class Header(Shaped):
         given = index if isinstance(index, tuple) else (index,)
         sizes = self._sizes
         for place, each in enumerate(given):
-            if each is Ellipsis:  # all dimensions that are not named
+            if each is Ellipsis:  # all dimensions that are not given
                 given = (*given[:place], *[slice(None)] * (len(sizes) + 1 - len(given)), *given[place + 1 :])
                 break
         if len(given) > len(sizes):
@@ -352,7 +353,7 @@ class Header(Shaped):
         return self._data.strided(dtype, (*self._sizes, channels), strides, self._offset // item)
 
     def _tensor(self) -> Tensor:
-        """The elements (..., channels) in their dtype, to be read."""
+        """The elements (..., channels) in their dtype, for reading."""
         if self._cached is None:
             self._cached = self._strided(depth_of(self._type).dtype)
         elif self._data is not None:
@@ -360,13 +361,13 @@ class Header(Shaped):
         return self._cached
 
     def _address(self) -> int:
-        """Where the first element lies, to be read; there is one."""
+        """The address of the first element, for reading; there is one."""
         assert self._data is not None
         self._data.check_mapping()
         return self._data.storage.data_ptr() + self._offset
 
     def _bits(self) -> Tensor:
-        """The elements (..., channels) in the carrier of their depth, to be read."""
+        """The elements (..., channels) in the carrier of their depth, for reading."""
         depth = depth_of(self._type)
         elements = self._tensor()
         return elements if depth.dtype == depth.carrier else elements.view(depth.carrier)
@@ -396,11 +397,11 @@ class Header(Shaped):
 
     def _two_dimensions(self, of: str) -> None:
         if self.dims != 2:
-            raise ValueError(f"{of} is of two dimensions, got {self}: take m[ranges], or reshape")
+            raise ValueError(f"{of} needs two dimensions, got {self}: take m[ranges], or reshape")
 
 
 def is_integer(value: object) -> bool:
-    """Python's and NumPy's integers; no booleans, which say nothing about a place."""
+    """Whether it is a Python or NumPy integer; booleans are excluded, since they are no indices."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 

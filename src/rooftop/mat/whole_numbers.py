@@ -1,8 +1,8 @@
-"""Exact evaluation of whole-number expressions whose intermediate values may exceed 64 bits, on any device.
+"""Exact evaluation of integer expressions whose intermediate values may exceed 64 bits, on any device.
 
 A number is a list of int64 tensors: its digits in base 2^30, lowest first. All digits but the last are from 0 to
-2^30 - 1; the last one carries the sign. The bounds of a value give the number of digits. No carry is lost: a sum of
-digits has 34 bits to spare, and the product of two digits is split in two before it is added.
+2^30 - 1; the last one carries the sign. The bounds of a value determine the number of digits. No carry is lost: a sum
+of digits has 34 bits to spare, and the product of two digits is split in two before it is added.
 
 Expressions whose values all fit in int64 are evaluated elsewhere, in int64.
 """
@@ -25,18 +25,18 @@ Digits = list[Tensor]
 _BITS = 30
 _MASK = (1 << _BITS) - 1
 _BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements that are computed at a time, with all their digits
-_PIECE = 5  # bits that are taken at a time on the way to float64
+_PIECE = 5  # bits per step of the conversion to float64
 
 
 def store_whole_numbers(
     root: MatExpr, bounds: BoundsOf, leaves: Sequence[MatExpr], tensors: Sequence[Tensor], into: Tensor, depth: int
 ) -> None:
-    """Evaluates an expression of whole numbers and writes the result, saturated or rounded once.
+    """Evaluate an integer expression exactly and write the result, saturated or rounded once.
 
     Args:
-        bounds: of all nodes. Every node has whole numbers only.
-        leaves, tensors: the Mats among the nodes, and their elements (..., channels), of the target's shape.
-        into: the target, of the dtype of `depth`. It overlaps no tensor, or has its very elements.
+        bounds: of all nodes. Every node is an integer expression. leaves, tensors: the Mats among the nodes, and their
+            elements (..., channels), of the target's shape.
+        into: the target, of the dtype of `depth`. It overlaps no tensor, or has exactly its elements.
         depth: an integer one, Bool or CV_64F.
     """
     known = bounds[id(root)]
@@ -51,7 +51,7 @@ def store_whole_numbers(
 
 
 def _blocks(target: Tensor) -> list[Any]:
-    """Rows of the first dimension, where there are others than the channels."""
+    """Rows of the first dimension, if there are others than the channels."""
     if target.dim() < 2 or not target.numel():
         return [...]
     rows = max(1, _BLOCK.get(target.device.type, 1 << 22) * target.shape[0] // target.numel())
@@ -105,13 +105,13 @@ def _of_elements(x: Tensor, depth: int) -> Digits:
 
 
 def _of_int64(x: Tensor, unsigned: bool = False) -> Digits:
-    """Of int64 numbers, or of the bits of uint64 ones."""
+    """Digits of int64 numbers, or of the bits of uint64 ones."""
     last = x >> 2 * _BITS
     return [x & _MASK, (x >> _BITS) & _MASK, last & ((1 << 64 - 2 * _BITS) - 1) if unsigned else last]
 
 
 def _of_numbers(numbers: Sequence[int], device: torch.device) -> Digits:
-    """Of one number for each channel."""
+    """Digits of one number for each channel."""
     count = _count(max(map(abs, numbers)))
     rows = [[n >> _BITS * place & _MASK for n in numbers] for place in range(count - 1)]
     rows.append([n >> _BITS * (count - 1) for n in numbers])
@@ -119,12 +119,12 @@ def _of_numbers(numbers: Sequence[int], device: torch.device) -> Digits:
 
 
 def _count(largest: int | Fraction) -> int:
-    """Digits of a number with its sign."""
+    """The number of digits of a number with its sign."""
     return int(largest).bit_length() // _BITS + 1
 
 
 def _fitted(digits: Digits, known: Bounds) -> Digits:
-    """The digits in their limits, and as many as the bounds of the value need."""
+    """The digits within their limits, as many as the value's bounds need."""
     count = _count(known.largest)
     digits = list(digits)
     while len(digits) < count:
@@ -132,14 +132,14 @@ def _fitted(digits: Digits, known: Bounds) -> Digits:
     for place in range(len(digits) - 1):
         digits[place + 1] = digits[place + 1] + (digits[place] >> _BITS)
         digits[place] = digits[place] & _MASK
-    for place in range(count, len(digits)):  # these hold its sign alone: what is shifted out is none of the value
+    for place in range(count, len(digits)):  # these only hold its sign: shifting them out loses nothing
         if _BITS * (place - count + 1) < 64:
             digits[count - 1] = digits[count - 1] + (digits[place] << _BITS * (place - count + 1))
     return digits[:count]
 
 
 def _alike(a: Digits, b: Digits) -> tuple[Digits, Digits]:
-    """As many digits of both."""
+    """Both with the same number of digits."""
     count = max(len(a), len(b))
     return _extended(a, count), _extended(b, count)
 
@@ -157,7 +157,7 @@ def _sum(a: Digits, b: Digits) -> Digits:
 
 
 def _difference(a: Digits, b: Digits) -> Digits:
-    """Whose last digit has the sign."""
+    """The digits of a - b; the last one carries the sign."""
     digits = [x - y for x, y in zip(*_alike(a, b), strict=True)]
     for place in range(len(digits) - 1):
         digits[place + 1] = digits[place + 1] + (digits[place] >> _BITS)
@@ -177,7 +177,7 @@ def _product(a: Digits, b: Digits) -> Digits:
 
 
 def _compared(operation: str, difference: Digits) -> Tensor:
-    """By the sign of a - b."""
+    """The result of a comparison, from the sign of a - b."""
     if operation in ("lt", "ge"):
         is_less = difference[-1] < 0
         return is_less if operation == "lt" else ~is_less
@@ -199,7 +199,7 @@ def _is_zero(digits: Digits) -> Tensor:
 
 
 def _of_bits(each: MatExpr, of: list[Digits], known: Sequence[Bounds | None]) -> Digits:
-    """Of numbers as their depth stores them."""
+    """The bits of numbers as their depth stores them."""
     depth, limits = each.depth(), depth_bounds(each.depth())
     assert limits is not None
     bits = [_saturated(digits, one, depth) for digits, one in zip(of, known, strict=True)]
@@ -212,7 +212,7 @@ def _of_bits(each: MatExpr, of: list[Digits], known: Sequence[Bounds | None]) ->
 
 
 def _saturated(digits: Digits, known: Bounds | None, depth: int) -> Tensor:
-    """Kept within the limits of an integer depth: int64 numbers, of CV_64U their bits."""
+    """Limited to an integer depth: int64 numbers, for CV_64U their bits."""
     assert known is not None
     limits = depth_bounds(depth)
     assert limits is not None
@@ -220,7 +220,7 @@ def _saturated(digits: Digits, known: Bounds | None, depth: int) -> Tensor:
         return (~_is_zero(digits)).to(torch.int64)
     bits = digits[0]
     for place, digit in enumerate(digits[1:], 1):
-        if _BITS * place < 64:  # beyond, there is nothing but the sign of what is within the limits
+        if _BITS * place < 64:  # digits beyond these only repeat the sign of a value within the limits
             bits = bits + (digit << _BITS * place)
     for limit, beyond in ((limits.low, known.low < limits.low), (limits.high, known.high > limits.high)):
         if beyond:
@@ -248,7 +248,7 @@ def _to_float64(digits: Digits, known: Bounds) -> Tensor:
     """Each number rounded once, half to even.
 
     The highest bits of the absolute value go into an int64, up to 62 of them. If any lower bit is set, the lowest bit
-    of the int64 is set too. It lies below the 53 bits that float64 keeps, so it only breaks ties.
+    of the int64 is set too. It is below the 53 bits that float64 keeps, so it only breaks ties.
     """
     if known.within(torch.int64):
         return _saturated(digits, known, CV_64S).to(torch.float64)
@@ -263,6 +263,6 @@ def _to_float64(digits: Digits, known: Bounds) -> Tensor:
             rest = rest | (~has_room & (piece != 0))
             exponent = torch.where(has_room, exponent, exponent + _PIECE)
             taken = torch.where(has_room, (taken << _PIECE) | piece, taken)
-    power = (exponent.clamp_max(1023) + 1023 << 52).view(torch.float64)  # pow of a GPU need not be exact
+    power = (exponent.clamp_max(1023) + 1023 << 52).view(torch.float64)  # pow on a GPU need not be exact
     found = (taken | rest.to(torch.int64)).to(torch.float64) * power
     return torch.where(negative, -found, found)

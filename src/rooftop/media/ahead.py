@@ -1,4 +1,4 @@
-"""Work done by threads ahead of who asks for it, its results in the order of what was given."""
+"""Work that threads do ahead of its consumer, with results in the order of the items."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rooftop.errors import InputError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-MOST_THREADS = 8  # unless told otherwise: each may hold a whole photograph
+MOST_THREADS = 8  # by default: each may hold a whole photograph
 
 
 def usual_threads() -> int:
@@ -27,14 +27,14 @@ def in_order(
 ) -> Iterator[Result]:
     """`function` of each item, computed by a pool of threads; results come in the order of the items.
 
-    An exception comes at its item's place; then, or when the iterator is closed, nothing more is begun. The function
-    should leave torch's operators alone where it can: each thread that uses them starts a team of its own.
+    An exception is raised at its item's position. After it, or when the iterator is closed, no more items are begun.
+    The function should avoid torch's operators if possible: each thread that uses them starts its own team of threads.
 
     Args:
-        function: releases the GIL for most of its time, or threads are of no use.
-        items: taken one by one, as there is room.
+        function: releases the GIL for most of its time; otherwise threads do not help.
+        items: taken one by one, when there is room.
         threads: None: `usual_threads()`.
-        ahead: how many items are begun or done and not yet asked for, at most; None: two for each thread.
+        ahead: the maximum number of items that are begun or done but not yet requested; None: two for each thread.
 
     Raises:
         InputError: numbers below 1.

@@ -3,8 +3,8 @@
     ClipDataset    all clips of some files, by number
     ClipLoader     batches of them, in an order drawn from a seed; threads decode, each on a stream of its own
 
-A thread of the loader has a decoder and a CUDA stream of its own. What it made is handed over by an event: the stream
-that takes a batch waits for it on the GPU, and the host waits for nothing but the decoding itself.
+A thread of the loader has its own decoder and CUDA stream. The result is passed on with an event: the stream that takes
+a batch waits for it on the GPU, and the host waits only for the decoding itself.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from rooftop.media.errors import DamagedVideoError
 from rooftop.media.forms import Normalization
 from rooftop.media.reading import VideoReader
 
-OPEN_FILES = 2  # of each thread; NVDEC has a session for each
+OPEN_FILES = 2  # per thread; NVDEC has a session for each
 
 
 class Clip(NamedTuple):
-    """A clip: pixels (T, 3, H, W), the number of its file, and the position of its first frame there."""
+    """A clip: pixels (T, 3, H, W), the number of its file, and the position of its first frame in the file."""
 
     pixels: Tensor
     file: int
@@ -42,7 +42,7 @@ class Clip(NamedTuple):
 
 
 class ClipBatch(NamedTuple):
-    """Clips: pixels (N, T, 3, H, W); (N,) int64 on the CPU, the numbers of their files and their first frames."""
+    """Clips: pixels (N, T, 3, H, W); the numbers of their files and their first frames, (N,) int64 on the CPU."""
 
     pixels: Tensor
     files: Tensor
@@ -56,23 +56,24 @@ class ClipDataset(Dataset[Clip]):
         for pixels, files, firsts in ClipLoader(clips, batch=8, shuffle=True): ...
 
     Args:
-        paths: video files; each is looked through once, without decoding, to know how many frames it has.
-        frames: of a clip.
+        paths: video files; each is read once, without decoding, to count its frames.
+        frames: number of frames of a clip.
         step: from one frame of a clip to its next.
         stride: from the start of a clip to the start of the next; if not given, clips share no frames.
-        resize: (height, width), upright; needed where the videos differ in size.
-        dtype, normalize, device: as of `VideoReader`.
+        resize: (height, width), upright; required if the videos differ in size.
+        dtype, normalize, device: as in `VideoReader`.
         on_error: "raise"; or "skip" files that cannot be read, and in a `ClipLoader` clips that cannot be decoded, with
             a warning for each. `dataset[i]` raises in any case.
 
     Attributes:
-        readers: of each file that is read.
-        counts: clips of each of them; 0 of one that is too short. Of a file that was cut off, the clips that are there.
-        skipped: (path, what is wrong) of each file that was skipped.
+        readers: a reader for each open file.
+        counts: number of clips of each file; 0 if it is too short. If a file was cut off, only its complete clips
+            count.
+        skipped: (path, problem) for each skipped file.
 
     Raises:
-        InputError: as of `VideoReader`; no clip in any file; videos of several sizes without `resize`.
-        DamagedVideoError: not one frame of a file can be decoded.
+        InputError: as in `VideoReader`; no clip in any file; videos of several sizes without `resize`.
+        DamagedVideoError: no frame of a file can be decoded.
     """
 
     def __init__(
@@ -152,13 +153,13 @@ class ClipDataset(Dataset[Clip]):
         return Clip(self._reader(file).take(positions), file, first)
 
     def _reader(self, file: int) -> VideoReader:
-        """This thread's, with a decoder of its own; those not used for longest are closed."""
+        """This thread's reader, with its own decoder; the least recently used ones are closed."""
         readers: OrderedDict[int, VideoReader] | None = getattr(self._of_thread, "readers", None)
         if readers is None or self._of_thread.process != os.getpid():
             readers = self._of_thread.readers = OrderedDict()
             self._of_thread.process = os.getpid()
         if file not in readers:
-            readers[file] = copy.copy(self.readers[file])  # the index is shared, what is open is not
+            readers[file] = copy.copy(self.readers[file])  # the index is shared, open files are not
         readers.move_to_end(file)
         while len(readers) > OPEN_FILES:
             readers.popitem(last=False)[1].close()
@@ -174,27 +175,28 @@ class ClipDataset(Dataset[Clip]):
 class ClipLoader:
     """Batches of a `ClipDataset`, decoded ahead by threads. A loop over it is one pass over the clips.
 
-    The order is drawn from the seed and the pass; how many threads there are changes nothing.
+    The order is drawn from the seed and the pass; the number of threads does not affect it.
 
     Args:
         dataset: the clips.
-        batch: clips of a batch; the last one has what is left.
-        shuffle: whether clips come in a drawn order, or in that of the files.
-        seed: of the order; pass number n draws from (seed, n).
-        threads: that decode. On the CPU each decodes with several of its own already; on a GPU as many as it has NVDEC
-            engines.
-        ahead: batches that are decoded before they are asked for.
-        drop_last: whether clips that fill no batch are left out.
-        to: a GPU to which clips decoded on the CPU are copied, from pinned memory; None: where they were decoded.
+        batch: clips of a batch; the last batch has the remaining ones.
+        shuffle: whether clips come in a random order, or in that of the files.
+        seed: seed of the order; pass number n draws from (seed, n).
+        threads: number of decoding threads. On the CPU each decoder uses several threads already; a GPU gets as many as
+            it has NVDEC engines.
+        ahead: batches that are decoded in advance.
+        drop_last: whether an incomplete last batch is dropped.
+        to: a GPU to which clips decoded on the CPU are copied, from pinned memory; None: they stay on the device of
+            decoding.
 
-    Batches are on the stream that asks for them. NVDEC's frames come through the device's default stream, so a step
-    that runs on that stream is in their way: a loop within `torch.cuda.stream(torch.cuda.Stream())` is not.
+    Batches are on the stream that requests them. NVDEC's frames go through the device's default stream, so a step on
+    that stream delays them; a loop within `torch.cuda.stream(torch.cuda.Stream())` does not.
 
     Attributes:
         epoch: the number of the next pass; may be set.
 
     Raises:
-        InputError: numbers below 1, or a device to copy to that is not there.
+        InputError: numbers below 1, or an unavailable device in `to`.
     """
 
     def __init__(
@@ -219,7 +221,7 @@ class ClipLoader:
         self.epoch = 0
 
     def __len__(self) -> int:
-        """Batches of a pass."""
+        """Number of batches of a pass."""
         count = len(self.dataset)
         return count // self.batch if self.drop_last else -(-count // self.batch)
 
@@ -233,8 +235,8 @@ class ClipLoader:
     def __iter__(self) -> Iterator[ClipBatch]:
         """
         Raises:
-            DamagedVideoError: at the batch of a clip that cannot be decoded. If the dataset skips such, batches are
-                smaller, with `drop_last` too, and one of none is left out.
+            DamagedVideoError: at the batch with a clip that cannot be decoded. If the dataset skips such clips, batches
+                are smaller, also with `drop_last`, and an empty one is skipped.
         """
         order, self.epoch = self.order(self.epoch), self.epoch + 1
         groups = [order[start : start + self.batch] for start in range(0, len(order), self.batch)][: len(self)]
@@ -258,7 +260,7 @@ class ClipLoader:
                         future.cancel()
 
     def _make(self, number: int, streams: threading.local) -> _Made | None:
-        """A clip; None if it cannot be decoded, and such are skipped."""
+        """A clip; None if it cannot be decoded and such clips are skipped."""
         try:
             return self._made(number, streams)
         except (DamagedVideoError, InputError, OSError) as error:

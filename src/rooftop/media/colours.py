@@ -5,11 +5,11 @@ With the weights Kr and Kb of a matrix, and Y in 0..1, Cb and Cr in -0.5..0.5:
     R = Y + 2 (1 - Kr) Cr        B = Y + 2 (1 - Kb) Cb        G = (Y - Kr R - Kb B) / (1 - Kr - Kb)
 
 Sources: ITU-R BT.601-7, BT.709-6, BT.2020-2 (non-constant luminance); their numbers in files: ITU-T H.273, table 4.
-Limited range holds Y in 16..235 and chroma in 16..240 of 8 bits, and the same times 2^(bits-8) of more bits.
+Limited range has Y in 16..235 and chroma in 16..240 for 8 bits, and the same times 2^(bits-8) for more bits.
 
-Chroma of fewer samples is repeated for the pixels that it covers, and on the way back is their mean. The formula is
-ours, not swscale's: that one is off by up to 3 of 255 on its fast paths, and (version 9.5) leaves the last columns of
-odd widths unwritten when it converts 4:2:0 to planes.
+A chroma sample applies to all pixels that it covers; in the other direction it is their mean. The formula is ours, not
+swscale's. swscale is off by up to 3 of 255 on its fast paths, and (version 9.5) leaves the last columns of odd widths
+unwritten when it converts 4:2:0 to planes.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ WEIGHTS = {  # Kr, Kb
     "smpte240m": (0.212, 0.087),
 }
 MATRICES = {1: "bt709", 4: "fcc", 5: "bt601", 6: "bt601", 7: "smpte240m", 9: "bt2020"}
-"""H.273's matrix_coefficients. 2 is unspecified; the others are not matrices of this form, or RGB."""
+"""H.273's matrix_coefficients. 2 is unspecified; the others are not matrices of this form, or are RGB."""
 CODES = {"bt709": 1, "fcc": 4, "bt601": 6, "smpte240m": 7, "bt2020": 9}
 
 
 @dataclass(frozen=True)
 class Colours:
-    """How numbers of a video mean colours.
+    """How the numbers of a video encode colours.
 
     Attributes:
         matrix: bt601, bt709, bt2020, fcc or smpte240m.
-        full_range: whether 0 is black (and 255 white of 8 bits), or 16 (and 235).
-        assumed: what the file does not say: any of "matrix" and "range".
+        full_range: whether black is 0 (and white 255 for 8 bits), or 16 (and 235).
+        assumed: properties that the file does not state: "matrix", "range" or both.
     """
 
     matrix: str
@@ -48,7 +48,9 @@ class Colours:
 
 
 def usual_matrix(height: int, width: int) -> str:
-    """What is assumed of a video that does not say: BT.709 from 1280 x 720 on, BT.601 below, as players do."""
+    """The matrix that is assumed if a video does not state one: BT.709 from 1280 x 720 on, BT.601 below, as in
+    players.
+    """
     return "bt709" if width >= 1280 or height > 576 else "bt601"
 
 
@@ -57,8 +59,8 @@ def yuv_to_rgb(y: Tensor, u: Tensor, v: Tensor, colours: Colours, bits: int, dty
 
     Args:
         y: (H, W), unsigned integers of `bits` bits in any integer dtype.
-        u, v: (H', W') of Cb and Cr; H' is H or half of it rounded up (or a quarter), W' likewise.
-        dtype: of the result; uint8 is rounded, floating types are in 0..1 and keep what `bits` gives.
+        u, v: (H', W') of Cb and Cr; H' is H or half of it rounded up (or a quarter); W' likewise.
+        dtype: dtype of the result; uint8 is rounded, floating types are in 0..1 and keep the precision of `bits`.
 
     Returns: (3, H, W).
     """
@@ -70,7 +72,7 @@ def yuv_to_rgb(y: Tensor, u: Tensor, v: Tensor, colours: Colours, bits: int, dty
     black, luma_scale, chroma_scale = extents(colours.full_range, bits)
     if height % down:
         u, v, down = u.repeat_interleave(down, 0)[:height], v.repeat_interleave(down, 0)[:height], 1
-    if across > 1:  # while they are small; rows are repeated by the addition below
+    if across > 1:  # while they are small; the addition below repeats rows
         u, v = (each.repeat_interleave(across, 1)[:, :width] for each in (u, v))
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     luma = y.to(exact).sub_(black).mul_(white / luma_scale).view(-1, down, width)
@@ -98,8 +100,7 @@ def rgb_to_yuv(
 
     Args:
         rgb: (3, H, W) floating, in 0..1.
-        bits: of the result, in `dtype`.
-        down, across: pixels for one sample of chroma, of which H and W are multiples.
+        bits: bits of the result, in `dtype`. down, across: pixels per sample of chroma, of which H and W are multiples.
 
     Returns: (H, W), (H / down, W / across), (H / down, W / across).
     """
@@ -116,7 +117,7 @@ def rgb_to_yuv(
 
 
 def extents(full: bool, bits: int) -> tuple[float, float, float]:
-    """Of `bits` bits: the luma of black, luma from black to white, chroma from end to end."""
+    """For `bits` bits: the luma of black, luma from black to white, chroma from end to end."""
     if full:
         return 0.0, float((1 << bits) - 1), float((1 << bits) - 1)
     unit = 2.0 ** (bits - 8)

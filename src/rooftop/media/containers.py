@@ -1,4 +1,4 @@
-"""A source opened by FFmpeg for what is in it besides video."""
+"""A source opened by FFmpeg to read its other streams, besides video."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Container:
             container.streams.audio
 
     Attributes:
-        streams: all that FFmpeg finds in it.
+        streams: all streams that FFmpeg finds.
         format: FFmpeg's names of the format.
-        start_us: where the clock of the file begins, whose 0 is where a player starts, in microseconds.
+        start_us: where the clock of the file begins, in microseconds; players start at 0.
 
     Raises:
         InputError: FFmpeg cannot read the source.
@@ -37,7 +37,7 @@ class Container:
         except (self.av.FFmpegError, OSError, ValueError, RuntimeError) as error:
             self._file.close()
             raise InputError(
-                f"{source.name} is no sound or video that FFmpeg can read ({said(error)}): expected a whole file of "
+                f"{source.name} is not a sound or video that FFmpeg can read ({said(error)}): expected a whole file of "
                 "MP4, Matroska, WAV, MP3 or another of its formats"
             ) from error
         except BaseException:
@@ -57,7 +57,7 @@ class Container:
         self._file.close()
 
     def audio(self) -> tuple[av.AudioStream, ...]:
-        """The streams of sound.
+        """The sound streams.
 
         Raises:
             InputError: there are none.

@@ -1,6 +1,6 @@
 """A video file, decoded by FFmpeg on the CPU or by a GPU's NVDEC: packets, frames, and the index of both.
 
-A file is read as it is decoded, never whole.
+A file is read while it is decoded, never as a whole.
 """
 
 from __future__ import annotations
@@ -32,21 +32,23 @@ MAX_PIXELS = 1 << 27  # of one frame: 16K (15360 x 8640) fits. A header of a few
 KEY_FRAMES_ONLY = frozenset(
     ["mjpeg", "png", "ffv1", "prores", "dnxhd", "huffyuv", "ffvhuff", "utvideo", "rawvideo", "v210", "jpeg2000"]
 )
-"""Codecs whose frames do not depend on each other: in an AVI file, which has no times, each has its place."""
+"""Codecs whose frames do not depend on each other: in an AVI file, which has no times, each frame has a fixed
+position.
+"""
 
-ONE_WAITS = ("mpeg1video", "mpeg2video", "mpeg4")  # in these at most one frame waits for others to be shown before it
+ONE_WAITS = ("mpeg1video", "mpeg2video", "mpeg4")  # at most one frame waits for frames shown before it
 UNMARKED = ("gif",)  # codecs whose first packet some containers do not mark as a key frame
 
-WHOLE_PICTURES = (0, 1, 5)  # AVPictureType: not told, I, SI
-_SLACK_S = Fraction(1, 1000)  # of the durations that a Matroska file gives
+WHOLE_PICTURES = (0, 1, 5)  # AVPictureType: unknown, I, SI
+_SLACK_S = Fraction(1, 1000)  # tolerance for the durations in a Matroska file
 
-NO_TIMESTAMPS = 0x80  # AVFMT_NOTIMESTAMPS, of formats that are nothing but the codec's packets
+NO_TIMESTAMPS = 0x80  # AVFMT_NOTIMESTAMPS, for formats that contain only the codec's packets
 
 
 class Broken(Exception):
-    """Inside this package: a place that cannot be decoded; `pts` where it is known.
+    """Internal: a position that cannot be decoded; `pts` if it is known.
 
-    `damaged_frame`: it came out of the decoder, after all frames that are shown before it.
+    `damaged_frame`: the damaged frame itself, decoded after all frames that are shown before it.
     """
 
     def __init__(self, reason: str, pts: int | None = None, *, damaged_frame: bool = False) -> None:
@@ -56,17 +58,17 @@ class Broken(Exception):
 
 
 class Misled(Broken):
-    """Inside this package: a seek that led to a key frame too late."""
+    """Internal: a seek that led to a key frame too late."""
 
 
 class Unclean(Broken):
-    """Inside this package: a key frame that is not whole by itself, as where a picture is refreshed bit by bit."""
+    """Internal: a key frame that is incomplete by itself, as in streams that refresh the picture gradually."""
 
 
 class Decoder:
-    """One pass over the first video of a source. Its frames are FFmpeg's; `to_tensor` makes tensors of them.
+    """One pass over the first video of a source. It returns FFmpeg's frames; `to_tensor` converts them to tensors.
 
-    Args:
+    source: the source to read.
         source: what is read.
         device: the GPU whose NVDEC decodes; None: the CPU.
         threads: whether the CPU decodes several frames at once.
@@ -82,7 +84,7 @@ class Decoder:
         self.av = load_av()
         self.kind: Kind | None = None  # of NVDEC's decoder
         self.context: av.VideoCodecContext | None = None
-        self._sound = True  # whether others can have that decoder
+        self._sound = True  # whether another pass can reuse that decoder
         self._process = os.getpid()
         self._file = source.open()
         try:
@@ -103,7 +105,7 @@ class Decoder:
                     'becomes one: Image.open(path).save("frames.png", save_all=True)'
                 ) from error
             raise InputError(
-                f"{self.source.name} is no video that FFmpeg can read ({why}): expected a whole file of MP4, "
+                f"{self.source.name} is not a video that FFmpeg can read ({why}): expected a whole file of MP4, "
                 "Matroska, AVI or another of its formats. An MP4 that was cut off has lost its index, which is its end"
             ) from error
         pictures = self.av.stream.Disposition.attached_pic
@@ -112,7 +114,7 @@ class Decoder:
             others = ", ".join(f"{each.type}" for each in self.container.streams) or "nothing"
             self.container.close()
             raise InputError(f"{self.source.name} has no video, only {others}: expected a file with a video stream")
-        # A sequence of AVIF has its cover as a stream of its own.
+        # An AVIF sequence has its cover as a separate stream.
         sequence = self.container.metadata.get("major_brand") == "avis"
         self.stream: av.video.stream.VideoStream = max(videos, key=lambda each: each.frames) if sequence else videos[0]
         context = self.stream.codec_context
@@ -135,7 +137,7 @@ class Decoder:
                 self.container.close()
                 raise
         self.time_base: Fraction = self.stream.time_base or Fraction(1, 90000)
-        # FFmpeg guesses it from memory that is freed with the container, and PyAV does not look whether it is.
+        # FFmpeg guesses it from memory that is freed with the container, and PyAV does not check that.
         rate = self.stream.average_rate or self.stream.guessed_rate or self.stream.base_rate
         self._rate: Fraction | None = rate if rate and rate > 0 else None
         form = self.container.format
@@ -147,17 +149,17 @@ class Decoder:
         raw = bool(int(form.flags) & NO_TIMESTAMPS)
         self._by_places = "avi" in form.name and context.name not in KEY_FRAMES_ONLY
         self.clocked = not raw and not self._by_places
-        # What the file says of its length, to know whether it is all there.
+        # The length that the file states, to detect a file that was cut off.
         self._entries = len(self.stream.index_entries) if "mp4" in form.name else 0
         self._entries = self.stream.frames if "avi" in form.name else self._entries
         self._end = self._end_of_track()
         self._whole = True  # no seek yet: packets can be counted
-        self._keys: list[int] = []  # ticks of key frames that went into the decoder
-        self._went_back = False  # the clock; ticks of packets are none of the frames' then
-        self._missing = False  # whether packets, at the end, have given no frame
+        self._keys: list[int] = []  # ticks of key frames that were sent to the decoder
+        self._went_back = False  # the clock; ticks of packets are then not those of the frames
+        self._missing = False  # whether, at the end, packets have given no frame
 
     def _end_of_track(self) -> int | None:
-        """The tick at which the last frame ends, as an MP4 or a Matroska file names it. None if it does not, or if the
+        """The tick at which the last frame ends, as stated in an MP4 or a Matroska file. None if it does not, or if the
         track would end after the file."""
         name, stream = self.container.format.name, self.stream
         if "mp4" in name:  # whose packets have the durations of decoding
@@ -175,7 +177,7 @@ class Decoder:
         self._file.close()
 
     def __del__(self) -> None:
-        """A reader that is dropped lets go of its file, and of the GPU."""
+        """A dropped reader closes its file, and releases the GPU."""
         if hasattr(self, "_file") and not sys.is_finalizing():
             self._let_go()
             self._file.close()
@@ -186,13 +188,13 @@ class Decoder:
             given_back(self.kind, context, self._process)
 
     def rate(self) -> Fraction | None:
-        """Frames a second, of the whole file as its header says it; None if unknown. Also when it is closed."""
+        """Frames per second of the whole file, from its header; None if unknown. It also works after close."""
         return self._rate
 
     def last_duration(self, pts: int, given: int | None, damaged: bool) -> int:
-        """How long the last frame is shown, in ticks: as its packet says, or until the end that the file names.
+        """The display time of the last frame in ticks: from its packet, or until the end that the file states.
 
-        Also when it is closed.
+        It also works after close.
         """
         ticks = given or usual_duration(self)
         return ticks if damaged or self._end is None else max(ticks, self._end - pts)
@@ -202,7 +204,7 @@ class Decoder:
         return float((ticks - self.start_ticks) * self.time_base)
 
     def packets(self) -> Iterator[av.Packet[av.VideoStream]]:
-        """Packets of the video from here on, in the order of the file; then `Broken` if the file ends too early."""
+        """Packets of the video from here on, in file order; then `Broken` if the file ends too early."""
         count, end, places = 0, None, 0
         is_avi, usual = "avi" in self.container.format.name, usual_duration(self)
         demuxed = self.container.demux(self.stream)
@@ -217,7 +219,7 @@ class Decoder:
                 break
             count += 1
             if is_avi and packet.dts is not None:
-                # The place of its chunk. Chunks without bytes repeat a frame, and are no packets.
+                # The position of its chunk. Chunks without bytes repeat a frame, and are not packets.
                 places = max(places, packet.dts // usual + 1)
             if packet.pts is not None:
                 end = max(end or packet.pts, packet.pts + (packet.duration or 0))
@@ -226,7 +228,8 @@ class Decoder:
         self._check_end(count if self._whole else None, end)
 
     def _check_end(self, count: int | None, end: int | None) -> None:
-        """Whether all is there: the bytes that an AVI or a Matroska file says it has, else the frames of the header."""
+        """Check that the file is complete: by the size that an AVI or a Matroska file states, else by the number of
+        frames in the header."""
         size = self.source.size_bytes
         declared = declared_end(self._file, self.container.format.name, size)
         few = count is not None and count < self._entries
@@ -237,10 +240,10 @@ class Decoder:
             raise Broken(f"the file ends after {size:,} of {declared:,} bytes{until}")
 
     def seek(self, pts: int) -> None:
-        """Go to a packet that comes no later than the key frame at `pts`, if the format can; decoding begins anew.
+        """Seek to a packet no later than the key frame at `pts`, if the format can; decoding starts again there.
 
         Raises:
-            Broken: the format cannot.
+            Broken: the format cannot seek.
         """
         try:
             self.container.seek(pts, stream=self.stream)
@@ -251,19 +254,19 @@ class Decoder:
         self._whole = False
 
     def frames(self, start: int | None = None) -> Iterator[tuple[int, av.VideoFrame]]:
-        """Frames in the order in which they are shown, from the next key frame on, each with its tick.
+        """Frames in display order, from the next key frame on, each with its tick.
 
-        Where packets have no times frames get those of the frame rate (raw streams), or of their places in the file
+        If packets have no times, frames get those of the frame rate (raw streams), or of their positions in the file
         (AVI with frames out of order).
 
         Args:
-            start: after a seek, the tick of the key frame sought. Frames shown before the key frame to which the seek
-                led are left out: they are made from others before it.
+            start: after a seek, the tick of the requested key frame. Frames shown before the key frame of the seek are
+                skipped: they depend on frames before it.
 
         Raises:
             Misled: the seek led to a later key frame.
-            Unclean: it led to a frame that is not whole by itself.
-            Broken: a packet or a frame is damaged, or the file ends early. All frames before it were given.
+            Unclean: it led to a frame that is incomplete by itself.
+            Broken: a packet or a frame is damaged, or the file ends early. All frames before it were returned.
         """
         last: int | None = None
         try:
@@ -281,13 +284,13 @@ class Decoder:
             yield from self._once_more(start, last)
 
     def _once_more(self, start: int | None, last: int | None) -> Iterator[tuple[int, av.VideoFrame]]:
-        """Before damage: frames after tick `last` that several threads had begun and let go of, at the end of a file
-        without a word. One thread, which goes through them again from a key frame on, loses none.
+        """Before damage: frames after tick `last` that several threads had begun and then dropped silently, at the end
+        of a file. A single thread, which decodes them again from a key frame on, loses none.
 
         Raises:
-            Broken: as of `frames`.
+            Broken: as in `frames`.
         """
-        keys = [] if self._went_back or self.suspicions.places else self._keys[1:]  # a tick may be of several places
+        keys = [] if self._went_back or self.suspicions.places else self._keys[1:]  # several positions may share a tick
         before = [key for key in keys if last is not None and key <= last]
         for key in dict.fromkeys((max(before, default=start), start)):
             slow = Decoder(self.source, threads=False)
@@ -299,7 +302,7 @@ class Decoder:
                         yield pts, frame
                         last = pts
                 return
-            except (Misled, Unclean):  # then from where it was begun before
+            except (Misled, Unclean):  # then from the earlier starting point
                 continue
             finally:
                 slow.close()
@@ -311,8 +314,9 @@ class Decoder:
         for frame in self._decoded(start):
             pts = frame.pts
             if self._by_places and frame.dts is not None:
-                # In an AVI file the place of the packet with which a frame came out: later than that at which it is
-                # shown by as many frames as wait in the decoder, which are as many as before the first.
+                # In an AVI file this is the position of the packet with which a frame came out. It is later than the
+                # frame's own position by the number of frames that wait in the decoder, as many as before the first
+                # frame.
                 first_place = frame.dts if first_place is None else first_place
                 place = self.start_ticks + frame.dts - first_place
                 if last is None or place > last:
@@ -368,7 +372,9 @@ class Decoder:
         self._missing = any(first is None or tick >= first for tick in pending)
 
     def begins(self, packet: av.Packet[av.VideoStream]) -> bool:
-        """Whether decoding can begin with a packet: a key frame, or the first of a codec without a mark for these."""
+        """Whether decoding can begin with a packet: a key frame, or the first packet of a codec without key frame
+        marks.
+        """
         return packet.is_keyframe or (self._whole and self.stream.codec_context.name in UNMARKED)
 
     def _decode(self, packet: av.Packet[av.VideoStream] | None) -> list[av.VideoFrame]:
@@ -379,13 +385,13 @@ class Decoder:
         except BaseException:
             self._sound = False
             raise
-        # What stands in the pictures' own data of how to turn them stays in the decoder.
+        # A rotation stored in the pictures' own data stays in the decoder.
         if self.kind is not None and any(display_matrix(frame) is not None for frame in frames):
             self._sound = False
         return frames
 
     def _rest(self, first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
-        """The frames that the decoder still holds."""
+        """The frames that are still in the decoder."""
         try:
             rest = self._decode(None)
         except (self.av.FFmpegError, ValueError) as error:
@@ -393,10 +399,9 @@ class Decoder:
         yield from _good(rest, first, sought)
 
     def _before_damage(self, pending: set[int], first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
-        """Of these, those shown before the first one that is missing: the error comes some packets after its cause.
+        """Of these frames, those shown before the first missing one: the error comes some packets after its cause.
 
-        Where packets have no times, frames are counted: one that waits for others, which are gone, would get the time
-        of one of these.
+        If packets have no times, frames are counted: a frame that waits for lost ones would get one of their times.
         """
         held: list[av.VideoFrame] = []
         with suppress(Broken):
@@ -410,13 +415,14 @@ class Decoder:
             yield frame
 
 
-# FFmpeg's decoders and encoders run threads, which a forked process has not: to free one there would wait for them for
-# ever. PyAV's objects are cycles, which only the garbage collector frees: it leaves alone what was there at the fork.
+# FFmpeg's decoders and encoders run threads, which a forked process does not have: freeing a decoder there would wait
+# for them forever. PyAV's objects are cycles, which only the garbage collector frees: it skips objects from before the
+# fork.
 os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _good(frames: list[av.VideoFrame], first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
-    """Without those shown before the first key frame that lack the frames from which they are made."""
+    """The frames without those that are shown before the first key frame and lack the frames that they depend on."""
     for frame in frames:
         early = first is not None and frame.pts is not None and frame.pts < first
         if early and (sought or frame.is_corrupt):
@@ -427,7 +433,7 @@ def _good(frames: list[av.VideoFrame], first: int | None, sought: bool) -> Itera
 
 
 def _seconds_of(text: str | None) -> Fraction | None:
-    """Of "00:00:03.400000000"."""
+    """The seconds of "00:00:03.400000000"."""
     try:
         hours, minutes, seconds = (text or "").split(":")
         return int(hours) * 3600 + int(minutes) * 60 + Fraction(seconds)

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class DamagedVideoError(RooftopError, RuntimeError):
-    """A video that ends early or cannot be decoded at some place; the frames before it stay readable.
+    """A video that ends early or has a position that cannot be decoded; the frames before it stay readable.
 
     Attributes:
-        last_good_time: seconds, of the last frame known to be good before the damage; None if there is none.
+        last_good_time: time in seconds of the last frame known to be good before the damage; None if there is none.
     """
 
     def __init__(self, message: str, last_good_time: float | None = None) -> None:
@@ -24,11 +24,11 @@ class DamagedVideoError(RooftopError, RuntimeError):
 
 
 class DamagedSoundError(DamagedVideoError):
-    """Sound that ends early or cannot be decoded at some place.
+    """Sound that ends early or has a position that cannot be decoded.
 
     Attributes:
-        last_good_time: seconds, where what could be decoded ends; None if nothing could.
-        sound: what was asked for and is before that.
+        last_good_time: time in seconds at which the decodable sound ends; None if there is none.
+        sound: the requested sound before that position.
     """
 
     def __init__(self, message: str, last_good_time: float | None, sound: Sound) -> None:
@@ -37,7 +37,7 @@ class DamagedSoundError(DamagedVideoError):
 
 
 class NoVideoDecoderError(RooftopError, NotImplementedError):
-    """The device asked for cannot decode video here; the message says which can."""
+    """The requested device cannot decode video here; the message says which devices can."""
 
 
 class VideoWriteError(RooftopError, RuntimeError):
@@ -45,10 +45,10 @@ class VideoWriteError(RooftopError, RuntimeError):
 
 
 class FFmpegBuildError(RooftopError, RuntimeError):
-    """FFmpeg cannot be built here, or not yet; the folder of installed files is as it was.
+    """FFmpeg cannot be built here, or not yet; the installed files are unchanged.
 
     Attributes:
-        details: lines to show: all that is missing, each with what installs it, or the end of the log.
+        details: lines to show: all missing parts, each with its install command, or the end of the log.
     """
 
     def __init__(self, message: str, details: Sequence[str] = ()) -> None:

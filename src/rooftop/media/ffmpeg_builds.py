@@ -1,8 +1,8 @@
-"""FFmpeg built from its source with what NVIDIA's video engines need.
+"""Build FFmpeg from source for NVIDIA's video engines.
 
-Objects, log and state stand in PREFIX.build beside the folder PREFIX of what is installed, never in the source. A build
-that was ended goes on where it was; one with other options begins anew. PREFIX appears, or is replaced, at once, when
-all is built and the new program has shown its decoders and encoders.
+Objects, log and state are in PREFIX.build, next to the install folder PREFIX, never in the source. An interrupted build
+continues; one with other options starts again. PREFIX appears, or is replaced, atomically, when everything is built and
+the new program has listed its decoders and encoders.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from rooftop.media.ffmpeg_checks import identity
 from rooftop.media.ffmpeg_requirements import Requirements, build_environment, find_requirements, lines
 from rooftop.media.ffmpeg_trials import Trials
 
-MARK = ".rooftop-ffmpeg.json"  # in PREFIX: that it is ours to replace, and what it was built from
-PLAIN_PATH = re.compile(r"[\w./@+-]+")  # what neither FFmpeg's configure nor make takes apart
-SHOWN_LINES = 15  # of the log, where a build fails
-UNSURE_S = 60.0  # what was written so shortly before the power went may not be whole
+MARK = ".rooftop-ffmpeg.json"  # in PREFIX: marks it as ours to replace, and names its source
+PLAIN_PATH = re.compile(r"[\w./@+-]+")  # characters at which neither FFmpeg's configure nor make splits
+SHOWN_LINES = 15  # lines of the log shown if a build fails
+UNSURE_S = 60.0  # files written this shortly before a power failure may be incomplete
 PRESENT = {"decoders": ("h264_cuvid", "hevc_cuvid"), "encoders": ("h264_nvenc", "hevc_nvenc"), "devices": ("cuda",)}
 COMMON = ("--disable-doc", "--disable-debug", "--disable-ffplay")
 
-# For `minimal`: video alone (sound is copied), from files and pipes.
+# For `minimal`: only video (sound is copied), from files and pipes.
 SOFTWARE = "rawvideo,mpeg1video,mpeg2video,mpeg4,mjpeg,ffv1,libvpx*,libaom*"
 MINIMAL = {
     "decoder": f"{SOFTWARE},h264,hevc,vp8,vp9,av1,vc1,libdav1d,*_cuvid",
@@ -58,10 +58,10 @@ class FFmpegBuild:
 
     Attributes:
         ffmpeg: the program.
-        version: as it names itself.
-        new: whether anything was built or installed; else all was there already.
-        left_out: what the build can be done without and is not there, each with the command that installs it.
-        log: of configuring and building.
+        version: the program's own version text.
+        new: whether anything was built or installed; False if everything existed already.
+        left_out: missing optional parts, each with its install command.
+        log: log of configuring and building.
     """
 
     ffmpeg: Path
@@ -80,21 +80,22 @@ def build_ffmpeg(
     minimal: bool = False,
     report: Callable[[str, float], None] = lambda what, fraction: None,
 ) -> FFmpegBuild:
-    """Configure, build, check and install FFmpeg, with cuvid, nvdec, nvenc, and whichever else is there for it.
+    """Configure, build, check and install FFmpeg, with cuvid, nvdec, nvenc, and every optional library that is
+    installed.
 
-    Args:
+    source: FFmpeg's source, unpacked; nothing is written there.
         source: FFmpeg's, unpacked; nothing is written there.
-        prefix: the folder to install to: new, empty, or made by this function before. PREFIX.build beside it keeps the
-            objects and the log; it may be deleted afterwards.
+        prefix: the install folder: new, empty, or from an earlier call. PREFIX.build next to it keeps the objects and
+            the log; it may be deleted afterwards.
         headers: nv-codec-headers, unpacked or installed; None for those that pkg-config finds.
-        jobs: processes at a time; None for as many as there are cores.
-        minimal: video alone, from files and pipes: some minutes of one core rather than half an hour.
-        report: called with (what is done, fraction done).
+        jobs: parallel processes; None for one per core.
+        minimal: only video, from files and pipes: some minutes of one core instead of half an hour.
+        report: called with (the current activity, fraction done).
 
     Raises:
-        InputError: a folder that is not what it should be, or whose path has spaces or other special characters.
+        InputError: a folder is not of the expected kind, or its path has spaces or other special characters.
         FFmpegBuildError: something is missing (`details` has all of it), or a step fails (`details` has the end of the
-            log). What was installed before is as it was.
+            log). An earlier installation is unchanged.
     """
     source, prefix = _checked_source(Path(source)), _checked_prefix(Path(prefix))
     folder = prefix.with_name(f"{prefix.name}.build")
@@ -132,7 +133,7 @@ class _Workshop:
         self.state: dict[str, Any] = {}
 
     def __enter__(self) -> _Workshop:
-        import fcntl  # which Windows has not, where the rest of this package runs
+        import fcntl  # not on Windows, where the rest of this package runs
 
         self._lock = (self.folder / "lock").open("w")
         try:
@@ -140,11 +141,11 @@ class _Workshop:
         except OSError as error:
             self._lock.close()
             raise FFmpegBuildError(f"another process is building in {self.folder}: wait until it is done") from error
-        with suppress(OSError, ValueError):  # none yet, or cut off: then all is built anew
+        with suppress(OSError, ValueError):  # none yet, or truncated: then everything is built again
             self.state = json.loads(self.state_path.read_text())
         self._save()
         self.log = _appended(self.log_path)
-        if self.replaced.exists() and not self.prefix.exists():  # ended between the two names of an installation
+        if self.replaced.exists() and not self.prefix.exists():  # interrupted between two renames
             self.replaced.rename(self.prefix)
         return self
 
@@ -164,7 +165,7 @@ class _Workshop:
         self._save(configured=True)
 
     def make(self, jobs: int, report: Callable[[str, float], None]) -> bool:
-        """Build what is not built yet; whether there was anything."""
+        """Build everything that is not built yet; returns whether there was anything."""
         left = self._left_to_make()
         if left == 0:
             return False
@@ -177,7 +178,9 @@ class _Workshop:
                 done += 1
                 report(line.strip().replace("\t", " "), 0.05 + 0.9 * min(1.0, done / left))
 
-        delete = "--eval=.DELETE_ON_ERROR:"  # what a failing or an ended compiler leaves would be taken as whole later
+        delete = (
+            "--eval=.DELETE_ON_ERROR:"  # incomplete output of a failed or killed compiler would later count as complete
+        )
         try:
             self._step("make", ("make", f"-j{jobs}", delete), count)
         finally:
@@ -185,7 +188,7 @@ class _Workshop:
         return True
 
     def install(self) -> None:
-        """Install to a folder of our own, look at the program there, and give the folder its name."""
+        """Install to a temporary folder, check the program there, and rename the folder."""
         shutil.rmtree(self.staged, ignore_errors=True)
         self._step("make install", ("make", "install", f"DESTDIR={self.staged}"))
         whole = self.staged / self.prefix.relative_to(self.prefix.anchor)
@@ -206,7 +209,7 @@ class _Workshop:
         shutil.rmtree(self.staged, ignore_errors=True)
 
     def installed(self) -> bool:
-        """Whether what stands under the prefix is of this configuration."""
+        """Whether the files under the prefix have this configuration."""
         with suppress(OSError, ValueError):
             of = json.loads((self.prefix / MARK).read_text())["key"]
             return bool(of == self.state["key"]) and (self.prefix / "bin" / "ffmpeg").exists()
@@ -224,17 +227,17 @@ class _Workshop:
             raise FFmpegBuildError(f"what was built has no {', '.join(absent)}; the log is {self.log_path}")
 
     def _left_to_make(self) -> int:
-        """How many files `make` has still to make."""
+        """The number of files that `make` still has to make."""
         done = subprocess.run(
             ("make", "-n"), cwd=self.tree, env=self.environment, capture_output=True, text=True, errors="replace"
         )
         if done.returncode:
-            return 1  # whatever it is, `make` will say it
+            return 1  # `make` will report the error
         return len(re.findall(r'^(?:@|\s)*printf "[A-Z0-9]+\\t', done.stdout, re.MULTILINE))
 
     def _drop_unsure(self) -> None:
-        """After an end without a word (the power, kill -9), delete what was being written: `make` would take it as
-        whole."""
+        """After a sudden end (power failure, kill -9), delete files that were being written: `make` would take them as
+        complete."""
         since = float(self.state.get("making", 0.0))
         if since == 0.0:
             return
@@ -268,9 +271,10 @@ class _Workshop:
 def _running(
     words: Sequence[str], folder: Path, environment: Mapping[str, str], lock: IO[str]
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process with all that it starts, ended if the block is left early, by which make deletes what is half made.
+    """A process and all its child processes, ended if the block is left early; make then deletes incomplete files.
 
-    They hold the lock too: where only this process is killed, no second build begins beside what is left of the first.
+    The child processes hold the lock too: if only this process is killed, no second build starts while the first one's
+    processes still run.
     """
     process = subprocess.Popen(
         words,
@@ -308,7 +312,7 @@ def _minimal_options() -> Iterator[str]:
 
 
 def _key(source: Path, arguments: Sequence[str], needs: Requirements) -> str:
-    """Changes where a build has to begin anew."""
+    """A key that changes if a build must start again."""
     release = [path.read_text(errors="replace") for name in ("RELEASE", "VERSION") if (path := source / name).is_file()]
     flags = [os.environ.get(name, "") for name in ("CFLAGS", "LDFLAGS", "PKG_CONFIG_PATH")]
     script = hashlib.sha256((source / "configure").read_bytes()).hexdigest()
@@ -320,7 +324,7 @@ def _key(source: Path, arguments: Sequence[str], needs: Requirements) -> str:
 
 
 def _plain(path: Path, what: str) -> Path:
-    """The path in full, if a shell and make take it as one word."""
+    """The full path, if a shell and make treat it as one word."""
     path = path.expanduser().resolve()
     if not PLAIN_PATH.fullmatch(str(path)):
         raise InputError(
@@ -331,7 +335,7 @@ def _plain(path: Path, what: str) -> Path:
 
 
 def _appended(path: Path) -> TextIO:
-    """A log that goes on in a line of its own: a process that was killed may have left a part of one."""
+    """A log that continues on a new line: a killed process may have left an incomplete one."""
     with path.open("a+b") as log:
         log.seek(-min(1, log.tell()), os.SEEK_END)
         if log.read(1) not in (b"", b"\n"):
@@ -344,11 +348,11 @@ def _checked_source(path: Path) -> Path:
     if source.is_file():
         raise InputError(f"{source} is a file: unpack it, and give the folder that has FFmpeg's configure")
     if not source.is_dir():
-        raise InputError(f"{source} is no folder: expected the source of FFmpeg")
+        raise InputError(f"{source} is not a folder: expected the source of FFmpeg")
     if not _is_ffmpeg(source):
         below = next((each for each in sorted(source.iterdir()) if each.is_dir() and _is_ffmpeg(each)), None)
         hint = f"; {below} is one" if below else ""
-        raise InputError(f"{source} is no source of FFmpeg: expected its configure and libavcodec/{hint}")
+        raise InputError(f"{source} is not a source of FFmpeg: expected its configure and libavcodec/{hint}")
     if (source / "config.h").exists() or (source / "ffbuild" / "config.mak").exists():
         raise InputError(
             f"{source} was configured in place, so nothing can be built outside of it: make -C {source} distclean"

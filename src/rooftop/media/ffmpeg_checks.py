@@ -1,8 +1,8 @@
-"""What the FFmpeg of this machine can do here: every claim of its lists tried on real frames.
+"""Test what this machine's FFmpeg can really do: every claim of its lists, on real frames.
 
-FFmpeg lists what it was built with, whether or not a GPU, a driver or a card's decoder is there to do it, and with
-`-hwaccel` it goes back to software without failing. So each decoder, encoder, device and filter is run, and its frames
-are compared with those of software (`ffmpeg_trials.py`).
+FFmpeg lists what it was built with, whether or not a GPU, a driver or a card's decoder is present. With `-hwaccel` it
+falls back to software without an error. So each decoder, encoder, device and filter is run, and its frames are compared
+with those of software (`ffmpeg_trials.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rooftop.media.ffmpeg_trials import CODECS, FILTERS, Codec, FFmpegAbility, T
 
 DRIVER_LIBRARIES = ("libcuda.so.1", "libnvcuvid.so.1", "libnvidia-encode.so.1")
 DEVICES = ("cuda", "vaapi", "vdpau", "qsv", "drm", "opencl", "vulkan")
-DECODING_DEVICES = ("vaapi", "vdpau", "qsv", "vulkan")  # beside cuda, which is tried even where it does not open
+DECODING_DEVICES = ("vaapi", "vdpau", "qsv", "vulkan")  # besides cuda, which is tried even if it does not open
 NVENC = (("h264_nvenc", 8), ("hevc_nvenc", 8), ("hevc_nvenc", 10), ("av1_nvenc", 8), ("av1_nvenc", 10))
 PARTS = ("library", "device", "decode", "encode", "filter")
 PROC_MAPS = Path("/proc/self/maps")
@@ -34,14 +34,14 @@ PROC_MAPS = Path("/proc/self/maps")
 
 @dataclass(frozen=True)
 class FFmpegReport:
-    """An FFmpeg and what it can do on this machine.
+    """An FFmpeg, and what it can do on this machine.
 
     Attributes:
-        path: of the program.
-        version, configuration: as it names them; configuration is what its `configure` was given.
-        driver: version of NVIDIA's driver, "" if none answers.
-        gpus: their names, as the driver says.
-        abilities: what was tried, in the order of `PARTS`.
+        path: path of the program. version, configuration: as it reports them; configuration is the arguments of its
+        `configure`.
+        driver: version of NVIDIA's driver, "" if there is none.
+        gpus: their names, from the driver.
+        abilities: results of the trials, in the order of `PARTS`.
     """
 
     path: str
@@ -59,17 +59,18 @@ def ffmpeg_abilities(
     timeout_s: float = 30.0,
     report: Callable[[str, float], None] = lambda what, fraction: None,
 ) -> FFmpegReport:
-    """Try what an FFmpeg can do here, with or without a GPU; takes 15 s or, with one, more, and leaves no file behind.
+    """Test what an FFmpeg can do here, with or without a GPU. It takes 15 s, with a GPU more, and leaves no file
+    behind.
 
     Args:
-        ffmpeg: the program; None for the one that the shell finds.
+        ffmpeg: the program; None for the one on PATH.
         codecs: names (h264, hevc, vp8, vp9, av1, mpeg1video, mpeg2video, mpeg4, mjpeg, vc1); None for all.
-        timeout_s: for each trial.
-        report: called with (what is tried, fraction done).
+        timeout_s: time limit of each trial.
+        report: called with (the current trial, fraction done).
 
     Raises:
-        MissingExtraError: there is no FFmpeg; the message has the command that installs it.
-        InputError: `ffmpeg` is none, or does not run; an unknown codec.
+        MissingExtraError: there is no FFmpeg; the message has its install command.
+        InputError: `ffmpeg` is not one, or does not run; an unknown codec.
     """
     path = find_ffmpeg(ffmpeg)
     version, configuration = identity(path, timeout_s)
@@ -87,11 +88,11 @@ def ffmpeg_abilities(
 
 
 def find_ffmpeg(ffmpeg: str | os.PathLike[str] | None) -> Path:
-    """The program that is meant; raises as `ffmpeg_abilities`."""
+    """The requested program; errors as in `ffmpeg_abilities`."""
     if ffmpeg is not None:
         given = shutil.which(Path(ffmpeg).expanduser())
         if given is None:
-            raise InputError(f"{ffmpeg} is no program: expected the path of an ffmpeg")
+            raise InputError(f"{ffmpeg} is not a program: expected the path of an ffmpeg")
         return Path(given).absolute()
     there = shutil.which("ffmpeg")
     if there is None:
@@ -102,7 +103,7 @@ def find_ffmpeg(ffmpeg: str | os.PathLike[str] | None) -> Path:
 
 
 def identity(path: Path, timeout_s: float = 30.0) -> tuple[str, tuple[str, ...]]:
-    """Version and configuration of a program that is FFmpeg; InputError if it is not or does not run."""
+    """Version and configuration of an FFmpeg program; InputError if it is not one or does not run."""
     try:
         done = subprocess.run(
             (str(path), "-version"), stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False
@@ -112,7 +113,9 @@ def identity(path: Path, timeout_s: float = 30.0) -> tuple[str, tuple[str, ...]]
     said, complaint = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace").strip()
     version = re.match(r"ffmpeg version (\S+)", said)
     if version is None:
-        raise InputError(f"{path} is no ffmpeg" + (f": it says {complaint.splitlines()[-1]!r}" if complaint else ""))
+        raise InputError(
+            f"{path} is not an ffmpeg" + (f": it says {complaint.splitlines()[-1]!r}" if complaint else "")
+        )
     configuration = re.search(r"^ *configuration: *(.*)$", said, re.MULTILINE)
     return version[1], tuple(configuration[1].split()) if configuration else ()
 
@@ -175,7 +178,7 @@ def _codec(trials: Trials, codec: Codec, others: Sequence[str]) -> Iterator[FFmp
 
 
 def _untried(trials: Trials) -> list[FFmpegAbility]:
-    """What there is for NVIDIA's GPUs and nothing here says what it should give."""
+    """Features for NVIDIA's GPUs whose correct result is unknown here."""
     known = {*(trial.name for trial in FILTERS), *(name for name, _ in NVENC), *(codec.cuvid for codec in CODECS)}
     lists: tuple[tuple[Literal["decode", "encode", "filter"], tuple[str, ...]], ...] = (
         ("decode", tuple(name for name in trials.decoders if name.endswith("_cuvid"))),
@@ -194,7 +197,7 @@ def _untried(trials: Trials) -> list[FFmpegAbility]:
 
 
 def _gpus() -> tuple[str, tuple[str, ...]]:
-    """Version of the driver and names of the GPUs; nothing where none answers."""
+    """Version of the driver and names of the GPUs; empty without a driver."""
     driver = ask_driver()
     if driver.error:
         return "", ()
@@ -214,7 +217,7 @@ def _libraries(configuration: Sequence[str]) -> list[FFmpegAbility]:
 
 
 def _driver_library(name: str) -> FFmpegAbility:
-    """Whether the loader finds a library that FFmpeg opens when it runs, and its version where it says one."""
+    """Whether the loader finds a library that FFmpeg opens at run time, and its version if it reports one."""
     try:
         library = ctypes.CDLL(name)
     except OSError as error:
@@ -224,7 +227,7 @@ def _driver_library(name: str) -> FFmpegAbility:
 
 
 def _file_version(name: str) -> str:
-    """The driver's version at the end of the name of the file behind a loaded library."""
+    """The driver's version at the end of a loaded library's file name."""
     stem = name.removesuffix("1")
     try:
         paths = [line.split()[-1] for line in PROC_MAPS.read_text().splitlines() if f"/{stem}" in line]
@@ -235,7 +238,7 @@ def _file_version(name: str) -> str:
 
 
 def _interface_version(name: str, library: ctypes.CDLL) -> str:
-    """The newest CUDA, or interface of NVENC, that the driver has; other libraries cannot be asked."""
+    """The driver's newest CUDA or NVENC interface; other libraries cannot be queried."""
     functions = {"libcuda.so.1": "cuDriverGetVersion", "libnvidia-encode.so.1": "NvEncodeAPIGetMaxSupportedVersion"}
     if name not in functions:
         return ""

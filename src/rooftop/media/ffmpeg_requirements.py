@@ -1,6 +1,7 @@
-"""What FFmpeg is built with: whether it is there, which options of `configure` follow, and what installs the rest.
+"""The tools and libraries for building FFmpeg: whether each is installed, the resulting options of `configure`, and the
+command that installs the rest.
 
-Which version of a library will do is not known here: it is read out of the `configure` of the source that is built.
+The required library versions are not listed here: they are read from the `configure` of the source.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rooftop.errors import InputError
 from rooftop.media.ffmpeg_packages import install_command
 
 X86 = ("x86_64", "amd64", "i386", "i686")
-LIBRARIES = {  # name in FFmpeg's options -> what is built with it, licence that it asks for
+LIBRARIES = {  # name in FFmpeg's options -> its use in the build, the licence that it requires
     "libx264": ("a software encoder of H.264", "gpl"),
     "libx265": ("a software encoder of HEVC", "gpl"),
     "libvpx": ("software encoders of VP8 and VP9", ""),
@@ -35,14 +36,14 @@ NO_HEADERS = "NVIDIA's interfaces for video: nv-codec-headers, with ffnvcodec.pc
 
 
 class Lacking(NamedTuple):
-    """Something that is not there, or what it would make; its name in `ffmpeg_packages`, "" if no package mends it."""
+    """A missing part, or the feature it would give; its name in `ffmpeg_packages`, "" if no package provides it."""
 
     what: str
     thing: str
 
     @property
     def line(self) -> str:
-        """It, and the command that installs it."""
+        """The part, and the command that installs it."""
         mends = install_command(self.thing) if self.thing else ""
         if not mends and self.what.startswith(NO_HEADERS):
             mends = "fetch nv-codec-headers of the FFmpeg project and name their folder with --headers"
@@ -58,13 +59,13 @@ def lines(lacking: Sequence[Lacking]) -> list[str]:
 
 @dataclass(frozen=True)
 class Requirements:
-    """What was found.
+    """The search results.
 
     Attributes:
-        missing: what has to be there and is not.
-        left_out: what can be done without and is not there.
-        options: of `configure`, that follow from what is there.
-        versions: of the tools and headers by which a build is made; another one makes another build.
+        missing: missing required parts.
+        left_out: missing optional parts.
+        options: options of `configure` that follow from what is installed.
+        versions: versions of the tools and headers of the build; other versions need a new build.
     """
 
     missing: tuple[Lacking, ...]
@@ -77,11 +78,11 @@ def find_requirements(source: Path, headers: Path | None) -> Requirements:
     """Look for everything at once; nothing is built or changed.
 
     Args:
-        source: FFmpeg's.
-        headers: a folder with nv-codec-headers, their source or installed; None for those of the system.
+        source: FFmpeg's source.
+        headers: a folder with nv-codec-headers, as source or installed; None for those of the system.
 
     Raises:
-        InputError: `headers` has none.
+        InputError: `headers` contains none.
     """
     script = (source / "configure").read_text(encoding="utf-8", errors="replace")
     missing: list[Lacking] = []
@@ -108,7 +109,7 @@ def find_requirements(source: Path, headers: Path | None) -> Requirements:
         environment = build_environment(headers, Path(folder))
         if not _said("pkg-config", "--version"):
             missing.append(Lacking("pkg-config, by which libraries are found", "pkg-config"))
-            if headers is None:  # it may be there, and will be asked next time; else it is named in time
+            if headers is None:  # it may be installed, and is checked next time; otherwise the error names it
                 missing.append(Lacking(NO_HEADERS, "ffnvcodec"))
         else:
             wanted = _asked("ffnvcodec", script) or ("ffnvcodec",)
@@ -141,9 +142,9 @@ def find_requirements(source: Path, headers: Path | None) -> Requirements:
 
 
 def build_environment(headers: Path | None, folder: Path) -> dict[str, str]:
-    """This process's environment, in which pkg-config finds these headers first, by a file that is written to `folder`.
+    """This process's environment, changed so that pkg-config finds these headers first, through a file in `folder`.
 
-    The file is ours since that of the headers names the place where they were to be installed, not where they are.
+    We write that file because the headers' own one names their intended install folder, not their present one.
     """
     environment = {**os.environ, "LC_ALL": "C"}
     if headers is None:
@@ -165,7 +166,7 @@ def build_environment(headers: Path | None, folder: Path) -> dict[str, str]:
 
 
 def _asked(name: str, script: str) -> tuple[str, ...]:
-    """What pkg-config has to find for a library, alternatives, as FFmpeg's `configure` asks: "dav1d >= 0.5.0"."""
+    """The alternatives for a library that pkg-config must find, as FFmpeg's `configure` requests: "dav1d >= 0.5.0"."""
     pattern = rf"(?:require|check)_pkg_config {name}(?:_\w+)? +(?:\"([^\"]+)\"|(\w+))"
     return tuple(dict.fromkeys(quoted or plain for quoted, plain in re.findall(pattern, script)))
 
@@ -176,7 +177,7 @@ def _there(wanted: str, environment: Mapping[str, str]) -> bool:
 
 
 def _said(*words: str, environment: Mapping[str, str] | None = None) -> str:
-    """First line that a program prints; "" if it is not there or fails."""
+    """First line that a program prints; "" if the program is missing or fails."""
     if shutil.which(words[0]) is None:
         return ""
     done = subprocess.run(words, env=environment, capture_output=True, text=True, errors="replace", timeout=60)
@@ -184,7 +185,7 @@ def _said(*words: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def _compiler() -> str | None:
-    """The first compiler of $CC, gcc, clang and cc that makes a program."""
+    """The first compiler of $CC, gcc, clang and cc that can build a program."""
     for name in (os.environ.get("CC", ""), "gcc", "clang", "cc"):
         if name and shutil.which(name) and _compiles(name, "main.c", EMPTY_C):
             return name
@@ -192,7 +193,7 @@ def _compiler() -> str | None:
 
 
 def _clang_compiles_cuda() -> bool:
-    """Whether clang makes code for NVIDIA's GPUs without CUDA's own files, as FFmpeg's `configure` will ask it to."""
+    """Whether clang compiles for NVIDIA's GPUs without CUDA's own files, as FFmpeg's `configure` will require."""
     words = (
         "-S",
         "-nocudalib",

@@ -1,9 +1,9 @@
-"""One trial of FFmpeg at a time: a small picture goes through it, and the frames that come out are looked at.
+"""One trial of FFmpeg at a time: it processes a small picture, and the resulting frames are checked.
 
-The picture is smooth and moves, so that a codec at high quality hardly changes it, while a frame that is missing,
-stale, shifted or in another order is far off. Hardware is judged against the software of the same FFmpeg. From H.264 on
-a codec's frames are exact by its standard, so 2 levels of 255 leave room for a rounding; the older ones leave the
-cosine transform open within bounds, which adds up from frame to frame, and there the average is looked at.
+The picture is smooth and moves. So a codec at high quality hardly changes it, while a missing, stale, shifted or
+reordered frame differs strongly. Hardware is judged against the software of the same FFmpeg. From H.264 on a codec's
+frames are exact by its standard, so 2 levels of 255 allow for rounding. The older standards allow differences in the
+cosine transform, which add up from frame to frame, so there the average is compared.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from rooftop.media.pyav import load_av
 
 WIDTH, HEIGHT, FRAMES = 320, 240, 10  # above the smallest sizes of NVDEC (144 x 144) and NVENC (192 x 128)
 SAME_LEVELS = 2.0  # of 255, between decoders
-LIKE_LEVELS = 4.0  # of 255, on average, of what was encoded, or scaled another way
+LIKE_LEVELS = 4.0  # of 255, on average, after encoding, or after another scaling
 RAW = ("-f", "rawvideo")
-NO_DEVICE_FRAMES = "Impossible to convert between the formats"  # frames in memory meet a filter that takes none
+NO_DEVICE_FRAMES = "Impossible to convert between the formats"  # frames in memory reach a filter that accepts none
 
 Status = Literal["works", "fails", "not built in", "not tried"]
 
 
 @dataclass(frozen=True)
 class FFmpegAbility:
-    """What a trial of FFmpeg has shown.
+    """The result of a trial of FFmpeg.
 
     Attributes:
         part: "library" of the driver, "device", "decode", "encode" or "filter".
         what: the codec, filter, library or kind of device.
-        way: the decoder, encoder or option that was tried; "" where there is but one.
-        status: "works" is said only of what gave the right frames; libraries are loaded, not tried.
+        way: the decoder, encoder or option that was tried; "" if there is only one.
+        status: "works" only if the frames were correct; libraries are loaded, not tried.
         note: why it fails, in FFmpeg's words; or what was found.
     """
 
@@ -53,8 +53,8 @@ class FFmpegAbility:
 
 
 class Codec(NamedTuple):
-    """A codec to be tried: with which encoders (the first that is there) a clip of it is made, with their options, and
-    which software decoders it has."""
+    """A codec to test: encoders for its clip (the first available one is used) with their options, and its software
+    decoders."""
 
     name: str
     bits: int
@@ -64,7 +64,7 @@ class Codec(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Whether all decoders give the same frames."""
+        """Whether all decoders return the same frames."""
         return self.name not in ("mpeg1video", "mpeg2video", "mpeg4", "mjpeg")
 
     @property
@@ -72,7 +72,7 @@ class Codec(NamedTuple):
         return self.name if self.bits == 8 else f"{self.name}, {self.bits} bits"
 
 
-_X264 = {"preset": "veryfast"}  # with B-frames, so that frames are to be put in order
+_X264 = {"preset": "veryfast"}  # with B-frames, so that frames must be reordered
 _X265 = {"preset": "ultrafast", "x265-params": "log-level=none"}
 _VPX = {"deadline": "realtime", "cpu-used": "8"}
 _AV1 = (("libsvtav1", {"preset": "12"}), ("libaom-av1", {"cpu-used": "8"}), ("librav1e", {"speed": "10"}))
@@ -96,7 +96,7 @@ CODECS = (
 
 
 class FilterTrial(NamedTuple):
-    """A filter of frames on a device, and filters in software that do the same to the picture."""
+    """A filter of frames on a device, and software filters that do the same to the picture."""
 
     name: str
     device: str
@@ -104,7 +104,7 @@ class FilterTrial(NamedTuple):
     twin: str
     inputs: str = "hwupload"
     size: tuple[int, int] = (WIDTH, HEIGHT)
-    download: str = "yuv420p"  # the pixel format of what the filter gives
+    download: str = "yuv420p"  # the pixel format of the filter's output
 
 
 _TWO = "split[a][b];[b]crop=64:64:0:0,hwupload[y];[a]hwupload[x];[x][y]"
@@ -123,7 +123,7 @@ FILTERS = (
     FilterTrial("colorspace_cuda", "cuda", "colorspace_cuda=range=pc", _FULL, "setparams=range=tv,hwupload"),
     FilterTrial("scale_npp", "cuda", "scale_npp=160:120", "scale=160:120", size=_HALF),
     FilterTrial("transpose_npp", "cuda", "transpose_npp=clock", "transpose=clock", size=_TURNED),
-    FilterTrial("sharpen_npp", "cuda", "sharpen_npp", "null"),  # what is smooth stays as it is
+    FilterTrial("sharpen_npp", "cuda", "sharpen_npp", "null"),  # a smooth picture does not change
     FilterTrial("scale_vaapi", "vaapi", "scale_vaapi=160:120", "scale=160:120", size=_HALF, download="nv12"),
     FilterTrial("scale_qsv", "qsv", "scale_qsv=160:120", "scale=160:120", size=_HALF, download="nv12"),
     FilterTrial("scale_vulkan", "vulkan", "scale_vulkan=160:120", "scale=160:120", size=_HALF),
@@ -132,14 +132,15 @@ FILTERS = (
 
 
 class Ran(NamedTuple):
-    """What a run of FFmpeg has written to its output; why it failed, "" if it did not."""
+    """The output of a run of FFmpeg, and the reason if it failed, else ""."""
 
     output: bytes
     failure: str
 
 
 class Trials:
-    """Runs one FFmpeg over the picture, each time for at most `timeout_s` seconds. Close it: it has a folder.
+    """Runs one FFmpeg on the picture, each time for at most `timeout_s` seconds. Close it, since it has a temporary
+    folder.
 
     Attributes:
         decoders, encoders, filters, devices: what this FFmpeg lists; devices are those of `-hwaccels`.
@@ -149,7 +150,7 @@ class Trials:
         self.ffmpeg, self.timeout_s = ffmpeg, timeout_s
         release = re.match(r"n?(\d+)\.(\d+)", version)
         old = release is not None and (int(release[1]), int(release[2])) < (5, 1)
-        self._every_frame = ("-vsync" if old else "-fps_mode", "passthrough")  # as they come, none made up
+        self._every_frame = ("-vsync" if old else "-fps_mode", "passthrough")  # as they come, without invented ones
         self._folder = tempfile.TemporaryDirectory(prefix="rooftop-ffmpeg-")
         self.folder = Path(self._folder.name)
         for bits in (8, 10):
@@ -175,7 +176,7 @@ class Trials:
         self._folder.cleanup()
 
     def run(self, *words: str) -> Ran:
-        """FFmpeg with these words."""
+        """Run FFmpeg with these arguments."""
         command = (str(self.ffmpeg), "-hide_banner", "-nostdin", "-y", "-loglevel", "level+verbose", *words)
         try:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=self.timeout_s)
@@ -185,7 +186,7 @@ class Trials:
         return Ran(done.stdout, reason_in(log, done.returncode) if done.returncode else "")
 
     def _listed(self, option: str, line: str) -> tuple[str, ...]:
-        """Names in one of FFmpeg's lists. The legend above a list has "=" where names stand."""
+        """Names in one of FFmpeg's lists. The legend above a list has "=" in the place of names."""
         ran = self.run(option)
         if ran.failure:
             raise InputError(f"{self.ffmpeg} does not answer to {option}: {ran.failure}")
@@ -195,8 +196,8 @@ class Trials:
     # ---- clips and their decoders -----------------------------------------------------------------------------------
 
     def make_clip(self, codec: Codec) -> tuple[Path | None, FFmpegAbility]:
-        """A clip by the first of the codec's software encoders that this FFmpeg has, and how that went; if it has
-        none, by that of PyAV's own FFmpeg, so that decoders can be tried all the same."""
+        """A clip from the codec's first software encoder in this FFmpeg, and how that went. If there is none, PyAV's
+        own FFmpeg encodes it, so that decoders can still be tested."""
         there = [each for each in codec.encoders if each[0] in self.encoders]
         if there:
             name, options = there[0]
@@ -207,7 +208,7 @@ class Trials:
         return clip, FFmpegAbility("encode", codec.title, "software", "not built in", f"{names}; {note}")
 
     def _clip_by_pyav(self, codec: Codec) -> tuple[Path | None, str]:
-        """A clip by PyAV, or none; how that went."""
+        """A clip by PyAV, or none; and how that went."""
         try:
             av = load_av()
         except MissingExtraError:
@@ -231,7 +232,9 @@ class Trials:
     def encode(
         self, encoder: str, options: Mapping[str, str], bits: int, pixels: str = "", full_range: bool = False
     ) -> tuple[Path | None, str]:
-        """The picture by an encoder, converted to another pixel format before if one is named; or why not."""
+        """The picture from an encoder, first converted to another pixel format if one is given; or the reason why
+        not.
+        """
         clip = self.folder / f"{encoder}-{bits}.mkv"
         convert = ("-pix_fmt", pixels) if pixels else ()
         settings = [word for name, value in options.items() for word in (f"-{name}", value)]
@@ -240,9 +243,9 @@ class Trials:
         return (None, failure) if failure else (clip, "")
 
     def decode(self, clip: Path, words: Sequence[str], pixels: str, graph: str = "") -> tuple[np.ndarray | None, str]:
-        """Frames (T, N) of a clip in levels of 255, by a decoder with these words before it; or why not.
+        """Frames (T, N) of a clip in levels of 255, from a decoder with these arguments; or the reason why not.
 
-        `pixels` is the format in which the decoder or the graph gives them: nothing may be converted on the way.
+        `pixels` is the output format of the decoder or the graph: no conversion is allowed.
         """
         graph_words = ("-vf", graph) if graph else ()
         every = self._every_frame
@@ -250,7 +253,7 @@ class Trials:
         return (None, ran.failure) if ran.failure else (levels(ran.output, pixels), "")
 
     def decode_by_software(self, codec: Codec, clip: Path) -> tuple[np.ndarray | None, FFmpegAbility]:
-        """Frames by the first software decoder that is there: right if they are like the picture that was encoded."""
+        """Frames from the first available software decoder: correct if they resemble the encoded picture."""
         there = [name for name in codec.decoders if name in self.decoders]
         if not there:
             frames = _decoded_by_pyav(clip)
@@ -263,8 +266,8 @@ class Trials:
         return frames, FFmpegAbility("decode", codec.title, there[0], "works")
 
     def decode_by_device(self, codec: Codec, clip: Path, device: str, right: np.ndarray) -> FFmpegAbility:
-        """`-hwaccel DEVICE`: frames stay on the device and are downloaded by a filter that takes no others, so that
-        FFmpeg's own silent way back to software is a failure here."""
+        """`-hwaccel DEVICE`: frames stay on the device and are downloaded by a filter that accepts no others. So
+        FFmpeg's silent fallback to software is a failure here."""
         decoder = f"{codec.name}_qsv" if device == "qsv" else codec.name
         words = ("-hwaccel", device, "-hwaccel_output_format", device, "-c:v", decoder)
         if decoder not in self.decoders:
@@ -288,7 +291,7 @@ class Trials:
     # ---- encoders, devices, filters ---------------------------------------------------------------------------------
 
     def encode_by_nvenc(self, encoder: str, bits: int) -> FFmpegAbility:
-        """The picture encoded by NVENC, and decoded again by software: right if it is still like it."""
+        """The picture encoded by NVENC, and decoded again by software: correct if it still resembles the original."""
         name = encoder.removesuffix("_nvenc")
         codec = next((each for each in CODECS if (each.name, each.bits) == (name, bits)), None)
         title = name if bits == 8 else f"{name}, {bits} bits"
@@ -307,18 +310,18 @@ class Trials:
         return FFmpegAbility("encode", title, encoder, decoded.status, decoded.note)
 
     def open_device(self, device: str, number: int | None = None) -> FFmpegAbility:
-        """A device opened, frames uploaded to it and downloaded: the very same."""
+        """Open a device, upload frames to it and download them: they must be identical."""
         title = device if number is None else f"{device} {number}"
         if device not in self.devices:
             return FFmpegAbility("device", title, "", "not built in")
         opened = ("-init_hw_device", f"{device}=d" + ("" if number is None else f":{number}"))
-        if device == "drm":  # it hands on frames of other devices and takes none
+        if device == "drm":  # it passes on frames of other devices and accepts none
             node = next(iter(sorted(Path("/dev/dri").glob("renderD*"))), None)
             if node is None:
                 return FFmpegAbility("device", title, "", "fails", "there is no /dev/dri/renderD*")
             failure = self.run("-init_hw_device", f"drm=d:{node}", *self._picture(8), "-f", "null", "-").failure
             return FFmpegAbility("device", title, "", "fails" if failure else "works", failure or f"{node} opens")
-        pixels = "yuv420p" if device == "opencl" else "nv12"  # what all of its frames can be
+        pixels = "yuv420p" if device == "opencl" else "nv12"  # a format that all of its frames can have
         graph = f"format={pixels},hwupload,hwdownload,format={pixels}"
         words = (*opened, "-filter_hw_device", "d", *self._picture(8), "-vf", graph, "-pix_fmt", pixels)
         ran = self.run(*words, *RAW, "pipe:1")
@@ -326,7 +329,7 @@ class Trials:
         return FFmpegAbility("device", title, "", "fails" if failure else "works", failure)
 
     def filter_on_device(self, trial: FilterTrial) -> FFmpegAbility:
-        """A filter beside its twin in software."""
+        """Run a filter, and compare it with its software equivalent."""
         if trial.name not in self.filters:
             return FFmpegAbility("filter", trial.name, "", "not built in")
         upload = "nv12" if trial.download == "nv12" else "yuv420p"
@@ -347,7 +350,7 @@ class Trials:
         return FFmpegAbility("filter", trial.name, "", "fails" if failure else "works", failure)
 
     def _picture(self, bits: int, full_range: bool = False) -> tuple[str, ...]:
-        """The words by which FFmpeg reads the picture."""
+        """The arguments with which FFmpeg reads the picture."""
         pixels = "yuv420p10le" if bits == 10 else "yuvj420p" if full_range else "yuv420p"
         size = ("-video_size", f"{WIDTH}x{HEIGHT}", "-framerate", "25")
         return (*RAW, "-pixel_format", pixels, *size, "-i", str(self.folder / f"picture-{bits}"))
@@ -355,7 +358,7 @@ class Trials:
 
 @contextmanager
 def _quiet_svt() -> Iterator[None]:
-    """SVT-AV1 talks on stderr, whatever FFmpeg is told, unless this variable is set."""
+    """SVT-AV1 writes to stderr, whatever FFmpeg's log level, unless this variable is set."""
     before = os.environ.get("SVT_LOG")
     os.environ["SVT_LOG"] = "0"
     try:
@@ -386,11 +389,11 @@ def _decoded_by_pyav(clip: Path) -> np.ndarray | None:
 
 @cache
 def picture(bits: int) -> np.ndarray:
-    """(T, N) uint8, or uint16 of 10 bits: luma and the two planes of chroma at half the size, one after another."""
+    """(T, N) uint8, or uint16 for 10 bits: luma and the two chroma planes at half the size, one after another."""
     y, x = np.ogrid[0:HEIGHT, 0:WIDTH]
     y, x = y / 2, x / 2  # in pixels of chroma
     number = np.arange(FRAMES)[:, None, None]
-    wave = 2 * np.pi / 96  # smooth; 7 of its pixels further each frame
+    wave = 2 * np.pi / 96  # smooth; it moves 7 of its pixels each frame
     luma = 125 + 90 * np.cos(wave * (x - 7 * number)) * np.cos(wave * y / 2)
     half = (slice(None), slice(0, HEIGHT, 2), slice(0, WIDTH, 2))
     blue, red = 128 + 60 * np.cos(wave * (x + 5 * number)), 128 + 60 * np.cos(wave * (y + 5 * number))
@@ -398,7 +401,7 @@ def picture(bits: int) -> np.ndarray:
     frames = np.concatenate([plane.reshape(FRAMES, -1) for plane in planes], axis=1)  # (T, N)
     scale = 1 << (bits - 8)
     frames = np.rint(frames * scale).astype(np.uint8 if bits == 8 else np.uint16)
-    frames.flags.writeable = False  # it is the same for all who ask
+    frames.flags.writeable = False  # all callers get the same array
     return frames
 
 
@@ -408,26 +411,26 @@ def levels_of_picture(bits: int) -> np.ndarray:
 
 
 def software_pixels(codec: Codec) -> str:
-    """The pixel format in which a software decoder gives a clip of this codec."""
+    """The pixel format in which a software decoder returns a clip of this codec."""
     return "yuv420p10le" if codec.bits == 10 else "yuvj420p" if codec.name == "mjpeg" else "yuv420p"
 
 
 def levels(data: bytes, pixels: str, size: tuple[int, int] = (WIDTH, HEIGHT)) -> np.ndarray:
-    """Raw frames as (T, N) float32 in levels of 255, planes one after another; a frame cut off is left out."""
+    """Raw frames as (T, N) float32 in levels of 255, planes one after another; an incomplete frame is dropped."""
     wide = pixels in ("p010le", "yuv420p10le")
     samples = size[0] * size[1] * 3 // 2
     values = np.frombuffer(data, np.dtype("<u2") if wide else np.uint8, count=len(data) // (2 if wide else 1))
     frames = values[: len(values) // samples * samples].reshape(-1, samples).astype(np.float32)  # (T, N)
     if wide:
-        frames /= 256 if pixels == "p010le" else 4  # p010le has its ten bits above
-    if pixels in ("nv12", "p010le"):  # the two of chroma alternate
+        frames /= 256 if pixels == "p010le" else 4  # p010le has its ten bits at the top
+    if pixels in ("nv12", "p010le"):  # the two chroma values alternate
         luma = size[0] * size[1]
         frames = np.concatenate([frames[:, :luma], frames[:, luma::2], frames[:, luma + 1 :: 2]], axis=1)
     return frames
 
 
 def unlike(got: np.ndarray | None, right: np.ndarray, limit: float, on_average: bool = False) -> str:
-    """How frames differ from the right ones, "" if by no more than `limit` levels (of any sample, or on average)."""
+    """How frames differ from the correct ones, "" if by no more than `limit` levels (of any sample, or on average)."""
     if got is None or got.shape != right.shape:
         count = 0 if got is None else len(got)
         return f"{count} frames come out, not {len(right)}"
@@ -440,13 +443,13 @@ def unlike(got: np.ndarray | None, right: np.ndarray, limit: float, on_average: 
     return f"{len(wrong)} of {len(right)} frames are wrong, by {each.max():.0f} of 255 levels {how}"
 
 
-LOG_LINE = re.compile(r"(?:\[[^\]]* @ [^\]]*\] )*\[(\w+)\] (.*)")  # [h264 @ 0x55d0] [error] what it says
+LOG_LINE = re.compile(r"(?:\[[^\]]* @ [^\]]*\] )*\[(\w+)\] (.*)")  # [h264 @ 0x55d0] [error] message
 ONLY_A_NUMBER = re.compile(r"Device creation failed: -?\d+$")
 
 
 def reason_in(log: str, status: int) -> str:
-    """Why FFmpeg failed, from its log with levels: the first error, for it is the cause of those that follow; but first
-    of all that a device does not open, since a decoder may have complained before that it has none."""
+    """Why FFmpeg failed, from its log with levels: the first error, since it causes the later ones. A device that does
+    not open comes before all others, since a decoder may have complained earlier that it has none."""
     errors: list[str] = []
     of_devices: list[str] = []
     before = last = ""
@@ -456,7 +459,7 @@ def reason_in(log: str, status: int) -> str:
             last = line.strip() or last
             continue
         of_device, level, said = line.startswith("[AVHWDeviceContext"), found[1], found[2].strip(" .")
-        if ONLY_A_NUMBER.match(said):  # the library said why just before, as no error
+        if ONLY_A_NUMBER.match(said):  # the library said why just before, but not as an error
             of_device, said = of_device or bool(before), before or said
         if level in ("error", "fatal", "panic"):
             (of_devices if of_device else errors).append(said)

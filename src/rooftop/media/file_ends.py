@@ -1,5 +1,5 @@
-"""Where a file must end by its own structure: whether it was cut off is seen from that, and not from durations and
-counts in its header, which writers get wrong."""
+"""Find where a file must end by its own structure. That shows whether it was cut off; durations and counts in its
+header do not, since writers get them wrong."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import struct
 from typing import BinaryIO
 
 _SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675  # of https://www.rfc-editor.org/rfc/rfc9559
-_OPEN_RIFF = (0, 0xFFFFFFFF)  # sizes of a file whose writer did not come to its end
+_OPEN_RIFF = (0, 0xFFFFFFFF)  # sizes in a file whose writer did not finish
 
 
 def declared_end(file: BinaryIO, container: str, size_bytes: int) -> int | None:
-    """The byte after the last one that the file says it has; None where it does not say.
+    """The size that a file states for itself, in bytes; None if it does not.
 
     Args:
-        file: read from where it is, and put back there.
-        container: FFmpeg's names of its format: of AVI and Matroska (WebM) the structure is known.
+        file: read from its present position, which is restored.
+        container: FFmpeg's names of its format: the structures of AVI and Matroska (WebM) are known.
         size_bytes: of the file.
     """
     place = file.tell()
@@ -28,7 +28,7 @@ def declared_end(file: BinaryIO, container: str, size_bytes: int) -> int | None:
 
 
 def _end_of_riff(file: BinaryIO, size_bytes: int) -> int | None:
-    """The end of the last RIFF chunk: AVI files of more than 1 GB have several."""
+    """The end of the last RIFF chunk: AVI files above 1 GB have several."""
     end = 0
     while end + 8 <= size_bytes:
         file.seek(end)
@@ -58,16 +58,16 @@ def _end_of_elements(file: BinaryIO, place: int, size_bytes: int) -> int | None:
     while place < size_bytes:
         found = _element(file, place)
         if found is None:
-            return size_bytes + 1  # not even the head of an element is whole
+            return size_bytes + 1  # not even the head of an element is complete
         name, begin, size = found
         if size is None and name != _CLUSTER:
             return None
-        place = begin + (size or 0)  # the elements of an open cluster are looked at like those of the segment
+        place = begin + (size or 0)  # the elements of an open cluster are read like those of the segment
     return place
 
 
 def _element(file: BinaryIO, place: int) -> tuple[int, int, int | None] | None:
-    """(name, where its content begins, how long that is: None if not known) of the element at a place."""
+    """(name, start of its content, length of the content, None if unknown) of the element at a position."""
     file.seek(place)
     head = file.read(12)
     name_bytes = _length(head[:1], 4)
@@ -80,7 +80,7 @@ def _element(file: BinaryIO, place: int) -> tuple[int, int, int | None] | None:
 
 
 def _length(first: bytes, most: int) -> int:
-    """Bytes of a number that begins so: as many as there are zeros before its first 1, and one. 0 if there is none."""
+    """The length in bytes of a number with this first byte: its leading zeros, plus one. 0 if there is none."""
     count = 9 - first[0].bit_length() if first and first[0] else 0
     return count if count <= most else 0
 

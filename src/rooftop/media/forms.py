@@ -1,4 +1,4 @@
-"""What the frames of a reader are made into."""
+"""The form of a reader's frames."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Normalization = tuple[Sequence[float], Sequence[float]]
 
 @dataclass(frozen=True)
 class Form:
-    """Of frames, checked by `form_of`.
+    """The form of frames, checked by `form_of`.
 
     Attributes:
         output: "rgb", (3, H, W), upright; or "nv12", (3 H / 2, W), luma and then pairs of chroma, as in the video.
@@ -41,21 +41,21 @@ class Form:
         return 1.0 if self.dtype.is_floating_point else 255.0
 
     def shape(self, height: int, width: int) -> tuple[int, ...]:
-        """Of a frame whose size, upright, is this."""
+        """The shape of a frame with this upright size."""
         return (height * 3 // 2, width) if self.output == "nv12" else (3, height, width)
 
 
 def form_of(output: str, dtype: torch.dtype, resize: Any, normalize: Any) -> Form:
     """
     Raises:
-        InputError: what is not understood, or does not go together.
+        InputError: an invalid value, or values that do not go together.
     """
     if output not in OUTPUTS:
         raise InputError(f'output {output!r} is not known: expected "rgb" or "nv12"')
     if dtype not in DTYPES:
         raise InputError(f"frames cannot be {dtype}: expected one of {', '.join(map(str, DTYPES))}")
     if output == "nv12" and (resize is not None or normalize is not None or dtype != torch.uint8):
-        raise InputError('output="nv12" is what the video has, in uint8: it takes no resize, normalize or other dtype')
+        raise InputError('output="nv12" gives uint8 values as decoded: it takes no resize, normalize or other dtype')
     if normalize is not None and not dtype.is_floating_point:
         raise InputError(f"normalize needs a floating dtype, got {dtype}: give dtype=torch.float32 or torch.float16")
     mean, std = _normalization(normalize)

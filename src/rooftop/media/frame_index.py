@@ -1,4 +1,4 @@
-"""Where the frames of a video are: the time of each, and the key frames from which decoding can start."""
+"""The frames of a video: the time of each, and the key frames from which decoding can start."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class FrameIndex:
-    """Frames in the order in which they are shown. 16 bytes a frame.
+    """Frames in display order. It takes 16 bytes a frame.
 
     Attributes:
         pts: (N), increasing: when each frame is shown, in ticks of the stream's clock.
-        last_duration: of the last frame, in ticks.
-        starts: pts of the key frames from which decoding can start, increasing; also of those not shown themselves.
+        last_duration: duration of the last frame, in ticks.
+        starts: pts of the key frames from which decoding can start, increasing; including those that are not shown
+            themselves.
         keys: positions of the key frames.
-        seekable: whether the file itself has these times; if not, decoding starts at the first frame, always.
-        damage: what is wrong with the file as far as its packets show it, or None.
-        discontinuity: where its clock goes back or its pieces do not follow each other, or None.
+        seekable: whether the file itself has these times; if not, decoding always starts at the first frame.
+        damage: the damage that the file's packets show, or None.
+        discontinuity: where its clock goes back or its parts do not follow each other, or None.
     """
 
     pts: array[int]
@@ -35,7 +36,7 @@ class FrameIndex:
         return len(self.pts)
 
     def position(self, pts: int) -> int | None:
-        """Of the frame shown at this tick, exactly; None if there is none."""
+        """The position of the frame shown exactly at this tick; None if there is none."""
         at = bisect_left(self.pts, pts)
         return at if at < len(self.pts) and self.pts[at] == pts else None
 
@@ -44,7 +45,7 @@ class FrameIndex:
         return bisect_right(self.pts, ticks) - 1
 
     def start_before(self, position: int) -> int:
-        """Number of the last start that is not later than the frame at this position; -1 if all are."""
+        """Number of the last start that is not later than the frame at this position; -1 if all are later."""
         return bisect_right(self.starts, self.pts[position]) - 1
 
     def duration(self, position: int) -> int:
@@ -54,11 +55,11 @@ class FrameIndex:
         return self.last_duration
 
     def constant_rate(self, time_base: Fraction, stated: Fraction | None) -> Fraction | None:
-        """Frames a second, if the k-th frame is shown k / rate after the first, as exactly as the clock can say it.
+        """Frames a second, if the k-th frame is shown k / rate after the first, as exactly as the clock can express.
         None if there is no such rate.
 
         Args:
-            time_base: seconds of a tick. stated: the rate that the file names.
+            time_base: seconds of a tick. stated: the rate in the file.
         """
         if len(self.pts) < 2:
             return stated
@@ -67,12 +68,12 @@ class FrameIndex:
         return next((rate for rate in (stated, mean) if rate and self._is_at(rate, time_base)), None)
 
     def grid(self, time_base: Fraction) -> Fraction:
-        """The lowest frame rate at which the time of every frame falls on a frame boundary."""
+        """The lowest frame rate at which every frame time falls on a frame boundary."""
         step = math.gcd(*(tick - self.pts[0] for tick in self.pts)) or 1
         return 1 / (step * time_base)
 
     def _is_at(self, rate: Fraction, time_base: Fraction) -> bool:
-        step = 1 / (rate * time_base)  # of a frame, in ticks
+        step = 1 / (rate * time_base)  # duration of a frame, in ticks
         slack = 0 if step.denominator == 1 else min(Fraction(1), step / 4)
         return all(abs(tick - self.pts[0] - k * step) <= slack for k, tick in enumerate(self.pts))
 

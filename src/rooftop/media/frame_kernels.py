@@ -1,13 +1,13 @@
-"""Triton kernels that make red, green and blue of luma and chroma; `surfaces.py` launches them.
+"""Triton kernels that convert luma and chroma to red, green and blue; `surfaces.py` launches them.
 
-One read of the planes, one write of the tensor: the matrix, resizing, rounding or normalization, and the turn that puts
-a picture upright happen between. The turn is in the strides of the result. A sample of chroma lies at
-`(row // DOWN) * chroma_row + (column // ACROSS) * chroma_step`, so planes of their own and pairs (NV12) are the same.
+One read of the planes and one write of the tensor include the matrix, resizing, rounding or normalization, and rotation
+to upright. The rotation is in the strides of the result. A sample of chroma is at `(row // DOWN) * chroma_row + (column
+// ACROSS) * chroma_step`, so separate planes and pairs (NV12) are handled alike.
 
-A launch takes up to eight pictures of one geometry, each by pointers of its own: so a thread that reads a video asks
-for a launch every eight frames, and frames that are kept do not keep their neighbours' memory.
+A launch takes up to eight pictures of one geometry, each with its own pointers. So a thread that reads a video launches
+once every eight frames, and kept frames do not keep their neighbours' memory.
 
-What colours are is as in `colours.py`; bilinear weights without aliasing are those of PyTorch's `interpolate`.
+`colours.py` defines the colours; bilinear weights without antialiasing are those of PyTorch's `interpolate`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rooftop.kernels.operands.triton_kernels.scalars import round_half_even
 
 @triton.jit
 def one_of(number, a0, a1, a2, a3, a4, a5, a6, a7):
-    """The pointer of this number."""
+    """The pointer with this index."""
     found = a0
     if number == 1:
         found = a1
@@ -61,7 +61,7 @@ def store_colours(
     out, red, green, blue, there, plane, red_gain, green_gain, blue_gain, red_shift, green_shift, blue_shift,
     ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Three planes: whole numbers, or gain * value + shift."""
+    """Three planes: integers, or gain * value + shift."""
     if ROUND:
         red, green, blue = round_half_even(red), round_half_even(green), round_half_even(blue)
     else:
@@ -106,7 +106,7 @@ def frame_to_rgb(
 
 @triton.jit
 def weight_of(position, centre, narrowing):
-    """The bilinear weight of the pixel at `position` for a result whose middle is at `centre`."""
+    """The bilinear weight of the pixel at `position` for a result with its middle at `centre`."""
     return tl.maximum(1.0 - tl.abs((position.to(tl.float32) - centre + 0.5) * narrowing), 0.0)
 
 
@@ -122,9 +122,9 @@ def frame_to_resized_rgb(
     red_gain, green_gain, blue_gain, red_shift, green_shift, blue_shift,
     DOWN: tl.constexpr, ACROSS: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x COLUMNS pixels of the result, each a weighted mean of `rows` x `columns` pixels of the video at most.
+    """ROWS x COLUMNS pixels of the result, each a weighted mean of at most `rows` x `columns` pixels of the video.
 
-    down_by, across_by: pixels of the video for one of the result.
+    down_by, across_by: pixels of the video for one pixel of the result.
     """
     number = tl.program_id(2)
     y = one_of(number, y0, y1, y2, y3, y4, y5, y6, y7)

@@ -1,7 +1,7 @@
-"""A decoded frame as a tensor: which way up, in which colours, of which size and dtype.
+"""A decoded frame as a tensor: orientation, colours, size and dtype.
 
-Frames in the host's memory are converted in loops that Numba compiles (`plane_loops.py`), or in plain PyTorch where it
-is not installed; those of NVDEC by one kernel (`frame_kernels.py`).
+Frames in the host's memory are converted in loops that Numba compiles (`plane_loops.py`), or in plain PyTorch if Numba
+is not installed. One kernel converts NVDEC's frames (`frame_kernels.py`).
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ REPACKED = {  # the same numbers, in planes
 
 
 def colours_of(frame: av.VideoFrame) -> Colours:
-    """What the numbers of a frame mean; what it does not say is assumed and named.
+    """The colours of a frame's numbers; properties that the frame does not state are assumed and listed.
 
-    Luma alone ("gray") has full range whatever a codec writes beside it, as FFmpeg and OpenCV show it: encoders tag it
-    as they tag all other formats.
+    Luma alone ("gray") has full range whatever range a codec states, as in FFmpeg and OpenCV: encoders tag it like all
+    other formats.
 
     Raises:
-        InputError: a matrix that is none (YCgCo, ICtCp, constant luminance).
+        InputError: an unsupported matrix (YCgCo, ICtCp, constant luminance).
     """
     assumed = []
     code, extent = int(frame.colorspace), int(frame.color_range)
@@ -71,18 +71,18 @@ def colours_of(frame: av.VideoFrame) -> Colours:
 
 
 def to_tensor(frame: av.VideoFrame, form: Form, device: torch.device | None = None, turned: Turned = UPRIGHT) -> Tensor:
-    """A frame as `form` says: RGB (3, H, W), upright, or NV12 as it is.
+    """A frame in the requested form: RGB (3, H, W), upright, or NV12 unchanged.
 
     Resized with bilinear weights that shrink without aliasing (`resizing.py`).
 
     Args:
-        frame: in the host's memory, or NVDEC's.
-        form: of the tensor.
+        frame: a frame in the host's memory, or NVDEC's.
+        form: the form of the tensor.
         device: the GPU whose NVDEC decoded it; None: the host's memory.
-        turned: as of `orientation`, where the frame itself does not say.
+        turned: as in `orientation`, if the frame itself does not state it.
 
     Raises:
-        InputError: a colour matrix or a format of pixels that is not supported, or none that NV12 could hold.
+        InputError: an unsupported colour matrix or pixel format, or one that NV12 cannot hold.
     """
     if device is not None:
         return _on_gpu([frame], form, device, turned, None)[0]
@@ -105,7 +105,7 @@ def to_tensor(frame: av.VideoFrame, form: Form, device: torch.device | None = No
 
 
 def _by_loops(frame: av.VideoFrame, form: Form, size: tuple[int, int] | None) -> Tensor:
-    from rooftop.media.plane_loops import Plane, planes_to_rgb  # which imports Numba
+    from rooftop.media.plane_loops import Plane, planes_to_rgb  # this imports Numba
 
     bits = frame.format.components[0].bits
     y, *chroma = (
@@ -129,7 +129,7 @@ def to_tensors(
     turned: Turned = UPRIGHT,
     into: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Several at once, which takes a GPU's host less time; each as of `to_tensor`.
+    """Several frames at once, which takes a GPU's host less time; each as in `to_tensor`.
 
     Args:
         into: contiguous tensors to write to, one for each frame; new ones if None.
@@ -154,8 +154,8 @@ def _by_torch(frame: av.VideoFrame, form: Form, size: tuple[int, int] | None) ->
 def _on_gpu(
     frames: Sequence[av.VideoFrame], form: Form, device: torch.device, turned: Turned, into: Sequence[Tensor] | None
 ) -> list[Tensor]:
-    """The decoder works on the device's default stream, the tensors are made on the current one: each waits for the
-    other, so that a frame is not read before it is there, nor its memory used again before it was read."""
+    """The decoder works on the device's default stream, and the tensors are created on the current one. Each waits for
+    the other, so that a frame is not read before it is ready, and its memory is not reused before it was read."""
     with torch.cuda.device(device):
         current, decoding = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
         surfaces = [surface_of(frame, colours_of(frame), device) for frame in frames]
@@ -195,7 +195,7 @@ def _nv12(frame: av.VideoFrame) -> Tensor:
 
 
 def _interleaved(y: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """(3 H / 2, W): luma, and below it pairs of chroma."""
+    """(3 H / 2, W): luma, and pairs of chroma below it."""
     height, width = y.shape
     if height % 2 or width % 2:
         raise InputError(NO_NV12.format(8, f"{width} x {height}"))
@@ -207,20 +207,20 @@ def _interleaved(y: Tensor, u: Tensor, v: Tensor) -> Tensor:
 
 
 def displayed_size(frame: av.VideoFrame, turned: Turned = UPRIGHT) -> tuple[int, int]:
-    """(height, width) in pixels, upright; `turned` where the frame does not say."""
+    """(height, width) in pixels, upright; `turned` is used if the frame does not state its rotation."""
     on_side = orientation(frame, turned)[0] % 2
     return (frame.width, frame.height) if on_side else (frame.height, frame.width)
 
 
 def display_matrix(frame: av.VideoFrame) -> Any:
-    """What the frame's own data say of how to turn it; None if nothing.
+    """The rotation in the frame's own data; None if there is none.
 
-    `frame.side_data` would refer to the frame, and the frame to it: its memory, a GPU's as well, would stay until
-    Python looks for garbage.
+    `frame.side_data` would refer to the frame, and the frame to it: its memory, also a GPU's, would stay until Python
+    collects garbage.
     """
     try:
         data = load_av().sidedata.sidedata.SideDataContainer(frame)
-    except ValueError:  # PyAV does not know a type of what is there, such as EXIF of JPEG
+    except ValueError:  # PyAV does not know a type of side data, such as EXIF of JPEG
         return None
     return data.get("DISPLAYMATRIX") if len(data) else None
 
@@ -228,12 +228,12 @@ def display_matrix(frame: av.VideoFrame) -> Any:
 def orientation(frame: av.VideoFrame, otherwise: Turned = UPRIGHT) -> Turned:
     """Quarter turns counterclockwise, and whether the result is then mirrored left to right.
 
-    A frame of NVDEC's does not have what the file says of it (`otherwise`), only what stands in its own data.
+    NVDEC frames carry no container metadata; `otherwise` supplies it.
 
     FFmpeg's display matrix maps (x, y) to (a x + c y, b x + d y), y down; angles between quarters go to the nearest.
     """
     data = display_matrix(frame)
-    if data is None:  # or it cannot be had, and this is all that is known of it
+    if data is None:  # or PyAV does not return it, and only this rotation is known
         return (round(frame.rotation / 90) % 4, False) if frame.rotation else otherwise
     numbers = np.frombuffer(memoryview(data), dtype=np.int32)  # type: ignore[arg-type]
     if len(numbers) < 9:
@@ -246,7 +246,7 @@ def orientation(frame: av.VideoFrame, otherwise: Turned = UPRIGHT) -> Turned:
 
 
 def _plain(frame: av.VideoFrame) -> av.VideoFrame:
-    """The same numbers in planes, and in the order of this machine's bytes."""
+    """The same numbers in planes, and in this machine's byte order."""
     name = frame.format.name
     if name in REPACKED or (name.startswith(("yuv", "gray")) and name.endswith("be")):
         return _reformatted(frame, REPACKED.get(name) or name[:-2] + "le")
@@ -254,10 +254,10 @@ def _plain(frame: av.VideoFrame) -> av.VideoFrame:
 
 
 def _reformatted(frame: av.VideoFrame, name: str) -> av.VideoFrame:
-    """By swscale.
+    """Conversion by swscale.
 
     Raises:
-        InputError: it cannot, or would end the process, as it does for Bayer patterns of odd sizes.
+        InputError: swscale cannot convert it, or would crash the process, as for Bayer patterns of odd sizes.
     """
     own, (height, width) = frame.format.name, (frame.height, frame.width)
     if own.startswith("yaf") or (own.startswith("bayer") and (height % 2 or width % 2 or min(height, width) < 4)):
@@ -272,7 +272,7 @@ NO_FORMAT = "pixels of format {} in {} x {} are not supported: convert the video
 
 
 def _has_planes(frame: av.VideoFrame) -> bool:
-    """Whether it is planes of luma and chroma, or of luma alone, as whole numbers."""
+    """Whether the frame has planes of luma and chroma, or only of luma, as integers."""
     name = frame.format.name
     planar = (name.startswith("yuv") and len(frame.planes) >= 3) or name.startswith("gray")
     plain = "f" not in name and "msb" not in name and frame.format.components[0].bits <= 16
@@ -290,7 +290,7 @@ def _rgb(frame: av.VideoFrame, dtype: torch.dtype) -> Tensor:
         u, v = chroma
         return yuv_to_rgb(y, u, v, colours_of(frame), bits, dtype)
     deep = max((each.bits for each in frame.format.components), default=8) > 8
-    # Red, green and blue already, or a palette: only their order and depth change.
+    # Already red, green and blue, or a palette: only their order and depth change.
     pixels = _reformatted(frame, "rgb48le" if deep else "rgb24").to_ndarray()  # (H, W, 3), perhaps FFmpeg's own
     values = torch.from_numpy(pixels.astype(np.int32 if deep else np.uint8)).permute(2, 0, 1)
     if dtype == torch.uint8:
@@ -299,12 +299,12 @@ def _rgb(frame: av.VideoFrame, dtype: torch.dtype) -> Tensor:
 
 
 def _memory(plane: av.video.plane.VideoPlane, bits: int) -> np.ndarray:
-    """Of one plane, uint8 or uint16, with what lies between its rows."""
+    """The memory of one plane, uint8 or uint16, including gaps between its rows."""
     return np.frombuffer(memoryview(plane), np.uint8 if bits <= 8 else np.dtype("<u2"))  # type: ignore[arg-type]
 
 
 def _plane(plane: av.video.plane.VideoPlane, bits: int) -> Tensor:
-    """(H, W) of one plane, uint8 or int32; shares no memory with the frame if of more than 8 bits."""
+    """(H, W) of one plane, uint8 or int32; with more than 8 bits it shares no memory with the frame."""
     step = plane.line_size // (1 + (bits > 8))
     rows = _memory(plane, bits)[: step * plane.height].reshape(plane.height, step)[:, : plane.width]
     return torch.from_numpy(rows if bits <= 8 else rows.astype(np.int32))

@@ -6,14 +6,15 @@
     for path, pixels in read_images(["holiday/"]): ...     # decoded ahead by threads
     for path, pixels in read_images(["holiday/"], device="auto"): ...  # JPEGs by a GPU's NVJPEG, if there is one
 
-On the CPU it is Pillow that decodes, every format that it knows: the first picture of a file, turned as its EXIF
-orientation says, on white where it is transparent, 16 bits scaled to 8, CMYK and palettes as RGB. A GPU decodes JPEGs
-only (`nvjpeg.py`); what else there is Pillow decodes for it.
+On the CPU, Pillow decodes every format that it knows: the first picture of a file, rotated by its EXIF orientation, on
+white where transparent, 16 bits scaled to 8, CMYK and palettes as RGB. A GPU decodes JPEGs only (`nvjpeg.py`); Pillow
+decodes all other formats for it.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import os
 import struct
 import warnings
@@ -38,17 +39,18 @@ from rooftop.media.nvdec import gpu_of
 from rooftop.media.nvjpeg import NoImageDecoderError
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm"}
-MAX_PIXELS = 178_956_970  # 512 MiB of RGB, Pillow's own limit, which other libraries switch off for the whole process
+MAX_PIXELS = 178_956_970  # 512 MiB of RGB, Pillow's own limit, which other libraries disable for the whole process
 ORIENTATION = 0x0112  # EXIF
 LAYOUTS = ("chw", "hwc")
-GPU_BATCH = 8  # files that NVJPEG is given at once
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, RGB in 0..1
+GPU_BATCH = 8  # files that NVJPEG gets at once
 GPU_THREADS = 4  # at most, since each holds a batch
 
 DAMAGE = (
     OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, ArithmeticError, RuntimeError, struct.error,
     zlib.error, Image.DecompressionBombError,
 )  # fmt: skip
-"""What Pillow raises for damaged and hostile files."""
+"""Pillow's errors for damaged and hostile files."""
 
 ImagePath = str | os.PathLike[str]
 Given = TypeVar("Given")
@@ -56,14 +58,14 @@ Result = TypeVar("Result")
 
 
 class NamedImage(NamedTuple):
-    """A photograph: where it came from, and its pixels, (3, H, W) or (H, W, 3) uint8."""
+    """A photograph: its path, and its pixels, (3, H, W) or (H, W, 3) uint8."""
 
     path: Path
     pixels: Tensor
 
 
 def find_images(paths: Sequence[ImagePath]) -> list[Path]:
-    """The photographs that the paths name: files as given, those directly in a folder sorted by name.
+    """The photographs for the paths: files as given, and those directly in a folder sorted by name.
 
     Raises:
         InputError: a path that does not exist, or a folder without photographs.
@@ -83,7 +85,7 @@ def find_images(paths: Sequence[ImagePath]) -> list[Path]:
 
 
 def check_images(paths: Sequence[ImagePath]) -> None:
-    """Look at the beginning of each file, so that what is no image is found before the work and not after it.
+    """Read the beginning of each file, so that a file that is not an image is found before the work.
 
     Raises:
         InputError: not an image.
@@ -98,11 +100,11 @@ def read_image(path_or_bytes: ImagePath | bytes, device: str | torch.device = "c
 
     Args:
         path_or_bytes: a file, or the content of one.
-        device, layout: as of `ImageDecoder`.
+        device, layout: as in `ImageDecoder`.
 
     Raises:
         InputError: no image, a damaged or truncated one, or one of more than `MAX_PIXELS`.
-        NoImageDecoderError: as of `ImageDecoder`.
+        NoImageDecoderError: as in `ImageDecoder`.
     """
     return ImageDecoder(device, layout, threads=1).decode(path_or_bytes)
 
@@ -116,19 +118,48 @@ def read_images(
 ) -> Iterator[NamedImage]:
     """Photographs and folders of photographs in the order of `find_images`, decoded ahead by threads.
 
-    Arguments and errors are those of `ImageDecoder`; one of those has more to say afterwards.
+    Arguments and errors are those of `ImageDecoder`, which also reports statistics afterwards.
     """
     return ImageDecoder(device, layout, threads, on_error).read(paths)
 
 
-def pillow_image(path_or_bytes: ImagePath | bytes) -> Image.Image:
-    """A photograph as Pillow's RGB, turned as its EXIF orientation says; what is transparent lies on white.
+def pillow_image(
+    path_or_bytes: ImagePath | bytes,
+    reduction: Callable[[int, int], float] | None = None,
+    name: str | None = None,
+) -> Image.Image:
+    """A photograph as Pillow's RGB, rotated by its EXIF orientation; transparent parts become white.
+
+    Args:
+        path_or_bytes: a file, or the content of one.
+        reduction: gets width and height, upright, and says by which factor they may be smaller. A JPEG is then decoded
+            at 1/2, 1/4 or 1/8 of its size, by the largest of these factors that is not above it.
+        name: what errors call the photograph.
 
     Raises:
         InputError: not an image, a damaged or truncated one, or one of more than `MAX_PIXELS`.
     """
-    with _opened(path_or_bytes) as image:
+    with _opened(path_or_bytes, name) as image:
+        if reduction is not None:
+            width, height = image.size
+            turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
+            factor = max(1.0, reduction(height, width) if turned else reduction(width, height))
+            image.draft(None, (math.ceil(width / factor), math.ceil(height / factor)))  # other formats ignore it
         return _upright_rgb(image)
+
+
+def normalized(image: Image.Image, mean: Sequence[float] = MEAN, std: Sequence[float] = STD) -> Tensor:
+    """(3, H, W) float32 from an RGB image: (value / 255 - mean) / std.
+
+    By NumPy, bit by bit what torch gives: its operators would start a team of threads for each thread that prepares.
+    """
+    pixels = np.asarray(image)  # (H, W, 3)
+    values = np.empty((3, *pixels.shape[:2]), dtype=np.float32)
+    for channel, value in enumerate(values):  # each stays in the cache, and is written in place
+        np.divide(pixels[..., channel], np.float32(255), out=value)
+        value -= np.float32(mean[channel])
+        value /= np.float32(std[channel])
+    return torch.from_numpy(values)
 
 
 class ImageDecoder:
@@ -139,24 +170,24 @@ class ImageDecoder:
         print(decoder.device, decoder.fallback_reason, decoder.by_pillow, decoder.skipped)
 
     Args:
-        device: "cpu"; "cuda" or "cuda:1", a GPU, whose NVJPEG decodes JPEGs and which gets what Pillow decodes;
-            or "auto", a GPU where NVJPEG can be had, else the CPU. NVJPEG's colours are near those of libjpeg, but
-            not the same, least of all at edges of colours where chroma has fewer samples.
+        device: "cpu"; "cuda" or "cuda:1", a GPU, whose NVJPEG decodes JPEGs while Pillow decodes the rest; or "auto", a
+            GPU if NVJPEG is available, else the CPU. NVJPEG's colours are close to those of libjpeg, but not equal,
+            least of all at colour edges with subsampled chroma.
         layout: "chw" for (3, H, W), or "hwc" for (H, W, 3), contiguous: `rooftop.mat.Mat` and OpenCV take the latter
-            as it is (and mind that OpenCV's own order is blue, green, red).
-        threads: that decode; None: one for each CPU, at most 8 (4 of them with a GPU). On the CPU two photographs for
-            each are in memory at most, with a GPU eight.
-        on_error: "raise"; or "skip" what cannot be read, with a warning for each.
+            directly (OpenCV's own order is blue, green, red).
+        threads: number of decoding threads; None: one for each CPU, at most 8 (4 of them with a GPU). On the CPU at
+            most two photographs for each thread are in memory, with a GPU eight.
+        on_error: "raise"; or "skip" unreadable files, with a warning for each.
 
     Attributes:
-        device: where the tensors lie.
-        fallback_reason: why that is not a GPU, if "auto" was asked for; else None.
-        by_pillow: how many files Pillow decoded although `device` is a GPU, by what they are.
-        skipped: (path, what is wrong) of each file that was skipped.
+        device: the device of the tensors.
+        fallback_reason: why `device` is not a GPU, if "auto" was requested; else None.
+        by_pillow: number of files that Pillow decoded although `device` is a GPU, by format.
+        skipped: (path, problem) for each skipped file.
 
     Raises:
-        InputError: an argument that is not understood.
-        NoImageDecoderError: of device "cuda", where NVJPEG cannot be had.
+        InputError: an invalid argument.
+        NoImageDecoderError: for device "cuda", if NVJPEG is not available.
     """
 
     def __init__(
@@ -180,7 +211,7 @@ class ImageDecoder:
         self.skipped: list[tuple[Path, str]] = []
 
     def decode(self, path_or_bytes: ImagePath | bytes) -> Tensor:
-        """One photograph; raises `InputError` as `read_image`, also where `on_error` is "skip"."""
+        """One photograph; raises `InputError` as `read_image`, also with `on_error` "skip"."""
         (found,) = self._decoded([path_or_bytes])
         if isinstance(found, InputError):
             raise found
@@ -190,8 +221,8 @@ class ImageDecoder:
         """Photographs and folders of photographs in the order of `find_images`, decoded ahead.
 
         Raises:
-            InputError: at once, a path that does not exist or a folder without photographs; at its place, a file that
-                cannot be read, unless it is skipped.
+            InputError: at once, for a path that does not exist or a folder without photographs; at its position, for an
+                unreadable file, unless it is skipped.
         """
         return self._read(find_images(paths))
 
@@ -210,7 +241,7 @@ class ImageDecoder:
                 warnings.warn(f"skipped: {found}", stacklevel=2)
 
     def _decoded(self, group: Sequence[ImagePath | bytes]) -> list[Tensor | InputError]:
-        """Of each file its tensor or what is wrong with it; on a GPU they are there when this returns."""
+        """For each file its tensor or its error; on a GPU the tensors are complete when this returns."""
         if self._stream is None:
             return [_or_error(self._on_cpu, each) for each in group]
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
@@ -224,10 +255,10 @@ class ImageDecoder:
     def _by_either(
         self, group: Sequence[ImagePath | bytes], decode: Callable[[Sequence[bytes]], list[Tensor]]
     ) -> list[Tensor | InputError]:
-        """By `decode`, which gives (3, H, W) of JPEGs or refuses them all; what it must or will not have, by Pillow."""
+        """Decodes JPEGs with `decode`, which returns (3, H, W) or refuses them all; Pillow decodes the other files."""
         files = [_or_error(_File.of, each) for each in group]
         jpegs = [file for file in files if isinstance(file, _File) and file.against is None]
-        with self._lock:  # one at a time: nothing of another is to be read when `decode` takes memory
+        with self._lock:  # one at a time: nothing else may be read when `decode` allocates memory
             decoded = dict(zip(map(id, jpegs), self._by_nvjpeg(jpegs, decode), strict=True))
         found: list[Tensor | InputError] = []
         for file in files:
@@ -240,7 +271,7 @@ class ImageDecoder:
         return found
 
     def _by_nvjpeg(self, files: list[_File], decode: Callable[[Sequence[bytes]], list[Tensor]]) -> list[Tensor | None]:
-        """Upright and laid out; None for what it refuses, and where it sees another size than Pillow."""
+        """Upright and in the requested layout; None for files that it refuses, or whose size differs from Pillow's."""
         if not files:
             return []
         try:
@@ -249,14 +280,14 @@ class ImageDecoder:
             raise
         except RuntimeError:  # without saying which file it was
             if self._stream is not None:
-                torch.cuda.synchronize(self.device)  # the others may still be written
+                torch.cuda.synchronize(self.device)  # the GPU may still write the other images
             return [None] if len(files) == 1 else [each for file in files for each in self._by_nvjpeg([file], decode)]
         found = [
             _laid_out(nvjpeg.turned(pixels, file.orientation), self.layout) if pixels.shape[1:] == file.shape else None
             for file, pixels in zip(files, decoded, strict=True)
         ]
         if self._stream is not None:
-            self._stream.synchronize()  # before the memory of what lay on its side is free
+            self._stream.synchronize()  # before the memory of rotated images is free
         return found
 
     def _moved(self, file: _File) -> Tensor:
@@ -265,7 +296,7 @@ class ImageDecoder:
         return _tensor(upright, self.layout).to(self.device)
 
     def _handed_over(self, pixels: Tensor) -> Tensor:
-        """To the stream of who asked, whose work with it must end before its memory is used again."""
+        """Pass the tensors to the caller's stream; its work with them must end before their memory is reused."""
         if pixels.is_cuda:
             pixels.record_stream(torch.cuda.current_stream(pixels.device))
         return pixels
@@ -278,9 +309,9 @@ class _File:
     Attributes:
         name: as errors show it.
         content: all of it.
-        shape: (H, W) as it lies.
-        orientation: EXIF's number for how that is.
-        against: why it is not for NVJPEG, or None.
+        shape: (H, W) as stored.
+        orientation: EXIF's number for the stored orientation.
+        against: why NVJPEG does not decode it, or None.
     """
 
     name: str
@@ -301,7 +332,7 @@ class _File:
 
 @contextmanager
 def _opened(path_or_bytes: ImagePath | bytes, name: str | None = None) -> Iterator[Image.Image]:
-    """The file's header read, as Pillow's image; what goes wrong in the block is an error that names the file."""
+    """The file's header as Pillow's image; errors in the block name the file."""
     name = name or _name_of(path_or_bytes)
     with (
         _errors_of(name),
@@ -322,11 +353,11 @@ def _name_of(path_or_bytes: ImagePath | bytes) -> str:
 
 @contextmanager
 def _errors_of(name: str) -> Iterator[None]:
-    """Pillow's errors for files that are no images, or damaged, or huge, as one that names the file."""
+    """Turns Pillow's errors for files that are no images, damaged or huge into one that names the file."""
     try:
         yield
     except UnidentifiedImageError as error:
-        raise InputError(f"{name} is no image that Pillow can read") from error
+        raise InputError(f"{name} is not an image that Pillow can read") from error
     except InputError:
         raise
     except DAMAGE as error:
@@ -335,23 +366,26 @@ def _errors_of(name: str) -> Iterator[None]:
 
 def _upright_rgb(image: Image.Image) -> Image.Image:
     image.load()
-    upright = ImageOps.exif_transpose(image)
+    # Pillow also copies an image that stays as it is. For a JPEG of 500 x 375 pixels, this takes as long as decoding.
+    # Only an image that is mapped from its file needs a copy, because the file is closed.
+    turned = image.getexif().get(ORIENTATION, 1) != 1
+    upright: Image.Image = ImageOps.exif_transpose(image) if turned else image.copy() if image.readonly else image
     if upright.mode.startswith("I"):  # 16-bit: Pillow would clip, not scale
         upright = Image.fromarray((np.asarray(upright, dtype=np.float64) / 257).round().astype(np.uint8))
-    if upright.has_transparency_data:  # the colour under transparent pixels means nothing
+    if upright.has_transparency_data:  # the colour under transparent pixels is meaningless
         upright = upright.convert("RGBA")
         upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright)
-    return upright.convert("RGB")
+    return upright if upright.mode == "RGB" else upright.convert("RGB")
 
 
 def _tensor(image: Image.Image, layout: str) -> Tensor:
-    """By NumPy: torch's operators would start a team of threads for each thread that decodes."""
+    """It uses NumPy: torch's operators would start a team of threads for each decoding thread."""
     pixels = np.array(image)  # (H, W, 3)
     return torch.from_numpy(pixels if layout == "hwc" else np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
 
 def _laid_out(pixels: Tensor, layout: str) -> Tensor:
-    """(3, H, W) in the layout, contiguous."""
+    """(3, H, W) in the requested layout, contiguous."""
     return (pixels if layout == "chw" else pixels.permute(1, 2, 0)).contiguous()
 
 
@@ -363,7 +397,7 @@ def _or_error(function: Callable[[Given], Result], given: Given) -> Result | Inp
 
 
 def _device_of(device: str | torch.device) -> tuple[torch.device, str | None]:
-    """Where tensors are to lie, and why that is not a GPU where it might have been one."""
+    """The device of the tensors, and why it is not a GPU if that was possible."""
     wanted, may_be_cpu = gpu_of(device)
     if wanted is None:
         return torch.device("cpu"), None

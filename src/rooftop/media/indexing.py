@@ -1,4 +1,4 @@
-"""Builds the index of a video: from its packets alone if they are enough, otherwise by decoding the video once."""
+"""Build the index of a video: from its packets alone if they suffice, otherwise by decoding the video once."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
 ONE_FRAME_A_PACKET = KEY_FRAMES_ONLY | {"h264", "hevc", "vvc", "vp9", "av1", "gif", "webp", "qtrle"}
-"""Codecs whose packets are shown as one frame each. Others (VP8 has frames that are never shown, MPEG-4 two frames in
-one packet) are indexed by decoding them once."""
+"""Codecs whose packets each contain one displayed frame. Others (VP8 has frames that are never shown, MPEG-4 two frames
+in one packet) are indexed by decoding them once."""
 
 
 def build_index(source: Source) -> FrameIndex:
@@ -33,12 +33,12 @@ def build_index(source: Source) -> FrameIndex:
         index = _index_by_frames(decoder)
     finally:
         decoder.close()
-    # A seek goes to a tick, and a tick may be of several places.
+    # A seek goes to a tick, and several positions may share a tick.
     return replace(index, seekable=False) if index.seekable and _goes_back(source) else index
 
 
 def _goes_back(source: Source) -> bool:
-    """Whether the clock of a transport stream goes back anywhere, also behind a damage."""
+    """Whether the clock of a transport stream goes back anywhere, also after damage."""
     decoder = Decoder(source)
     clock = _Clock(decoder.is_stream)
     try:
@@ -50,8 +50,8 @@ def _goes_back(source: Source) -> bool:
 
 
 class _Clock:
-    """Packets in the order of a file, whose decoding times increase, and of whose key frames each is shown after all
-    that came before. Where the clock of a transport stream goes back FFmpeg repeats the last decoding time."""
+    """Packets in file order with increasing decoding times; each key frame is shown after all earlier frames. If the
+    clock of a transport stream goes back, FFmpeg repeats the last decoding time."""
 
     def __init__(self, is_stream: bool) -> None:
         self._is_stream = is_stream
@@ -59,7 +59,7 @@ class _Clock:
         self._shown: int | None = None
 
     def goes_back(self, packet: av.Packet[av.VideoStream]) -> bool:
-        """Whether it does at this packet."""
+        """Whether it goes back at this packet."""
         dts, pts = packet.dts, packet.pts
         found = dts is not None and self._decoded is not None and dts < self._decoded + self._is_stream
         found |= packet.is_keyframe and pts is not None and self._shown is not None and pts <= self._shown
@@ -69,7 +69,7 @@ class _Clock:
 
 
 def _index_by_packets(decoder: Decoder) -> FrameIndex | None:
-    """None if packets are not enough: in some codecs a packet can hold no frame, or one field of a frame."""
+    """None if packets do not suffice: in some codecs a packet can hold no frame, or one field of a frame."""
     context = decoder.stream.codec_context
     interlaced = int(context.field_order) > 1  # 0 is unknown, 1 progressive
     if not decoder.clocked or context.codec.canonical_name not in ONE_FRAME_A_PACKET or interlaced:
@@ -96,14 +96,14 @@ def _index_by_packets(decoder: Decoder) -> FrameIndex | None:
     pts = array("q", sorted(shown))
     if any(a == b for a, b in pairwise(pts)):
         return None
-    if pts and pts[0] < starts[0]:  # shown before the first key frame: some need frames that are not there
+    if pts and pts[0] < starts[0]:  # shown before the first key frame: some need frames that do not exist
         there = _shown_before(decoder.source, starts[0])
         pts = array("q", [tick for tick in pts if tick >= starts[0] or tick in there])
     return replace(_index(decoder, pts, last_duration, starts, True, damage), discontinuity=_breaks(decoder))
 
 
 def _breaks(decoder: Decoder) -> str | None:
-    """What the counters of a transport stream show."""
+    """The breaks in the packet counters of a transport stream."""
     places = decoder.suspicions.places
     if not places:
         return None

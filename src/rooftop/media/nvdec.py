@@ -1,7 +1,7 @@
-"""Decoding by a GPU's own engines (NVDEC): where it can be had, and the memory of a frame that it decoded.
+"""Decoding by a GPU's own engines (NVDEC): whether they are available, and the memory of a decoded frame.
 
-FFmpeg, which PyAV brings, reads the file and drives the engines: so which frame is which, what is damaged and what the
-colours are is found by the same code as on the CPU. It works in torch's context and on its default stream.
+FFmpeg, which PyAV includes, reads the file and drives the engines. So the order of frames, damage and colours are found
+by the same code as on the CPU. It works in torch's context and on its default stream.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 DRIVER = ("libcuda.so.1", "libnvcuvid.so.1")
 IN_TORCHS_CONTEXT = {"primary_ctx": "0", "current_ctx": "1"}
-"""FFmpeg would set flags of the primary context that torch has not."""
+"""FFmpeg would set flags of the primary context that torch does not set."""
 
 WORTH_PIXELS = 320 * 240
-"""From here on an H200's NVDEC is faster than 16 cores (`benchmarks/media.py`); of fewer nothing is known."""
+"""From this size on an H200's NVDEC is faster than 16 cores (`benchmarks/media.py`); fewer cores were not measured."""
 
 BITS = {"nv12": 8, "p010le": 10, "p016le": 12, "yuv444p": 8, "yuv444p16le": 12}
-"""Of a number, by FFmpeg's names of what NVDEC writes. In 16 they are the upper ones."""
+"""Bits of a number, by FFmpeg's names of NVDEC's output formats. In 16 bits they are the upper ones."""
 
 
 class NoNvdecError(Exception):
-    """Inside this package: NVDEC cannot be had, or cannot decode this."""
+    """Internal: NVDEC is not available, or cannot decode this."""
 
 
 def gpu_of(device: str | torch.device) -> tuple[torch.device | None, bool]:
-    """The GPU that a reader is asked to decode on, None for the CPU; and whether it may be the CPU as well.
+    """The GPU on which a reader should decode, None for the CPU; and whether the CPU may be used as well.
 
     Raises:
         InputError: no such device.
@@ -61,7 +61,7 @@ def _numbered(device: torch.device) -> torch.device:
 
 
 def missing(device: torch.device) -> str | None:
-    """What NVDEC lacks on this machine; None if nothing is seen to be missing."""
+    """What NVDEC lacks on this machine; None if nothing seems to be missing."""
     if not torch.cuda.is_available():
         return "there is no NVDEC, for torch finds no CUDA GPU here"
     if (device.index or 0) >= torch.cuda.device_count():
@@ -81,22 +81,22 @@ def missing(device: torch.device) -> str | None:
 
 
 def too_small(height: int, width: int) -> str | None:
-    """Why a video of this size is left to the CPU where both can be had; None if it is not."""
+    """Why the CPU decodes a video of this size if both are available; None if it does not."""
     if height * width >= WORTH_PIXELS:
         return None
     return f"{width} x {height} pixels are few: NVDEC is known to be faster from {WORTH_PIXELS:,} on"
 
 
 def odd(height: int, width: int) -> str | None:
-    """Why a video of an odd size is left to the CPU; None if it is even."""
+    """Why the CPU decodes a video of an odd size; None if the size is even."""
     if height % 2 == width % 2 == 0:
         return None
     return f"NVDEC stretches pictures of odd sizes to even ones, and this has {width} x {height} pixels"
 
 
 def acceleration(device: torch.device) -> Any:
-    """What a decoder of PyAV takes as `hwaccel`. The device has to be torch's current one meanwhile."""
-    torch.cuda.current_stream(device).query()  # so that there is a context
+    """The `hwaccel` argument of PyAV's decoders. The device must be torch's current one during the call."""
+    torch.cuda.current_stream(device).query()  # creates a context if there is none
     hwaccel: Any = load_av().codec.hwaccel.HWAccel(
         "cuda", str(device.index), allow_software_fallback=False, options=IN_TORCHS_CONTEXT, is_hw_owned=True
     )
@@ -104,10 +104,10 @@ def acceleration(device: torch.device) -> Any:
 
 
 def surface_of(frame: av.VideoFrame, colours: Colours, device: torch.device) -> Surface:
-    """The memory of a frame that NVDEC decoded; it stays the frame's, which lives as long as the tensors do.
+    """The memory of a frame decoded by NVDEC; it belongs to the frame, which lives as long as the tensors.
 
     Raises:
-        NoNvdecError: a format that is not known here.
+        NoNvdecError: an unknown format.
     """
     form = frame.sw_format.name if frame.sw_format is not None else frame.format.name
     if form not in BITS:

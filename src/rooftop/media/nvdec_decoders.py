@@ -1,8 +1,8 @@
 """NVDEC's decoders, kept for the next video of the same kind.
 
-To begin a decoder takes as long as to decode many frames, and to end one longer still; no other thread of Python runs
-meanwhile. So one whose video is over waits here, and the next pass over that video, or over another with the same
-headers, goes on with it.
+Starting a decoder takes as long as decoding many frames, and ending one takes even longer; no other Python thread runs
+meanwhile. So a decoder whose video has ended is kept, and the next pass over that video, or over another with the same
+headers, reuses it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
 KEPT = ("h264", "hevc", "vp8", "vp9", "av1")
-HEADED = ("h264", "hevc")  # whose headers are not in the key frames, but said once for all
-MOST = 32  # decoders that wait
+HEADED = ("h264", "hevc")  # whose headers are not in the key frames, but stated once for the whole file
+MOST = 32  # maximum number of idle decoders
 MOST_PIXELS = 32 * 1920 * 1088
-"""Of all that wait. A decoder holds some twenty frames: 32 of 1920 x 1080, or 8 of 3840 x 2160, some 2 GB."""
+"""Memory limit of all idle decoders. A decoder holds some twenty frames: 32 of 1920 x 1080, or 8 of 3840 x 2160, some 2
+GB.
+"""
 
 PARAMETER_SETS = {"h264": (7, 8), "hevc": (32, 33, 34)}
-"""Types of NAL units that say how others are to be read. Sources: ITU-T H.264, table 7-1; H.265, table 7-1."""
+"""Types of NAL units with parameters for reading others. Sources: ITU-T H.264, table 7-1; H.265, table 7-1."""
 
 
 class Kind(NamedTuple):
-    """What a decoder is begun with: another video of the same kind can have it.
+    """The settings with which a decoder is started: another video of the same kind can reuse it.
 
     Attributes:
-        headers: of the codec, as the file has them.
-        colours: what the file says of them, as FFmpeg numbers it.
+        headers: the codec's headers from the file.
+        colours: colours stated by the file, as FFmpeg numbers them.
     """
 
     device: torch.device
@@ -48,22 +50,22 @@ class Kind(NamedTuple):
 
 COLOURS = ("colorspace", "color_range", "color_primaries", "color_trc")
 
-_idle: list[tuple[Kind, av.VideoCodecContext]] = []  # the one that has waited longest is the first
-_lock = threading.RLock()  # Python may look for garbage, and give a decoder back, while it is held
+_idle: list[tuple[Kind, av.VideoCodecContext]] = []  # the first one has been idle longest
+_lock = threading.RLock()  # Python may collect garbage, and return a decoder, while it is held
 _inherited: list[object] = []
 
 
 def kind_of(stream: av.VideoCodecContext, device: torch.device) -> Kind:
-    """Of the decoder that a stream needs."""
+    """The kind of decoder that a stream needs."""
     colours = tuple(int(getattr(stream, name)) for name in COLOURS)
     return Kind(device, stream.codec.canonical_name, stream.extradata or b"", stream.width, stream.height, colours)  # type: ignore[arg-type]
 
 
 def taken(kind: Kind, options: dict[str, str]) -> av.VideoCodecContext:
-    """A decoder of a kind, nobody else's: one that waits, or a new one.
+    """A decoder of a kind for one owner: an idle one, or a new one.
 
     Args:
-        options: of FFmpeg's decoder.
+        options: options of FFmpeg's decoder.
 
     Raises:
         NoNvdecError: NVDEC has no such codec, or FFmpeg cannot reach the GPU.
@@ -83,18 +85,18 @@ def taken(kind: Kind, options: dict[str, str]) -> av.VideoCodecContext:
     decoder.width, decoder.height = kind.width, kind.height
     for name, value in zip(COLOURS, kind.colours, strict=True):
         setattr(decoder, name, value)
-    decoder.thread_type, decoder.thread_count = "NONE", 1  # the CPU only reads what is before the pictures' data
-    # A container's own decoder knows how many frames wait for others, from looking into the file. This one does not,
-    # and of H.264 whose headers do not say it, it assumes the most that its level allows.
+    decoder.thread_type, decoder.thread_count = "NONE", 1  # the CPU only reads the part before the pictures' data
+    # A container's own decoder knows how many frames wait for others, since FFmpeg has read into the file. This one
+    # does not. For H.264 whose headers do not state it, it assumes the maximum of its level.
     decoder.options = {**options, "strict": "strict"} if kind.codec == "h264" else options
     return decoder
 
 
 def given_back(kind: Kind, decoder: av.VideoCodecContext, process: int) -> None:
-    """A decoder to wait for the next, if that can have it; too many, and the one that has waited longest is ended.
+    """Return a decoder to the idle ones if it can be reused; if there are too many, the one idle for longest is ended.
 
     Args:
-        process: that has begun it.
+        process: the process that started it.
     """
     if process != os.getpid():
         _inherited.append(decoder)
@@ -111,9 +113,9 @@ def given_back(kind: Kind, decoder: av.VideoCodecContext, process: int) -> None:
 
 
 def release_decoders() -> int:
-    """Ends NVDEC's decoders that wait for another video, and frees what they hold of the GPU's memory.
+    """End NVDEC's idle decoders, and free their GPU memory.
 
-    Returns: how many these were.
+    Returns: their number.
     """
     with _lock:
         ended = _idle[:]
@@ -122,8 +124,8 @@ def release_decoders() -> int:
 
 
 def says_otherwise(packet: bytes, kind: Kind) -> bool:
-    """Whether a packet brings parameter sets that the headers of its file do not have: whoever has the decoder next
-    would be read by these."""
+    """Whether a packet has parameter sets that differ from its file's headers: they would apply to the decoder's next
+    video."""
     types = PARAMETER_SETS.get(kind.codec)
     if types is None:
         return False
@@ -138,8 +140,8 @@ def says_otherwise(packet: bytes, kind: Kind) -> bool:
 
 
 def _units(packet: bytes, kind: Kind) -> list[bytes] | None:
-    """The NAL units of a packet. They follow start codes, or as in MP4 each says its length first; None if the headers
-    are too short to tell."""
+    """The NAL units of a packet. They follow start codes or, as in MP4, each begins with its length; None if the
+    headers are too short to tell."""
     if kind.headers[:1] != b"\1":
         return [unit for unit in packet.split(b"\0\0\1")[1:] if unit]
     place, found = 0, []
@@ -156,7 +158,7 @@ def _units(packet: bytes, kind: Kind) -> list[bytes] | None:
 
 
 def _forget() -> None:
-    """A forked process has none of its parent's, and must not end them either."""
+    """A forked process has none of its parent's decoders, and must not end them either."""
     global _idle, _lock
     _inherited.append(_idle)
     _idle, _lock = [], threading.RLock()

@@ -1,6 +1,6 @@
-"""Whether a GPU here encodes H.264 with its own engine (NVENC): found by encoding a few frames, once per process.
+"""Whether a GPU here encodes H.264 with its own engine (NVENC): tested by encoding a few frames, once per process.
 
-GPUs for data centres (A100, H100, H200, B200) have NVDEC and no NVENC.
+Data centre GPUs (A100, H100, H200, B200) have NVDEC but no NVENC.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TRIAL_PIXELS = 256
 
 @lru_cache(maxsize=64)
 def why_no_nvenc(pixel_format: str, height: int = TRIAL_PIXELS, width: int = TRIAL_PIXELS) -> str | None:
-    """What stands against encoding such frames by NVENC; None if they were encoded."""
+    """The reason why NVENC cannot encode such frames; None if it encoded them in a test."""
     av = load_av()
     if ENCODER not in av.codecs_available:
         return f"this FFmpeg was built without {ENCODER}"

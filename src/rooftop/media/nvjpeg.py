@@ -1,7 +1,7 @@
-"""JPEGs decoded by a GPU (NVJPEG), through torchvision: where it can be had, and which files it is given.
+"""JPEGs decoded by a GPU (NVJPEG), through torchvision: whether it is available, and which files it gets.
 
-What NVJPEG would show otherwise than libjpeg, or would not see to be damaged, is not given to it: CMYK, red, green and
-blue as they are, more than 8 bits, a file whose end is missing. `reason_against` says which.
+NVJPEG does not get files that it would decode differently from libjpeg, or whose damage it would miss: CMYK, stored
+red, green and blue, more than 8 bits, a file without its end. `reason_against` finds these.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch import Tensor
 from rooftop.errors import RooftopError
 
 MARKER = re.compile(rb"\xff+[^\x00\xd0-\xd7\xff]")
-"""In coded data, what is neither a stuffed byte nor a place to restart."""
+"""A marker within coded data. Stuffed bytes and restart markers do not match."""
 
 START_OF_SCAN, END_OF_IMAGE = 0xDA, 0xD9
 RGB_IDS = (ord("R"), ord("G"), ord("B"))
 
 
 class NoImageDecoderError(RooftopError, NotImplementedError):
-    """The GPU asked for cannot decode photographs here; the message says why, and what can."""
+    """The requested GPU cannot decode photographs here; the message says why, and which devices can."""
 
 
 @cache
 def missing(device: torch.device) -> str | None:
-    """Why NVJPEG cannot be had on this GPU, found by decoding a small JPEG; None if it can."""
+    """Why NVJPEG is not available on this GPU, found by decoding a small JPEG; None if it is."""
     if not torch.cuda.is_available():
         return "there is no NVJPEG, for torch finds no CUDA GPU here"
     if (device.index or 0) >= torch.cuda.device_count():
@@ -44,17 +44,17 @@ def missing(device: torch.device) -> str | None:
             found = decode([file.getvalue()], device)[0].cpu()
     except ImportError as error:
         return f"NVJPEG is reached through torchvision, which is not installed ({error})"
-    except (RuntimeError, OSError, AttributeError) as error:  # its compiled part does not fit torch, or has no NVJPEG
+    except (RuntimeError, OSError, AttributeError) as error:  # its compiled part does not fit torch, or lacks NVJPEG
         return f"torchvision cannot reach NVJPEG ({_first_line(error)})"
     apart = (found.int() - torch.tensor([0, 128, 255])[:, None, None]).abs().max().item()
     return None if apart <= 4 else f"NVJPEG gives wrong colours, {apart} of 255 levels away"
 
 
 def decode(contents: Sequence[bytes], device: torch.device) -> list[Tensor]:
-    """(3, H, W) uint8 RGB of each file, not turned, in the order of the current stream.
+    """(3, H, W) uint8 RGB for each file, not rotated, in the order of the current stream.
 
-    torchvision writes from a stream of its own into memory of the current one, without waiting for it: the current
-    stream must be idle when this is called.
+    torchvision writes from its own stream into memory of the current one, without waiting for it: the current stream
+    must be idle during this call.
 
     Raises:
         ImportError: torchvision is not installed.
@@ -67,7 +67,7 @@ def decode(contents: Sequence[bytes], device: torch.device) -> list[Tensor]:
 
 
 def reason_against(image: Image.Image, content: bytes) -> str | None:
-    """Why a file is not for NVJPEG; None if it is.
+    """Why NVJPEG does not get a file; None if it does.
 
     Args:
         image: the file as Pillow opens it; its header is enough.
@@ -110,7 +110,7 @@ def is_whole(content: bytes) -> bool:
 
 
 def turned(pixels: Tensor, orientation: int) -> Tensor:
-    """(3, H, W) upright, by the number that EXIF gives for how it lies; a view."""
+    """(3, H, W) upright, by its EXIF orientation number; a view."""
     if orientation in (5, 6, 7, 8):
         pixels = pixels.transpose(1, 2)
     flips = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}.get(orientation, ())

@@ -1,6 +1,6 @@
-"""What is read, opened by FFmpeg.
+"""Open sources with FFmpeg.
 
-Files that point at others (playlists, SDP) get none of them opened: only the bytes that were given are ever read.
+Files that refer to others (playlists, SDP) cannot open them: only the given bytes are ever read.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ FORMATS = (
     "mjpeg,cavsvideo,dirac,dnxhd,dv,gif,apng,yuv4mpegpipe,wtv,vc1,swf,bink,smk,roq,nsv,"
     "aac,ac3,eac3,aiff,amr,au,caf,dts,flac,mp3,w64,wav,wv"  # sound, so that the error can say that there is no video
 )
-"""The formats of FFmpeg that hold what they show. The others are lists of files elsewhere (concat, HLS, DASH),
+"""FFmpeg's formats that contain their own content. The others are lists of files elsewhere (concat, HLS, DASH),
 descriptions of streams (SDP, which listens on a network), single pictures and devices."""
 
 
 class Source:
-    """What is read: a file, or bytes.
+    """The source to read: a file, or bytes.
 
     Raises:
-        InputError: it does not exist, is no file, or is empty.
+        InputError: it does not exist, is not a file, or is empty.
     """
 
     def __init__(self, path_or_bytes: str | os.PathLike[str] | bytes | bytearray | memoryview) -> None:
@@ -45,7 +45,7 @@ class Source:
             if not self.path.exists():
                 raise InputError(f"{self.name} does not exist: expected a video file, or its bytes")
             if not self.path.is_file():
-                raise InputError(f"{self.name} is no regular file: expected a video file, or its bytes")
+                raise InputError(f"{self.name} is not a regular file: expected a video file, or its bytes")
             size = self.path.stat().st_size
         else:
             raise TypeError(f"expected a path or bytes of a video, got {type(path_or_bytes).__name__}")
@@ -75,5 +75,5 @@ def _refuse(url: str, flags: int, options: dict[str, str]) -> Any:
 
 
 def said(error: BaseException) -> str:
-    """What FFmpeg or the system says of an error."""
+    """The message of FFmpeg or of the system in an error."""
     return str(getattr(error, "strerror", None) or error or type(error).__name__)

@@ -1,10 +1,11 @@
-"""Luma and chroma in the host's memory to RGB, in loops that Numba compiles: one pass over the frame.
+"""Convert luma and chroma in the host's memory to RGB, in loops that Numba compiles: one pass over the frame.
 
-What chroma adds to red, green and blue is computed once for a row of chroma and spread over the pixels that it covers;
-the rows of luma are added to it in the processor's vectors. The numbers are those of `colours.yuv_to_rgb`, bit for bit.
-Where a size is asked for, rows go into it as they are made: the whole frame is never in memory as RGB.
+The contribution of chroma to red, green and blue is computed once per row of chroma and spread over the pixels that it
+covers. The rows of luma are added to it with the processor's vector units. The numbers equal those of
+`colours.yuv_to_rgb`, bit for bit. If a size is requested, rows are added to the result as they are computed: the whole
+frame is never in memory as RGB.
 
-Compiled once for each depth and kept beside this file, for processes that come later.
+Compiled once for each depth and cached next to this file, for later processes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Plane:
 
     Attributes:
         memory: uint8 or uint16, of one dimension.
-        step: numbers from row to row.
+        step: distance between rows, in numbers.
         height, width: of the plane.
     """
 
@@ -47,18 +48,17 @@ def planes_to_rgb(
     """Planes of luma and chroma as RGB.
 
     Args:
-        y: of H x W.
-        u, v: of Cb and Cr, H' x W'; H' is H or half of it rounded up (or a quarter), W' likewise.
+        y: H x W. u, v: Cb and Cr, H' x W'; H' is H or half of it rounded up (or a quarter), W' likewise.
         bits: of the numbers.
         dtype: uint8, rounded, or float32, in 0..1.
-        size: (h, w) to be resized to, with bilinear weights that shrink without aliasing, as
-            `torch.nn.functional.interpolate` with `antialias=True` does; None is (H, W).
+        size: (h, w) to resize to, with bilinear weights that shrink without aliasing, as
+            `torch.nn.functional.interpolate` with `antialias=True`; None is (H, W).
         normalization: (mean, std) of red, green and blue in 0..1, of float32.
 
     Returns: (3, h, w).
 
     Raises:
-        ValueError: a plane whose memory ends before its last row does.
+        ValueError: a plane whose memory ends before its last row.
     """
     for plane in (y, u, v):  # loops check nothing
         if plane.memory.size < (plane.height - 1) * plane.step + plane.width:
@@ -95,7 +95,9 @@ def planes_to_rgb(
 
 @kept_loop
 def _spread(samples: np.ndarray, across: int, found: np.ndarray) -> None:
-    """Each sample for the pixels that it covers. A loop by itself: with arithmetic in it, it takes twice as long."""
+    """Each sample repeated for the pixels that it covers. A separate loop: with arithmetic in it, it takes twice as
+    long.
+    """
     width = len(found)
     if across == 2:
         for j in range(width // 2):
@@ -112,7 +114,7 @@ def _spread(samples: np.ndarray, across: int, found: np.ndarray) -> None:
 def _differences(
     u: np.ndarray, v: np.ndarray, across: int, numbers: np.ndarray, found: np.ndarray, room: np.ndarray
 ) -> None:
-    """What chroma adds to red, green and blue of a row's pixels, (3, width)."""
+    """The contribution of chroma to red, green and blue of a row's pixels, (3, width)."""
     half, scale, red, green_v, green_u, blue = numbers[2], numbers[3], numbers[4], numbers[5], numbers[6], numbers[7]
     samples = len(u)
     some = found[0] if across == 1 else room[:samples]
@@ -153,7 +155,7 @@ def _add_to_two(
     luma: np.ndarray, difference: np.ndarray, white: np.float32, one: np.float32, into: np.ndarray, other: np.float32,
     into_other: np.ndarray,
 ) -> None:  # fmt: skip
-    """`_colour`, added to two rows with a weight each."""
+    """`_colour`, added to two rows with a weight for each."""
     for j in range(len(luma)):
         value = luma[j] + difference[j]
         value = value if value < white else white
@@ -202,7 +204,9 @@ def _whole(
 def _resize_rows(
     row: np.ndarray, lefts: np.ndarray, counts: np.ndarray, weights: np.ndarray, found: np.ndarray
 ) -> None:
-    """(3, width) along itself as (3, columns). Places without signs: others would be looked at for being negative."""
+    """(3, width) resized along the row to (3, columns). Unsigned indices: signed ones would be checked for negative
+    values.
+    """
     red, green, blue = row[0], row[1], row[2]
     for x in range(len(counts)):
         r, g, b = np.float32(0), np.float32(0), np.float32(0)
@@ -224,8 +228,8 @@ def _resized(
 ) -> None:  # fmt: skip
     """Rows of the result from the first to the last.
 
-    Each row of the video that they need is made once, and added to the rows of the result that it counts for, of which
-    a few are open at a time. Rows that are complete are resized along themselves.
+    Each needed row of the video is computed once, and added to the rows of the result to which it contributes; a few of
+    these are open at a time. Complete rows are resized along the row.
     """
     samples = (width + across - 1) // across
     rows, columns = len(tops), len(lefts)
@@ -246,11 +250,11 @@ def _resized(
             cb, cr = u[chroma * u_step :], v[chroma * v_step :]
             _differences(cb[:samples], cr[:samples], across, numbers, differences, row)
         _luma(y[i * y_step : i * y_step + width], numbers, luma)
-        newest = oldest  # rows of the result from the oldest to before it are open
+        newest = oldest  # rows of the result from the oldest up to this one are open
         while newest < last and tops[newest] <= i:
             newest += 1
         for c in range(3):
-            if newest - oldest == 2:  # as in pictures that shrink: two at once
+            if newest - oldest == 2:  # as in shrinking pictures: two at once
                 _add_to_two(
                     luma, differences[c], numbers[8],
                     row_weights[oldest, i - tops[oldest]], opened[oldest % most, c],

@@ -1,4 +1,4 @@
-"""What is in a video file: its streams, its frames and its clock, as the file says and as its packets show."""
+"""The contents of a video file: its streams, its frames and its clock, from its header and its packets."""
 
 from __future__ import annotations
 
@@ -35,30 +35,27 @@ class VideoInfo:
     """A video file.
 
     Attributes:
-        source: the path, or how many bytes it was.
+        source: the path, or the number of bytes.
         size_bytes: of the file.
         container: FFmpeg's names of the format.
         codec, profile, pixel_format: of the video, as FFmpeg names them; profile may be None.
-        bits: of a sample of luma or of a colour.
-        height, width: pixels as shown, upright.
-        coded_height, coded_width: pixels as stored.
+        bits: bits per sample. height, width: pixels as shown, upright. coded_height, coded_width: pixels as stored.
         rotation_degrees: counterclockwise, applied by `VideoReader`.
         mirrored: whether it is also mirrored left to right.
         pixel_aspect: width of a pixel over its height; 1.0 if square or unknown. `VideoReader` does not stretch.
-        interlaced: whether the first frame is; `VideoReader` does not take fields apart.
+        interlaced: whether the first frame is interlaced; `VideoReader` does not separate fields.
         colours: matrix and range, and which of them are assumed; None if not supported.
         hdr: PQ or HLG, if the brightness follows one of these; else None. `VideoReader` does not map tones.
         fps: the mean, as the file says it.
-        variable_frame_rate: whether frames are not shown at k / rate, whatever the rate.
-        frames, key_frames: how many.
-        longest_gop: most frames from one key frame to the next: what one random access may have to decode.
-        start_s, duration_s: time of the first frame; until the end of the last.
-        bit_rate_bps: of the whole file.
-        seekable: whether decoding can start at key frames; else always at the beginning.
+        variable_frame_rate: whether frames are not shown at k / rate for any rate. frames, key_frames: their numbers.
+        longest_gop: most frames from one key frame to the next: the most that one random access may have to decode.
+        start_s, duration_s: time of the first frame, and time from it to the end of the last.
+        bit_rate_bps: bit rate of the whole file.
+        seekable: whether decoding can start at key frames; otherwise it always starts at the beginning.
         audio: its streams of sound.
-        damage: what is wrong with the packets, None if nothing is; frames were not all decoded for this.
-        discontinuity: where the clock of the file goes back, or pieces of a transport stream do not follow each other,
-            as in files that were joined; None if nowhere.
+        damage: the problem with the packets, None if there is none; not all frames were decoded for this.
+        discontinuity: where the clock of the file goes back, or parts of a transport stream do not follow each other,
+            as in joined files; None if nowhere.
     """
 
     source: str
@@ -97,7 +94,7 @@ def probe(path_or_bytes: str | os.PathLike[str] | bytes) -> VideoInfo:
 
     Raises:
         InputError: no such file, or no video in it.
-        DamagedVideoError: not one frame can be decoded.
+        DamagedVideoError: no frame can be decoded.
         MissingExtraError: PyAV is not installed.
     """
     source = Source(path_or_bytes)

@@ -1,4 +1,4 @@
-"""PyAV, which brings FFmpeg's libraries: the one place that imports it."""
+"""PyAV, which includes FFmpeg's libraries: the only module that imports it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""`VideoReader`: the frames of a video as tensors, one after another or any of them.
+"""`VideoReader`: the frames of a video as tensors, in order or at any position.
 
-What is exact: the frame at a position or a time is the one that decoding from the beginning gives there, bit by bit. It
-is found through an index of all packets, made when it is first needed: one pass over the file without decoding (for the
-few codecs whose packets do not tell, with it). Going through a video from its beginning needs no index and holds a few
-frames.
+Access is exact: the frame at a position or a time equals, bit by bit, the one from decoding from the beginning. It is
+found through an index of all packets, built when it is first needed: one pass over the file without decoding (with
+decoding for the few codecs whose packets do not suffice). Reading a video from its beginning needs no index and holds a
+few frames.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from rooftop.media.surfaces import MOST_AT_ONCE
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
-MOST_BYTES_AT_ONCE = 1 << 27  # of frames that are converted together, before a caller has asked for them
-SEEKS = 3  # that may lead too far, before a file is read from its beginning
+MOST_BYTES_AT_ONCE = 1 << 27  # bytes of frames that are converted together, before a caller requests them
+SEEKS = 3  # seeks that may lead too far, before a file is read from its beginning
 CLOCK_SLACK_S = Fraction(1, 2000)
 
 
 class TimedFrame(NamedTuple):
-    """A frame: pixels (3, H, W); when it is shown and for how long, in seconds."""
+    """A frame: pixels (3, H, W); its start and duration in seconds."""
 
     pixels: Tensor
     time: float
@@ -55,7 +55,7 @@ VIDEO_SUFFIXES = {
     ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".m2ts", ".mts", ".wmv", ".flv", ".ogv",
     ".3gp", ".mxf", ".y4m", ".ivf", ".h264", ".hevc",
 }  # fmt: skip
-"""Of files that are taken for videos by their names."""
+"""Suffixes of files that count as videos."""
 
 
 class VideoReader:
@@ -68,30 +68,30 @@ class VideoReader:
         reader.frames_at([0.5, 2.0])        # those shown at these times
         for clip in reader.clips(16): ...   # (16, 3, H, W)
 
-    Times are seconds on the clock of the file, whose 0 is where a player starts. Pixels that are not square stay as
-    they are, and interlaced frames are not taken apart.
+    Times are seconds on the clock of the file; players start at 0. Pixels that are not square are not resampled, and
+    interlaced frames are not separated.
 
     Args:
         path_or_bytes: a file, or the content of one.
-        device: "cpu"; "cuda" or "cuda:1", a GPU's NVDEC, whose frames never are in the host's memory; or "auto", NVDEC
-            where it can be had and is faster than the CPU.
-        output: "rgb"; or "nv12", (3 H / 2, W) uint8, what the video itself has.
+        device: "cpu"; "cuda" or "cuda:1", a GPU's NVDEC, whose frames are never in the host's memory; or "auto", NVDEC
+            if it is available and faster than the CPU.
+        output: "rgb"; or "nv12", (3 H / 2, W) uint8, the video's own format.
         dtype: torch.uint8, or float16, bfloat16, float32, float64; the floating ones keep the depth of 10-bit videos.
         resize: (height, width) of the frames, upright; bilinear, and shrunk without aliasing.
         normalize: (mean, std) of red, green and blue in 0..1, for floating dtypes: (value - mean) / std.
 
     Attributes:
-        device: on which frames are decoded and lie.
-        fallback_reason: why that is not a GPU, if "auto" was asked for; else None.
-        height, width: in pixels, of what is given.
+        device: the device on which frames are decoded and stored.
+        fallback_reason: why `device` is not a GPU, if "auto" was requested; else None. height, width: pixels of the
+        returned frames.
         fps: frames a second, the mean as the file says it.
         time_base: seconds of a tick of the file's clock.
-        colours: what the numbers of the file mean, and what of that is assumed.
+        colours: the colours of the file's numbers, and which properties are assumed.
 
     Raises:
-        InputError: no such file, no video in it, or an argument that is not understood.
-        DamagedVideoError: not one frame can be decoded.
-        NoVideoDecoderError: of device "cuda", where NVDEC cannot be had or does not decode this video.
+        InputError: no such file, no video in it, or an invalid argument.
+        DamagedVideoError: no frame can be decoded.
+        NoVideoDecoderError: for device "cuda", if NVDEC is not available or does not decode this video.
         MissingExtraError: PyAV is not installed.
     """
 
@@ -111,9 +111,9 @@ class VideoReader:
         self._lock = threading.RLock()
         self._index: FrameIndex | None = None
         self._cursor: _Cursor | None = None
-        self._unclean: set[int] = set()  # numbers of starts from which frames do not come out whole
+        self._unclean: set[int] = set()  # numbers of starts from which frames do not come out complete
         self._gpu: torch.device | None = None
-        self._begun: _Cursor | None = None  # from the beginning, where none has been given out yet
+        self._begun: _Cursor | None = None  # from the beginning, if none was returned yet
         decoder = Decoder(self.source)
         try:
             _, frame = next(decoder.frames())
@@ -142,9 +142,9 @@ class VideoReader:
         self.device = self._gpu or torch.device("cpu")
 
     def _refused_by(self, device: torch.device) -> str | None:
-        """Why NVDEC cannot decode this, found by decoding a frame; None if it can. The first pass goes on from it."""
+        """Why NVDEC cannot decode this, found by decoding a frame; None if it can. The first pass continues from it."""
         reason = self._tried(device)
-        if reason is not None and release_decoders():  # which may have had the memory that it wants
+        if reason is not None and release_decoders():  # which may have held the memory that it needs
             reason = self._tried(device)
         return reason
 
@@ -169,14 +169,14 @@ class VideoReader:
 
     @property
     def index(self) -> FrameIndex:
-        """Made when it is first needed: `len`, positions, times, key frames and the duration need it."""
+        """Built when it is first needed: `len`, positions, times, key frames and the duration need it."""
         with self._lock:
             if self._index is None:
                 self._index = build_index(self.source)
             return self._index
 
     def __len__(self) -> int:
-        """Frames that are there; of a file that was cut off, less than it had."""
+        """The number of existing frames; fewer than the original if the file was cut off."""
         return len(self.index)
 
     @property
@@ -186,7 +186,7 @@ class VideoReader:
 
     @property
     def durations(self) -> Tensor:
-        """(N,) float64: how long each frame is shown, in seconds: until the next."""
+        """(N,) float64: how long each frame is shown, in seconds, until the next one."""
         index = self.index
         ticks = [index.duration(position) for position in range(len(index))]
         return torch.tensor([float(each * self.time_base) for each in ticks], dtype=torch.float64, device="cpu")
@@ -208,10 +208,10 @@ class VideoReader:
         return list(self.index.keys)
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Frames (3, H, W) from the first to the last. Each loop decodes on its own.
+        """Frames (3, H, W) from the first to the last. Each loop decodes separately.
 
         Raises:
-            DamagedVideoError: at the place that cannot be decoded, after all frames before it.
+            DamagedVideoError: at the position that cannot be decoded, after all earlier frames.
         """
         for _, pixels, _ in self._converted(self._stream(0)):
             yield pixels
@@ -222,10 +222,10 @@ class VideoReader:
             yield TimedFrame(pixels, self._seconds(tick), float(ticks * self.time_base))
 
     def clips(self, frames: int, stride: int | None = None) -> Iterator[Tensor]:
-        """Clips (frames, 3, H, W) of frames one after another; what is left at the end is no clip.
+        """Clips (frames, 3, H, W) of consecutive frames; remaining frames at the end are dropped.
 
         Args:
-            frames: in each clip.
+            frames: number of frames in each clip.
             stride: frames from the start of one to the start of the next; `frames` if not given, so none are shared.
 
         Raises:
@@ -242,7 +242,7 @@ class VideoReader:
 
         def needed() -> Iterator[tuple[int, av.VideoFrame, int]]:
             for number, (_, frame, ticks) in enumerate(self._stream(0)):
-                if number % stride < frames or stride <= frames:  # else it is between clips
+                if number % stride < frames or stride <= frames:  # otherwise the frame is between clips
                     yield number, frame, ticks
 
         for number, pixels, _ in self._converted(needed()):
@@ -263,7 +263,7 @@ class VideoReader:
         return self.take([position])[0]
 
     def take(self, positions: Sequence[int]) -> Tensor:
-        """(T, 3, H, W): frames at these positions, in this order, repeated if they are. Errors as of `reader[i]`."""
+        """(T, 3, H, W): frames at these positions, in this order, with repetitions. Errors as in `reader[i]`."""
         wanted = [self._position(each) for each in positions]
         shape = self.form.shape(self.height, self.width)
         taken = torch.empty(len(wanted), *shape, dtype=self.dtype, device=self.device)
@@ -284,8 +284,8 @@ class VideoReader:
     def frames_at(self, times: Sequence[float] | Tensor) -> Tensor:
         """(T, 3, H, W): the frames shown at these times.
 
-        A time that misses the start of a frame by less than half a tick of the file's clock, and less than 0.5 ms, is
-        taken as that start: 2 / 30 is frame 2 also where the file says 0.067 s.
+        A time that misses a frame's start by less than half a tick of the file's clock, and less than 0.5 ms, counts as
+        that start: 2 / 30 is frame 2 even if the file says 0.067 s.
 
         Raises:
             InputError: a time before the first frame or after the end of the last.
@@ -308,7 +308,7 @@ class VideoReader:
         return self.take(positions)
 
     def close(self) -> None:
-        """Let go of the file; it is opened again if more is asked for."""
+        """Close the file; it is opened again if more frames are requested."""
         with self._lock:
             for cursor in (self._cursor, self._begun):
                 if cursor is not None:
@@ -324,7 +324,7 @@ class VideoReader:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For worker processes: all but what is open."""
+        """State for worker processes: everything except open files and decoders."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_cursor", "_begun")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -353,8 +353,8 @@ class VideoReader:
         return frame
 
     def _converted(self, stream: Iterator[tuple[int, av.VideoFrame, int]]) -> Iterator[tuple[int, Tensor, int]]:
-        """Frames as tensors. On a GPU several together, which takes its host less time: more and more, so that the
-        first is not late. What goes wrong comes after the frames before it."""
+        """Frames as tensors. On a GPU it converts several together, which takes its host less time; their number grows,
+        so that the first is not late. An error is raised after the frames before it."""
         count, failure = 1, None
         while failure is None:
             group: list[tuple[int, av.VideoFrame, int]] = []
@@ -365,7 +365,7 @@ class VideoReader:
                 failure = error
             try:
                 tensors = to_tensors([frame for _, frame, _ in group], self.form, self._gpu, self._turned)
-            except Exception:  # one by one, to know which it is
+            except Exception:  # one by one, to find which frame it is
                 for tick, frame, ticks in group:
                     yield tick, to_tensor(frame, self.form, self._gpu, self._turned), ticks
                 raise
@@ -380,14 +380,14 @@ class VideoReader:
 
     @property
     def _at_once(self) -> int:
-        """Frames that are converted together."""
+        """The number of frames that are converted together."""
         if self._gpu is None:
             return 1
         frame_bytes = math.prod(self.form.shape(self.height, self.width)) * self.dtype.itemsize
         return max(1, min(MOST_AT_ONCE, MOST_BYTES_AT_ONCE // frame_bytes))
 
     def _stream(self, start: int) -> Iterator[tuple[int, av.VideoFrame, int]]:
-        """Ticks, frames and their durations in ticks; a frame is given when the next one is known."""
+        """Ticks, frames and their durations in ticks; a frame is returned when the next one is known."""
         cursor = self._from_the_beginning() if start == 0 else self._cursor_at(start)
         held: tuple[int, av.VideoFrame] | None = None
         try:
@@ -433,7 +433,7 @@ class VideoReader:
         return self._cursor.last[1]
 
     def _cursor_at(self, position: int, spare: Decoder | None = None) -> _Cursor:
-        """A pass over the video that has just come to this frame; by a decoder of before, if there is one."""
+        """A pass over the video that has just reached this frame; with an earlier decoder, if there is one."""
         index, last_good = self.index, None
         start = index.start_before(position) if index.seekable else -1
         misled = 0
@@ -441,7 +441,7 @@ class VideoReader:
         while True:
             while start in self._unclean:
                 start -= 1
-            # The first key frame is the beginning of the file: no seek leads there more surely than opening it.
+            # The first key frame is the beginning of the file: opening it is the most reliable way there.
             cursor = _Cursor(self.source, index.starts[start] if start > 0 else None, self._gpu, spare)
             try:
                 cursor.go_to(position, index)
@@ -473,7 +473,7 @@ class VideoReader:
 class _Cursor:
     """One pass over a video, from its beginning or from a key frame.
 
-    `last` is the frame at which it is, with its tick, and `position` that frame's (-1 before the first).
+    `last` is the current frame with its tick, and `position` its position (-1 before the first).
     """
 
     def __init__(
@@ -484,13 +484,13 @@ class _Cursor:
             spare.close()
         self.decoder = spare if spare is not None and start is not None else Decoder(source, device)
         self.position, self.last = -1, None
-        self.frames = _frames(self.decoder, start)  # which knows nothing of this object: no cycle keeps a decoder
+        self.frames = _frames(self.decoder, start)  # which has no reference to this object: no cycle keeps a decoder
 
     last: tuple[int, av.VideoFrame] | None
     frames: Iterator[tuple[int, av.VideoFrame]]
 
     def go_to(self, position: int, index: FrameIndex) -> av.VideoFrame:
-        """Decode on to this frame.
+        """Decode up to this frame.
 
         Raises:
             Broken: it does not come out.
@@ -508,7 +508,7 @@ class _Cursor:
         raise Broken("the decoder ends before it")
 
     def release(self) -> Decoder | None:
-        """The decoder, to be used again from a key frame on, if it is NVDEC's: to make another takes long."""
+        """The decoder, for reuse from a key frame on, if it is NVDEC's: creating another takes long."""
         if self.decoder.device is not None:
             return self.decoder
         self.close()
@@ -519,7 +519,7 @@ class _Cursor:
 
 
 def _frames(decoder: Decoder, start: int | None) -> Iterator[tuple[int, av.VideoFrame]]:
-    """From the beginning, or from the key frame at this tick on."""
+    """Frames from the beginning, or from the key frame at this tick on."""
     if start is not None:
         try:
             decoder.seek(start)

@@ -1,6 +1,6 @@
-"""Bilinear weights that shrink without aliasing, as `torch.nn.functional.interpolate` with `antialias=True` has them.
+"""Bilinear weights that shrink without aliasing, as in `torch.nn.functional.interpolate` with `antialias=True`.
 
-PyTorch's own on the CPU is wrong, or fails, for results of one column, and takes no half precision.
+PyTorch's own resizing on the CPU is wrong, or fails, for results of one column, and does not support half precision.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 def taps(pixels: int, results: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The bilinear weights of each result along one dimension.
 
-    Returns: the first pixel of each result, the one after its last, and (results, most) float64 weights, whose sums
-        are 1.
+    Returns: the first pixel of each result, the one after its last, and float64 weights (results, most), which sum to
+        1.
     """
     by = pixels / results
     wide = max(by, 1.0)

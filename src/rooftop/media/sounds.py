@@ -1,8 +1,8 @@
 """`read_sound`: the sound of a file as a tensor, exact to the sample.
 
-Samples that an encoder puts in front of the sound (1024 of AAC, 312 of Opus, 1105 of MP3) or behind it are left out as
-the file says, as players do. Decoding always begins at the beginning of the file: of AAC, MP3 and Opus a sample depends
-on all before it, and no seek gives the same one. What follows the end asked for is not decoded.
+Samples that an encoder adds before the sound (1024 for AAC, 312 for Opus, 1105 for MP3) or after it are removed as the
+file states, as in players. Decoding always starts at the beginning of the file: in AAC, MP3 and Opus a sample depends
+on all samples before it, and a seek would return other values. Sound after the requested end is not decoded.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
 SCALES = {"u8": (128, 128.0), "s16": (0, 32768.0), "s32": (0, 2147483648.0), "flt": (0, 1.0), "dbl": (0, 1.0)}
-"""Of FFmpeg's samples: the number for silence, and that for 1.0 above it. Planar ones have the same, and a p."""
+"""For FFmpeg's sample formats: the number for silence, and the distance from it to 1.0. Planar formats have the same
+numbers, and a p.
+"""
 
 HEAD_BYTES = 1 << 16
-JITTERS_A_SECOND = 200  # times of packets may be off the count of samples by 5 ms: Matroska's are in ms
-MAX_SILENCE_BYTES = 1 << 27  # that a file may ask for by times that jump: 6 minutes of two channels at 48 kHz
-BACK_S = 1  # by which a packet may overlap what was heard
+JITTERS_A_SECOND = 200  # packet times may be off the sample count by 5 ms: Matroska's are in ms
+MAX_SILENCE_BYTES = 1 << 27  # silence from jumping times: 6 minutes of two channels at 48 kHz
+BACK_S = 1  # by which a packet may overlap earlier sound
 LOSSLESS = ("pcm_", "flac")
-TOLD_LENGTH = ("wav", "w64", "flac", "aiff", "caf", "au")  # formats whose header says how long the sound is
+TOLD_LENGTH = ("wav", "w64", "flac", "aiff", "caf", "au")  # formats whose header states the length of the sound
 
 
 class Sound(NamedTuple):
     """Sound as a tensor.
 
     Attributes:
-        samples: (C, N) float32 in -1..1; codecs that hold floating numbers (AAC, Opus, MP3) may go a little beyond.
+        samples: (C, N) float32 in -1..1; codecs with floating numbers (AAC, Opus, MP3) may exceed it slightly.
         rate_hz: samples a second.
-        start_s: when the first sample is heard, in seconds on the clock of the file.
+        start_s: time of the first sample, in seconds on the clock of the file.
     """
 
     samples: Tensor
@@ -51,22 +53,24 @@ class Sound(NamedTuple):
 def read_sound(
     path_or_bytes: str | os.PathLike[str] | bytes, start_s: float = 0.0, end_s: float | None = None, track: int = 0
 ) -> Sound:
-    """The sound of a file, or a part of it.
+    """Read the sound of a file, or a part of it.
 
         sound = read_sound("walk.mp4")                          # Sound(samples (2, N), 48000, 0.0)
         sound = read_sound("walk.mp4", start_s=1.5, end_s=2.0)  # (2, 24000)
 
-    Times are on the clock of the file, on which `VideoReader` has its frames. Where packets leave a gap, there is
-    silence. All of it is in memory: 11 MB for a minute of one channel at 48 kHz.
+    Times are on the clock of the file, the same as `VideoReader`'s. Where packets leave a gap, there is silence. All of
+    it is in memory: 11 MB for a minute of one channel at 48 kHz.
 
     Args:
         path_or_bytes: a file of sound or of video, or the content of one.
-        start_s, end_s: in seconds; samples from the nearest to `start_s` up to, without it, the nearest to `end_s`.
-        track: which of the streams of sound, from 0 on.
+        start_s, end_s: in seconds; samples from the nearest to `start_s` up to the nearest to `end_s`, which is
+            excluded.
+        track: index of the sound stream, from 0 on.
 
     Raises:
         InputError: no such file, no sound in it, no such track, or nothing between these times.
-        DamagedSoundError: a place that cannot be decoded, or a file that ends early; its `sound` is what is before.
+        DamagedSoundError: a position that cannot be decoded, or a file that ends early; its `sound` is the sound before
+            it.
         MissingExtraError: PyAV is not installed.
     """
     if not 0 <= start_s < float("inf") or (end_s is not None and not start_s < end_s < float("inf")):
@@ -82,11 +86,11 @@ def read_sound(
 
 
 class _Broken(Exception):
-    """A place that cannot be decoded."""
+    """A position that cannot be decoded."""
 
 
 class _Part(NamedTuple):
-    """Of a track: from this position to that, the last samples of the frame; silence if there is none."""
+    """A part of a track: from one position to another, the last samples of the frame; silence without a frame."""
 
     first: int
     end: int
@@ -94,11 +98,11 @@ class _Part(NamedTuple):
 
 
 class _Track:
-    """One stream of sound. Positions count samples from 0 of the clock of the file."""
+    """One stream of sound. Positions count samples from time 0 of the file's clock."""
 
     def __init__(self, container: Container, stream: av.AudioStream) -> None:
         self.container, self.stream, self.name = container, stream, container.source.name
-        self.rate, self.channels = 0, 0  # as the first frame has them
+        self.rate, self.channels = 0, 0  # as in the first frame
         self.lossless = stream.codec_context.codec.canonical_name.startswith(LOSSLESS)
         self.position: int | None = None  # of the next sample
         self.silence = 0
@@ -115,7 +119,7 @@ class _Track:
                     low, high = round(start_s * self.rate), None if end_s is None else round(end_s * self.rate)
                 if high is not None and part.first >= high:
                     break
-                if part.end > low:  # those before are only decoded
+                if part.end > low:  # earlier ones are only decoded
                     samples = self._samples(part)
                     begin = begin if parts else max(part.first, low)
                     parts.append(samples[:, max(0, low - part.first) : None if high is None else high - part.first])
@@ -148,7 +152,7 @@ class _Track:
         return torch.zeros(self.channels, count) if part.frame is None else _samples(part.frame)[:, -count:]
 
     def _parts(self) -> Iterator[_Part]:
-        """All of it, one after another; silence where there is a gap."""
+        """All parts, one after another; gaps are silent."""
         for frame in self._frames():
             if self.rate == 0:
                 self.rate, self.channels = frame.sample_rate, len(frame.layout.channels)
@@ -178,7 +182,7 @@ class _Track:
                 yield _Part(first, end, frame)
 
     def _position(self, frame: av.AudioFrame) -> int | None:
-        """The sample nearest to the frame's time, in integers: there are 47 frames of AAC in a second."""
+        """The sample nearest to the frame's time, in integers: there are 47 AAC frames in a second."""
         base = self.stream.time_base
         if frame.pts is None or base is None:
             return None
@@ -189,7 +193,7 @@ class _Track:
     def _frames(self) -> Iterator[av.AudioFrame]:
         """
         Raises:
-            _Broken: after all frames before it.
+            _Broken: raised after all frames before it.
         """
         error_of_ffmpeg = self.container.av.FFmpegError
         context, count, end, frame_samples = self.stream.codec_context, 0, None, 0
@@ -203,7 +207,7 @@ class _Track:
                 break
             if packet.is_corrupt and not self.lossless:
                 raise _Broken("a packet is damaged or incomplete")
-            # Of PCM, what there is of the last packet is good; FLAC's decoder sees by itself what is not.
+            # For PCM, the rest of the last packet is valid; FLAC's decoder itself detects invalid data.
             ends_within = packet.is_corrupt and not (
                 self.container.format == "wav" and _streamed(self.container.source)
             )
@@ -225,7 +229,7 @@ class _Track:
         self._check_end(count, end, frame_samples)
 
     def _check_end(self, count: int, end: int | None, frame_samples: int) -> None:
-        """Whether all is there that the header names."""
+        """Check that all the sound stated in the header exists."""
         if "mp4" in self.container.format and count < len(self.stream.index_entries):
             raise _Broken(f"the file ends after {count} of {len(self.stream.index_entries)} packets")
         whole: Fraction | None = None
@@ -235,14 +239,14 @@ class _Track:
             there = Fraction(self.position or 0, self.rate or 1)
         elif "matroska" in self.container.format and end is not None and base:
             whole, there = _told(self.stream.metadata.get("DURATION")), end * base
-        # What is put in front or behind is counted by some headers and not by others.
+        # Some headers count the samples added before or after, others do not.
         slack = Fraction(1, self.rate or 1) if self.lossless else Fraction(2 * frame_samples, self.rate or 1)
         if whole is not None and there + slack + (base or 0) < whole:
             raise _Broken(f"the file ends after {float(there):.3f} of {float(whole):.3f} s")
 
 
 def _streamed(source: Source) -> bool:
-    """Whether the header of a WAV file leaves open how long it is, as those of programs that write into a pipe."""
+    """Whether the header of a WAV file leaves its length open, as programs that write into a pipe do."""
     with source.open() as file:
         head = file.read(HEAD_BYTES)
     at = head.find(b"data")
@@ -259,7 +263,7 @@ def _told(duration: str | None) -> Fraction | None:
 
 
 def _samples(frame: av.AudioFrame) -> Tensor:
-    """(C, N) float32, of memory of its own."""
+    """(C, N) float32, in new memory."""
     name = frame.format.name
     if name.removesuffix("p") not in SCALES:
         raise _Broken(f"samples of format {name} are not supported")

@@ -1,4 +1,4 @@
-"""Sound beside a video that is written: packets of another file as they are, or samples that are encoded."""
+"""The sound track of a written video: packets copied from another file, or encoded samples."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
 CHANNELS = {1: "mono", 2: "stereo", 3: "2.1", 4: "4.0", 5: "5.0", 6: "5.1", 7: "6.1", 8: "7.1"}
-"""Layouts as FFmpeg names them, of so many channels."""
+"""FFmpeg's layout names, by the number of channels."""
 
 USUAL = {".webm": "libopus", ".ogg": "libopus", ".avi": "pcm_s16le", ".wmv": "wmav2"}
-"""Encoders of sound by the file's suffix; of others, aac. AVI cannot say what an encoder puts in front of the sound."""
+"""Encoders of sound by the file's suffix; for others, aac. AVI cannot state what an encoder adds before the sound."""
 
 ENCODED_AT_ONCE = 1 << 14  # samples
 
 
 class Timed(NamedTuple):
-    """A packet, with the time from which on it is heard."""
+    """A packet, with the time at which its sound begins."""
 
     seconds: Fraction
     packet: av.Packet[av.AudioStream]
 
 
 class CopiedSound:
-    """All sound of a file, its packets untouched.
+    """All sound of a file, with unchanged packets.
 
     Args:
-        container: to which it is added.
+        container: the container to which it is added.
         path: of the file.
-        start_s: on the clock of the file, what becomes 0. Packets that begin before it are left out.
+        start_s: time on the file's clock that becomes 0. Packets that begin before it are dropped.
 
     Raises:
-        InputError: no such file, no sound in it, or of a codec that the container cannot hold.
+        InputError: no such file, no sound in it, or a codec that the container cannot hold.
     """
 
     def __init__(self, container: av.container.OutputContainer, path: str | os.PathLike[str], start_s: float) -> None:
@@ -77,10 +77,10 @@ class CopiedSound:
         self._next: Timed | None = None
 
     def _all(self, from_within: bool) -> Iterator[Timed]:
-        """In the order of the file, on the clock of the video.
+        """In file order, on the clock of the video.
 
         Raises:
-            DamagedVideoError: what is damaged would not be the same in the copy.
+            DamagedVideoError: the damaged part would not be the same in the copy.
         """
         packets = self._input.input.demux(tuple(self._input.audio()))
         while True:
@@ -105,7 +105,7 @@ class CopiedSound:
             yield Timed(packet.pts * base, packet)
 
     def until(self, seconds: Fraction | None) -> Iterator[av.Packet[av.AudioStream]]:
-        """Packets that have not been given and are heard before this; all of them if None."""
+        """Packets that have not been returned yet and begin before this; all of them if None."""
         while True:
             self._next = self._next or next(self._packets, None)
             if self._next is None or (seconds is not None and self._next.seconds >= seconds):
@@ -121,15 +121,15 @@ class CopiedSound:
 
 
 class EncodedSound:
-    """Samples, encoded as they come.
+    """Samples, encoded as they arrive.
 
     Args:
-        container: to which they are added.
+        container: the container to which they are added.
         codec: the name of an FFmpeg encoder.
         channels, rate_hz: of the samples.
 
     Raises:
-        InputError: an unknown encoder, one that the container cannot hold, or a rate that it does not have.
+        InputError: an unknown encoder, one that the container cannot hold, or an unsupported rate.
     """
 
     def __init__(self, container: av.container.OutputContainer, codec: str, channels: int, rate_hz: int) -> None:
@@ -167,7 +167,7 @@ class EncodedSound:
             self._waiting.extend(self._stream.encode(frame))
 
     def until(self, seconds: Fraction | None) -> Iterator[av.Packet[av.AudioStream]]:
-        """Packets that have not been given and are heard before this; all of them if None."""
+        """Packets that have not been returned yet and begin before this; all of them if None."""
         while self._waiting:
             packet = self._waiting[0]
             late = seconds is not None and packet.pts is not None and packet.pts * packet.time_base >= seconds

@@ -1,7 +1,7 @@
-"""Luma and chroma in a GPU's memory as a tensor of red, green and blue, by one kernel.
+"""Convert luma and chroma in a GPU's memory to a tensor of red, green and blue, by one kernel.
 
-A surface is what a decoder writes: NV12 and P010 (a plane of luma, one of pairs of chroma), or three planes. Rows may
-be longer than the picture, and numbers of 10 and 12 bits stand in the upper bits of 16.
+A surface is the output of a decoder: NV12 and P010 (a plane of luma, one of pairs of chroma), or three planes. Rows may
+be longer than the picture, and numbers of 10 and 12 bits are in the upper bits of 16.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MOST_AT_ONCE = 8  # pictures of a launch; the kernels have as many parameters
 
 
 class Plane:
-    """Numbers in a GPU's memory that is not torch's: what kernels ask of a tensor, which takes longer to make.
+    """Numbers in a GPU's memory that does not belong to torch: it has the attributes of a tensor that kernels need, and
+    is faster to create.
 
     Args:
-        pointer: of the first number.
-        shape, strides: (rows, columns), in numbers.
+        pointer: address of the first number. shape, strides: (rows, columns), in numbers.
         dtype: uint8 or uint16.
         device: the GPU.
-        owner: what has the memory; it lives as long as this does, and as the tensors that are made of it.
+        owner: owner of the memory; it lives as long as this object and the tensors made from it.
     """
 
     __slots__ = ("device", "dtype", "owner", "pointer", "shape", "strides")
@@ -71,19 +71,19 @@ class Plane:
 
 
 def tensor_of(plane: Tensor | Plane) -> Tensor:
-    """On the same memory."""
+    """A tensor on the same memory."""
     return plane if isinstance(plane, Tensor) else torch.as_tensor(plane, device=plane.device)
 
 
 @dataclass(frozen=True)
 class Surface:
-    """A picture as a decoder leaves it.
+    """A picture in a decoder's output format.
 
     Attributes:
-        y: (H, W) uint8 or uint16, like the others a tensor or a `Plane`.
-        u, v: (H', W') of Cb and Cr, of like strides; H' is H or half of it rounded up (or a quarter), W' likewise.
-        bits: of a number, the upper ones of its 8 or 16.
-        colours: what the numbers mean.
+        y: (H, W) uint8 or uint16; like the others, a tensor or a `Plane`.
+        u, v: (H', W') of Cb and Cr, with equal strides; H' is H or half of it rounded up (or a quarter); W' likewise.
+        bits: significant bits of a number, the upper ones of its 8 or 16.
+        colours: the meaning of the numbers.
     """
 
     y: Tensor | Plane
@@ -94,11 +94,11 @@ class Surface:
 
 
 class SurfaceLayout(NamedTuple):
-    """What a surface has in common with the others of a video.
+    """Properties that all surfaces of a video share.
 
     Attributes:
         size, chroma: (rows, columns) of luma, and of each chroma.
-        strides: from row to row of luma and of chroma, and from column to column of chroma.
+        strides: row strides of luma and of chroma, and the column stride of chroma.
     """
 
     size: tuple[int, int]
@@ -111,12 +111,12 @@ class SurfaceLayout(NamedTuple):
 
 
 def to_rgb(surface: Surface, form: Form, turns: int = 0, mirrored: bool = False) -> Tensor:
-    """(3, H, W), upright, as `form` says, on the device of the surface.
+    """(3, H, W), upright, in the requested form, on the device of the surface.
 
     Args:
-        surface: of the picture, on a GPU (or on the CPU, where Triton's kernels are interpreted).
+        surface: a picture's surface, on a GPU (or on the CPU, if Triton's kernels are interpreted).
         form: size, dtype and normalization.
-        turns: quarter turns counterclockwise that put it upright.
+        turns: quarter turns counterclockwise that make it upright.
         mirrored: whether it is then mirrored left to right.
     """
     return all_to_rgb([surface], form, turns, mirrored)[0]
@@ -129,13 +129,13 @@ def all_to_rgb(
     mirrored: bool = False,
     into: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Each as `to_rgb` has it; those of one layout that follow each other by one launch.
+    """Convert each as `to_rgb` does; consecutive ones of one layout share a launch.
 
     Args:
-        into: contiguous tensors to write to, one for each, of the form's dtype; new ones if None.
+        into: contiguous tensors to write to, one per surface, in the form's dtype; None: new ones.
 
     Raises:
-        ValueError: other tensors than these.
+        ValueError: tensors of another shape, dtype or number.
     """
     if into is not None and (
         len(into) != len(surfaces) or any(each.dtype != form.dtype or not each.is_contiguous() for each in into)
@@ -151,7 +151,7 @@ def all_to_rgb(
                 outs = [torch.empty(3, *upright, dtype=form.dtype, device=layout.device) for _ in some]
             else:
                 outs = list(into[len(found) : len(found) + len(some)])
-            filled = [*range(len(some)), *[0] * (MOST_AT_ONCE - len(some))]  # what is not used points at the first
+            filled = [*range(len(some)), *[0] * (MOST_AT_ONCE - len(some))]  # unused pointers point at the first
             columns = ([each.y for each in some], [each.u for each in some], [each.v for each in some], outs)
             kernel(*[column[number] for column in columns for number in filled])  # type: ignore[index]
             found += outs
@@ -159,7 +159,7 @@ def all_to_rgb(
 
 
 def layout_of(surface: Surface) -> SurfaceLayout:
-    """What decides which kernel converts a surface: sizes in numbers, strides in numbers, bits and colours."""
+    """The properties that decide which kernel converts a surface: sizes and strides in numbers, bits and colours."""
     y, u = surface.y, surface.u
     strides = (y.stride(0), u.stride(0), u.stride(1))
     size, chroma = (y.shape[0], y.shape[1]), (u.shape[0], u.shape[1])
@@ -170,7 +170,7 @@ def layout_of(surface: Surface) -> SurfaceLayout:
 def _conversion(
     layout: SurfaceLayout, form: Form, turns: int, mirrored: bool, count: int
 ) -> tuple[Repeated, tuple[int, int]]:
-    """The kernel for so many surfaces of a layout, ready to be launched, and the (height, width) of its results."""
+    """The kernel for `count` surfaces of a layout, ready to launch, and the (height, width) of its results."""
     require_triton()
     from rooftop.media import frame_kernels
 
@@ -195,14 +195,16 @@ def _conversion(
         down_by, across_by = height / rows, width / columns
         taps = (math.ceil(2 * max(down_by, 1)) + 1, math.ceil(2 * max(across_by, 1)) + 1)
         arguments = (height, width, rows, columns, down_by, across_by, *taps, *strides, *numbers)
-    pointers = 4 * MOST_AT_ONCE  # of y, u, v and results
+    pointers = 4 * MOST_AT_ONCE  # for y, u, v and results
     arguments = (*[0] * pointers, *arguments)
     return Repeated(kernel, grid, layout.device, arguments, range(pointers), **constants), upright
 
 
 def _placed(rows: int, columns: int, turns: int, mirrored: bool, width: int) -> tuple[int, int, int]:
-    """Where (row, column) of the surface lies in an upright plane of this width: (origin, of a row, of a column)."""
-    i, j = (0, 1, 0), (0, 0, 1)  # the place upright: (constant, times the row, times the column)
+    """The position of (row, column) of the surface in an upright plane of this width: (origin, step of a row, step of a
+    column).
+    """
+    i, j = (0, 1, 0), (0, 0, 1)  # the upright position: (constant, times the row, times the column)
     size = (rows, columns)
     for _ in range(turns % 4):  # (i, j) goes to (width - 1 - j, i)
         i, j = (size[1] - 1 - j[0], -j[1], -j[2]), i
@@ -214,7 +216,7 @@ def _placed(rows: int, columns: int, turns: int, mirrored: bool, width: int) -> 
 
 
 def _matrix(layout: SurfaceLayout, white: float) -> tuple[float, ...]:
-    """black, the middle of chroma, and what luma and chroma are multiplied with to become colours in 0..white."""
+    """Black, the middle of chroma, and the factors that turn luma and chroma into colours in 0..white."""
     kr, kb = WEIGHTS[layout.colours.matrix]
     kg = 1 - kr - kb
     unit = 1 << (8 * layout.element_bytes - layout.bits)

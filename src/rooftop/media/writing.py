@@ -1,4 +1,4 @@
-"""`VideoWriter`: tensors as a video file, written under another name until it is whole."""
+"""`VideoWriter`: tensors as a video file, written under another name until it is complete."""
 
 from __future__ import annotations
 
@@ -27,50 +27,50 @@ from rooftop.media.soundtracks import CopiedSound, EncodedSound, usual_codec
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
-TICKS = 120_000  # a second, where frames have times: whole for 24, 25, 30 and 60 frames/s, and for NTSC's of 1001
-AVI_SLACK_S = Fraction(1, 1000)  # by which a time may miss the place of a frame
+TICKS = 120_000  # ticks a second, if frames have times: integers for 24, 25, 30 and 60 frames/s, and for NTSC's 1001
+AVI_SLACK_S = Fraction(1, 1000)  # by which a time may miss the position of a frame
 DURATIONS_OF_DECODING = (".mp4", ".mov", ".m4v")  # formats in which a packet lasts until the next is decoded
-TICKS_MPEG4 = 60_000  # of an encoder that has 16 bits for them
-NARROWEST_X265 = 64  # of fewer pixels, x265 (in PyAV 18) writes beyond its memory in `Lookahead::cuTree`
+TICKS_MPEG4 = 60_000  # for an encoder that stores ticks in 16 bits
+NARROWEST_X265 = 64  # with fewer pixels, x265 (in PyAV 18) writes beyond its memory in `Lookahead::cuTree`
 
 
 class VideoWriter:
-    """Writes frames as a video; the file appears under its name when it is closed, whole, and not at all on an error.
+    """Writes frames as a video; the file appears under its name, complete, on close; after an error there is none.
 
         with VideoWriter("out.mp4", fps=30) as writer:
             writer.write(frames)            # (3, H, W) or (T, 3, H, W), any number of times
 
         with VideoWriter("out.mp4", fps=30, sound_from="in.mp4") as writer: ...  # its sound, bit by bit
 
-    Leaving the block by an error, or `discard()`, leaves no file and an older one as it was.
+    Leaving the block by an error, or `discard()`, leaves no file and does not change an older one.
 
     Args:
-        path: of the file; its suffix names the format (.mp4, .mkv, .webm, .avi, .mov, ...).
-        fps: frames a second. Frames that are given times are shown at these instead; in an AVI file they must be
-            multiples of 1 / fps.
+        path: path of the file; its suffix names the format (.mp4, .mkv, .webm, .avi, .mov, ...).
+        fps: frames a second. Frames with times are shown at these instead; in an AVI file they must be multiples of 1 /
+            fps.
         codec: the name of an FFmpeg encoder: libx264, libx265, libvpx-vp9, libsvtav1, mpeg4, ffv1, h264_nvenc, ...; or
-            "auto", h264_nvenc where a GPU here has encoded a trial, and else libx264. It takes no `options`.
-        pixel_format: as FFmpeg names it; of more than 8 bits (yuv420p10le) it keeps more of floating frames. By default
-            yuv420p, or what the encoder has.
-        bit_rate_bps: bits a second, if the encoder is to aim at a size; else its own idea of quality.
-        options: of the encoder, such as {"crf": "18", "preset": "fast"}.
-        matrix: bt709, bt601 or bt2020; by default the one that players assume of the size. The file says which.
+            "auto": h264_nvenc if a GPU here has encoded a test clip, else libx264. It takes no `options`.
+        pixel_format: FFmpeg's name; with more than 8 bits (yuv420p10le) it keeps more of floating frames. By default
+            yuv420p, or the encoder's own.
+        bit_rate_bps: bits per second that the encoder aims at; None: the encoder's default quality.
+        options: options of the encoder, such as {"crf": "18", "preset": "fast"}.
+        matrix: bt709, bt601 or bt2020; by default the one that players assume for the size. The file states it.
         full_range: whether black is 0 and white 255, instead of 16 and 235.
-        pad: whether a size that does not fit the pixel format (odd, with yuv420p) is filled up by repeating the last
-            row and column. If not, it is refused.
-        sound_from: a file whose sound is copied, all streams of it, packet for packet.
-        sound_start_s: what becomes 0, on the clock of that file. Packets that begin before are left out.
-        cut_sound: whether sound that goes on after the last frame is left out, to a packet. If not, all of it is there.
+        pad: whether a size that does not fit the pixel format (odd, with yuv420p) is padded by repeating the last row
+            and column. If not, such a size raises.
+        sound_from: a file from which all sound streams are copied, packet for packet.
+        sound_start_s: the time on that file's clock that becomes 0. Packets that begin before are dropped.
+        cut_sound: whether sound after the last frame is dropped, to a packet. If not, all of it is kept.
 
     Attributes:
-        size: (height, width) of the file, from the first frame on; else None.
-        encoder: of the video, also where "auto" was asked for.
-        fallback_reason: why that is not h264_nvenc, if "auto" was asked for; else None. The size of the first frame may
+        size: (height, width) of the file, from the first frame on; before that None.
+        encoder: the video's encoder, also if "auto" was requested.
+        fallback_reason: why that is not h264_nvenc, if "auto" was requested; else None. The size of the first frame may
             still change both.
 
     Raises:
-        InputError: an unknown suffix, encoder, pixel format or argument, no such folder, or sound that is not there or
-            that the format cannot hold.
+        InputError: an unknown suffix, encoder, pixel format or argument, no such folder, missing sound, or sound that
+            the format cannot hold.
         MissingExtraError: PyAV is not installed.
     """
 
@@ -108,12 +108,12 @@ class VideoWriter:
         self.codec, self.matrix, self.full_range, self.pad = codec, matrix, full_range, pad
         self.bit_rate_bps, self.options, self.cut_sound = bit_rate_bps, dict(options or {}), cut_sound
         if codec == "auto" and options:
-            raise InputError(f'options {self.options} are of one encoder: name it instead of codec="auto"')
+            raise InputError(f'options {self.options} belong to one encoder: name it instead of codec="auto"')
         self.fallback_reason = why_no_nvenc(pixel_format or "yuv420p") if codec == "auto" else None
         self.encoder = codec if codec != "auto" else OTHERWISE if self.fallback_reason else ENCODER
         self.pixel_format = self._pick_format(pixel_format)
         if not self.path.parent.is_dir():
-            raise InputError(f"{self.path.parent} is no folder: create it before {self.path.name} is written there")
+            raise InputError(f"{self.path.parent} is not a folder: create it before {self.path.name} is written there")
         if self.path.is_dir():
             raise InputError(f"{self.path} is a folder: expected the name of a file")
         self._timed = False
@@ -123,7 +123,7 @@ class VideoWriter:
         self._last_tick = -1
         self._last_duration: int | None = None  # in ticks, of the last frame
         self._first_tick = 0
-        self._begin: int | None = None  # by how many ticks decoding begins before showing
+        self._begin: int | None = None  # ticks by which decoding begins before display
         self._held: list[av.Packet[av.VideoStream]] = []
         self.size: tuple[int, int] | None = None
         try:
@@ -176,9 +176,9 @@ class VideoWriter:
         """Add one frame or several.
 
         Args:
-            frames: (3, H, W) or (T, 3, H, W), on any device; uint8, or floating in 0..1 (what is beyond is clipped).
-                The first call decides the size.
-            times: seconds at which they are shown, increasing; of all frames or of none.
+            frames: (3, H, W) or (T, 3, H, W), on any device; uint8, or floating in 0..1 (other values are clipped). The
+                first call determines the size.
+            times: increasing seconds at which they are shown; for all frames or for none.
             until: the time in seconds at which the last frame stops being shown, if no other frame follows. It needs
                 `times`. The default is 1 / fps after the last time.
 
@@ -186,7 +186,7 @@ class VideoWriter:
             InputError: another shape, dtype or size than expected, values that are not finite, times that do not
                 increase, or a size that the pixel format cannot have.
             VideoWriteError: the encoder refuses its settings. The writer is then closed, and leaves no file.
-            DamagedVideoError: the sound that is copied cannot be read on; likewise.
+            DamagedVideoError: the copied sound cannot be read further; the writer is then closed too.
         """
         if self._closed:
             raise VideoWriteError(f"{self.path} is closed already: open another VideoWriter")
@@ -234,18 +234,19 @@ class VideoWriter:
             raise
 
     def write_sound(self, samples: Tensor, rate_hz: int, codec: str | None = None) -> None:
-        """Add sound, which begins with the video; before the first frame, and any number of times.
+        """Add sound, which begins with the video; call it before the first frame, any number of times.
 
         Args:
-            samples: (C, N) floating in -1..1, on any device, of 1 to 8 channels.
+            samples: (C, N) floating in -1..1, on any device, with 1 to 8 channels.
             rate_hz: samples a second.
-            codec: an FFmpeg encoder of sound: aac, libopus, libmp3lame, flac, pcm_s16le, ...; by default one that is
-                usual for the suffix of the file.
+            codec: an FFmpeg encoder of sound: aac, libopus, libmp3lame, flac, pcm_s16le, ...; by default a usual one
+                for the suffix of the file.
 
         Raises:
             InputError: another shape, dtype, rate or codec than expected or than before, values that are not finite,
-                sound of `sound_from` beside it, or a video whose first frame is written already.
-            VideoWriteError: the encoder refuses. The writer is then closed, and leaves no file.
+                sound in addition to `sound_from`, or a video whose first frame is written already.
+            VideoWriteError: the encoder refuses the settings or the samples. The writer is then closed, and leaves no
+                file.
         """
         if self._closed or self._container is None:
             raise VideoWriteError(f"{self.path} is closed already: open another VideoWriter")
@@ -266,7 +267,7 @@ class VideoWriter:
         before = (self._sound.channels, self._sound.rate_hz, self._sound.codec)
         given = (samples.shape[0], rate_hz, codec or self._sound.codec)
         if given != before:
-            raise InputError(f"sound of (channels, Hz, codec) {given} after {before}: a stream has one of each")
+            raise InputError(f"sound of (channels, Hz, codec) {given} after {before}: a stream cannot change them")
         try:
             self._sound.write(samples.detach().cpu())
         except (self.av.FFmpegError, ValueError, OSError) as error:
@@ -274,11 +275,11 @@ class VideoWriter:
             raise self._refused(error, f"{self._sound.codec} of {rate_hz} Hz") from error
 
     def close(self) -> None:
-        """Write what is left and give the file its name.
+        """Write the remaining data and give the file its name.
 
         Raises:
             VideoWriteError: no frame was written, or the file could not be finished. No file is left then.
-            DamagedVideoError: the sound that is copied cannot be read to its end; likewise.
+            DamagedVideoError: the copied sound cannot be read to its end; no file is left then either.
         """
         if self._closed:
             return
@@ -302,7 +303,7 @@ class VideoWriter:
             self.discard()
 
     def discard(self) -> None:
-        """Leave no file; nothing happens after `close`."""
+        """Leave no file; does nothing after `close`."""
         self._closed = True
         if self._sound is not None:
             self._sound.close()
@@ -359,10 +360,10 @@ class VideoWriter:
         return ticks
 
     def _until(self, until: float, last_tick: int, timed: bool) -> int:
-        """Ticks from the last frame on."""
+        """Ticks of the last frame's duration."""
         ticks = round(until * self._ticks_a_second) - last_tick if 0 <= until < float("inf") else 0
         if not timed or ticks <= 0:
-            raise InputError(f"until={until}: expected times, and a second after the last of them")
+            raise InputError(f"until={until}: expected times, and a second after the last time")
         return ticks
 
     def _check_size(self, height: int, width: int) -> None:
@@ -391,7 +392,7 @@ class VideoWriter:
         height, width = (size + extra for size, extra in zip(self._given, self._extra, strict=True))
         if self.encoder == ENCODER and self.codec == "auto":
             self.fallback_reason = why_no_nvenc(self.pixel_format, height, width)
-            if self.fallback_reason and self._stream is not None:  # FFmpeg takes back no stream
+            if self.fallback_reason and self._stream is not None:  # FFmpeg cannot remove a stream
                 raise VideoWriteError(f'{self.path} was not written: {self.fallback_reason}. Use codec="{OTHERWISE}"')
             self.encoder = OTHERWISE if self.fallback_reason else ENCODER
         self._colours = Colours(self.matrix or usual_matrix(height, width), self.full_range)
@@ -408,11 +409,11 @@ class VideoWriter:
             context.bit_rate = self.bit_rate_bps
 
     def _add_video(self) -> av.VideoStream:
-        """The stream of the video, before those of the sound; its size comes with the first frame."""
+        """Add the stream of the video before the streams of the sound; its size comes with the first frame."""
         if self._stream is None:
             assert self._container is not None
             options = dict(self.options)
-            if self.encoder == "libx265" and "log-level" not in options.get("x265-params", ""):  # which tells of itself
+            if self.encoder == "libx265" and "log-level" not in options.get("x265-params", ""):  # it prints a message
                 options["x265-params"] = ":".join(filter(None, (options.get("x265-params"), "log-level=error")))
             try:
                 stream = self._container.add_stream(self.encoder, rate=self.fps, options=options)
@@ -427,7 +428,7 @@ class VideoWriter:
         assert self._container is not None
         assert self._stream is not None
         packets = [*self._held, *self._stream.encode(frame)]
-        # The last packet is held back: it may not be that of the last frame, and a clock of decoding ends with it.
+        # The last packet is held back: it may not be that of the last frame, and a decoding clock ends with it.
         self._held = packets[-1:] if frame is not None else []
         by_decoding = self.path.suffix.lower() in DURATIONS_OF_DECODING
         if packets and self._begin is None and packets[0].dts is not None:
@@ -442,13 +443,14 @@ class VideoWriter:
             self._container.mux(packet)
 
     def _mux_sound(self, until: Fraction | None) -> None:
-        """Sound that is heard before this, so that it stands beside the pictures; all that there is if None."""
+        """Write sound that begins before `until`, so that it is interleaved with the pictures; all remaining sound if
+        None."""
         if self._sound is not None and self._container is not None:
             for packet in self._sound.until(until):
                 self._container.mux(packet)
 
     def _frame(self, pixels: Tensor, tick: int) -> av.VideoFrame:
-        """(3, H, W) as a frame of the pixel format."""
+        """(3, H, W) as a frame in the pixel format."""
         values = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels.float().clamp(0, 1)
         if any(self._extra):
             values = F.pad(values, (0, self._extra[1], 0, self._extra[0]), mode="replicate")
@@ -479,7 +481,7 @@ class VideoWriter:
 
 
 def _fill(plane: av.video.plane.VideoPlane, data: np.ndarray) -> None:
-    """Rows of (H, W) into a plane, whose rows may be longer."""
+    """Copy rows of (H, W) into a plane, whose rows may be longer."""
     row_bytes = data.shape[1] * data.itemsize
     rows = np.zeros((plane.height, plane.line_size), dtype=np.uint8)
     rows[: data.shape[0], :row_bytes] = np.ascontiguousarray(data).view(np.uint8).reshape(data.shape[0], row_bytes)

@@ -1,4 +1,4 @@
-"""Models with the state dicts and weights of their origins, and the photographs and point clouds that go into them."""
+"""Models with the state dicts and weights of other libraries, and their inputs: photographs and point clouds."""
 
 from rooftop.models.conv_lstm.keras_weights import load_keras_weights
 from rooftop.models.conv_lstm.network import (
@@ -11,6 +11,7 @@ from rooftop.models.conv_lstm.network import (
 from rooftop.models.detr.coco import CocoDataset, as_lists, average_precision
 from rooftop.models.detr.detection import Detected, FoundObject, detect, draw_objects, load_detector
 from rooftop.models.detr.network import Detr, detr_resnet50, detr_resnet101
+from rooftop.models.detr.small import detr_small
 from rooftop.models.gpt.configs import gpt_config
 from rooftop.models.gpt.generation import Generation, generate
 from rooftop.models.gpt.layouts import fully_sharded_gpt, parallel_gpt
@@ -24,6 +25,7 @@ from rooftop.models.point_clouds.second import SecondBackbone, second_backbone, 
 from rooftop.models.point_clouds.sparse_unet import MinkUNet, SparseUNet, minkunet18, minkunet34
 from rooftop.models.registry import ModelEntry, builtin_models, model_entry
 from rooftop.models.vision.classification import Classified, Guess, classify, load_classifier
+from rooftop.models.vision.hybrid import Hybrid, hybrid_s, hybrid_t
 from rooftop.models.vision.resnet import (
     ResNet,
     resnet18,
@@ -53,6 +55,7 @@ __all__ = [
     "Gpt",
     "GptConfig",
     "Guess",
+    "Hybrid",
     "LoadReport",
     "MinkUNet",
     "ModelEntry",
@@ -73,6 +76,7 @@ __all__ = [
     "detect",
     "detr_resnet50",
     "detr_resnet101",
+    "detr_small",
     "draw_objects",
     "find_images",
     "fully_sharded_gpt",
@@ -80,6 +84,8 @@ __all__ = [
     "gpt_config",
     "gpt_state_dict",
     "hugging_face_state_dict",
+    "hybrid_s",
+    "hybrid_t",
     "load",
     "load_classifier",
     "load_detector",

@@ -1,7 +1,7 @@
 """Photographs as a batch for image models: decode, resize, crop, normalize.
 
-The preprocessing of torchvision's ImageNet models: the shorter side to 256 pixels (bilinear, antialiased), the central
-224 x 224, divided by 255, normalized by ImageNet's mean and standard deviation. Other weights, other sizes:
+The preprocessing is that of torchvision's ImageNet models: the shorter side to 256 pixels (bilinear, antialiased), the
+central 224 x 224, divided by 255, normalized by ImageNet's mean and standard deviation. For other weights and sizes use
 `Preprocessing`.
 """
 
@@ -14,21 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
 from rooftop.errors import InputError
 from rooftop.media.ahead import in_order
-from rooftop.media.images import check_images, find_images, pillow_image
+from rooftop.media.images import MEAN, STD, check_images, find_images, normalized, pillow_image
 
 __all__ = [
-    "IMAGENET", "MEAN", "STD", "Preprocessing", "check_images", "find_images", "load_images", "normalized", "prepared",
-    "preprocess", "read_image",
+    "IMAGENET", "MEAN", "STD", "Preprocessing", "check_images", "cropped", "find_images", "load_images", "normalized",
+    "normalized_pixels", "prepared", "preprocess", "read_image",
 ]  # fmt: skip
-
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, RGB in 0..1
 
 Prepared = TypeVar("Prepared")
 
@@ -58,7 +55,7 @@ def load_images(paths: Sequence[str | os.PathLike[str]], preprocessing: Preproce
     """A batch (B, 3, crop, crop) float32 from photographs and folders of photographs, in the order of `find_images`.
 
     Raises:
-        InputError: a path that does not exist, a folder without photographs, a file that is none.
+        InputError: a path that does not exist, a folder without photographs, or a file that is no photograph.
     """
     found = prepared(find_images(paths), lambda image: preprocess(image, preprocessing))
     return torch.stack([image for _, image in found])
@@ -67,18 +64,18 @@ def load_images(paths: Sequence[str | os.PathLike[str]], preprocessing: Preproce
 def prepared(
     paths: Sequence[Path], prepare: Callable[[Image.Image], Prepared], ahead: int | None = None, on_error: str = "raise"
 ) -> Iterator[tuple[int, Prepared]]:
-    """What `prepare` makes of each photograph, by threads while the caller does something else; before it stands the
-    number of the photograph among the paths.
+    """The result of `prepare` for each photograph, computed by threads while the caller does other work, with the
+    photograph's index among the paths before it.
 
     Args:
         paths: files.
-        prepare: gets them as of `read_image`.
-        ahead: how many are begun or done and not yet asked for, at most; None: two for each thread.
-        on_error: "raise"; or "skip" what cannot be read, with a warning for each.
+        prepare: gets images as from `read_image`.
+        ahead: the maximum number that are begun or done but not yet requested; None: two for each thread.
+        on_error: "raise"; or "skip" unreadable files, with a warning for each.
 
     Raises:
-        InputError: another `on_error`. At its place, a file that is no image or a damaged one, unless it is skipped; at
-            the end, if all were.
+        InputError: another `on_error`. At its position, a file that is not an image or a damaged one, unless it is
+            skipped; at the end, if all were skipped.
     """
     if on_error not in ("raise", "skip"):
         raise InputError(f'on_error {on_error!r} is not known: expected "raise" or "skip"')
@@ -106,7 +103,7 @@ def prepared(
 
 
 def read_image(path: str | os.PathLike[str]) -> Image.Image:
-    """A photograph as RGB, turned as its EXIF orientation says; what is transparent lies on white.
+    """A photograph as RGB, rotated by its EXIF orientation; transparent parts become white.
 
     Raises:
         InputError: not an image, or a damaged one.
@@ -116,20 +113,23 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
 
 def preprocess(image: Image.Image, preprocessing: Preprocessing = IMAGENET) -> Tensor:
     """(3, crop, crop) float32 from an RGB image."""
+    return normalized(cropped(image, preprocessing), preprocessing.mean, preprocessing.std)
+
+
+def cropped(image: Image.Image, preprocessing: Preprocessing = IMAGENET) -> Image.Image:
+    """The square of an RGB image for the model's input: resized, not yet normalized."""
     width, height = image.size
     short, resize, crop = min(width, height), preprocessing.resize, preprocessing.crop
     image = image.resize((resize * width // short, resize * height // short), preprocessing.interpolation)
     width, height = image.size
     left, top = round((width - crop) / 2), round((height - crop) / 2)
-    image = image.crop((left, top, left + crop, top + crop))  # beyond the edges: black
-    return normalized(image, preprocessing.mean, preprocessing.std)
+    return image.crop((left, top, left + crop, top + crop))  # beyond the edges: black
 
 
-def normalized(image: Image.Image, mean: Sequence[float] = MEAN, std: Sequence[float] = STD) -> Tensor:
-    """(3, H, W) float32 from an RGB image: (value / 255 - mean) / std.
+def normalized_pixels(pixels: Tensor, mean: Sequence[float] = MEAN, std: Sequence[float] = STD) -> Tensor:
+    """The same bits as `normalized`, on the device of the pixels: (..., H, W, 3) uint8 -> (..., 3, H, W) float32.
 
-    By NumPy, bit by bit what torch gives: its operators would start a team of threads for each thread that prepares.
+    The result keeps the order of the pixels in memory, which is channels last.
     """
-    pixels = np.array(image, dtype=np.float32) / np.float32(255)  # (H, W, 3)
-    values = (pixels - np.array(mean, dtype=np.float32)) / np.array(std, dtype=np.float32)
-    return torch.from_numpy(np.ascontiguousarray(values.transpose(2, 0, 1)))
+    scale, mean_of, std_of = torch.tensor([[255.0] * 3, mean, std], device=pixels.device)  # a scalar would be inverted
+    return pixels.float().div_(scale).sub_(mean_of).div_(std_of).movedim(-1, -3)

@@ -1,10 +1,10 @@
-"""A model by name, with weights from anywhere.
+"""A model by name, with weights from any source.
 
     model = load("swin_t", "swin_tiny_patch4_window7_224.safetensors").eval()  # timm's
     print(load_report("swin_t", "swin_tiny_patch4_window7_224.safetensors"))   # what went where
 
-The file's keys tell whose it is (`rooftop.models.weights.dialects`). Its tensors get our keys, and every one must find
-its place.
+The file's keys show its library (`rooftop.models.weights.dialects`). Its tensors get our keys, and every one must match
+a parameter or buffer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,25 +22,27 @@ from rooftop.errors import TargetError, WeightsError, did_you_mean
 from rooftop.models.conv_lstm.keras_weights import keras_converted
 from rooftop.models.conv_lstm.network import NextFrameNetwork, colour_next_frame_network, next_frame_network
 from rooftop.models.detr.network import Detr, detr_resnet50, detr_resnet101
+from rooftop.models.detr.small import detr_small
 from rooftop.models.registry import builtin_models
+from rooftop.models.vision.hybrid import Hybrid
 from rooftop.models.vision.left_out import differing_keys
 from rooftop.models.vision.resnet import ResNet
 from rooftop.models.vision.swin import SwinTransformer
 from rooftop.models.weights.checkpoint_contents import Contents
-from rooftop.models.weights.dialects import DETR, NEXT_FRAME, RESNET, SWIN, Converted, Dialect, converted
+from rooftop.models.weights.dialects import DETR, HYBRID, NEXT_FRAME, RESNET, SWIN, Converted, Dialect, converted
 from rooftop.models.weights.files import fitting, options_of, read_checkpoint, weights_file
 from rooftop.models.weights.load_reports import LoadReport, compared
 
 
 @dataclass(frozen=True)
 class Family:
-    """Models whose weights come from the same origins.
+    """Models whose weights come from the same libraries.
 
     Attributes:
-        kind: what an error calls one.
-        dialects: of these origins.
+        kind: name of the family in error messages.
+        dialects: the dialects of these libraries.
         head: the key of the last bias of class logits; None: there are no classes.
-        others: how many of these logits are of no class.
+        others: the number of these logits that belong to no class.
     """
 
     kind: str
@@ -49,38 +51,46 @@ class Family:
     others: int = 0
 
 
+class Matched(NamedTuple):
+    """A report, and the file's tensors by the model's keys."""
+
+    report: LoadReport
+    tensors: dict[str, Tensor]
+
+
 FAMILIES: dict[type[nn.Module], Family] = {
     ResNet: Family("a ResNet", RESNET, "fc.bias"),
     SwinTransformer: Family("a Swin Transformer", SWIN, "head.bias"),
+    Hybrid: Family("a hybrid of convolutions and attention", HYBRID, "head.bias"),
     Detr: Family("a DETR", DETR, "class_embed.bias", others=1),
     NextFrameNetwork: Family("a network of the next frame", NEXT_FRAME),
 }
-UNREGISTERED = (detr_resnet50, detr_resnet101, next_frame_network, colour_next_frame_network)
+UNREGISTERED = (detr_resnet50, detr_resnet101, detr_small, next_frame_network, colour_next_frame_network)
 """Builders beside those of `builtin_models`, which all give class logits of an image."""
 
 KERAS = (".keras", ".h5", ".hdf5")
 
 
 def load(name: str, weights: str | Path, *, strict: bool = True, part: str | None = None, **options: Any) -> nn.Module:
-    """A built-in model with weights, in training mode, on the CPU in float32, as its builder gives it.
+    """A built-in model with weights, in training mode, on the CPU in float32, as its builder returns it.
 
     Args:
-        name: of a model: a builder of this package, e.g. "resnet50", "swin_v2_t", "detr_resnet101",
+        name: name of a model: a builder of this package, e.g. "resnet50", "swin_v2_t", "detr_resnet101",
             "next_frame_network".
-        weights: a file: what torch.save, safetensors (.safetensors) or Keras (.keras, .h5) wrote, with the keys of any
-            known origin; or a published name, as of the builder. A `Path` is never taken for a name.
-        strict: every key of the model and of the file must be used, with its shape. If False, what does not fit is left
-            out and the model keeps it as it was built: for a new head, `num_classes=7, strict=False`.
+        weights: a file from torch.save, safetensors (.safetensors) or Keras (.keras, .h5), with the keys of any known
+            library; or a published name, as for the builder. A `Path` is never a name.
+        strict: every key of the model and of the file must be used, with its shape. If False, weights that do not fit
+            are skipped, and the model keeps its initial values there: for a new head, `num_classes=7, strict=False`.
         part: which weights, of a file that has several: `load_report` and errors name them. If None, the only ones, or
             those that are averaged (EMA, SWA): `models/weights/checkpoint_contents.py` lists the kinds of checkpoints.
-        options: of the builder, e.g. num_classes. Those that published weights need (dilation, of "COCO_DC5") need not
-            be given.
+        options: options of the builder, e.g. num_classes. Those that published weights need (dilation, of "COCO_DC5"),
+            or that a file of `rooftop train` says, need not be given.
 
     Raises:
-        TargetError: no such model; the message has those that come close.
+        TargetError: no such model; the message has similar names.
         InputError: `weights` is neither a name nor a file.
-        WeightsError: the file cannot be fetched or read, is damaged, is of another kind of model or number of classes,
-            has weights of several models, or does not fit; with strict=False, nothing of it fits.
+        WeightsError: the file cannot be fetched or read, is damaged, belongs to another kind of model or number of
+            classes, has weights of several models, or does not fit; with strict=False, none of it fits.
         MissingExtraError: safetensors or h5py is needed and not installed.
         TypeError: an option that the builder does not have.
     """
@@ -99,9 +109,9 @@ def load(name: str, weights: str | Path, *, strict: bool = True, part: str | Non
 
 
 def load_report(name: str, weights: str | Path, *, part: str | None = None, **options: Any) -> LoadReport:
-    """What `load` does with each key of the file and of the model; loads nothing.
+    """Report what `load` would do with each key of the file and of the model; loads nothing.
 
-    Arguments and errors are those of `load`, but keys that do not fit are no error: they are in the report.
+    Arguments and errors are those of `load`, but keys that do not fit are in the report instead of an error.
     """
     build = _builder(name)
     path = _file(name, weights)
@@ -110,12 +120,32 @@ def load_report(name: str, weights: str | Path, *, part: str | None = None, **op
     return _matched(model, path, part)[0]
 
 
+def matched(model: nn.Module, weights: str | Path, *, name: str = "", part: str | None = None) -> Matched:
+    """Weights for a model that is built already: ours, or any other by its own keys. Loads nothing.
+
+    Args:
+        model: what they are for.
+        weights, part: as in `load`; published weights need `name`.
+        name: name of the model's builder; "": the weights are a file.
+
+    Raises:
+        InputError, WeightsError, MissingExtraError: as in `load`, but for keys that do not fit.
+    """
+    if not isinstance(model, tuple(FAMILIES)):
+        path = weights_file(name or type(model).__name__, weights)
+        contents = read_checkpoint(path, part)
+        report = compared(model.state_dict(), contents.tensors, path, "the model's own")
+        report = replace(report, taken=contents.taken, averaged=contents.averaged, others=contents.others)
+        return Matched(report, contents.tensors)
+    return Matched(*_matched(model, weights_file(name or type(model).__name__, weights), part))
+
+
 def _builder(name: str) -> Callable[..., nn.Module]:
     builders = {key: entry.build for key, entry in builtin_models().items()}
     builders.update({build.__name__: build for build in UNREGISTERED})
     if name not in builders:
         there_are = f"there are {', '.join(builders)}"
-        raise TargetError(f"{name!r} is no built-in model{did_you_mean(name, builders)}: {there_are}")
+        raise TargetError(f"{name!r} is not a built-in model{did_you_mean(name, builders)}: {there_are}")
     return builders[name]
 
 
@@ -138,7 +168,7 @@ def _matched(model: nn.Module, path: Path, part: str | None) -> tuple[LoadReport
 def _converted(model: nn.Module, path: Path, part: str | None) -> tuple[Converted, Contents | None]:
     if path.suffix.lower() in KERAS:
         if part is not None:
-            raise WeightsError(f"{path} is a file of Keras, which has one model: leave part={part!r} out")
+            raise WeightsError(f"{path} is a file of Keras, which has one model: leave out part={part!r}")
         return keras_converted(model, path), None
     family, contents = _family(model), read_checkpoint(path, part)
     try:
@@ -152,7 +182,7 @@ def _family(model: nn.Module) -> Family:
 
 
 def _check(name: str, model: nn.Module, report: LoadReport, tensors: dict[str, Tensor]) -> None:
-    """Raises a WeightsError that says what to do, unless the file fits the model."""
+    """Raise a WeightsError with the remedy, unless the file fits the model."""
     if report.fits:
         return
     family = _family(model)

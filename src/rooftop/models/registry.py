@@ -1,4 +1,4 @@
-"""The models that are known by name: builders register themselves, `rooftop.models` imports them all."""
+"""Models by name: builders register themselves, and `rooftop.models` imports them all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Build = TypeVar("Build", bound=Callable[..., nn.Module])
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """A built-in model: its builder, the shape of one example (no batch), and whether it gives class logits."""
+    """A built-in model: its builder, the shape of one example (no batch), and whether it returns class logits."""
 
     build: Callable[..., nn.Module]
     input_shape: tuple[int, ...] = (3, 224, 224)
@@ -26,7 +26,7 @@ _entries: dict[str, ModelEntry] = {}
 
 
 def register(build: Build) -> Build:
-    """Decorator of a builder: its function's name is the model's."""
+    """Decorator of a builder: the function's name becomes the model's name."""
     _entries[build.__name__] = ModelEntry(build)
     return build
 
@@ -37,17 +37,17 @@ def builtin_models() -> dict[str, ModelEntry]:
 
 
 def model_entry(name: str) -> ModelEntry:
-    """The built-in model of that name.
+    """The built-in model with that name.
 
     Raises:
-        TargetError: there is none; the message has the names that come close.
+        TargetError: the name is unknown; the message has similar names.
     """
     if name not in _entries:
         package, _, attribute = name.rpartition(".")
         others = [f"{package}:{attribute}"] if package else list(_entries)
         meant = nearest(name, _entries) or others
         raise TargetError(
-            f"{name!r} is no built-in model (did you mean {', '.join(meant)}?) "
+            f"{name!r} is not a built-in model (did you mean {', '.join(meant)}?) "
             "and not package.module:callable, e.g. my_pkg.net:build"
         )
     return _entries[name]

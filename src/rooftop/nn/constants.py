@@ -1,11 +1,11 @@
-"""Results of modules that depend on parameters and sizes alone, computed once where the parameters do not change.
+"""Results of modules that depend only on parameters and sizes, computed once if the parameters do not change.
 
     class Attention(nn.Module):
         @constant
         def position_bias(self) -> Tensor: ...
 
-A module cannot know whether its parameters will change; who runs it can. So such a method is an ordinary one, computed
-in each call, until `keep_constants(model)` says that the parameters stay as they are.
+A module cannot know whether its parameters will change, but its user can. So such a method is an ordinary one, computed
+in each call, until `keep_constants(model)` declares the parameters constant.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class _Kept(dict[tuple[Hashable, ...], Any]):
     """Results by name and arguments of the method."""
 
     def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
-        return _Kept, ()  # the parameters of a copy, or of what is loaded, are others, which may be cast or moved
+        return _Kept, ()  # the parameters of a copy, or of a loaded model, are different, and may be cast or moved
 
 
 def constant(
     method: Callable[Concatenate[Module, Arguments], Result],
 ) -> Callable[Concatenate[Module, Arguments], Result]:
-    """A method whose result, a tensor or a tuple of them, depends on parameters, buffers and arguments alone.
+    """Mark a method whose result, a tensor or a tuple of tensors, depends only on parameters, buffers and arguments.
 
-    Arguments are numbers, dtypes, devices and parameters; with keywords nothing is kept. The result must not be changed
-    in place. After `keep_constants` it is computed once for each of the first eight sets of arguments, and in each call
-    for others: none is ever given up, since CUDA graphs may read it. It is always computed in training mode, under
-    autocast, where it would need a gradient, and within a capture.
+    Arguments are numbers, dtypes, devices and parameters; calls with keywords are not cached. The result must not be
+    changed in place. After `keep_constants` it is computed once for each of the first eight sets of arguments, and in
+    each call for others. No cached result is ever dropped, since CUDA graphs may read it. It is always computed in
+    training mode, under autocast, if it needs a gradient, and within a capture.
     """
 
     @wraps(method)
@@ -65,12 +65,12 @@ def constant(
 
 
 def keep_constants(model: nn.Module) -> tuple[str, ...]:
-    """From now on a model's constants are computed once: its parameters and buffers do not change any more.
+    """Compute a model's constants only once from now on: its parameters and buffers must not change any more.
 
-    Modules with hooks in them, which would not be called again, go on as before, and so do copies of the model.
+    Modules with hooks in them, which would not be called again, continue as before, and so do copies of the model.
 
     Returns:
-        The methods whose results are kept, as "name of the module.name of the method".
+        The methods with cached results, as "name of the module.name of the method".
     """
     found = []
     for name, module in model.named_modules():
@@ -82,19 +82,19 @@ def keep_constants(model: nn.Module) -> tuple[str, ...]:
 
 
 def kept_bytes(model: nn.Module) -> int:
-    """Of all results that a model keeps."""
+    """Bytes of all results that a model keeps."""
     results = [each for module in model.modules() for each in module.__dict__.get("_constants", {}).values()]
     flat = [t for each in results for t in (each if isinstance(each, tuple) else (each,))]
     return sum(t.numel() * t.element_size() for t in flat)
 
 
 def _lasting(arguments: tuple[object, ...], options: dict[str, object]) -> bool:
-    """Whether the same arguments may come again: no tensors but parameters, and no keywords."""
+    """Whether the same arguments may occur again: no tensors except parameters, and no keywords."""
     return not options and all(isinstance(each, nn.Parameter) or not isinstance(each, Tensor) for each in arguments)
 
 
 def _can_be_kept(tensor: Tensor) -> bool:
-    """Whether it has data that is there now, for calls on all streams."""
+    """Whether its data exist already, for calls on all streams."""
     if type(tensor) is not Tensor or tensor.is_meta or tensor.requires_grad:
         return False
     if tensor.is_cuda:

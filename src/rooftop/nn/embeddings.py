@@ -12,7 +12,7 @@ class Embedding(torch.nn.Embedding):
     """`torch.nn.Embedding`, parameters and state included, computed by `rooftop.kernels.embedding`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """input of any shape, tokens; (*input.shape, D). What `embedding` refuses is refused here."""
+        """input: tokens of any shape; the result is (*input.shape, D). Raises the errors of `embedding`."""
         return embedding(
             input,
             self.weight,

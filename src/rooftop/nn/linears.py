@@ -1,4 +1,4 @@
-"""Linear layers with what follows them."""
+"""Linear layers fused with the operations after them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LinearAct(torch.nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Arguments as of `torch.nn.Linear` and `linear_act`; another activation raises ValueError."""
+        """Arguments as in `torch.nn.Linear` and `linear_act`; another activation raises ValueError."""
         if activation not in ACTIVATIONS:
             raise ValueError(
                 f"LinearAct: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
@@ -36,5 +36,5 @@ class LinearAct(torch.nn.Linear):
         return linear_act(input, self.weight, self.bias, self.activation, residual)
 
     def extra_repr(self) -> str:
-        """As of `torch.nn.Linear`, and the activation."""
+        """That of `torch.nn.Linear`, and the activation."""
         return f"{super().extra_repr()}, activation={self.activation}"

@@ -14,7 +14,7 @@ from rooftop.launch.symbolic import recorded_whole
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """`torch.nn.CrossEntropyLoss` computed by `rooftop.kernels.cross_entropy`, with z-loss.
 
-    Targets that are class probabilities are PyTorch's to compute, as before; with z-loss they raise.
+    PyTorch computes targets that are class probabilities, as before; with z-loss they raise.
     """
 
     def __init__(
@@ -30,7 +30,9 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         self.z_loss = z_loss
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """input (N, V), (V,) or (N, V, ...), target (N,), () or (N, ...); () or, not reduced, like target."""
+        """input (N, V), (V,) or (N, V, ...), target (N,), () or (N, ...). The result is () or, if not reduced, like
+        target.
+        """
         options = {
             "ignore_index": self.ignore_index,
             "reduction": self.reduction,
@@ -41,9 +43,9 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
 @recorded_whole
 def loss_of(input: Tensor, target: Tensor, weight: Tensor | None, z_loss: float, **options: Any) -> Tensor:
-    """What the module computes; by PyTorch where the target is class probabilities."""
+    """The module's result; by PyTorch if the target is class probabilities."""
     if isinstance(target, Tensor) and target.is_floating_point() and z_loss == 0.0:
         return torch.nn.functional.cross_entropy(input, target, weight, **options)
-    if isinstance(target, Tensor) and target.dtype == torch.uint8:  # which PyTorch takes
+    if isinstance(target, Tensor) and target.dtype == torch.uint8:  # which PyTorch accepts
         target = target.long()
     return cross_entropy(input, target, weight, z_loss=z_loss, **options)

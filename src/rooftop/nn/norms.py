@@ -38,23 +38,22 @@ class RMSNorm(torch.nn.RMSNorm):
 
 @recorded_whole
 def layer_norm_of(input: Tensor, residual: Tensor | None, *parameters: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """What the module computes. torch.fx does not know whether there will be a residual where it traces the module
-    alone."""
+    """The module's result. When torch.fx traces the module alone, it does not know whether there will be a residual."""
     return layer_norm(input, *parameters) if residual is None else add_layer_norm(input, residual, *parameters)
 
 
 @recorded_whole
 def rms_norm_of(input: Tensor, residual: Tensor | None, *parameters: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """The same of an RMS norm."""
+    """The same for an RMS norm."""
     return rms_norm(input, *parameters) if residual is None else add_rms_norm(input, residual, *parameters)
 
 
 def norm_of_sum(norm: nn.Module, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """(norm(input + residual), input + residual), of any norm; in one kernel if it is one of the above without
-    hooks and torch.fx does not trace it, which gives each module's result by its name.
+    """(norm(input + residual), input + residual), for any norm. One kernel computes it if the norm is one of the above
+    without hooks and torch.fx does not trace it, since torch.fx records each module's result by its name.
 
     Args:
-        input, residual: of one shape; the sum has the dtype that PyTorch gives it.
+        input, residual: of one shape; the sum has PyTorch's dtype.
     """
     if proxy_in((input, residual)) is not None or not (is_plain(norm, LayerNorm) or is_plain(norm, RMSNorm)):
         total = input + residual

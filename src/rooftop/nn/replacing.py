@@ -1,16 +1,20 @@
-"""The modules of a model that is built already, computed by Rooftop from now on."""
+"""Let Rooftop compute the modules of an existing model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rooftop.errors import did_you_mean
+from rooftop.nn import recognizing
+from rooftop.nn.copies import copy_sharing_tensors
 from rooftop.nn.embeddings import Embedding
 from rooftop.nn.losses import CrossEntropyLoss
+from rooftop.nn.measuring import Measured, worthwhile
 from rooftop.nn.norms import LayerNorm, RMSNorm
 from rooftop.nn.softmaxes import LogSoftmax, Softmax
 
@@ -26,50 +30,63 @@ SUBSTITUTES: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
 
 @dataclass
 class Replacement:
-    """What `replace` did, by the modules' names in the model ("" is the model itself).
+    """The changes that `replace` made, by the modules' names in the model ("" is the model itself).
 
     Attributes:
         swapped: kinds of the modules that Rooftop computes now.
-        left: why modules of these kinds stay PyTorch's.
+        left: why PyTorch still computes modules of these kinds.
+        measured: for each timed kind, a step before and after.
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
+    measured: dict[str, Measured] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{name or 'the model'}: {kind}" for name, kind in self.swapped.items()]
         lines += [f"{name or 'the model'}: left alone, {why}" for name, why in self.left.items()]
+        lines += [f"{kind}: {times.words}" for kind, times in self.measured.items() if times.pays]
         return "\n".join(lines) or "nothing to replace"
 
 
-def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None) -> Replacement:
+def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None, inputs: Any = None) -> Replacement:
     """Make Rooftop compute a model's layer norms, RMS norms, softmaxes, embeddings and cross entropies, in place.
 
-    Modules change their class and nothing else: parameters (shared ones, too), their names, dtypes and devices, hooks,
-    the training flag and the optimizer that holds the parameters stay as they are. Do it before `torch.compile`.
-    Second derivatives and the transforms of `torch.func` work as before, by PyTorch's own operators; only cross
-    entropies on a GPU have no second derivative.
+    Only the class of a module changes. Parameters (shared ones, too), their names, dtypes and devices, hooks, the
+    training flag and the optimizer that holds the parameters stay the same. Call it before `torch.compile`. Second
+    derivatives and the transforms of `torch.func` work as before, with PyTorch's own operators; only cross entropies on
+    a GPU have no second derivative.
 
     Args:
-        model: any module; those within it whose class is exactly one of `torch.nn` are looked at. Subclasses (of which
-            nothing is known) and what is called as a function stay as they are; so does a Linear and what follows it,
-            since modules do not show the order of calls: write `rooftop.nn.LinearAct` there.
+        model: any module. Modules in it whose class is exactly one of `torch.nn` are replaced, and RMS norms of any
+            library, recognized by what they compute (`recognizing.py`). Other subclasses stay, and so do functions. A
+            Linear and the operation after it stay, too, since modules do not show the order of calls: use
+            `rooftop.nn.LinearAct` there.
         only: kinds to replace, of "LayerNorm", "RMSNorm", "Softmax", "LogSoftmax", "Embedding", "CrossEntropyLoss".
+        inputs: inputs of a typical call: a tensor, a tuple of arguments, or a dict of keyword arguments. Each kind is
+            then timed in the whole model, in its current mode (in training mode forward and backward), and is not
+            replaced if that saves no time. Weights, buffers and the random state stay as they are.
 
     Returns:
-        What was swapped and what was left alone, and why; printed, one line a module.
+        The modules that were replaced and those that were not, and why; prints one line per module.
 
     Raises:
-        TypeError: model is no module.
-        ValueError: a kind in `only` that there is not.
+        TypeError: model is no module, or cannot be copied for timing.
+        ValueError: `only` names an unknown kind.
+        Exception: with `inputs`, any error that the model raises for them.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"replace: model must be a torch.nn.Module, got {type(model).__name__}")
     kinds = sorted(kind.__name__ for kind in SUBSTITUTES)
     wanted = _listed(only, kinds)
+    if inputs is not None:
+        return _replace_what_pays(model, wanted, inputs)
     done = Replacement()
     for name, module in model.named_modules():
         substitute = SUBSTITUTES.get(type(module))
+        if substitute is None and RMSNorm.__name__ in wanted and (norm := recognizing.recognized(module)) is not None:
+            recognizing.substitute(module, norm)
+            done.swapped[name] = RMSNorm.__name__
         if substitute is None or substitute.__name__ not in wanted:
             continue
         reason = _reason_to_leave(module)
@@ -80,6 +97,18 @@ def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None) -> Rep
         if isinstance(module, CrossEntropyLoss):
             module.z_loss = 0.0
         done.swapped[name] = substitute.__name__
+    return done
+
+
+def _replace_what_pays(model: torch.nn.Module, wanted: list[str], inputs: Any) -> Replacement:
+    """Swap the kinds that make a call with these inputs faster."""
+    possible = replace(copy_sharing_tensors(model, "replace"), only=wanted)
+    kinds = list(dict.fromkeys(possible.swapped.values()))
+    measured = worthwhile(model, kinds, inputs, lambda same, names: replace(same, only=names))
+    done = replace(model, only=[kind for kind in kinds if measured[kind].pays])
+    slower = {name: kind for name, kind in possible.swapped.items() if not measured[kind].pays}
+    done.left = possible.left | {name: f"it does not pay: {measured[kind].words}" for name, kind in slower.items()}
+    done.measured = measured
     return done
 
 
@@ -99,7 +128,7 @@ PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def _reason_to_leave(module: torch.nn.Module) -> str | None:
-    """Why this module would not give the same through Rooftop's operators."""
+    """Why this module would not give the same results through Rooftop's operators."""
     if "forward" in vars(module):
         return "its forward was replaced"
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -6,7 +6,7 @@
     with join(layout) as world:
         groups = layout.process_groups()
 
-Names are loaded when they are first used.
+Names are loaded on first use.
 """
 
 from __future__ import annotations

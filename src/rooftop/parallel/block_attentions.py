@@ -1,7 +1,7 @@
-"""Attention of blocks: what some queries see of some keys, merged by log-sum-exp.
+"""Attention over blocks: the results of some queries over some keys, merged by log-sum-exp.
 
-Partial results are merged in float32, so that the error does not grow with the number of blocks. Backward begins from
-the merged result and its log-sum-exp, so that nothing of a block is kept (`rooftop.kernels.attentions.parts`).
+Partial results are merged in float32, so that the error does not grow with the number of blocks. Backward starts from
+the merged result and its log-sum-exp, so no result of a block is kept (`rooftop.kernels.attentions.parts`).
 
 Large blocks run one by one in the fastest back end for their shape. Small ones, such as short documents, run together
 in one launch of flash attention's kernels for packed sequences.
@@ -27,16 +27,16 @@ from rooftop.parallel.uploads import uploaded
 
 aten = torch.ops.aten
 
-TOGETHER = 2048
-"""Queries up to which blocks run together."""
-WIDEST = 256  # features of a head that flash attention takes
+TOGETHER = 1024
+"""Number of queries up to which blocks run together."""
+WIDEST = 256  # features of a head that flash attention supports
 
 
 class Blocks:
-    """Blocks of one kind, made ready once and computed in each layer of a model.
+    """Blocks of one kind, prepared once and computed in each layer of a model.
 
     Args:
-        blocks: all causal, or none. No two have a query in common.
+        blocks: all causal, or none. No two share a query.
         batch, queries, keys: sizes of the tensors: B, S and T.
         device: of the tensors.
     """
@@ -52,12 +52,12 @@ class Blocks:
     def attended(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """(out, log-sum-exp) of causal blocks that have each query once.
+        """(out, log-sum-exp) of causal blocks that contain each query once.
 
         Args:
             query: (B, H, S, D). key, value: (B, H_k, T, D), where H_k divides H.
-            scale: of the scores.
-            dtype: of the result, which lies as of `empty_like_rows`; the log-sum-exp (B, H, S) is wide.
+            scale: factor of the scores.
+            dtype: dtype of the result, which has the layout of `empty_like_rows`; the log-sum-exp (B, H, S) is wide.
         """
         if self._only is not None and self._only.block.queries == self._all_queries:
             out, lse = self._only.attended(query, key, value, scale)
@@ -68,23 +68,22 @@ class Blocks:
         return out, lse
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
-        """Write what causal blocks make of their queries into `out` and `lse`; merge what others make.
+        """Write the results of causal blocks into `out` and `lse`; merge those of other blocks.
 
         Args:
-            query, key, value, scale: as of `attended`.
-            out, lse: what that gives.
+            query, key, value, scale: as in `attended`.
+            out, lse: the results of `attended`.
         """
         for unit in self._units(query):
             unit.attend(query, key, value, scale, out, lse)
 
     def gradients(self, given: Given, key: Tensor, value: Tensor, dtype: torch.dtype) -> Three:
-        """The gradients of queries, keys and values, laid out as by `empty_like_rows`.
+        """The gradients of queries, keys and values, in the memory layout of `empty_like_rows`.
 
         The blocks must be causal, and contain each query and each key once.
 
         Args:
-            given: of the queries.
-            key, value: as of `attended`.
+            given: gradients and results of the queries. key, value: as in `attended`.
             dtype: of the gradients.
         """
         if self._only is not None and self._only.block.queries == self._all_queries:
@@ -97,11 +96,11 @@ class Blocks:
     def add_gradients(
         self, given: Given, key: Tensor, value: Tensor, dquery: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Add the gradient of queries to `dquery`; the result are those of keys and values.
+        """Add the gradient of queries to `dquery`; return those of keys and values.
 
         Args:
-            given, key, value, dtype: as of `gradients`.
-            dquery: as of `empty_like_rows`.
+            given, key, value, dtype: as in `gradients`.
+            dquery: as in `empty_like_rows`.
         """
         if self._only is not None and self._only.block.keys == self._all_keys:
             part, dkey, dvalue = self._only.gradients(given, key, value)
@@ -114,7 +113,7 @@ class Blocks:
         return dkey.to(dtype), dvalue.to(dtype)
 
     def _units(self, query: Tensor) -> Iterator[_Unit]:
-        """What runs one after the other."""
+        """The units that run one after another."""
         yield from self._alone
         for group in self._small:
             if runs_packed(query) and len(group.blocks) > 1:
@@ -125,7 +124,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Given:
-    """What backward has of the queries.
+    """What backward needs from the queries.
 
     Attributes:
         dout: gradient of the merged result, (B, H, S, D).
@@ -151,37 +150,37 @@ def _three(gradients: Iterable[Tensor]) -> Three:
 
 
 class _Unit(Protocol):
-    """What runs at once. Its gradients are of its own queries and keys."""
+    """Blocks that run at once. Its gradients belong to its own queries and keys."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor
-    ) -> None: ...  # as of `Blocks`
+    ) -> None: ...  # as in `Blocks`
 
     def gradients(self, given: Given, key: Tensor, value: Tensor) -> Three: ...
 
-    def put(self, parts: Three, into: Three, *, first: bool) -> None: ...  # where they belong; else add them there
+    def put(self, parts: Three, into: Three, *, first: bool) -> None: ...  # stores them in place; otherwise adds them
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """In which parts of x are merged and summed."""
+    """The dtype in which parts of x are merged and summed."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def empty_like_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for the shape of x (B, H, S, D), which lies as (B, S, H, D)."""
+    """Memory with the shape of x (B, H, S, D) and the layout of (B, S, H, D)."""
     batch, heads, length, features = x.shape
     return x.new_empty((batch, length, heads, features), dtype=dtype or x.dtype).transpose(1, 2)
 
 
 def runs_packed(query: Tensor) -> bool:
-    """Whether flash attention's kernels for packed sequences take such queries (B, H, S, D)."""
+    """Whether flash attention's kernels for packed sequences support such queries (B, H, S, D)."""
     narrow = query.dtype in (torch.bfloat16, torch.float16)
     return query.device.type == "cuda" and narrow and query.shape[3] <= WIDEST and query.shape[3] % 8 == 0
 
 
 def seen_positions(queries: int, keys: int, device: torch.device, window: int | None) -> Tensor:
-    """(queries, keys): True for the keys up to a query's own, in a window for the last of these; the queries are the
-    last of the positions."""
+    """(queries, keys): True for the keys up to a query's own position, or with a window for the last of these; the
+    queries are the last positions."""
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return seen if window is None else seen.triu(keys - queries - window + 1)
 
@@ -190,20 +189,20 @@ def _is_small(block: Block) -> bool:
     return block.window is None and block.queries[1] - block.queries[0] <= TOGETHER
 
 
-# ---- one launch for each -----------------------------------------------------------------------------------------
+# ---- one launch for each block ---------------------------------------------------------------------------------
 
 Place = tuple[slice, slice, slice]
 
 
 @dataclass(frozen=True)
 class _Alone:
-    """A block in a launch of its own."""
+    """A block in a separate launch."""
 
     block: Block
     device: torch.device
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """(out, log-sum-exp) of its own queries, which lie as of `empty_like_rows`."""
+        """(out, log-sum-exp) of its own queries, in the layout of `empty_like_rows`."""
         at, there = self.places
         is_causal = self.block.causal and self._mask is None
         out, lse = attention_part(query[at], key[there], value[there], self._mask, is_causal, scale)
@@ -243,17 +242,17 @@ class _Alone:
 
     @property
     def places(self) -> tuple[Place, Place]:
-        """Its queries in (B, H, S, ...), and its keys in (B, H_k, T, ...)."""
+        """The indices of its queries in (B, H, S, ...), and of its keys in (B, H_k, T, ...)."""
         block = self.block
         row = slice(None) if block.row is None else slice(block.row, block.row + 1)
         return (row, slice(None), slice(*block.queries)), (row, slice(None), slice(*block.keys))
 
 
-# ---- many in one launch ------------------------------------------------------------------------------------------
+# ---- many blocks in one launch ---------------------------------------------------------------------------------
 
 
 def _overlap(places: Sequence[tuple[int | None, Span]]) -> bool:
-    """Whether two of (sequence, or None for all; keys) have a key in common."""
+    """Whether two of (sequence, or None for all; keys) share a key."""
     rows = {row for row, _ in places}
     if None in rows and len(rows) > 1:
         return True
@@ -262,7 +261,7 @@ def _overlap(places: Sequence[tuple[int | None, Span]]) -> bool:
 
 
 def _grouped(blocks: Sequence[Block]) -> list[list[Block]]:
-    """Groups of one kind in which no two blocks have a query in common."""
+    """Groups of one kind in which no two blocks share a query."""
     groups: dict[tuple[bool, int], list[Block]] = {}
     times = Counter[tuple[int | None, Span, bool]]()
     for block in blocks:
@@ -274,7 +273,7 @@ def _grouped(blocks: Sequence[Block]) -> list[list[Block]]:
 
 @dataclass(frozen=True)
 class _Group:
-    """Blocks of one kind, without a common query, as packed sequences."""
+    """Blocks of one kind, without a shared query, as packed sequences."""
 
     blocks: tuple[Block, ...]
     batch: int
@@ -287,7 +286,7 @@ class _Group:
         return self.blocks[0].causal
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
-        """Merge into out and lse; causal blocks are the first of their queries."""
+        """Merge into out and lse; causal blocks come first for their queries."""
         part, part_lse, *_ = aten._flash_attention_forward(
             *(self._query_rows(query), self._key_rows(key), self._key_rows(value)),
             *self._lengths,
@@ -310,7 +309,7 @@ class _Group:
         lse.copy_(row_lse.unflatten(0, (self.batch, self.queries)).transpose(1, 2))
 
     def gradients(self, given: Given, key: Tensor, value: Tensor) -> Three:
-        seed = torch.zeros((), dtype=torch.int64, device=self.device)  # of the dropout that there is not
+        seed = torch.zeros((), dtype=torch.int64, device=self.device)  # a placeholder for the dropout, which is absent
         row_lse = given.lse.transpose(1, 2).flatten(0, 1)[self._query_index].t().contiguous()
         return _three(
             aten._flash_attention_backward(
@@ -345,13 +344,13 @@ class _Group:
 
     @cached_property
     def _spans(self) -> list[tuple[int, Span, Span]]:
-        """(row, queries, keys) of each block; of one for all rows each by itself."""
+        """(row, queries, keys) of each block; a block for all rows gives one for each row."""
         rows = ([block.row] if block.row is not None else range(self.batch) for block in self.blocks)
         return [(row, block.queries, block.keys) for block, each in zip(self.blocks, rows, strict=True) for row in each]
 
     @cached_property
     def _lengths(self) -> tuple[Tensor, Tensor, int, int]:
-        """Where each sequence begins among the rows of queries and of keys, and the longest ones."""
+        """The start of each sequence in the rows of queries and of keys, and the longest lengths."""
         queries, keys = (
             [end - first for first, end in borders] for borders in (self._query_borders, self._key_borders)
         )
@@ -362,7 +361,7 @@ class _Group:
 
     @cached_property
     def _query_borders(self) -> list[Span]:
-        """Of each sequence, in the rows (B S, H, D)."""
+        """The borders of each sequence, in the rows (B S, H, D)."""
         return [(row * self.queries + first, row * self.queries + end) for row, (first, end), _ in self._spans]
 
     @cached_property
@@ -383,7 +382,7 @@ def _index(borders: Sequence[Span]) -> Tensor:
 
 
 def _follow_each_other(borders: Sequence[Span], length: int) -> bool:
-    """Whether they are all rows, in their order."""
+    """Whether they are all rows, in order."""
     ends = [0, *(end for _, end in borders)]
     return ends[:-1] == [first for first, _ in borders] and ends[-1] == length
 

@@ -1,7 +1,7 @@
-"""Caches of keys and values that Hugging Face's models give back: recognized, and joined.
+"""Recognize and join the key and value caches that Hugging Face's models return.
 
-A cache holds layers, a layer tensors and what it knows of them. `BATCH_DIMS` says along which dimension a tensor has
-its samples; a tensor that is not listed is refused.
+A cache contains layers, and a layer contains tensors and facts about them. `BATCH_DIMS` gives the sample dimension of
+each tensor; a tensor that is not listed raises.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from rooftop.parallel.containers import full_name, holds_tensors
 BATCH_DIMS = {
     "keys": 0,  # (B, heads, T, D), and values
     "values": 0,
-    "conv_states": 0,  # of linear attention: {number of the state: (B, channels, kernel)}
+    "conv_states": 0,  # for linear attention: {number of the state: (B, channels, kernel)}
     "recurrent_states": 0,
     "indexer_keys": 0,  # of sparse attention: (B, T, D)
     "indexer_position_ids": 1,  # (kinds of position, B, T)
 }
 
 CONSTANTS = frozenset({"_sliding_window_tensor"})
-"""Tensors that are the same in all replicas, because a number beside them says so."""
+"""Tensors that are the same in all replicas, according to a number next to them."""
 
 PARTS = frozenset({"layers", "self_attention_cache", "cross_attention_cache"})
-"""Attributes of a cache that hold layers or other caches."""
+"""Attributes of a cache that contain layers or other caches."""
 
 Join = Callable[[list[Any], int], Any]
 
 
 def is_cache(value: Any) -> bool:
     """Whether this is one of transformers' caches."""
-    module = sys.modules.get("transformers.cache_utils")  # who has a cache has imported it
+    module = sys.modules.get("transformers.cache_utils")  # a program with a cache has imported it
     kind = getattr(module, "Cache", None)
     return kind is not None and isinstance(value, kind)
 
 
 def joined_caches(caches: Sequence[Any], device: torch.device, join: Join) -> Any:
-    """One cache of the samples of several, of one class.
+    """One cache with the samples of several, of one class.
 
     Args:
-        caches: of the replicas, in order.
-        device: where the tensors of the result lie.
-        join: makes one value of those of the replicas; its second argument is the dimension of the samples.
+        caches: the replicas' caches, in order.
+        device: the device of the resulting tensors.
+        join: makes one value from those of the replicas; its second argument is the sample dimension.
 
     Raises:
-        TypeError: a tensor in an attribute of which it is not known where its samples are.
+        TypeError: a tensor in an attribute with an unknown sample dimension.
     """
     return _joined(list(caches), device, join)
 

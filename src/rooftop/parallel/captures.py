@@ -1,4 +1,4 @@
-"""CUDA graphs end before the communication that they hold.
+"""End CUDA graphs before the communication inside them.
 
 An NCCL communicator counts the CUDA graphs that contain its work. Destroying it waits until the last of them is gone
 (NVIDIA, NCCL User Guide, "Using NCCL with CUDA Graphs"). If a trainer, a traceback or a reference cycle still holds
@@ -17,7 +17,7 @@ import torch
 
 @contextmanager
 def graphs_end_here() -> Iterator[None]:
-    """Resets all CUDA graphs that were captured in the `with` block, whoever captured or still holds them.
+    """Resets all CUDA graphs that were captured in the `with` block, even if others captured or still hold them.
 
     PyTorch raises a RuntimeError if one is replayed afterwards. Its tensors keep their memory.
     """

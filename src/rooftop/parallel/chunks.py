@@ -1,10 +1,10 @@
-"""Which positions of a sequence a rank holds: some of its equal chunks.
+"""The positions of a sequence on a rank: some of its equal chunks.
 
     Chunks.zigzag(16, index=1, count=2)          positions 4 to 7 and 8 to 11 of 16
     Chunks.whole(16).part(index=1, count=4)      positions 4 to 7
 
-Under a causal mask a position at the back sees more keys than one at the front. A context parallel rank therefore takes
-one chunk from the front and one from the back: all ranks then have the same number of visible pairs.
+Under a causal mask, later positions attend to more keys than earlier ones. A context parallel rank therefore takes one
+chunk from the front and one from the back: all ranks then have the same number of visible pairs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Chunks:
     Attributes:
         length: positions of the whole sequence.
         size: positions of a chunk; it divides `length`.
-        places: ascending numbers of the chunks that the rank holds.
+        places: ascending numbers of the rank's chunks.
 
     Raises:
         ValueError: a size that does not divide the length, or places that are not ascending numbers of chunks.
@@ -52,10 +52,10 @@ class Chunks:
 
     @staticmethod
     def zigzag(length: int, index: int, count: int) -> Chunks:
-        """Of 2 `count` chunks the one at `index` and the one at `index` from the back; of one rank all.
+        """Of 2 `count` chunks, chunk `index` from the front and chunk `index` from the back; for one rank all chunks.
 
         Raises:
-            ValueError: the length is no multiple of twice the ranks.
+            ValueError: the length is not a multiple of twice the ranks.
         """
         _check_place(index, count)
         if count == 1:
@@ -68,14 +68,14 @@ class Chunks:
         return Chunks(length, length // (2 * count), (index, 2 * count - 1 - index))
 
     def __len__(self) -> int:
-        """How many positions the rank holds."""
+        """The number of positions on the rank."""
         return self.size * len(self.places)
 
     def part(self, index: int, count: int) -> Chunks:
-        """Part `index` of `count` equal parts of these positions, such as that of a sequence parallel rank.
+        """Part `index` of `count` equal parts of these positions, such as a sequence parallel rank's part.
 
         Raises:
-            ValueError: they cannot be split so.
+            ValueError: they cannot be split this way.
         """
         _check_place(index, count)
         if len(self) % count:
@@ -103,7 +103,7 @@ class Chunks:
         return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64, device=device)
 
     def of(self, whole: Tensor, dim: int) -> Tensor:
-        """These positions of a tensor that has all along a dimension; a view where they are one run.
+        """These positions of a tensor with all positions along a dimension; a view if they are contiguous.
 
         Raises:
             ValueError: the tensor has more or fewer positions.
@@ -134,7 +134,7 @@ class Chunks:
         ]
 
     def _progressions(self) -> Iterator[tuple[int, int, int]]:
-        """The places as (first, count, distance), each with as many as are equally far apart."""
+        """The places as (first, count, distance) progressions of equally spaced places."""
         left = self.places
         while left:
             pace, count = left[1] - left[0] if len(left) > 1 else 1, 1

@@ -1,7 +1,8 @@
-"""What goes into a module and comes out of it: values in tuples, lists, mappings and dataclasses, opened and made anew.
+"""The values in a module's inputs and outputs, in tuples, lists, mappings and dataclasses: taken out and put into new
+containers.
 
-An attribute that an object has besides its items (of a subclass of dict, of a UserDict) is a value like these: a share
-of a batch must not keep the mask of the whole batch there.
+Additional attributes of a container (of a subclass of dict, of a UserDict) count as values too: a share of a batch must
+not keep the mask of the whole batch there.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-"""Types of values that hold nothing else."""
+"""Types of values that contain no other values."""
 
 CODE = (type, ModuleType, FunctionType)
-"""Not looked into, whatever it refers to."""
+"""Not searched, whatever it refers to."""
 
 BOUND = (MethodType, BuiltinMethodType, MethodWrapperType)
-"""Functions with an object that they were taken from."""
+"""Functions bound to an object."""
 
 _ABSENT = object()
 
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """A container's values and how to make one of its kind of others.
+    """The values of a container, and how to make a similar container with other values.
 
     Attributes:
-        names: of the values: indices, keys, then "attribute ..." for what stands in attributes.
+        names: names of the values: indices, keys, then "attribute ..." for values in attributes.
         values: in the order of the names.
-        made: a container of the same kind of other values, in this order and as many (lists and tuples: any number).
-            Raises TypeError, with a way out, if its class does not allow that.
+        made: a container of the same kind with other values, in the same order and number (lists and tuples: any
+            number). Raises TypeError, with a remedy, if its class does not allow that.
     """
 
     names: list[Any]
@@ -47,10 +48,11 @@ class Opened:
 
 
 def opened(part: Any) -> Opened | None:
-    """The values in a container, and what makes one of its kind of as many others. None: it is no container.
+    """The values in a container, and a function that makes a similar one with as many other values. None: it is not a
+    container.
 
-    Containers are tuples, named tuples, what operators return (torch.return_types), lists, deques, UserLists, Mappings,
-    UserDicts and dataclasses, with their subclasses. A PackedSequence is none: its rows are not samples.
+    Containers are tuples, named tuples, operators' return types (torch.return_types), lists, deques, UserLists,
+    Mappings, UserDicts and dataclasses, with their subclasses. A PackedSequence is none: its rows are no samples.
     """
     if isinstance(part, (*PLAIN, Tensor, nn.Module, PackedSequence, type)):
         return None
@@ -68,7 +70,7 @@ def opened(part: Any) -> Opened | None:
 
 
 def mapped(structure: Any, function: Callable[[Any], Any]) -> Any:
-    """The same structure with `function` of each value that is no container."""
+    """The same structure with `function` applied to each value that is not a container."""
     found = opened(structure)
     if found is None:
         return function(structure)
@@ -76,7 +78,7 @@ def mapped(structure: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def leaves(structure: Any) -> Iterator[Any]:
-    """The values that are no containers, in order."""
+    """The values that are not containers, in order."""
     found = opened(structure)
     if found is None:
         yield structure
@@ -86,11 +88,11 @@ def leaves(structure: Any) -> Iterator[Any]:
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether a tensor can be reached from an object: in containers, sets, attributes, or what a call was bound to.
+    """Whether a tensor can be reached from an object: in containers, sets, attributes, or bound arguments.
 
-    Modules, classes and functions are not looked into.
+    Modules, classes and functions are not searched.
     """
-    seen: dict[int, Any] = {}  # with the objects: a number must not be given to another one meanwhile
+    seen: dict[int, Any] = {}  # keeps the objects alive: another object must not get the same id meanwhile
     waiting = [value]
     while waiting:
         part = waiting.pop()
@@ -104,7 +106,7 @@ def holds_tensors(value: Any) -> bool:
 
 
 def full_name(value: Any) -> str:
-    """Its class, as messages name it."""
+    """Its class, as in error messages."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
@@ -121,7 +123,7 @@ def _within(part: Any) -> list[Any]:
 
 
 def _attributes(part: Any) -> dict[str, Any]:
-    """Of an instance: those in its slots, then those in its dict."""
+    """The attributes of an instance: those in its slots, then those in its dict."""
     slots = [
         name
         for kind in type(part).__mro__
@@ -146,7 +148,7 @@ def _opened_tuple(part: tuple[Any, ...]) -> Opened | None:
         return Opened(list(part._fields), values, kind._make)  # type: ignore[attr-defined]
     if hasattr(part, "n_fields") and kind.__module__ == "torch.return_types":
         return Opened(list(range(len(values))), values, kind)
-    return None  # torch.Size, and classes of which nobody knows how they are made
+    return None  # torch.Size, and classes with an unknown constructor
 
 
 def _opened_list(part: list[Any] | deque[Any]) -> Opened:
@@ -164,13 +166,14 @@ def _opened_list(part: list[Any] | deque[Any]) -> Opened:
 
 
 def _opened_dict(part: dict[Any, Any]) -> Opened:
-    """A dict whose items are its attributes too (ModelOutput, `self.__dict__ = self`) is so when it is made anew."""
+    """A dict whose items are also its attributes (ModelOutput, `self.__dict__ = self`) keeps this property in the
+    copy."""
     keys, own = list(part), dict(getattr(part, "__dict__", {}))
     twice = [name for name, value in own.items() if name in part and part[name] is value]
     attributes = {name: value for name, value in own.items() if name not in twice}
 
     def made(values: list[Any]) -> Any:
-        new = copy.copy(part)  # of its own kind, in its own order
+        new = copy.copy(part)  # of the same class, in the same order
         items = dict(zip(keys, values[: len(keys)], strict=True))
         for key, value in items.items():
             new[key] = value
@@ -224,7 +227,7 @@ def _opened_dataclass(part: Any) -> Opened:
     fields = {field.name: field.init for field in dataclasses.fields(part) if hasattr(part, field.name)}
     values = {name: getattr(part, name) for name in fields} | dict(getattr(part, "__dict__", {}))
     derives = hasattr(part, "__post_init__")
-    if derives:  # what it computes of its fields (the number of samples, say), it will compute again
+    if derives:  # values computed from its fields (such as the number of samples) are computed again
         values = {name: value for name, value in values.items() if fields.get(name) or holds_tensors(value)}
 
     def made(others: list[Any]) -> Any:
@@ -240,7 +243,7 @@ def _opened_dataclass(part: Any) -> Opened:
 
 
 def _initialized(part: Any, arguments: list[str], given: dict[str, Any]) -> Any:
-    """Another dataclass by its __init__ and __post_init__, with the attributes that others gave it later."""
+    """Another dataclass by its __init__ and __post_init__, with the attributes that were set later."""
     new = dataclasses.replace(part, **{name: given[name] for name in arguments})
     changed = [name for name in arguments if not _same(getattr(new, name), given[name])]
     if changed:
@@ -256,13 +259,13 @@ def _initialized(part: Any, arguments: list[str], given: dict[str, Any]) -> Any:
 
 
 def _set(instance: Any, attributes: Mapping[str, Any]) -> None:
-    """Also where the class is frozen."""
+    """It also works if the class is frozen."""
     for name, value in attributes.items():
         object.__setattr__(instance, name, value)
 
 
 def _same(one: Any, other: Any) -> bool:
-    """The same values in the same memory; without looking at the values of tensors, which may be on a GPU."""
+    """Whether the values are the same, in the same memory; it does not read tensor values, which may be on a GPU."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one is other or (
             (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)

@@ -1,4 +1,4 @@
-"""Context parallel: every activation is split along the sequence, and attention exchanges what it needs.
+"""Context parallelism: every activation is split along the sequence, and attention exchanges the rows that it needs.
 
     context = Context(groups["cp"], "p2p")
     packing = context.packing(length, documents)
@@ -12,8 +12,8 @@
 | `a2a` | queries, keys and values, positions against heads; the result back | of whole sequences and some heads |
 | `a2a+p2p` | `a2a` within groups of neighbours, `p2p` between the groups | of both kinds |
 
-Only rows that a query of the receiver sees are sent. A rank keeps its own keys and values for backward, which gets the
-others' again.
+A rank sends only rows that the receiver's queries attend to. A rank keeps its own keys and values for backward, and
+receives the others' again.
 
 Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv:2310.01889); Jacobs et al. 2023,
 "DeepSpeed Ulysses" (arXiv:2309.14509); Llama Team 2024, "The Llama 3 Herd of Models" (arXiv:2407.21783), section 3.3.2.
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from rooftop.parallel.self_attentions import ParallelSelfAttention
 
 TRANSPORTS = ("p2p", "all_gather", "a2a", "a2a+p2p")
-"""Names as of Megatron's `--cp-comm-type`."""
+"""Names as in Megatron's `--cp-comm-type`."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Context:
     Attributes:
         group: the ranks; None: this one has whole sequences.
         transport: one of `TRANSPORTS`.
-        near, far: of "a2a+p2p", the neighbours that exchange heads, and the ranks at the same place in the groups of
-            neighbours, which exchange keys and values; `groups_of` makes them.
+        near, far: for "a2a+p2p", the neighbours that exchange heads, and the ranks at the same index in the groups of
+            neighbours, which exchange keys and values; `groups_of` creates them.
 
     Raises:
         ValueError: another transport; "a2a+p2p" without the two groups.
@@ -78,12 +78,12 @@ class Context:
 
     @staticmethod
     def of(group: Group, transport: str = "p2p", near: int | None = None) -> Context:
-        """The context of a group. All ranks of all such groups call it together: it may make groups.
+        """The context of a group. All ranks of all such groups call it together, since it may create groups.
 
         Args:
-            group: as of `Layout.process_groups()["cp"]`.
+            group: as in `Layout.process_groups()["cp"]`.
             transport: one of `TRANSPORTS`.
-            near: of "a2a+p2p", how many neighbours exchange heads; it divides the ranks.
+            near: for "a2a+p2p", how many neighbours exchange heads; it divides the ranks.
         """
         if transport != "a2a+p2p" or group is None or group.size() == 1:
             return Context(group, transport)
@@ -101,16 +101,16 @@ class Context:
 
     @property
     def index(self) -> int:
-        """Of this rank in the group."""
+        """This rank's index in the group."""
         return place_in(self.group)[0]
 
     @property
     def ranks(self) -> int:
-        """That share a sequence."""
+        """The number of ranks that share a sequence."""
         return place_in(self.group)[1]
 
     def packing(self, length: int, documents: Documents | None = None, parts: int = 1) -> Packing:
-        """Which rank holds which positions; as of `Packing.of`. Of one document each the same one every time."""
+        """Which rank has which positions; as in `Packing.of`. Without documents it is the same object each time."""
         if documents is not None:
             return Packing.of(length, self.ranks, documents, parts)
         if (length, parts) not in self._packings:
@@ -119,11 +119,11 @@ class Context:
 
 
 class ContextAttention:
-    """Attention of the positions that a rank holds, for the layers of a model (as `Remembered`).
+    """Attention for a rank's positions, for the layers of a model (as `Remembered`).
 
     Args:
         context: the ranks.
-        packing: who holds which positions. What is made ready for it for one layer is there for the next ones.
+        packing: which rank has which positions. Data prepared for one layer are reused by the next ones.
     """
 
     def __init__(self, context: Context, packing: Packing) -> None:
@@ -131,7 +131,7 @@ class ContextAttention:
         self._seen: dict[int | None, Tensor] = {}
 
     def attended(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query (B, H, S, D), key and value (B, H_k, S, D) of this rank's positions; (B, H, S, D)."""
+        """query (B, H, S, D), key and value (B, H_k, S, D) of this rank's positions; returns (B, H, S, D)."""
         if attention.weights_dropout is not None and attention.training:
             return self._with_dropout(attention, query, key, value)
         context, packing = self.context, self.packing
@@ -165,13 +165,13 @@ class ContextAttention:
         return self.packing.ready[place]
 
     def _with_dropout(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """In plain PyTorch, of all keys, whatever the transport."""
+        """Computed in plain PyTorch, over all keys, whatever the transport."""
         order = uploaded(order_of(self.packing.held), query.device)
         key, value = (gather_of_ranks(each, 2, self.context.group)[:, :, order] for each in (key, value))
         return attention.attend_in_pytorch(query, key, value, self._seen_by(attention.window, query.device))
 
     def _seen_by(self, window: int | None, device: torch.device) -> Tensor:
-        """Which positions this rank's queries see: (S, T), or with documents (B, 1, S, T)."""
+        """The positions that this rank's queries attend to: (S, T), or with documents (B, 1, S, T)."""
         if window not in self._seen:
             packing = self.packing
             queries = packing.held[self.context.index].positions(device)[:, None]
@@ -187,25 +187,25 @@ class ContextAttention:
 
 
 def _joined(held: Sequence[Chunks], near: int) -> tuple[Chunks, ...]:
-    """What groups of so many neighbours hold together."""
+    """The positions of groups of `near` neighbours together."""
     return tuple(
         Chunks(held[0].length, held[0].size, tuple(sorted(p for each in held[at : at + near] for p in each.places)))
         for at in range(0, len(held), near)
     )
 
 
-# ---- what is sent ------------------------------------------------------------------------------------------------
+# ---- communication -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Step:
-    """Rows that arrive together, and what is computed with them.
+    """Rows that arrive together, and the computation with them.
 
     Attributes:
-        sent: which rows of this rank go to each rank, as places in what it holds.
-        received: how many come from each.
-        order: where the rows that arrive are, in ascending order of their positions.
-        blocks: of this rank's queries and these rows.
+        sent: the rows that this rank sends to each rank, as indices into its own rows.
+        received: the number of rows from each rank.
+        order: the indices of the arriving rows, in ascending order of their positions.
+        blocks: blocks of this rank's queries and these rows.
     """
 
     sent: tuple[Tensor, ...]
@@ -216,7 +216,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _RankPlan:
-    """What a rank sends, receives and computes in each step."""
+    """The sends, receives and computations of a rank in each step."""
 
     packing: Packing
     group: Group
@@ -231,15 +231,15 @@ class _RankPlan:
 
     @cached_property
     def own(self) -> Blocks | None:
-        """What is computed while the first rows are on their way: what this rank's rows see of each other. None where
-        a window reaches from there into what others hold."""
+        """The work while the first rows are in transit: this rank's rows attend to each other. None if a window reaches
+        from them into rows of other ranks."""
         if self.window is not None:
             return None
         return self._made_ready(self.packing.own_blocks(self.index), len(self.packing.held[self.index]))
 
     @cached_property
     def steps(self) -> tuple[_Step, ...]:
-        """All steps in which rows arrive; with a window this rank's own are among them."""
+        """All steps in which rows arrive; with a window this rank's own rows are included."""
         index, ranks = self.index, place_in(self.group)[1]
         everybody = set(range(ranks)) - (set() if self.window is not None else {index})
         if not everybody:
@@ -250,7 +250,8 @@ class _RankPlan:
         return tuple(self._step({to}, {of}) for to, of in zip(apart, apart[::-1], strict=True))
 
     def dtype_of_sums(self, x: Tensor) -> torch.dtype:
-        """In which parts of x are merged and summed. Of two parts the result is rounded once in either dtype."""
+        """The dtype in which parts of x are merged and summed. With two parts the result is rounded once in either
+        dtype."""
         return wide_dtype(x) if len(self.steps) > 1 else x.dtype
 
     def _step(self, to: Collection[int], of: Collection[int]) -> _Step:
@@ -277,7 +278,7 @@ class _RankPlan:
 
 
 def _places_in(held: Chunks, spans: Sequence[Span]) -> Tensor:
-    """Where positions are in what a rank holds."""
+    """The indices of positions in a rank's rows."""
     wanted = torch.cat([torch.arange(first, end) for first, end in spans]) if spans else torch.zeros(0).long()
     return torch.searchsorted(held.positions(), wanted)
 
@@ -287,7 +288,7 @@ Rows = tuple[Tensor, Tensor]
 
 
 def _send(step: _Step, key: Tensor, value: Tensor, group: Group) -> Callable[[], Rows]:
-    """Begin to send this rank's rows of a step; the result waits for those that arrive, in ascending order."""
+    """Start to send this rank's rows of a step; the result waits for the arriving rows, in ascending order."""
     both = torch.cat([key, value], 1).transpose(0, 2)  # (S, 2 H_k, B, D)
     out = both.index_select(0, torch.cat(step.sent)).contiguous()
     arriving = out.new_empty((sum(step.received), *out.shape[1:]))
@@ -303,7 +304,7 @@ def _send(step: _Step, key: Tensor, value: Tensor, group: Group) -> Callable[[],
 
 
 def _send_back(step: _Step, dkey: Tensor, dvalue: Tensor, group: Group) -> Callable[[Tensor, Tensor], None]:
-    """Begin to return gradients of rows that have arrived; the result waits, and adds those that return."""
+    """Start to return gradients of rows that have arrived; the result waits, and adds the returning ones."""
     both = torch.cat([dkey, dvalue], 1).transpose(0, 2)  # (T, 2 H_k, B, D)
     out = torch.empty_like(both, memory_format=torch.contiguous_format)
     out[step.order] = both
@@ -322,7 +323,7 @@ def _send_back(step: _Step, dkey: Tensor, dvalue: Tensor, group: Group) -> Calla
 def _start_exchange(
     arriving: Tensor, received: Sequence[int], out: Tensor, sent: Sequence[int], group: Group
 ) -> Callable[[], None]:
-    """All ranks' rows to all, of which each pair may exchange another number, or none."""
+    """Start an all-to-all exchange of rows; each pair of ranks may exchange a different number of rows, or none."""
     if group is None:
         arriving.copy_(out)
         return lambda: None
@@ -338,8 +339,8 @@ def _start_exchange(
 
 
 class _Attend(torch.autograd.Function):
-    """Attention of a rank's queries to the rows of all: in each step to those that have arrived, while the next ones
-    are on their way. Only this rank's keys and values are kept."""
+    """Attention of a rank's queries to the rows of all ranks: each step uses the rows that have arrived, while the next
+    ones are in transit. Backward keeps only this rank's keys and values."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _RankPlan, scale: float) -> Tensor:
@@ -376,7 +377,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _arriving(plan: _RankPlan, key: Tensor, value: Tensor) -> Iterator[tuple[_Step, Rows]]:
-    """Each step with the rows that have arrived for it, while those of the next one are on their way."""
+    """Each step with its arrived rows, while those of the next one are in transit."""
     pending = [_send(step, key, value, plan.group) for step in plan.steps[:1]]
 
     def steps() -> Iterator[tuple[_Step, Rows]]:

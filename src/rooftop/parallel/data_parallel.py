@@ -1,15 +1,15 @@
-"""Data parallelism in one process: a batch split over several devices, a replica of the module on each.
+"""Data parallelism in one process: a batch is split over several devices, with a replica of the module on each.
 
 Four steps, each a function: `scatter` splits the inputs, `replicate` copies the module, `parallel_apply` runs each
-replica on its share, `gather` joins the outputs. All are differentiable, so the backward goes the same way back, and
-the gradients of all replicas end up in the module's parameters. `DataParallel` is the four in order, with the meaning
-of torch.nn.DataParallel.
+replica on its share, `gather` joins the outputs. All are differentiable, so backward takes the reverse path, and the
+gradients of all replicas end up in the module's parameters. `DataParallel` combines the four in order, with the
+semantics of torch.nn.DataParallel.
 
-What bounds it: one Python process launches for all devices, parameters go out and gradients come back through the first
+Its limits: one Python process launches for all devices, parameters go out and gradients come back through the first
 device at every step, and nothing overlaps with the backward. It is for small jobs and for learning; a process for each
 GPU (torchrun and DistributedDataParallel) has none of these limits.
 
-On the CPU it works with "cpu" named several times, which is how it is tested.
+On the CPU it works with "cpu" named several times; the tests use this.
 """
 
 from __future__ import annotations
@@ -35,29 +35,30 @@ __all__ = ["DataParallel", "gather", "parallel_apply", "replicate", "scatter"]
 class DataParallel(nn.Module):
     """A module whose batches are split over several devices.
 
-    Each forward makes replicas on the devices that get a share, and lets go of them after it; gradients are those of
-    the whole batch. As with torch.nn.DataParallel:
+    Each forward creates replicas on the devices that get a share, and drops them afterwards; gradients are those of the
+    whole batch. As with torch.nn.DataParallel:
 
-    - The first replica is the module itself, and the only one that lasts: running statistics of batch norms are those
-      of its share of the batch, and each replica normalizes its share by itself.
-    - Hooks of the module and of those in it run once for each replica, in threads of their own.
+    - The first replica is the module itself, and the only one that is kept. Running statistics of batch norms come from
+      its share of the batch, and each replica normalizes its own share.
+    - Hooks of the module and its submodules run once for each replica, in separate threads.
     - Keys of `state_dict` begin with "module.".
-    - An output without dimensions (a mean loss) becomes a vector, a value for each replica. Its mean is that of the
-      batch only if all shares are of the same size: let the module return a value for each sample.
+    - An output without dimensions (a mean loss) becomes a vector, with a value for each replica. The mean of the
+      shares' losses is the batch's mean only if all shares have the same size: let the module return a value for each
+      sample.
 
-    Unlike there: shares differ by one sample at most; a parameter that no replica uses has no gradient rather than
-    zeros; `parameters()` works in a replica; tensors in attributes go along; and dropout differs between GPUs after
-    `torch.manual_seed`, which gives all of them the same seed (here a GPU that has the seed of one before it gets the
-    next one that is free). On the CPU replicas draw from one generator in whichever order they come.
+    There are differences: shares differ by at most one sample. A parameter that no replica uses has no gradient instead
+    of zeros. `parameters()` works in a replica, and tensors in attributes are copied too. Dropout differs between GPUs
+    after `torch.manual_seed`, which gives all of them the same seed (here a GPU with the seed of an earlier one gets
+    the next free seed). On the CPU replicas draw from one generator, in any order.
 
     Args:
-        module: is moved to the first device, in place.
-        devices: default: all GPUs, the CPU where there are none. One may be named several times.
+        module: moved to the first device, in place.
+        devices: default: all GPUs, or the CPU if there are none. A device may be named several times.
         output_device: where outputs are gathered. Default: the first device.
-        dim: of inputs that is split, and of outputs that is joined.
+        dim: dimension along which inputs are split and outputs are joined.
 
     Raises:
-        ValueError: no devices, or one that is neither a GPU that is there nor the CPU.
+        ValueError: no devices, or one that is neither an existing GPU nor the CPU.
     """
 
     def __init__(
@@ -76,14 +77,14 @@ class DataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on its arguments, split as `scatter` does.
 
-        Without arguments it runs on the first device, with arguments but no tensors on all of them.
+        Without arguments it runs on the first device; with arguments but no tensors on all devices.
 
         Returns:
-            What `gather` makes of the outputs.
+            The result of `gather` for the outputs.
 
         Raises:
-            ValueError, TypeError: of the four functions, before any replica runs if they are about arguments.
-            BaseException: the first that a replica raised, with its number and device as a note.
+            ValueError, TypeError: from the four functions; errors in arguments are raised before any replica runs.
+            BaseException: the first exception of a replica, with its number and device as a note.
         """
         given: dict[Any, Any] = dict(enumerate(args)) | kwargs
         shares = scatter(given, self.devices, self.dim) if given else [{}]
@@ -105,23 +106,23 @@ def parallel_apply(
     kwargs: Sequence[Mapping[str, Any]] | None = None,
     devices: Sequence[torch.device | str] | None = None,
 ) -> list[Any]:
-    """Call each module with its inputs, all at the same time, a thread for each.
+    """Call each module with its inputs, all at the same time, in a thread for each.
 
-    Threads have the grad mode, inference mode and autocast of the caller; each works on the caller's current stream of
-    its device, which is the current one. A single module is called in the calling thread.
+    Threads have the grad mode, inference mode and autocast of the caller; each uses the caller's current stream of its
+    device. A single module is called in the calling thread.
 
     Args:
-        modules: what is called.
-        inputs: for each, the positional arguments in a tuple or list, or anything else as the only one.
+        modules: the modules to call.
+        inputs: for each module, the positional arguments in a tuple or list, or a single argument of any other type.
         kwargs: for each, the keyword arguments. Default: none.
-        devices: for each, where it runs. Default: where the first tensor of its arguments is, else the CPU.
+        devices: the device of each module. Default: the device of the first tensor in its arguments, else the CPU.
 
     Returns:
         Their outputs, in order; nothing waits for the GPUs.
 
     Raises:
         ValueError: not as many inputs, keyword arguments or devices as modules.
-        BaseException: the first that a module raised, when all have ended: the exception itself with its traceback,
+        BaseException: the first exception of a module, when all have ended: the exception itself with its traceback,
             and the module's number and device as a note.
     """
     kwargs = [{}] * len(modules) if kwargs is None else kwargs
@@ -154,7 +155,7 @@ def _device_of(arguments: Any, kwargs: Mapping[str, Any]) -> torch.device:
 
 
 def _give_different_seeds(devices: Sequence[torch.device]) -> None:
-    """Generators of GPUs that have the seed of an earlier device get another one."""
+    """Give generators of GPUs with the seed of an earlier device another seed."""
     gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
     if gpus:
         torch.cuda.init()  # before it there are no generators

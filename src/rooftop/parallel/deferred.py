@@ -1,4 +1,4 @@
-"""Weight gradients that are computed later than the rest of backward: what zero-bubble schedules need.
+"""Weight gradients that are computed later than the rest of backward, as zero-bubble schedules need.
 
     deferral = defer_weight_gradients(model)
     with deferral.collecting() as later:
@@ -7,7 +7,7 @@
 
 The previous rank waits for the gradient of the input; no rank waits for the gradient of a weight. So a linear layer
 with a deferral computes the input's gradient at once and postpones the weight's product. Both are in one autograd
-function of our own, so nothing inspects PyTorch's graph. Outside `collecting`, backward computes everything at once,
+function of our own, so nothing depends on PyTorch's graph. Outside `collecting`, backward computes everything at once,
 with the same products and sums.
 
 A layer that may defer is opaque to torch.compile: a compiled block is compiled around it.
@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge
 
 
 class Later:
-    """Weight gradients that are still to be made."""
+    """Weight gradients that are still to be computed."""
 
     def __init__(self) -> None:
         self._left: list[tuple[GradientEdge, Callable[[], Tensor]]] = []
@@ -37,23 +37,23 @@ class Later:
         self._left.append((weight, make))
 
     def make(self) -> None:
-        """Make them all, one after another, and add them to their weights' gradients; hooks run as in backward."""
+        """Compute them all, one after another, and add them to their weights' gradients; hooks run as in backward."""
         left, self._left = self._left, []
-        for weight, make in left:  # as backward came to them
+        for weight, make in left:  # in the order of backward
             _accumulate(weight, make)
 
 
 class Deferral:
-    """Where the linear layers of a model leave their weights' gradients, while somebody collects them.
+    """Where the linear layers of a model store the deferred gradients of their weights, during collection.
 
-    The state is an attribute and not thread-local, since autograd runs the backward of a GPU in threads of its own.
+    The state is an attribute and not thread-local, since autograd runs the backward of a GPU in its own threads.
     """
 
     def __init__(self) -> None:
         self.later: Later | None = None
 
     def add(self, weight: GradientEdge, make: Callable[[], Tensor]) -> None:
-        """Leave a weight's gradient to who collects them; make it now if nobody does."""
+        """Defer a weight's gradient to the collector; compute it now if there is none."""
         if self.later is not None:
             self.later.add(weight, make)
         else:
@@ -61,10 +61,10 @@ class Deferral:
 
     @contextmanager
     def collecting(self) -> Iterator[Later]:
-        """Within: a backward leaves the gradients of linear layers' weights to what this gives.
+        """Within the block, a backward leaves the gradients of linear layers' weights to the returned object.
 
         Raises:
-            RuntimeError: they are collected already.
+            RuntimeError: they are being collected already.
         """
         if self.later is not None:
             raise RuntimeError("Deferral: weight gradients are collected already")
@@ -82,13 +82,13 @@ def _accumulate(weight: GradientEdge, make: Callable[[], Tensor]) -> None:
 
 
 class Deferring:
-    """A linear layer that may leave its weight's gradient to a deferral; without one, backward makes it."""
+    """A linear layer that may leave its weight's gradient to a deferral; without one, backward computes it."""
 
     deferral: Deferral | None = None
 
 
 def defer_weight_gradients(model: nn.Module) -> Deferral:
-    """Tell all `ColumnParallelLinear` and `RowParallelLinear` of a model where they may leave weight gradients."""
+    """Set the deferral of all `ColumnParallelLinear` and `RowParallelLinear` of a model."""
     deferral = Deferral()
     for module in model.modules():
         if isinstance(module, Deferring):

@@ -1,12 +1,12 @@
-"""Copies of tensors on other devices, whose gradients are summed where the tensors are.
+"""Copies of tensors on other devices, whose gradients are summed on the tensors' own device.
 
-Forward every tensor goes to every device; backward the gradients of its copies come back and are added: a broadcast and
-a reduction, each the other's derivative. What bounds them is the link, and for small tensors the launch of a copy:
-those of up to `COALESCED_BYTES` travel together, in one buffer for each dtype. Larger ones are copied directly, without
-a second trip through memory.
+In forward every tensor goes to every device; in backward the gradients of its copies return and are added: a broadcast
+and a reduction, each the other's derivative. They are bound by the link, and for small tensors by the launch of a copy:
+tensors of up to `COALESCED_BYTES` travel together, in one buffer for each dtype. Larger ones are copied directly,
+without a second pass through memory.
 
-Each copy has the strides of its tensor (channels last stays so), begins where vector loads want it
-(`ALIGNMENT_BYTES`), and has a version counter of its own, so that one may be written to while autograd keeps another.
+Each copy has its tensor's strides (channels last stays channels last), an address aligned for vector loads
+(`ALIGNMENT_BYTES`), and its own version counter, so that one may be written to while autograd keeps another.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ Streams = dict[torch.device, torch.cuda.Stream]
 
 
 def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
-    """A copy of each tensor on each device; where grad mode is on, gradients flow back through it to the tensor.
+    """A copy of each tensor on each device; in grad mode, gradients flow back through it to the tensor.
 
-    A tensor of whose copies none is used gets no gradient (None, not zeros). Nothing waits for a GPU, unless tensors go
-    from one to the CPU.
+    A tensor without a used copy gets no gradient (None, not zeros). The host does not wait for a GPU, unless tensors go
+    from a GPU to the CPU.
 
     Args:
         tensors: all on one device.
-        devices: with indices. One that is there twice, or that of the tensors, gets copies of its own all the same.
+        devices: with indices. A repeated device, or the tensors' own, still gets separate copies.
 
     Returns:
         For each device, the copies in the order of the tensors.
     """
     learning = [n for n, tensor in enumerate(tensors) if tensor.requires_grad and torch.is_grad_enabled()]
-    # A tensor that was computed keeps the way back to it: joined with the others, it would be walked at each backward.
+    # A tensor that was computed has its own path back: joined with the others, that path would be traversed at each
+    # backward.
     computed = [n for n in learning if tensors[n].grad_fn is not None]
     leaves = [n for n in learning if tensors[n].grad_fn is None]
     fixed = [n for n in range(len(tensors)) if n not in set(learning)]
@@ -76,9 +77,9 @@ class _Copies(torch.autograd.Function):
 
 
 class _Sums(torch.autograd.Function):
-    """Tensors of several devices, in the order in which `_Copies` gives them -> their sums on one device.
+    """Tensors of several devices, in the order of `_Copies` -> their sums on one device.
 
-    One may be None, and counts as zero; where all that are summed are None, so is the sum.
+    None counts as zero; if all summands are None, the sum is None.
     """
 
     @staticmethod
@@ -103,7 +104,7 @@ class _Sums(torch.autograd.Function):
 
 
 def _moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
-    """The tensors, all of one device, on another; as they are, if they are there."""
+    """The tensors, all on one device, on another device; unchanged if already there."""
     return tensors if not tensors or tensors[0].device == device else _copied(tensors, device)
 
 
@@ -124,7 +125,7 @@ def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         buffer = torch.empty(size, dtype=dtype, device=group[0].device)
         torch._foreach_copy_(_slices(buffer, group, starts), group)
         arrived = buffer.to(device, non_blocking=to_gpu)
-        # .data: neither views nor of one version counter, as slices would be.
+        # .data: unlike slices, they are no views and share no version counter.
         made |= {n: part.data for n, part in zip(numbers, _slices(arrived, group, starts), strict=True)}
     return [made[number] for number in range(len(tensors))]
 
@@ -140,7 +141,7 @@ def _may_go_with_others(tensor: Tensor) -> bool:
 
 
 def _places_in_buffer(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Where each begins in a buffer for all of them, and the size of that: in elements."""
+    """The start of each tensor in a buffer for all, and the buffer's size: in elements."""
     step = ALIGNMENT_BYTES // tensors[0].element_size()
     starts, size = [], 0
     for tensor in tensors:
@@ -150,7 +151,7 @@ def _places_in_buffer(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
 
 
 def _slices(buffer: Tensor, tensors: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
-    """A part of the buffer for each tensor, shaped and strided as it is."""
+    """A part of the buffer for each tensor, with the tensor's shape and strides."""
     return [buffer.as_strided(t.shape, t.stride(), start) for t, start in zip(tensors, starts, strict=True)]
 
 
@@ -161,10 +162,10 @@ def _current_streams(devices: Sequence[torch.device]) -> Streams:
 
 @contextmanager
 def _entered(streams: Streams, home: torch.device) -> Iterator[None]:
-    """Work on these streams, within a node of autograd's, which knows of one device alone.
+    """Enters these streams within an autograd node, which knows only one device.
 
-    Autograd adds gradients on a device's default stream where it does not know a better one, and takes what a node
-    returns to be ready on the default stream of its device or on the node's own. So those are waited for, and wait.
+    Autograd adds gradients on a device's default stream unless it knows a better one. It assumes that a node's results
+    are ready on the default stream of its device or on the node's own. So these streams are waited for, and wait.
     """
     autograds = [(torch.cuda.current_stream(device), torch.cuda.default_stream(device)) for device in streams]
     for stream, others in zip(streams.values(), autograds, strict=True):

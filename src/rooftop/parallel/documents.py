@@ -1,9 +1,9 @@
-"""Documents that are packed in sequences: where each begins and ends.
+"""Documents packed in sequences: where each begins and ends.
 
     documents = Documents.of_tokens(tokens, end=0)   # tokens (B, S): a document ends with each 0
     documents.spans[0]                               # ((0, 5), (5, 9), ...) of the first sequence
 
-Attention then sees the positions of a query's own document only. Borders are plain numbers on the host: they decide
+Attention then includes only the positions of a query's own document. Borders are plain numbers on the host: they decide
 which kernels run, and which rows ranks exchange.
 """
 
@@ -25,7 +25,7 @@ class Documents:
 
     Attributes:
         length: positions of a sequence.
-        spans: of each sequence its documents, in order; together they are the whole sequence.
+        spans: the documents of each sequence, in order; together they cover the whole sequence.
 
     Raises:
         ValueError: spans that do not follow each other from 0 to `length`.
@@ -48,9 +48,9 @@ class Documents:
 
     @staticmethod
     def of_tokens(tokens: Tensor, end: int) -> Documents:
-        """Of tokens (B, S), where a document ends with each token `end`, and with the sequence.
+        """Documents in tokens (B, S): a document ends with each token `end`, and with the sequence.
 
-        Tokens on a GPU are copied to the host, which waits for it.
+        Tokens on a GPU are copied to the host, which waits for them.
         """
         if isinstance(end, bool) or not isinstance(end, int):
             raise ValueError(f"Documents: the end must be a token, an int, got {end!r}")
@@ -64,14 +64,14 @@ class Documents:
 
     @staticmethod
     def of_ends(length: int, ends: list[list[int]]) -> Documents:
-        """Of each sequence the ends of its documents, ascending; the last one may be left out where it is `length`."""
+        """From the ends of each sequence's documents, ascending; the last end may be omitted if it is `length`."""
         rows = (
             [0, *each] if each and each[-1] == length else [0, *each, *([length] if length else [])] for each in ends
         )
         return Documents(length, tuple(tuple(pairwise(row)) for row in rows))
 
     def starts(self) -> Tensor:
-        """Of each position the first position of its document, (B, S) int64 on the CPU."""
+        """For each position the first position of its document, (B, S) int64 on the CPU."""
         rows = [
             torch.repeat_interleave(
                 torch.tensor([first for first, _ in spans], dtype=torch.int64),
@@ -82,7 +82,7 @@ class Documents:
         return torch.stack(rows) if rows else torch.zeros(0, self.length, dtype=torch.int64)
 
     def positions(self) -> Tensor:
-        """Of each position its place in its document, (B, S) int64 on the CPU."""
+        """For each position its index in its document, (B, S) int64 on the CPU."""
         return torch.arange(self.length) - self.starts()
 
 

@@ -1,11 +1,11 @@
-"""Dropout whose masks depend on the seed, a name, the step and the place in the whole batch, and not on the layout.
+"""Dropout whose masks depend on the seed, a name, the step and the position in the whole batch, and not on the layout.
 
     dropouts = CounterDropouts(seed=1, batch=(dp_rank, dp))
     model = Gpt(config, dropouts=dropouts)
     model(tokens, targets, step=7)
 
-Masks are not stored. Backward and recomputation generate them again. With several micro-batches in flight, each one
-is recomputed at its own place:
+Masks are not stored. Backward and recomputation generate them again. With several micro-batches in flight, each one is
+recomputed with its own place:
 
     place = dropouts.place
     with dropouts.at(place):
@@ -26,17 +26,18 @@ from rooftop.parallel.chunks import Chunks
 from rooftop.parallel.randomness import Stream
 
 Part = tuple[int, int]
-"""(index, count): which of how many equal parts."""
+"""(index, count): one of `count` equal parts."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the whole training a forward pass is.
+    """The place of a forward pass in the whole training.
 
     Attributes:
-        step: of the training, from 0: each has other masks. May be a tensor, as of `rooftop.kernels.counter_dropout`.
-        batch: which part of the step's whole batch is computed, along dimension 0.
-        chunks: which positions of its sequences are here; None: all.
+        step: training step, from 0: each step has other masks. It may be a tensor, as for
+            `rooftop.kernels.counter_dropout`.
+        batch: the part of the step's whole batch, along dimension 0.
+        chunks: the positions of its sequences; None: all.
     """
 
     step: int | Tensor = 0
@@ -45,18 +46,18 @@ class Place:
 
 
 class CounterDropouts:
-    """Makes the dropouts of a model on this rank, by probability and name.
+    """Creates the dropouts of a model on this rank, by probability and name.
 
     Args:
-        seed: of the masks, from 0 to 2^64 - 1.
-        batch: which part of the whole batch is here, along dimension 0.
-        split: which part of the positions that are here is on this rank, along dimension 1, with sequence parallelism.
-        heads: which part of the heads is on this rank; for attention's weights (B, H, S, T), whose names end in
+        seed: seed of the masks, from 0 to 2^64 - 1.
+        batch: this rank's part of the whole batch, along dimension 0.
+        split: with sequence parallelism, this rank's part of the group's positions, along dimension 1.
+        heads: this rank's part of the heads; for attention's weights (B, H, S, T), whose names end in
             "weights_dropout".
 
     Attributes:
-        place: where in the training the next forward pass is.
-        half: which part of the batch that is here is computed.
+        place: the place of the next forward pass in the training.
+        half: the part of the local batch that is being computed.
     """
 
     def __init__(self, seed: int, batch: Part = (0, 1), split: Part = (0, 1), heads: Part = (0, 1)) -> None:
@@ -70,7 +71,7 @@ class CounterDropouts:
 
     @property
     def step(self) -> int | Tensor:
-        """That of `place`."""
+        """The step of `place`."""
         return self.place.step
 
     @step.setter
@@ -79,7 +80,7 @@ class CounterDropouts:
 
     @contextmanager
     def at(self, place: Place) -> Iterator[None]:
-        """Within: the masks of that place, wherever the training is by then."""
+        """Within the block, use the masks of that place, wherever the training is by then."""
         before, self.place = self.place, place
         try:
             yield
@@ -88,7 +89,7 @@ class CounterDropouts:
 
     @contextmanager
     def in_half(self, place: int) -> Iterator[None]:
-        """Within: the masks of the first or second half of the batch that is here."""
+        """Within the block, use the masks of the first or second half of the local batch."""
         before, self.half = self.half, (place, 2)
         try:
             yield
@@ -96,8 +97,8 @@ class CounterDropouts:
             self.half = before
 
     def boxes(self, shape: tuple[int, ...], of_weights: bool) -> list[Box]:
-        """The parts of the whole mask that a tensor of this shape has here. They follow each other along dimension 1,
-        those of attention's weights along dimension 2."""
+        """The parts of the whole mask for a local tensor of this shape. They follow each other along dimension 1, those
+        of attention's weights along dimension 2."""
         (batch, batches), (half, halves) = self.place.batch, self.half
         part, parts = self.heads if of_weights else self.split
         chunks, along = self.place.chunks, 2 if of_weights else 1
@@ -113,15 +114,15 @@ class CounterDropouts:
 
 
 class CounterDropout(nn.Module):
-    """Drops with a probability; made by `CounterDropouts`."""
+    """Drops with a probability; created by `CounterDropouts`."""
 
     def __init__(self, probability: float, name: str, made_by: CounterDropouts, of_weights: bool) -> None:
         super().__init__()
         self.probability, self.name, self.made_by, self.of_weights = probability, name, made_by, of_weights
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, S, ...), or attention's weights (B, H, S, T), of which the batch, the heads and S may be parts; like
-        x."""
+        """x (B, S, ...), or attention's weights (B, H, S, T); batch, heads and S may be parts of the whole; the result
+        is like x."""
         if not self.training or not x.numel():
             return x
         along = 2 if self.of_weights else 1

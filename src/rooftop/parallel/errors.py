@@ -6,4 +6,6 @@ from rooftop.errors import RooftopError
 
 
 class RankError(RooftopError, RuntimeError):
-    """A rank failed, is missing or was started with other settings than the rest; raised at every rank, naming it."""
+    """A rank failed, is missing or was started with other settings than the rest; raised on every rank, with the rank's
+    number.
+    """

@@ -1,4 +1,4 @@
-"""What ranks of a group exchange, forward and backward: each function with the one that is its gradient.
+"""Collectives of a group's ranks, forward and backward: each function with the function that is its gradient.
 
 | function | forward | backward |
 |---|---|---|
@@ -8,9 +8,9 @@
 | `scattered_sum_of_ranks` | sum over the ranks, of it this rank's part | the ranks' parts, joined |
 | `join_of_ranks` | the ranks' parts, joined | this rank's part |
 
-The first two surround what is split among tensor parallel ranks, the next two the same where activations between are
-split along the sequence; the last is for a result that all ranks use alike. Without a group nothing is communicated,
-and each gives what it is given. Gradients may be differentiated again: they are made of the same functions.
+The first two surround the layers that tensor parallel ranks split. The next two do so if the activations between are
+split along the sequence. The last is for a result that all ranks use alike. Without a group nothing is communicated,
+and each function returns its argument. Gradients may be differentiated again: they consist of the same functions.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models" (arXiv:2205.05198), section 4.2.2.
@@ -30,25 +30,27 @@ from rooftop.parallel.flight_records import ranks_in_words
 from rooftop.parallel.places import interrupted
 
 Group = ProcessGroup | None
-"""The ranks that exchange; None: this one is by itself."""
+"""The ranks that exchange; None: only this one."""
 
 # ---- without gradients -------------------------------------------------------------------------------------------
 
 Pending = Callable[[], Tensor]
-"""What has been started: a call waits for it and gives the result."""
+"""A started operation: a call waits for it and returns the result."""
 
-# torch 2.13 has new names for the same.
+# torch 2.13 has new names for the same functions.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def place_in(group: Group) -> tuple[int, int]:
-    """(this rank's index within a group, its size); (0, 1) without a group."""
+    """(this rank's index in a group, the group's size); (0, 1) without a group."""
     return (0, 1) if group is None else (group.rank(), group.size())
 
 
 def start_sum(x: Tensor, group: Group) -> Pending:
-    """The sum of all ranks' x, which is overwritten if it is contiguous; it must not be touched before it is there."""
+    """The sum of all ranks' x, which is overwritten if it is contiguous; it must not be used before the sum is
+    complete.
+    """
     if group is None or group.size() == 1:
         return lambda: x
     total = x.contiguous()
@@ -57,7 +59,7 @@ def start_sum(x: Tensor, group: Group) -> Pending:
 
 
 def start_gather(x: Tensor, dim: int, group: Group) -> Pending:
-    """All ranks' x, joined along a dimension; all have one shape."""
+    """All ranks' x, joined along a dimension; all have the same shape."""
     if group is None or group.size() == 1:
         return lambda: x
     part = x.movedim(dim, 0).contiguous()
@@ -100,7 +102,7 @@ def _check(x: Tensor, dim: int, group: ProcessGroup) -> None:
 
 
 def own_part(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's part of x along a dimension, a view; nothing is communicated.
+    """This rank's part of x along a dimension, as a view; nothing is communicated.
 
     Raises:
         ValueError: the dimension cannot be split among the ranks.
@@ -116,7 +118,7 @@ def own_part(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
-    """x, the same on all ranks; its gradient is the sum of what the ranks made of it."""
+    """x, the same on all ranks; its gradient is the sum of the ranks' gradients."""
     return x if group is None else _Copy.apply(x, group)  # type: ignore[no-any-return]
 
 
@@ -126,7 +128,7 @@ def sum_of_ranks(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_of_ranks(x: Tensor, dim: int, group: Group) -> Tensor:
-    """All ranks' parts joined along a dimension; the ranks make different things of it, and its gradient is their sum.
+    """All ranks' parts joined along a dimension. The ranks use it differently, so its gradient is the sum of theirs.
 
     Raises:
         ValueError: in backward, a dimension that cannot be split among the ranks.
@@ -144,7 +146,7 @@ def scattered_sum_of_ranks(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def join_of_ranks(x: Tensor, dim: int, group: Group) -> Tensor:
-    """All ranks' parts joined along a dimension; the ranks make the same of it, and so its gradient needs no sum."""
+    """All ranks' parts joined along a dimension; all ranks use it alike, so its gradient needs no sum."""
     return x if group is None else _Join.apply(x, dim, group)  # type: ignore[no-any-return]
 
 

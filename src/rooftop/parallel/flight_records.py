@@ -1,10 +1,10 @@
-"""What PyTorch's flight recorder says of communication: which operations a rank has launched that have not ended.
+"""PyTorch's flight recorder of communication: the operations that a rank has launched and that have not ended.
 
     operations = unfinished(recorded(), ranks_of_groups())       # of this rank, oldest first
     print(lacking({0: operations, 1: ()}))                       # rank 1 lacks the all_reduce ..., which rank 0 awaits
 
 PyTorch keeps the last operations of NCCL and of gloo in a ring of TORCH_FR_BUFFER_SIZE entries (2000; formerly
-TORCH_NCCL_TRACE_BUFFER_SIZE; 0: none) and gives them as a pickled dict. What is read of it:
+TORCH_NCCL_TRACE_BUFFER_SIZE; 0: none) and returns them as a pickled dict. The fields that this module reads:
 
 | key | |
 |---|---|
@@ -35,7 +35,7 @@ from typing import Any
 import torch.distributed as dist
 
 RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
-"""Functions of torch's extension: NCCL's recorder, in builds that have it, and that of gloo, since PyTorch 2.9."""
+"""Functions of torch's extension: NCCL's recorder, in builds that have it, and gloo's, since PyTorch 2.9."""
 DTYPES = {
     "Float": "float32",
     "Double": "float64",
@@ -45,7 +45,7 @@ DTYPES = {
     "Int": "int32",
     "Long": "int64",
 }
-"""ATen's names of dtypes that are not torch's in lower case."""
+"""ATen's dtype names that differ from torch's in more than case."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Operation:
 
     Attributes:
         name: "all_reduce".
-        group: its name.
-        ranks: of the group.
+        group: the group's name.
+        ranks: the group's ranks.
         number: counts the group's collectives from 1; sends and receives are counted separately.
         what: shape and dtype of its first tensor; "" without one.
         between_two: a send or receive.
@@ -84,12 +84,12 @@ class Operation:
 
 
 def recorded() -> list[dict[str, Any]]:
-    """The dumps of this process, of each recorder that this build of PyTorch has."""
+    """The dumps of this process, from each recorder in this build of PyTorch."""
     return [pickle.loads(dump(True, False, False)) for dump in _recorders()]
 
 
 def progress() -> tuple[tuple[str, int, int], ...]:
-    """Of each group the last collective that was launched, and that has ended: cheap, a tenth of a millisecond."""
+    """For each group the last launched collective and the last ended one; it takes a tenth of a millisecond."""
     states = [pickle.loads(dump(False, False, True)).get("pg_status", {}) for dump in _recorders()]
     return tuple(
         (group, status["last_enqueued_collective"], status["last_completed_collective"])
@@ -106,17 +106,17 @@ def _recorders() -> list[Any]:
 
 
 def ranks_of_groups() -> dict[str, tuple[int, ...]]:
-    """The ranks of each group of this process, by its name."""
+    """The ranks of each group of this process, by the group's name."""
     world = dist.distributed_c10d._world
     return {name: tuple(world.pg_group_ranks.get(group, ())) for group, name in list(world.pg_names.items())}
 
 
 def unfinished(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[int, ...]]) -> tuple[Operation, ...]:
-    """What a rank has launched that has not ended, oldest first.
+    """The operations that a rank has launched and that have not ended, oldest first.
 
     Args:
         dumps: of this rank.
-        groups: ranks by a group's name, where a dump does not say them.
+        groups: ranks by a group's name, if a dump does not include them.
     """
     found = [
         (entry.get("time_created_ns") or 0, operation)
@@ -128,7 +128,7 @@ def unfinished(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[in
 
 
 def newest(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[int, ...]]) -> Operation | None:
-    """What a rank has launched last: one that has failed counts as ended."""
+    """The last operation that a rank has launched: a failed one counts as ended."""
     found = [
         (entry.get("time_created_ns") or 0, operation)
         for dump in dumps
@@ -170,7 +170,7 @@ def _tensor(entry: Mapping[str, Any]) -> str:
     return f"{shape} {dtype}"
 
 
-# ---- of several ranks --------------------------------------------------------------------------------------------
+# ---- several ranks -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Lack:
     """A collective that some ranks of its group have not launched, or not reached.
 
     Attributes:
-        operation: as the ranks that await it have it.
+        operation: as the waiting ranks record it.
         by: the ranks that lack it.
         awaited_by: the ranks that wait in it.
     """
@@ -198,12 +198,12 @@ class Lack:
 
 
 def lacks(unfinished_of: Mapping[int, Sequence[Operation]]) -> list[Lack]:
-    """All collectives that ranks wait in, first those that a rank lacks which waits in none itself.
+    """All collectives in which ranks wait, first those lacked by a rank that waits in none itself.
 
     A rank that lacks one may itself wait in another: it is held up, and is not the cause.
 
     Args:
-        unfinished_of: by rank, what it has launched and has not ended.
+        unfinished_of: for each rank, its launched operations that have not ended.
     """
     in_it: dict[tuple[str, int], tuple[Operation, list[int]]] = {}
     for rank, operations in unfinished_of.items():
@@ -219,11 +219,11 @@ def lacks(unfinished_of: Mapping[int, Sequence[Operation]]) -> list[Lack]:
 
 
 def lacking(unfinished_of: Mapping[int, Sequence[Operation]], by: Collection[int] = ()) -> str:
-    """What the recorders of several ranks say, in one line; "" if nobody waits.
+    """A one-line summary of several ranks' recorders; "" if no rank waits.
 
     Args:
-        unfinished_of: by rank, what it has launched and has not ended.
-        by: ranks that are asked for: what they lack comes first.
+        unfinished_of: for each rank, its launched operations that have not ended.
+        by: ranks to name first.
     """
     found = sorted(lacks(unfinished_of), key=lambda each: not set(by) & set(each.by))
     return found[0].words if found else ""

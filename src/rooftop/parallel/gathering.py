@@ -1,4 +1,4 @@
-"""The outputs of replicas joined to the output of the whole batch."""
+"""Join the outputs of replicas to the output of the whole batch."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from rooftop.parallel.replicas import places_of
 from rooftop.parallel.scattering import moved
 
 COMPARABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-"""What outputs may hold besides tensors, if all replicas give the same."""
+"""Values that outputs may contain besides tensors, if they are equal in all replicas."""
 
 
 def gather(outputs: Sequence[Any], device: torch.device | str, dim: int = 0) -> Any:
-    """Join what the replicas gave.
+    """Join the replicas' outputs.
 
     Args:
         outputs: one for each replica, all of one structure: tensors in tuples, named tuples, lists, Mappings (with the
-            same keys) and dataclasses, Hugging Face's ModelOutput and caches among them; besides tensors None, numbers,
-            strings and the like that are equal in all.
-        device: where the result lies.
-        dim: along which tensors are joined; may be negative. Those without dimensions become a vector (replicas,).
+            same keys) and dataclasses, including Hugging Face's ModelOutput and caches. Other values are None, numbers,
+            strings and similar ones that are equal in all.
+        device: the device of the result.
+        dim: the dimension along which tensors are joined; may be negative. Those without dimensions become a vector
+            (replicas,).
 
     Returns:
         The same structure.
 
     Raises:
-        ValueError: no outputs; tensors that differ in dtype or in another size than that along `dim`, or lack it; dicts
+        ValueError: no outputs; tensors that differ in dtype or in a size other than that along `dim`, or lack it; dicts
             with other keys; other values that differ.
         TypeError: structures that differ, or values that cannot be joined.
     """

@@ -1,4 +1,4 @@
-"""Gradients of a model that is split: summed over the ranks that hold the same, and their norm over all.
+"""Gradients of a split model: summed over the ranks that hold the same parameters, and their norm over all ranks.
 
     gradients = ModelGradients(model, layout.process_groups(), sequence_parallel=layout.sequence_parallel)
     with gradients.summing():
@@ -17,8 +17,8 @@
 | tied, with a pipeline | that of the embedding, or of the head | the first and the last stage |
 
 They are summed once a step, however many micro-batches it has: after backward, or over the data ranks during the last
-one (`summing`). Over these nothing is left to sum where they share the parameters (`fully_sharded`): backward has done
-it, and each rank has some rows.
+backward (`summing`). If the data ranks share the parameters (`fully_sharded`), no sum over them remains: backward has
+done it, and each rank has some rows.
 """
 
 from __future__ import annotations
@@ -44,21 +44,22 @@ ZERO = 1e-6  # added to a norm before it divides, as torch.nn.utils.clip_grad_no
 
 
 class ModelGradients:
-    """What a model's gradients need after backward.
+    """The operations on a model's gradients after backward.
 
-    Every rank must make it, and call its methods, together with the others: they communicate.
+    Every rank must create it, and call its methods, together with the others: they communicate.
 
     Args:
-        model: of this rank; its layers say by `shards` what is split. Data ranks may share it (`fully_sharded`).
-        groups: by name, "tp" and "dp-cp", with a pipeline also "tp-pp" and "embedding", as of `Layout.process_groups`.
+        model: this rank's model; the `shards` of its layers say what is split. Data ranks may share it
+            (`fully_sharded`).
+        groups: by name, "tp" and "dp-cp", with a pipeline also "tp-pp" and "embedding", as in `Layout.process_groups`.
         sequence_parallel: whether the tensor ranks' activations were split along the sequence.
-        tied: the name of the parameter that the first and the last stage of a pipeline both hold, at different ranks
+        tied: the name of the parameter that the first and the last stage of a pipeline both hold, on different ranks
             (`rooftop.models.gpt.stages.GptStages.tied`); None if this rank has none.
 
     Attributes:
-        parameters: whose gradients these are, by name.
+        parameters: the parameters with these gradients, by name.
         gradient_of: finds a parameter's gradient, in any dtype; None if there is none.
-        widen: is called with a parameter before its gradient is changed; afterwards it is in `.grad`.
+        widen: called with a parameter before its gradient is changed; afterwards the gradient is in `.grad`.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class ModelGradients:
         self._sharing = {count: self._group_of(count) for count in sorted(holders)}
 
     def _group_of(self, holders: int) -> Group:
-        """This rank with those that hold the same."""
+        """This rank with those that hold the same parameter."""
         index, count = place_in(self.tensor)
         if holders == count or self.tensor is None:
             return self.tensor
@@ -98,12 +99,13 @@ class ModelGradients:
 
     @contextmanager
     def summing(self) -> Iterator[None]:
-        """Within: backward begins to sum a gradient over the data ranks once it is there; `sum_` then waits for it.
+        """Within the block, backward starts to sum each gradient over the data ranks when it is ready; `sum_` then
+        waits for the sums.
 
-        For the last backward of a step, of all ranks alike. Until `sum_` nobody may touch the gradients.
+        It is for the last backward of a step, on all ranks alike. Gradients must not be changed until `sum_`.
 
         Raises:
-            RuntimeError: a second backward, or the sums that another one has begun are not finished.
+            RuntimeError: a second backward, or earlier sums are not finished.
         """
         if self._during is not None:
             raise RuntimeError("ModelGradients: sums have begun already: call sum_ once for each summing()")
@@ -126,7 +128,7 @@ class ModelGradients:
                 hook.remove()
 
     def _is_there(self, name: str, _: Tensor) -> None:
-        """Begin with this one, and those that have waited for it: all ranks sum in one order."""
+        """Start the sum of this gradient, and of those that waited for it: all ranks sum in one order."""
         assert self._during is not None
         self._during.add(name, self._changed)
 
@@ -134,12 +136,12 @@ class ModelGradients:
     def sum_(self) -> None:
         """Sum all gradients over the ranks that hold the same parameters, in place.
 
-        A loss that is a mean must be that of the whole batch: of `reduction="sum"`, divided by the targets of all ranks
+        A mean loss must be the mean of the whole batch: use `reduction="sum"`, divided by the targets of all ranks
         (`targets_of_all_ranks`).
 
         Raises:
-            RuntimeError: other tensors are in the places of the model's parameters (`load_state_dict` with
-                assign=True): their gradients are none of these.
+            RuntimeError: other tensors replaced the model's parameters (`load_state_dict` with assign=True), so these
+                gradients would not belong to them.
         """
         self._places.check("ModelGradients.sum_")
         during, self._during = self._during or _During(self._in_order(), Sums(self.data)), None
@@ -156,18 +158,18 @@ class ModelGradients:
         _sum((self._changed(name) for name, _ in self._here() if name == self.tied), self.tied_group)
 
     def _in_order(self) -> list[str]:
-        """As backward mostly makes them."""
+        """The usual order in which backward computes them."""
         return [*reversed(self.parameters)]
 
     def _here(self) -> Iterator[tuple[str, Tensor]]:
-        """The gradients that there are, by name; of shared ones this rank's rows."""
+        """The existing gradients, by name; for sharded ones this rank's rows."""
         for name, parameter in self.parameters.items():
             gradient = self.gradient_of(parameter)
             if gradient is not None:
                 yield name, local_of(gradient)
 
     def _changed(self, name: str) -> Tensor:
-        """A gradient that there is, to be changed in place."""
+        """An existing gradient, for a change in place."""
         self.widen(self.parameters[name])
         gradient = self.parameters[name].grad
         assert gradient is not None
@@ -181,12 +183,12 @@ class ModelGradients:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """The 2-norm of the whole model's gradient, (), float32 or of float64 float64: the same on all ranks.
+        """The 2-norm of the whole model's gradient, (), float32, or float64 for float64: the same on all ranks.
 
-        What several ranks hold counts once.
+        Tensors that several ranks hold count once.
         """
         counted = list(self._counted())
-        every = list(self.parameters.values())  # alike on all ranks, of which some may count nothing
+        every = list(self.parameters.values())  # the same on all ranks, some of which may count nothing
         wide = torch.float64 if any(each.dtype == torch.float64 for each in every) else torch.float32
         device = every[0].device if every else torch.device("cpu")
         norms = _norms(counted, wide)
@@ -195,11 +197,11 @@ class ModelGradients:
         return (start_sum(total, self.data)() if self.data_shares else total).sqrt()
 
     def _counted(self) -> Iterator[Tensor]:
-        """The gradients, or parts of them, for which this rank answers."""
+        """The gradients, or parts of them, that this rank counts."""
         first = place_in(self.tensor)[0] == 0
         for name, gradient in self._here():
             if name == self.tied and place_in(self.tied_group)[0] > 0:
-                continue  # the first stage answers for it
+                continue  # the first stage counts it
             if name in self.shards:
                 yield from (part for piece, part in self.shards[name].parts(gradient) if piece.first)
             elif first:
@@ -207,10 +209,10 @@ class ModelGradients:
 
     @torch.no_grad()
     def clip_(self, most: float) -> Tensor:
-        """Scale all gradients, in place, so that their norm is at most `most`; gives the norm before.
+        """Scale all gradients, in place, so that their norm is at most `most`; return the norm before.
 
         Raises:
-            ValueError: `most` is NaN, 0 or less, which would turn the gradients around.
+            ValueError: `most` is NaN, 0 or less, which would reverse the gradients.
         """
         norm, scale = self.scale_for(most)
         gradients = [self._changed(name) for name, _ in self._here()]
@@ -220,10 +222,11 @@ class ModelGradients:
 
     @torch.no_grad()
     def scale_for(self, most: float) -> tuple[Tensor, Tensor]:
-        """(the norm, what `clip_` would multiply all gradients with), () both, for an optimizer that does so itself.
+        """(the norm, the factor with which `clip_` would multiply all gradients), () both, for an optimizer that scales
+        them itself.
 
         Raises:
-            ValueError: as of `clip_`.
+            ValueError: as in `clip_`.
         """
         if not most > 0:
             raise ValueError(f"ModelGradients: the largest norm must be more than 0 (inf: any), got {most}")
@@ -232,9 +235,9 @@ class ModelGradients:
 
 
 def targets_of_all_ranks(targets: Tensor, data: Group, ignore_index: int = -100) -> Tensor:
-    """How many targets count over all data ranks, (), int64: what the sum of their losses is divided by.
+    """The number of targets that count over all data ranks, (), int64, by which the sum of their losses is divided.
 
-    At least 1: where no target counts, the loss and its gradient are 0, as their sum is.
+    At least 1: if no target counts, the loss and its gradient are 0, as their sum is.
     """
     counted: Tensor = start_sum((targets != ignore_index).sum(), data)()
     return counted.clamp(min=1)
@@ -255,10 +258,10 @@ def _sum(tensors: Iterable[Tensor], group: Group) -> None:
 
 
 class _During:
-    """What a backward has begun to sum, and what is left.
+    """The sums that a backward has started, and the rest.
 
     Args:
-        order: of names, in which all ranks sum.
+        order: names, in the order in which all ranks sum.
     """
 
     def __init__(self, order: list[str], sums: Sums) -> None:
@@ -266,7 +269,7 @@ class _During:
         self._there: set[str] = set()
 
     def add(self, name: str, gradient_of: Callable[[str], Tensor]) -> None:
-        """One is there: begin with all that are, up to the first that is not."""
+        """Mark one as ready: start all that are ready, up to the first that is not."""
         if name in self._there:
             raise RuntimeError(
                 f"ModelGradients: a second backward within summing(), for {name}: use it for the last one of a step"

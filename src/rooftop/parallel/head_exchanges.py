@@ -1,4 +1,4 @@
-"""Positions against heads: from all heads of a rank's positions to some heads of all positions, and back.
+"""Exchange positions for heads: from all heads of a rank's positions to some heads of all positions, and back.
 
 Source: Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv:2309.14509).
 """
@@ -19,12 +19,12 @@ from rooftop.parallel.exchanges import Group, place_in
 
 
 def heads_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
-    """This rank's heads of all positions that the group holds.
+    """This rank's heads of all positions in the group.
 
     Args:
-        x: (B, H, S, D), of this rank's positions. Where there are fewer heads than ranks, several ranks get the same
-            one, and its gradient is the sum of theirs.
-        order: what `order_of` gives, on the device of x; all ranks hold equally many positions.
+        x: (B, H, S, D), of this rank's positions. If there are fewer heads than ranks, several ranks get the same head,
+            and its gradient is the sum of theirs.
+        order: result of `order_of`, on the device of x; all ranks hold equally many positions.
         group: the ranks.
 
     Returns:
@@ -47,14 +47,16 @@ def heads_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
 
 
 def positions_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
-    """All heads of this rank's positions: the reverse of `heads_here`. x (B, H / ranks, ranks S, D); (B, H, S, D)."""
+    """All heads of this rank's positions: the reverse of `heads_here`. x is (B, H / ranks, ranks S, D); returns (B, H,
+    S, D).
+    """
     if group is None or group.size() == 1:
         return x
     return _ToPositions.apply(x, order, group)  # type: ignore[no-any-return]
 
 
 def order_of(held: Sequence[Chunks]) -> Tensor:
-    """Of positions in ascending order, where they are in what the ranks hold, one after the other."""
+    """For positions in ascending order, their indices in the ranks' positions, one rank after another."""
     return torch.cat([each.positions() for each in held]).argsort()
 
 

@@ -1,4 +1,4 @@
-"""What the launcher of this process says of it: which rank it is, of how many, and where they meet.
+"""What the launcher says about this process: its rank, the number of ranks, and where they meet.
 
 | started by | known by |
 |---|---|
@@ -6,7 +6,7 @@
 | `srun` | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_LOCALID`, `SLURM_STEP_NODELIST`, `SLURM_JOB_ID` |
 | nobody: a process by itself | none of these |
 
-A script that runs in an allocation of SLURM without `srun` is by itself: the variables of a step are not there.
+A script in a SLURM allocation without `srun` is a process by itself: it lacks the variables of a step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
-FIRST_PORT, PORTS = 20_000, 12_000  # below the ports that Linux hands out by itself, from 32768
+FIRST_PORT, PORTS = 20_000, 12_000  # below the ports that Linux assigns itself, from 32768
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Launch:
     """This process among those that were started with it.
 
     Attributes:
-        rank, size: which, of how many.
-        local_rank: which of those on this machine.
+        rank, size: its rank, and the number of ranks.
+        local_rank: its index among the ranks on this machine.
         launcher: "torchrun", "slurm" or "alone".
-        address, port: where the ranks meet; of no meaning alone.
-        served: whether the launcher holds the store there; if not, rank 0 does.
-        attempt: how many times the launcher has restarted the ranks; of several launchers each has its own count.
-        elastic: whether this process was started by torchrun itself, with which it ends.
+        address, port: where the ranks meet; meaningless for a process by itself.
+        served: whether the launcher runs the store there; if not, rank 0 does.
+        attempt: how many times the launcher has restarted the ranks; each of several launchers has its own count.
+        elastic: whether torchrun itself started this process, and ends with it.
     """
 
     rank: int = 0
@@ -47,10 +47,10 @@ class Launch:
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch:
-    """What the environment says of this process. Communicates with nobody.
+    """Read the launcher's environment variables of this process. Communicates with nobody.
 
     Raises:
-        ValueError: a variable of the launcher is missing, is no number or contradicts another.
+        ValueError: a variable of the launcher is missing, is not a number or contradicts another.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return _by_torchrun(environment)
@@ -80,7 +80,7 @@ def _by_torchrun(environment: Mapping[str, str]) -> Launch:
 def _by_slurm(environment: Mapping[str, str]) -> Launch:
     _require(SLURM, environment)
     step = int(environment.get("SLURM_STEP_ID", "0"))
-    port = FIRST_PORT + (16 * _number("SLURM_JOB_ID", environment) + step) % PORTS  # the same at all ranks of a step
+    port = FIRST_PORT + (16 * _number("SLURM_JOB_ID", environment) + step) % PORTS  # the same on all ranks of a step
     return _checked(
         Launch(
             _number("SLURM_PROCID", environment),

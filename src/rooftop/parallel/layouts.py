@@ -1,13 +1,13 @@
-"""Which rank computes which part: a layout of ranks along four axes, in Megatron's rank order.
+"""A layout of ranks along four axes, in Megatron's rank order: which rank computes which part.
 
     layout = Layout(dp=2, tp=2, pp=4)
     layout.groups()["tp"]     # [[0, 1], [2, 3], ...]
     layout.coordinates(5)     # {"tp": 1, "cp": 0, "dp": 0, "pp": 1}
 
-`order` names the axes from the one whose ranks are next to each other to the one whose ranks are farthest apart. With
-"tp-cp-dp-pp" the rank is `tp + TP * (cp + CP * (dp + DP * pp))`, small letters for coordinates, capitals for sizes:
-tensor parallel ranks, which talk most, are neighbours on one machine; pipeline stages, which talk least, may be on
-different ones. A layout is arithmetic: nothing here needs torch but `mesh` and `process_groups`.
+`order` names the axes, from the one whose ranks are adjacent to the one whose ranks are farthest apart. With
+"tp-cp-dp-pp" the rank is `tp + TP * (cp + CP * (dp + DP * pp))`, with small letters for coordinates and capitals for
+sizes. Tensor parallel ranks, which communicate most, are neighbours on one machine; pipeline stages, which communicate
+least, may be on different ones. A layout is arithmetic: only `mesh` and `process_groups` need torch.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053); the order is that of Megatron-Core's `parallel_state`.
 """
@@ -28,12 +28,12 @@ COMBINED = ("dp-cp", "tp-cp", "tp-pp")
 """Groups along two axes: ranks that hold the same parameters and average their gradients; ranks that hold the parts of
 one stage's activations; ranks that hold the parts of one model, whose gradient norms add up."""
 NEAREST = 3
-"""Layouts that an error names."""
+"""Number of layouts that an error names."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks each kind of parallelism takes.
+    """The number of ranks for each kind of parallelism.
 
     Attributes:
         dp: data parallel: ranks with the same parameters and different sequences.
@@ -44,7 +44,7 @@ class Layout:
         order: the axes, fastest first, joined by "-".
 
     Raises:
-        ValueError: a size is no positive integer, or `order` does not name each axis once.
+        ValueError: a size is not a positive integer, or `order` does not name each axis once.
     """
 
     dp: int = 1
@@ -72,10 +72,10 @@ class Layout:
         sequence_parallel: bool = False,
         order: str = "tp-cp-dp-pp",
     ) -> Layout:
-        """The layout of all ranks of a world: those that `tp`, `pp` and `cp` leave are data parallel.
+        """The layout of all ranks of a world: the ranks that remain after `tp`, `pp` and `cp` are data parallel.
 
         Raises:
-            ValueError: `tp * pp * cp` does not divide `world_size`; names the nearest sizes that do.
+            ValueError: `tp * pp * cp` does not divide `world_size`; the message has the nearest sizes that do.
         """
         _positive("world_size", world_size)
         layout = cls(1, tp, pp, cp, sequence_parallel, order)
@@ -109,7 +109,7 @@ class Layout:
         return math.prod(getattr(self, axis) for axis in _named(name))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis, fastest first.
+        """The coordinates of a rank on each axis, fastest first.
 
         Raises:
             ValueError: no such rank.
@@ -122,10 +122,10 @@ class Layout:
         return found
 
     def rank(self, **coordinates: int) -> int:
-        """The rank at these coordinates; an axis that is not named is at 0.
+        """The rank at these coordinates; omitted axes are at 0.
 
         Raises:
-            ValueError: an axis has another name, or its coordinate is outside of it.
+            ValueError: an unknown axis, or a coordinate outside of it.
         """
         _named("-".join(coordinates) or "tp")
         rank, stride = 0, 1
@@ -137,7 +137,7 @@ class Layout:
         return rank
 
     def groups_along(self, name: str) -> list[list[int]]:
-        """All groups along an axis ("tp") or several ("dp-cp"): ranks that differ in nothing else.
+        """All groups along an axis ("tp") or several ("dp-cp"): their ranks differ only in these axes.
 
         Returns:
             Each group in ascending order, the groups in the order of their first ranks. Every rank is in one.
@@ -158,8 +158,8 @@ class Layout:
         - "tp", "cp", "dp", "pp": along one axis;
         - "dp-cp": gradients are averaged over it; "tp-cp": one stage's activations are spread over it; "tp-pp": one
           model's parameters are spread over it;
-        - "embedding": the first and the last stage of each pipeline, which sum the gradients of tied embeddings. One
-          rank where there is one stage; ranks of the stages between are in none.
+        - "embedding": the first and the last stage of each pipeline, which sum the gradients of tied embeddings. It has
+          one rank if there is one stage; ranks of the stages between are in none.
         """
         named = {name: self.groups_along(name) for name in (*AXES, *COMBINED)}
         return {**named, "embedding": [sorted({group[0], group[-1]}) for group in named["pp"]]}
@@ -179,25 +179,25 @@ class Layout:
         micro_batch: int | None = None,
         axes: Collection[str] = AXES,
     ) -> None:
-        """Refuse a layout that does not fit the world, the model or the batch. What is not given is not checked.
+        """Raise for a layout that does not fit the world, the model or the batch. Omitted arguments are not checked.
 
         Args:
-            world_size: ranks that there are.
-            heads: of attention, split among the tensor ranks.
-            kv_heads: of keys and values; tensor ranks split them, or several ranks share each.
+            world_size: number of ranks.
+            heads: heads of attention, split among the tensor ranks.
+            kv_heads: heads of keys and values; tensor ranks split them, or several ranks share each.
             hidden: width of the model, which attention splits among the tensor ranks.
             feed_forward: width within the MLP, split among the tensor ranks.
             vocabulary: rows of the embedding; tensor ranks may get unequal parts, none may get nothing.
             layers: stages may get unequal parts, none may get nothing.
-            sequence: length. Each context rank gets two chunks, one from the front and one from the back, so that
-                causal work is balanced; with `sequence_parallel` the tensor ranks split what a context rank has.
+            sequence: length of a sequence. Each context rank gets two chunks, one from the front and one from the back,
+                so that causal work is balanced; with `sequence_parallel` the tensor ranks split a context rank's part.
             batch: sequences of one optimizer step over all ranks, split among the data ranks.
             micro_batch: sequences that a rank computes at once (1 if not given).
-            axes: which may have several ranks in the layouts that are proposed instead.
+            axes: the axes that may have several ranks in the proposed layouts.
 
         Raises:
-            ValueError: everything that does not fit, and the nearest layouts of the world that do. Also sizes that are
-                no positive integers, or `heads` that `kv_heads` does not divide: no layout fits these.
+            ValueError: everything that does not fit, and the nearest layouts of the world that do. Also raises for
+                sizes that are not positive integers, or if `kv_heads` does not divide `heads`: no layout fits these.
         """
         given = {
             "heads": heads,
@@ -214,7 +214,9 @@ class Layout:
         for name, value in sizes.items():
             _positive(name, value)
         if heads is not None and kv_heads is not None and heads % kv_heads:
-            raise ValueError(f"heads={heads} is not divisible by kv_heads={kv_heads}: each KV head serves equally many")
+            raise ValueError(
+                f"heads={heads} is not divisible by kv_heads={kv_heads}: all KV heads serve the same number of heads"
+            )
         wrong = _misfits(self, sizes)
         if world_size is not None:
             _positive("world_size", world_size)
@@ -227,7 +229,7 @@ class Layout:
     def mesh(self, device_type: str | None = None) -> DeviceMesh:
         """The ranks as a mesh of torch.distributed, its dimensions named by the axes, slowest first.
 
-        Every rank must call this: it makes the groups along each axis.
+        Every rank must call this: it creates the groups along each axis.
 
         Args:
             device_type: "cuda" or "cpu"; that of the process group if not given.
@@ -253,16 +255,16 @@ class Layout:
         )
 
     def process_groups(self, mesh: DeviceMesh | None = None) -> dict[str, ProcessGroup | None]:
-        """This rank's group of each name in `groups()`, to communicate in.
+        """This rank's process group for each name in `groups()`.
 
         Every rank must call this. Groups of the same ranks are one group. A rank between the first and the last stage
-        is in no "embedding" group, and the name is missing there.
+        is in no "embedding" group, and lacks that name.
 
         Args:
-            mesh: what `mesh()` gave, to use its groups; made here if not given.
+            mesh: result of `mesh()`, whose groups are used; created if not given.
 
         Returns:
-            Name -> group; None for all names in a process by itself, which has nobody to communicate with.
+            Name -> group; None for all names in a single process, which has no other ranks.
 
         Raises:
             RuntimeError: several ranks and no process group yet.
@@ -298,7 +300,7 @@ def _named(name: str) -> tuple[str, ...]:
 
 
 def _misfits(layout: Layout, sizes: Mapping[str, int]) -> list[str]:
-    """What of a model or batch cannot be split so."""
+    """The sizes of a model or batch that cannot be split this way."""
     tp, pp, cp, dp = layout.tp, layout.pp, layout.cp, layout.dp
     chunks = 2 * cp if cp > 1 else 1
     parts = cp * tp if layout.sequence_parallel else 1
@@ -334,13 +336,13 @@ def _rows_in_words(dp: int, micro_batch: int) -> str:
 
 
 def _nearest(layout: Layout, world_size: int, sizes: Mapping[str, int], axes: Collection[str] = AXES) -> str:
-    """A sentence with the layouts of the world that fit and differ least, by the ratios of their sizes; without
-    pipelines and context ranks where the layout has none, if any fits so."""
+    """A sentence with the fitting layouts of the world that differ least, by the ratios of their sizes; without
+    pipelines and context ranks if the layout has none, if any of these fits."""
     used = [axis for axis in AXES if getattr(layout, axis) > 1]
 
     def distance(other: Layout) -> tuple[float, ...]:
         ratios = {axis: abs(math.log2(getattr(other, axis) / getattr(layout, axis))) for axis in AXES}
-        asked_for = sum(ratios[axis] for axis in ("tp", "pp", "cp"))  # dp is what these leave
+        asked_for = sum(ratios[axis] for axis in ("tp", "pp", "cp"))  # dp takes the remaining ranks
         return round(asked_for, 9), round(ratios["dp"], 9), other.tp, other.pp, other.cp
 
     fitting = [

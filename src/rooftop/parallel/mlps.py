@@ -1,6 +1,6 @@
-"""The MLP of a transformer, whose hidden features tensor parallel ranks share.
+"""The MLP of a transformer, with its hidden features split over tensor parallel ranks.
 
-A gated one packs the gate and what it lets through in one weight; each rank has the same features of both.
+A gated MLP packs its two input projections in one weight; each rank has the same features of both.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Shazeer, "GLU Variants" (arXiv:2002.05202).
 """
@@ -21,17 +21,17 @@ from rooftop.parallel.turns import Phases
 class ParallelMLP(nn.Module):
     """Two linear layers and the activation between them: (B, S, W) -> (B, S, W).
 
-    With sequence parallelism what goes in and comes out is this rank's part of the sequence.
+    With sequence parallelism input and output are this rank's part of the sequence.
 
     Args:
         width: W, features of a position.
-        hidden: features between, of the whole.
-        activation: "swiglu", which has a gate beside what it lets through; or one of `rooftop.nn.LinearAct`.
+        hidden: total number of hidden features.
+        activation: "swiglu", which is gated; or one of `rooftop.nn.LinearAct`.
         bias: whether the linear layers have one.
-        dropout: of the result.
-        group: the ranks; None: this one is by itself.
+        dropout: dropout of the result.
+        group: the ranks; None: only this one.
         sequence_parallel: whether activations outside are split along the sequence.
-        selective: whether backward makes the activated features again (`rooftop.parallel.recomputing`).
+        selective: whether backward recomputes the activated features (`rooftop.parallel.recomputing`).
 
     Raises:
         ValueError: hidden features that cannot be split among the ranks, or an unknown activation.
@@ -81,7 +81,7 @@ class ParallelMLP(nn.Module):
         return self._dropped(self.down.with_bias(leaving.arrived()).view(x.shape))
 
     def _made_again(self, x: Tensor) -> Tensor:
-        """What the last layer gives. Autograd keeps what is activated, and not what comes of it."""
+        """The result of the last layer. Autograd keeps the activation's input, not its result."""
         if self.gated:
             hidden = self.up(self._rows(x))
             activated = swiglu(hidden)
@@ -92,8 +92,8 @@ class ParallelMLP(nn.Module):
         with made_again((activated,), lambda before: (activation_of(before, activation).view(shape),), before):
             return self.down(activated)  # type: ignore[no-any-return]
 
-    # No position meets another here. Split along the sequence, they go through as rows in the order in which the ranks'
-    # parts arrive: nothing is copied to its place in the sequence and back.
+    # No position depends on another here. Split along the sequence, they pass as rows in the order in which the ranks'
+    # parts arrive: nothing is copied into sequence order and back.
 
     def _rows(self, x: Tensor) -> Tensor:
         return x.flatten(0, -2) if self.up.sequence_parallel else x

@@ -1,13 +1,14 @@
-"""Who attends to what when sequences are split among context parallel ranks: arithmetic, without processes.
+"""Which positions attend to which when sequences are split among context parallel ranks: arithmetic, without processes.
 
     packing = Packing.of(length=16, ranks=2)           # chunks from the front and from the back
     packing.held[0]                                    # positions of rank 0
     packing.rows(0, 1)                                 # which rows of rank 1's keys rank 0 needs
     packing.blocks(0, 1)                               # which of its queries see which of these rows
 
-The work of a rank is a list of blocks. In a block some queries see some keys: all of them, or those up to their own
-position. No block crosses the border of a document, so the ranks neither compute nor send what a mask would exclude.
-With documents, the number of visible pairs decides which rank gets which chunk. All ranks get equally many chunks.
+The work of a rank is a list of blocks. In a block some queries attend to some keys: all keys, or those up to their own
+position. No block crosses the border of a document, so the ranks neither compute nor send anything that a mask would
+exclude. With documents, the number of visible pairs decides which rank gets which chunk. All ranks get equally many
+chunks.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from rooftop.parallel.chunks import Chunks
 from rooftop.parallel.documents import Documents, Span
 
 CHUNKS_OF_RANK = (2, 4, 8, 16, 32, 64)
-"""Chunks of a rank where documents are packed: the fewest that balance the work, since few make large blocks."""
+"""Chunks of a rank for packed documents: the fewest that balance the work, since few chunks make large blocks."""
 BALANCED = 1.01
 """Largest work of a rank divided by the mean. Once it is below this, no finer chunks are tried."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Queries that see keys.
+    """Queries and the keys that they attend to.
 
     Attributes:
         row: the sequence of the batch; None: all of them alike.
-        queries, keys: places in what a rank holds, and in the rows that it was given.
-        causal: each query sees the keys up to its own; the queries are the last of the positions of the keys. Without
-            a window there are as many keys as queries. Otherwise each query sees all keys.
-        window: positions that a query of a causal block sees, its own the last of them; None: all up to its own.
+        queries, keys: indices in the rank's positions, and in the rows that it received.
+        causal: each query attends to the keys up to its own; the queries are the last of the positions of the keys.
+            Without a window a block has as many keys as queries. Otherwise each query attends to all keys.
+        window: positions that a query of a causal block attends to, up to and including itself; None: all up to itself.
     """
 
     row: int | None
@@ -58,13 +59,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Packing:
-    """Sequences of a batch, and which rank holds which of their positions.
+    """Sequences of a batch, and which rank has which of their positions.
 
     Attributes:
         length: positions of a sequence.
-        held: of each rank, its positions; the same of all sequences.
-        documents: that are packed in the sequences; None: each is one.
-        ready: what attention has made ready for it, for the next layer and the next step.
+        held: positions of each rank; the same for all sequences.
+        documents: the documents in the sequences; None: each sequence is one.
+        ready: tables that attention prepared, for the next layer and the next step.
     """
 
     length: int
@@ -90,11 +91,11 @@ class Packing:
 
         Args:
             length: positions of a sequence.
-            ranks: that share them.
-            documents: of the sequences of a batch.
+            ranks: number of ranks that share them.
+            documents: documents of a batch's sequences.
             parts: equal parts that the positions of a rank must have, as with sequence parallelism.
 
-        Raises:
+        ValueError: a length that cannot be split this way; documents of another length.
             ValueError: a length that cannot be split so; documents of another length.
         """
         if length < 1 or ranks < 1 or parts < 1:
@@ -112,7 +113,7 @@ class Packing:
         return Packing(length, tuple(held), documents)
 
     def drawn(self, width: int = 64) -> str:
-        """A picture: of each rank a line with the positions that it holds, and its share of the visible pairs."""
+        """A text picture: for each rank a line with its positions and its share of the visible pairs."""
         width = max(2, min(width, self.length))
         lines = [f"positions 0{f'{self.length - 1:,}':>{width - 1}}"]
         for rank, chunks in enumerate(self.held):
@@ -125,14 +126,14 @@ class Packing:
 
     @property
     def spans(self) -> tuple[tuple[int | None, tuple[Span, ...]], ...]:
-        """Of each sequence its documents; of sequences that are alike once, under None."""
+        """The documents of each sequence; equal sequences once, under None."""
         if self.documents is None:
             return ((None, ((0, self.length),) if self.length else ()),)
         rows = self.documents.spans
         return ((None, rows[0]),) if rows and len(set(rows)) == 1 else tuple(enumerate(rows))
 
     def rows(self, to: int, of: int, window: int | None = None) -> tuple[Span, ...]:
-        """Which positions that rank `of` holds rank `to` needs, as runs, ascending."""
+        """The positions of rank `of` that rank `to` needs, as ascending runs."""
         needed = _united(
             (max(first, run[0] - window + 1) if window else first, end)
             for _, spans in self.spans
@@ -142,24 +143,26 @@ class Packing:
         return tuple(_common(needed, list(self.held[of].runs())))
 
     def blocks(self, to: int, of: Sequence[int], window: int | None = None) -> list[Block]:
-        """What rank `to` computes with the rows that it needs of some ranks, in ascending order of their positions."""
+        """The blocks that rank `to` computes with the rows that it needs from some ranks, in ascending order of their
+        positions."""
         runs = _united(run for each in of for run in self.rows(to, each, window))
         return list(self._blocks(list(self.held[to].runs()), runs, window))
 
     def own_blocks(self, rank: int) -> list[Block]:
-        """What a rank computes of its own rows alone: of each document a causal block.
+        """The blocks of only a rank's own rows: a causal block for each document.
 
-        Where its rows ascend, those before a query in memory are those before it in the document, wherever others hold
-        what lies between.
+        Its rows ascend, so the rows before a query in memory are those before it in the document, wherever the rows
+        between are.
         """
         place = _counter(list(self.held[rank].runs()))
         spans = ((row, (place(first), place(end))) for row, documents in self.spans for first, end in documents)
         return [Block(row, at, at, True) for row, at in spans if at[0] < at[1]]
 
     def full_blocks(self, rank: int, spans: Iterable[Span]) -> list[Block]:
-        """What a rank computes of rows of others at some positions: blocks whose queries see all of their keys.
+        """The blocks that a rank computes with other ranks' rows at some positions: their queries attend to all of
+        their keys.
 
-        No query is in two of them, and neighbours that see the same keys are in one.
+        No query is in two of them, and neighbours that attend to the same keys are in one.
         """
         place, found = _counter(_united(spans)), list[Block]()
         for row, documents in self.spans:
@@ -182,10 +185,10 @@ class Packing:
         for row, spans in self.spans:
             for query, here in _placed(queries):
                 for first, end in _met(query, spans):
-                    begin = max(first, query[0])  # of the queries in this document, which end with `end`
+                    begin = max(first, query[0])  # start of the queries in this document, which end with `end`
                     at = (begin - query[0] + here, end - query[0] + here)
                     for key, there in placed[_first_after(keys, first) : bisect_left(keys, (end, 0))]:
-                        if window is not None:  # what is seen is one run of the keys
+                        if window is not None:  # the visible keys are one run
                             seen = max(first, begin - window + 1)
                             if key[0] <= seen and end <= key[1]:
                                 yield Block(row, at, (seen - key[0] + there, end - key[0] + there), True, window)
@@ -198,7 +201,7 @@ class Packing:
 
     @cached_property
     def pairs(self) -> tuple[int, ...]:
-        """Of each rank its visible pairs, of all sequences of the batch (of one, without documents)."""
+        """The visible pairs of each rank, over all sequences of the batch (of one, without documents)."""
         batch = len(self.documents.spans) if self.documents is not None else 1
         ranks = range(len(self.held))
         return tuple(
@@ -208,13 +211,13 @@ class Packing:
 
 
 def _met(run: Span, spans: Sequence[Span]) -> Iterator[Span]:
-    """Of each document that meets a run: its first position, and the end of what the run has of it."""
+    """For each document that overlaps a run: its first position, and the end of the overlap."""
     for first, end in spans[_first_after(spans, run[0]) : bisect_left(spans, (run[1], 0))]:
         yield first, min(end, run[1])
 
 
 def _counter(runs: Sequence[Span]) -> Callable[[int], int]:
-    """Gives how many positions of ascending runs are before a position."""
+    """A function that returns how many positions of ascending runs are before a position."""
     firsts, before = [first for first, _ in runs], [0, *accumulate(end - first for first, end in runs)]
 
     def count(position: int) -> int:
@@ -225,12 +228,12 @@ def _counter(runs: Sequence[Span]) -> Callable[[int], int]:
 
 
 def _first_after(spans: Sequence[Span], position: int) -> int:
-    """The place of the first of ascending spans that ends after a position."""
+    """The index of the first of ascending spans that ends after a position."""
     return bisect_right(spans, position, key=lambda span: span[1])
 
 
 def _placed(runs: Iterable[Span]) -> Iterator[tuple[Span, int]]:
-    """Each run with how many positions are before it."""
+    """Each run with the number of positions before it."""
     before = 0
     for first, end in runs:
         yield (first, end), before
@@ -254,7 +257,7 @@ def _common(one: list[Span], other: list[Span]) -> Iterator[Span]:
 
 
 def _balanced(documents: Documents, ranks: int) -> list[Chunks]:
-    """Equal chunks handed out by their visible pairs, the largest first, each to the rank with the fewest so far."""
+    """Equal chunks distributed by their visible pairs, the largest first, each to the rank with the fewest so far."""
     length, best = documents.length, list[Chunks]()
     least = float("inf")
     for count in CHUNKS_OF_RANK:
@@ -265,11 +268,11 @@ def _balanced(documents: Documents, ranks: int) -> list[Chunks]:
             best, least = held, most
         if least <= BALANCED:
             break
-    return best or [Chunks.zigzag(length, index, ranks) for index in range(ranks)]  # which raises
+    return best or [Chunks.zigzag(length, index, ranks) for index in range(ranks)]  # this raises
 
 
 def _handed_out(documents: Documents, ranks: int, count: int) -> tuple[list[Chunks], float]:
-    """Of so many chunks a rank, the positions of each rank; and the most work of a rank beside the mean."""
+    """With `count` chunks per rank, the positions of each rank; and the most work of a rank relative to the mean."""
     size = documents.length // (count * ranks)
     pairs = [0] * (count * ranks)
     for spans in documents.spans:
@@ -288,7 +291,7 @@ def _handed_out(documents: Documents, ranks: int, count: int) -> tuple[list[Chun
 
 
 def _swap(places: list[list[int]], sums: list[int], pairs: Sequence[int]) -> None:
-    """Let the rank with most work and the one with least exchange a chunk, as long as that makes them more alike."""
+    """Let the ranks with the most and the least work exchange a chunk, as long as that makes them more equal."""
     ranks = range(len(places))
     while True:
         most, least = max(ranks, key=lambda rank: sums[rank]), min(ranks, key=lambda rank: sums[rank])

@@ -1,19 +1,19 @@
-"""A rank of a pipeline at work: it follows its instructions, and exchanges activations and gradients with others.
+"""A pipeline rank at work: it follows its instructions, and exchanges activations and gradients with others.
 
     pipeline = Pipeline(schedule, group=groups["pp"], shape=(B, S, W), dtype=torch.bfloat16, device=world.device)
     losses = pipeline.run(lambda stage, micro_batch, x: model(...))   # gradients are in the parameters then
 
-What goes between stages always has one shape and dtype, so nothing is asked before it is sent. Of a micro-batch in
-flight a rank keeps what autograd needs, and the stage's input; its output only until it is sent. The order of sends and
-receives is that of `rooftop.parallel.transfers`, which cannot wait for ever.
+The tensors between stages always have one shape and dtype, so no sizes are exchanged. For a micro-batch in flight a
+rank keeps autograd's tensors and the stage's input; it keeps its output only until it is sent.
+`rooftop.parallel.transfers` orders sends and receives so that no rank waits forever.
 
-Where a schedule splits backwards, the linear layers of the model leave their weights' gradients to later
+If a schedule splits backwards, the linear layers of the model defer their weights' gradients
 (`rooftop.parallel.deferred`): the sums are the same, in the same order of micro-batches.
 
-A wait that another rank will never end fails as every communication within `rooftop.parallel.join` does, and the error
-says which instruction was awaited, and from which rank. On a GPU it does so of where the GPU was, not Python.
+A wait that another rank will never end fails like every communication within `rooftop.parallel.join`, and the error
+says which instruction was awaited, and from which rank. On a GPU the error refers to the GPU's position, not Python's.
 
-A step waits for nothing on the host, so a CUDA graph can hold it, with its sends and receives.
+The host waits for nothing in a step, so a CUDA graph can hold it, including its sends and receives.
 """
 
 from __future__ import annotations
@@ -36,22 +36,21 @@ from rooftop.parallel.schedules import Instruction, Schedule
 from rooftop.parallel.transfers import AHEAD, Receive, Send, Transfer, program_of, stage_after
 
 Compute = Callable[[int, int, Tensor | None], Tensor]
-"""(stage, micro-batch, what the stage before gave; None at the first stage) -> what the next stage takes; of the last
-stage the micro-batch's share of the loss, ()."""
+"""From (stage, micro-batch, result of the previous stage, None at the first stage) to the input of the next stage; for
+the last stage to the micro-batch's share of the loss, ()."""
 
 
 class Pipeline:
-    """This rank of a pipeline. All its ranks make one and call it together.
+    """One rank of a pipeline. All its ranks create one and call it together.
 
     Args:
-        schedule: of as many ranks as the group has.
-        group: the ranks of the pipeline; None: this one is by itself.
-        shape: of what goes between stages, on this rank.
-        dtype, device: of it.
-        deferral: of the model's layers; needed by a schedule that splits backwards.
+        schedule: a schedule for the group's number of ranks.
+        group: the ranks of the pipeline; None: only this one.
+        shape: shape of the tensors between stages, on this rank. dtype, device: of these tensors.
+        deferral: deferral of the model's layers; a schedule that splits backwards needs it.
 
     Attributes:
-        program: what this rank does in a step.
+        program: this rank's work in a step.
 
     Raises:
         ValueError: a schedule for another number of ranks, or one that splits backwards without a deferral.
@@ -85,7 +84,7 @@ class Pipeline:
         self.progress = Progress(self._places(), device) if device.type == "cuda" else None
 
     def _places(self) -> Iterator[str]:
-        """Two places for each instruction: what it waits for, and its computation."""
+        """Two places for each instruction: its wait, and its computation."""
         arriving = {each.transfer.made_by: each.transfer for each in self.program if isinstance(each, Receive)}
         for instruction in (each for each in self.program if isinstance(each, Instruction)):
             awaited = [arriving[each] for each in self.schedule.needs(instruction) if each in arriving]
@@ -94,21 +93,21 @@ class Pipeline:
         yield "awaiting that others take what it has sent"
 
     def awaited(self, transfer: Transfer) -> str:
-        """What a rank does that waits for a transfer."""
+        """The description of a wait for a transfer."""
         return f"awaiting the {transfer.made_by.words} of rank {self.global_rank(transfer.source)}"
 
     def run(self, compute: Compute) -> list[Tensor]:
         """One step: all micro-batches forward and backward; gradients are added to those of the parameters.
 
         Args:
-            compute: what a stage makes of a micro-batch. It is called at this rank's stages, in the schedule's order.
+            compute: runs a stage on a micro-batch. It is called at this rank's stages, in the schedule's order.
 
         Returns:
-            The losses of the micro-batches in their order, () each, detached; at a rank without the last stage none.
+            The losses of the micro-batches in order, () each, detached; empty on a rank without the last stage.
 
         Raises:
-            RuntimeError: a rank failed; a note says what was computed or awaited. A stage that gives something else
-                than a tensor of the shape and dtype of the others.
+            RuntimeError: a rank failed; a note says what was computed or awaited. A stage returned something other than
+                a tensor of the common shape and dtype.
         """
         step = _Step(self, compute)
         for each in self.program:
@@ -123,13 +122,13 @@ class Pipeline:
         return [loss for _, loss in sorted(step.losses.items())]
 
     def global_rank(self, rank: int) -> int:
-        """The rank in the world of a rank of the pipeline."""
+        """The global rank of a rank of the pipeline."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 
 @dataclass
 class _Posted:
-    """A transfer under way, and the memory that it reads or writes."""
+    """A transfer under way, and its memory."""
 
     transfer: Transfer
     work: Any
@@ -138,18 +137,18 @@ class _Posted:
 
 @dataclass
 class _Step:
-    """What a rank holds during a step.
+    """The state of a rank during a step.
 
     Attributes:
-        inputs, outputs: by (stage, micro-batch): what the stage was given, and where its backward begins; from F to B
-            or I.
-        receiving: by the instruction that makes it: what is on its way here.
-        made: by the instruction that made it: what is sent next, or given to another stage of this rank.
-        sending: what others have not taken yet, as far as is known: on a GPU what was posted before a receive from the
-            same rank, and gloo says it only to who waits, at the end.
-        later: weight gradients that are left, from I to W.
+        inputs, outputs: by (stage, micro-batch): the stage's input, and the start of its backward; kept from F to B or
+            I.
+        receiving: by the instruction that computes it: data in transit to this rank.
+        made: by the instruction that computed it: data to send next, or for another stage of this rank.
+        sending: sends not known to have arrived: on a GPU those posted before a receive from the same rank. gloo
+            reports arrival only to a wait, at the end.
+        later: deferred weight gradients, from I to W.
         losses: by micro-batch.
-        place: of the next instruction in `Pipeline.progress`.
+        place: place of the next instruction in `Pipeline.progress`.
     """
 
     pipeline: Pipeline
@@ -164,14 +163,14 @@ class _Step:
     place: int = 0
 
     def at(self, place: int) -> None:
-        """Leave a mark for who asks where the GPU is."""
+        """Mark the GPU's position for later questions."""
         if self.pipeline.progress is not None:
             self.pipeline.progress.mark(place)
 
     # ---- instructions ----
 
     def do(self, instruction: Instruction) -> None:
-        """Compute an instruction, after waiting for what it needs."""
+        """Wait for an instruction's inputs, then compute it."""
         kind, stage, micro_batch = instruction
         schedule = self.pipeline.schedule
         self.at(self.place)
@@ -205,7 +204,7 @@ class _Step:
             self.losses[micro_batch] = output.detach()
             return None
         self._check(stage, output)
-        # Backward needs the output's place in the graph, and not what is in it.
+        # Backward needs the output's node in the graph, not its values.
         self.outputs[place] = get_gradient_edge(output)
         return output.detach().contiguous()
 
@@ -249,13 +248,13 @@ class _Step:
         self.sending.append(_Posted(transfer, work, tensor))
 
     def _given(self, made_by: Instruction) -> Tensor:
-        """What another stage has made, at another rank or this one."""
+        """The result of another stage, on another rank or this one."""
         if made_by in self.made:
             return self.made.pop(made_by)
         posted = self.receiving.pop(made_by)
         with _noting(self.pipeline.awaited(posted.transfer)):
             posted.work.wait()
-        if posted.tensor.device.type == "cuda":  # between two ranks NCCL does one transfer after the other
+        if posted.tensor.device.type == "cuda":  # between two ranks NCCL executes one transfer after the other
             self.sending = [
                 each
                 for each in self.sending
@@ -264,7 +263,7 @@ class _Step:
         return posted.tensor
 
     def finish(self) -> None:
-        """Wait until others have what was sent."""
+        """Wait until the sent data have arrived."""
         self.at(self.place)
         for posted in self.sending:
             with _noting(self._taken(posted.transfer)):
@@ -278,7 +277,7 @@ class _Step:
 
 @contextmanager
 def _noting(what: str) -> Iterator[None]:
-    """Adds to an exception what this rank did. Others may ask what it awaits."""
+    """Adds this rank's activity to an exception. Other ranks may ask what it waits for."""
     try:
         with awaiting(what.removeprefix("awaiting ")) if what.startswith("awaiting ") else nullcontext():
             yield

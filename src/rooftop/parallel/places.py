@@ -1,10 +1,11 @@
-"""What this process is at, in words, for the other ranks: they name it when it fails, or when they wait for it.
+"""This process's present activity, in words, for the other ranks: they quote it when it fails, or when they wait for
+it.
 
 report("step 12")                         # its last line, as others will quote it
 with awaiting("the forward of rank 0"):   # what it waits for, where the flight recorder does not know
     work.wait()
 with others_wait("measuring this machine"):
-    ...                                   # takes long, and is no hang
+    ...                                   # takes long, and is not a hang
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ TORCH, ROOFTOP = LIBRARIES
 STANDARD = f"{threading.__file__.rpartition('/')[0]}/"
 INSTALLED = "/site-packages/"
 WAITING = "this rank was awaiting "
-"""With which what a GPU says of its place begins if it waits there."""
+"""The beginning of a GPU's description of its place if it waits there."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank is at.
+    """The present activity of a rank.
 
     Attributes:
-        reported: its last line, "step 12"; "" if it has reported nothing.
-        line: "train/gpt_trainer.py:231, in _gradients_of", the innermost line of its main thread outside of libraries.
-        awaited: what it waits for, in words, where its program or its GPU says so.
+        reported: its last reported line, "step 12"; "" if there is none.
+        line: "train/gpt/trainer.py:231, in _gradients_of", the innermost line of its main thread outside of libraries.
+        awaited: what it waits for, in words, if its program or its GPU says so.
         operations: communication that it has launched and that has not ended.
-        long: others are expected to wait for it.
+        long: the other ranks are expected to wait for it.
     """
 
     reported: str = ""
@@ -49,7 +50,7 @@ class Place:
 
     @property
     def words(self) -> str:
-        """Where it was last: "step 12, train/gpt_trainer.py:231, in _gradients_of"."""
+        """Its last position: "step 12, train/gpt/trainer.py:231, in _gradients_of"."""
         return ", ".join(each for each in (self.reported, self.line) if each)
 
     def to_json(self) -> str:
@@ -73,13 +74,13 @@ _here = _Here()
 
 
 def report(words: str) -> None:
-    """Say what this rank is at: the others quote it if this rank dies, stops or lets them wait."""
+    """Report this rank's activity: the others quote it if this rank dies, stops or keeps them waiting."""
     _here.reported = words
 
 
 @contextmanager
 def others_wait(words: str) -> Iterator[None]:
-    """Report work for which the other ranks wait, however long it takes: they do not complain of it."""
+    """Report work for which the other ranks wait, however long it takes: they do not complain."""
     before = _here.reported, _here.long
     _here.reported, _here.long = words, True
     try:
@@ -90,31 +91,31 @@ def others_wait(words: str) -> Iterator[None]:
 
 @contextmanager
 def awaiting(words: str) -> Iterator[None]:
-    """Within: this rank waits for that. After an error the words stay, for who asks what it was."""
+    """Say what this rank waits for while the block runs. After an error the words stay: other ranks may read them."""
     _here.awaited = words
     yield
     _here.awaited = ""
 
 
 def interrupted(words: str) -> None:
-    """A wait for that has failed."""
+    """Record that a wait for this has failed."""
     _here.awaited = words
 
 
 def begin() -> None:
-    """Forget what was awaited before: a block begins."""
+    """Forget what was awaited before, at the beginning of a block."""
     _here.awaited = ""
 
 
 def place_here(operations: tuple[Operation, ...]) -> Place:
-    """What this process is at now; asked by any thread."""
+    """The present activity of this process; any thread may call it."""
     on_gpu = [each for each in all_places() if each.startswith(WAITING)]
     awaited = on_gpu[0].removeprefix(WAITING) if on_gpu else _here.awaited
     return Place(_here.reported, _line(), awaited, operations, _here.long)
 
 
 def _line() -> str:
-    """The innermost line of the main thread outside of PyTorch and Python's library; one of the user's, if any."""
+    """The innermost line of the main thread outside of PyTorch and Python's library; preferably one of the user's."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     ours: FrameType | None = None
     while frame is not None:
@@ -129,16 +130,16 @@ def _line() -> str:
 
 
 def _name(frame: FrameType) -> str:
-    """Of the function; of an expression within one, which has no name, that of the function around it."""
+    """The name of the function; for an expression, which has no name, that of the enclosing function."""
     named = [part for part in frame.f_code.co_qualname.split(".") if not part.startswith("<")]
     return named[-1] if named else frame.f_code.co_name
 
 
 def _is_start(frame: FrameType) -> bool:
-    """The script that only starts `rooftop`."""
+    """Whether it is the script that only starts `rooftop`."""
     return frame.f_code.co_name == "<module>" and frame.f_code.co_filename.rpartition("/")[2] == "rooftop"
 
 
 def _short(file: str) -> str:
-    """A path from the package on, or the last two parts of it."""
+    """A path from the package on, or its last two parts."""
     return file.removeprefix(ROOFTOP) if file.startswith(ROOFTOP) else "/".join(file.split("/")[-2:])

@@ -1,4 +1,4 @@
-"""Processes as other processes of the same machine see them: running, stopped or gone."""
+"""Processes as seen by other processes of the same machine: running, stopped or gone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 ALIVE, STOPPED, GONE = "alive", "stopped", "gone"
 OOM_KILLS = Path("/proc/vmstat")
-"""Its line oom_kill counts what the kernel has killed for lack of memory."""
+"""Its line oom_kill counts processes that the kernel has killed for lack of memory."""
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Process:
     """A process.
 
     Attributes:
-        machine: on which, and in which namespace of numbers: containers of one machine count apart.
+        machine: machine and process namespace: containers on one machine count separately.
         number: its PID.
-        began: when, in ticks since the machine started: numbers are used again. 0: not known.
+        began: its start in ticks since the machine started, since PIDs are reused. 0: unknown.
     """
 
     machine: str
@@ -35,7 +35,7 @@ class Process:
         return cls(f"{socket.gethostname()} {namespace}", os.getpid(), found[1])
 
     def state(self) -> str:
-        """ALIVE, STOPPED (by a signal; not by a debugger) or GONE. Only of a process of this machine."""
+        """ALIVE, STOPPED (by a signal; not by a debugger) or GONE. It works only for a process on this machine."""
         found = _stat(self.number)
         if found is None or found[1] != self.began or found[0] in "ZXx":
             return GONE
@@ -43,17 +43,17 @@ class Process:
 
 
 def _stat(number: int) -> tuple[str, int] | None:
-    """(state, when it began); None: there is no such process."""
+    """(state, start); None: there is no such process."""
     try:
         text = Path(f"/proc/{number}/stat").read_text()
     except OSError:
         return None
-    parts = text.rpartition(")")[2].split()  # the name before may hold anything
+    parts = text.rpartition(")")[2].split()  # the name before may contain any character
     return parts[0], int(parts[19])
 
 
 def oom_kills() -> int:
-    """How many processes the kernel of this machine has killed for lack of memory; 0 where it does not say."""
+    """How many processes this machine's kernel has killed for lack of memory; 0 if unknown."""
     try:
         lines = OOM_KILLS.read_text().splitlines()
     except OSError:

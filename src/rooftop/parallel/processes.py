@@ -3,16 +3,17 @@
     with join(layout, settings={"seed": 1}) as world:
         ...  # torch.distributed is up: NCCL where there is a GPU, gloo where there is none
 
-Whatever goes wrong, every rank raises, with the same words, and none waits for one that will not come:
+Whatever goes wrong, every rank raises, with the same words, and none waits for a rank that will not come:
 
 - before anything is communicated, each rank checks its own environment, layout and device;
-- at a roll call (`rooftop.parallel.roll_call`) it is said who is missing, who cannot start, and whose settings differ;
-- a rank that raises within the block says so, and the others raise when their communication with it breaks;
-- a rank that is killed, stopped or hangs is found by a thread of each rank (`rooftop.parallel.watching`);
-- the block ends at no rank before it has ended at all.
+- at a roll call (`rooftop.parallel.roll_call`) all ranks learn which rank is missing, cannot start, or has other
+  settings;
+- a rank that raises within the block reports it, and the others raise when their communication with it breaks;
+- a thread of each rank detects a rank that was killed, stopped or hangs (`rooftop.parallel.watching`);
+- the block ends on no rank before it has ended on all.
 
-All this goes through the store of torch.distributed and not through collectives, since one that has failed cannot be
-counted on to join one. The keys of a block, one of each for a rank R and two for all:
+All this uses the store of torch.distributed and not collectives, since a failed rank cannot be relied on to join one.
+The keys of a block: one of each for a rank R, and two for all:
 
 | key | |
 |---|---|
@@ -57,11 +58,13 @@ from rooftop.parallel.watching import Failure, Watch, first_line, note_interrupt
 PATIENCE_S = 20.0
 TIMEOUT_S = 600.0
 LATER_S = 30.0
-"""A communication times out by itself so long after `timeout_s`, when it is said which rank lets the others wait."""
+"""A communication times out by itself this long after `timeout_s`, when the error already says which rank keeps the
+others waiting.
+"""
 BROKEN = re.compile(r"Connection (closed|reset|refused)|Broken pipe|[Tt]imed out|NCCL|recvValue")
-"""What an error says that may come of another rank's end."""
+"""Parts of errors that another rank's end may cause."""
 CUT = re.compile(r"Connection (closed|reset)|Broken pipe")
-"""What it says where a connection was cut."""
+"""Parts of errors about a broken connection."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,8 @@ class World:
     """This process among the others.
 
     Attributes:
-        rank, size: which, of how many.
-        device: where it computes; the current device of torch.cuda if it is a GPU.
+        rank, size: its rank, and the number of ranks.
+        device: its device for computation; the current device of torch.cuda if it is a GPU.
     """
 
     rank: int
@@ -87,25 +90,26 @@ def join(
     patience_s: float = PATIENCE_S,
     timeout_s: float = TIMEOUT_S,
 ) -> Iterator[World]:
-    """torch.distributed for the processes that a launcher started, within the block. Every rank must come here.
+    """Set up torch.distributed for the processes that a launcher started, within the block. Every rank must come here.
 
-    A process by itself is a world of one rank, without a process group. A group that is there already is used, and is
-    there afterwards. A group that is made here is destroyed at the end of the block. CUDA graphs that were captured in
-    the block are reset before: NCCL waits for graphs that hold its work.
+    A process by itself is a world of one rank, without a process group. An existing group is used, and still exists
+    afterwards. A group that is created here is destroyed at the end of the block. CUDA graphs that were captured in the
+    block are reset before: NCCL waits for graphs that contain its work.
 
     Args:
-        layout: refused if it has another number of ranks than the world.
-        settings: what must be the same at all ranks, such as the seed or the sizes of the model; compared by `repr`.
-        device: "cuda" or "cpu"; a GPU if there is one. On several GPUs a rank takes the one of its number on its
-            machine, or the only one that SLURM lets it see.
-        patience_s: how long after the first rank the last one may come.
-        timeout_s: for how long ranks may wait for one that is alive: in a communication, and between the first and the
-            last rank that end the block.
+        layout: raises if it has another number of ranks than the world.
+        settings: values that must be equal on all ranks, such as the seed or the sizes of the model; compared by
+            `repr`.
+        device: "cuda" or "cpu"; a GPU if there is one. On several GPUs a rank uses the one with its index on its
+            machine, or the only one that SLURM makes visible.
+        patience_s: maximum time between the arrival of the first and the last rank.
+        timeout_s: how long ranks may wait for a live one: in a communication, and between the first and the last rank
+            that end the block.
 
     Raises:
         ValueError: the launcher's variables or the layout are wrong. Nothing has been communicated.
-        RankError: a rank did not come, cannot start, has other settings or failed within the block. At the rank that
-            failed first, its own exception instead.
+        RankError: a rank did not come, cannot start, has other settings or failed within the block. The rank that
+            failed first raises its own exception instead.
     """
     launch = launched()
     there = dist.is_available() and dist.is_initialized()
@@ -161,8 +165,8 @@ def _ranks(
 
 
 def _forget_meshes() -> None:
-    """Let go of the meshes that DTensor remembers with its operators: a mesh of equal ranks in a later block would be
-    taken for one of these, whose groups have ended."""
+    """Drop the meshes that DTensor caches with its operators: a mesh of equal ranks in a later block would be confused
+    with one of these, whose groups have ended."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -179,8 +183,8 @@ def _at_the_store(
 ) -> tuple[Any, list[Process]]:
     """The store of block `number`, and the processes of the ranks, after their roll call.
 
-    A rank may begin the next block before rank 0 has closed the store of the previous one, and connects to that store
-    then. When it closes, the rank connects again.
+    A rank may enter the next block before rank 0 has closed the previous block's store, and then connects to that
+    store. When that store closes, the rank connects again.
     """
     until = time.monotonic() + patience_s
     while True:
@@ -204,9 +208,9 @@ _bound = False  # whether a group of this process was bound to its GPU
 
 
 def _bound_device(where: torch.device) -> torch.device | None:
-    """The GPU to which a group is bound: it connects at once then, and groups of a layout are split from it.
+    """The GPU to which a group is bound: the group then connects at once, and groups of a layout are split from it.
 
-    The first of a process only: splitting a later one ends in a segmentation fault (pytorch/pytorch#192109).
+    Only for the first group of a process: splitting a later one ends in a segmentation fault (pytorch/pytorch#192109).
     """
     global _bound
     if where.type != "cuda" or _bound:
@@ -216,7 +220,7 @@ def _bound_device(where: torch.device) -> torch.device | None:
 
 
 def _place(kind: str, launch: Launch) -> tuple[torch.device, str]:
-    """Where this rank computes, and what stands against it."""
+    """The device of this rank, and any obstacle to its start."""
     if kind not in ("cuda", "cpu"):
         raise ValueError(f"device={kind!r}: expected 'cuda' or 'cpu'; which GPU follows from the rank")
     if kind == "cpu":
@@ -231,7 +235,7 @@ def _place(kind: str, launch: Launch) -> tuple[torch.device, str]:
 
 
 def _opened(launch: Launch, patience_s: float) -> Any:
-    """The store where the ranks meet; rank 0 holds it unless the launcher does."""
+    """The store where the ranks meet; rank 0 runs it unless the launcher does."""
     holds = launch.rank == 0 and not launch.served
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]
@@ -255,7 +259,7 @@ def _opened(launch: Launch, patience_s: float) -> Any:
 
 
 class _Ranks:
-    """One rank's view of the block: what it raises when any rank fails, and how the block ends."""
+    """One rank's view of the block: the error it raises when any rank fails, and how the block ends."""
 
     def __init__(self, watch: Watch, holds_store: bool) -> None:
         self.watch, self.store, self.holds_store = watch, watch.store, holds_store
@@ -271,7 +275,7 @@ class _Ranks:
                 first, mine = self._first_failure(error)
                 say(self.store, "seen", self.rank, LINGER_S, range(self.size))
                 if first.startswith(f"rank {self.rank} of {self.size} has given no sign"):
-                    time.sleep(LINGER_S)  # the others speak first: a launcher ends all when one is gone
+                    time.sleep(LINGER_S)  # the others report first: a launcher ends all when one is gone
                 at = self.watch.at
                 of_another = isinstance(error, RankError) and at  # the block has ended, as far as Python knows
                 if not isinstance(error, Exception) or (first == mine and not of_another):
@@ -282,7 +286,7 @@ class _Ranks:
     def _first_failure(self, error: BaseException) -> tuple[str, str]:
         """The first failure of all ranks, and how this rank has failed."""
         mine = f"rank {self.rank} of {self.size} failed: {_reason(error)}"
-        if isinstance(error, RankError):  # says of whom it speaks
+        if isinstance(error, RankError):  # names the rank that it is about
             mine = str(error)
         failure = Failure(mine, ())
         if isinstance(error, RuntimeError) and not isinstance(error, RankError) and BROKEN.search(str(error)):
@@ -295,10 +299,10 @@ class _Ranks:
         return self.watch.tell(failure), mine
 
     def end(self, timeout_s: float) -> None:
-        """Until the block has ended at all ranks.
+        """Wait until the block has ended on all ranks.
 
         Raises:
-            RankError: it failed at one, or has not ended within `timeout_s` of this one.
+            RankError: it failed on one, or has not ended within `timeout_s` of this one.
         """
         everybody = [f"done/{rank}" for rank in range(self.size)]
         self.store.set(f"done/{self.rank}", "1")
@@ -313,7 +317,7 @@ class _Ranks:
 
 
 def _heard(words: str, failure: str) -> RankError:
-    """What a rank raises that has heard of another's failure."""
+    """The error of a rank that learned of another's failure."""
     error = RankError(words)
     setattr(error, FAILURE, failure)
     return error

@@ -1,13 +1,13 @@
-"""What a GPU is at, seen from the host without waiting for it: also while a CUDA graph replays what nobody launches.
+"""The GPU's present position, read by the host without waiting: also while a CUDA graph replays.
 
     progress = Progress(["awaiting the forward of micro-batch 0 at stage 0 of rank 0", "computing ..."], device)
     progress.mark(0)                       # in the stream, before what the words name
     progress.mark(progress.DONE)
     progress.words                         # where the GPU is now
 
-A mark is a copy of four bytes into memory of the host, which a graph holds like any other launch. Python is far ahead
-of a GPU, so what it launched last is not what a rank waits for. Once communication is aborted the GPU runs on through
-what is left, so `rooftop.parallel.join` asks all of them before it aborts.
+A mark is a copy of four bytes into the host's memory, which a graph contains like any other launch. Python runs far
+ahead of a GPU, so a rank rarely waits for its last launch. After communication is aborted, the GPU runs the rest of its
+queue. So `rooftop.parallel.join` queries all ranks before it aborts.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 
 
 class Progress:
-    """Places in what a GPU does.
+    """Named places in a GPU's work.
 
     Args:
-        places: in words, that complete "this rank was ...".
+        places: words that complete "this rank was ...".
         device: a GPU.
     """
 
@@ -35,12 +35,12 @@ class Progress:
         _all.add(self)
 
     def mark(self, place: int) -> None:
-        """The stream has come to a place, or with `DONE` past the last one."""
+        """Record that the stream has reached a place, or with `DONE` passed the last one."""
         self._at.copy_(self._numbers[place + 1 : place + 2], non_blocking=True)
 
     @property
     def words(self) -> str | None:
-        """Where it is now; None: past the last place."""
+        """The present place; None: past the last place."""
         place = int(self._at)
         return None if place == self.DONE else self._places[place]
 
@@ -49,6 +49,6 @@ _all: weakref.WeakSet[Progress] = weakref.WeakSet()
 
 
 def all_places() -> list[str]:
-    """Where all GPUs of this process are that are within something, in sentences."""
+    """The places of all GPUs of this process that have one, in sentences."""
     found = (progress.words for progress in list(_all))
     return [f"this rank was {words}" for words in found if words is not None]

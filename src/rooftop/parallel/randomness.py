@@ -1,9 +1,8 @@
-"""Randomness that does not depend on the layout: initial values and dropout masks by seed, name and global place.
+"""Random numbers that do not depend on the layout: initial values and dropout masks by seed, name and global position.
 
-A rank that holds a part of a tensor draws exactly what the whole tensor has there: it says which part by a `Box`. So
-a model is the same bit for bit on any number of ranks, cut any way, on CPU or GPU, and its dropout too, also where
-forward is computed again. The numbers are those of `rooftop.kernels.random_normal`, `random_uniform` and
-`counter_dropout`.
+A rank with a part of a tensor draws exactly the whole tensor's values there; a `Box` describes the part. So a model is
+the same bit for bit on any number of ranks, however it is cut, on CPU or GPU. Its dropout is the same too, also when
+forward is recomputed. The numbers are those of `rooftop.kernels.random_normal`, `random_uniform` and `counter_dropout`.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ Boxes = Box | Sequence[Box]  # several: one after the other along the first dime
 class Stream:
     """All random numbers of a seed, from 0 to 2^64 - 1; each name has its own.
 
-    Names are those of the whole model, the same on every rank. In each method `box` is the part of the whole that the
-    tensor holds; several boxes follow each other along its first dimension; None: the tensor is the whole.
+    Names are those of the whole model, the same on every rank. In each method `box` is the tensor's part of the whole;
+    several boxes follow each other along its first dimension; None: the tensor is the whole.
     """
 
     seed: int
@@ -41,10 +40,10 @@ class Stream:
         low: float = -math.inf,
         high: float = math.inf,
     ) -> Tensor:
-        """Fills a tensor of any floating point dtype with normal numbers, truncated to [low, high]; gives it back.
+        """Fill a tensor of any floating point dtype with normal numbers, truncated to [low, high], and return it.
 
         Raises:
-            TypeError, ValueError: as `random_normal`; boxes of another number of elements than the tensor.
+            TypeError, ValueError: as `random_normal`; boxes with another number of elements than the tensor.
         """
         key = random_key(self.seed, name)
         with torch.no_grad():
@@ -58,7 +57,7 @@ class Stream:
     def uniform_(
         self, tensor: Tensor, name: str, box: Boxes | None = None, low: float = 0.0, high: float = 1.0
     ) -> Tensor:
-        """Fills a tensor of any floating point dtype with numbers uniform in [low, high); gives it back.
+        """Fill a tensor of any floating point dtype with uniform numbers in [low, high), and return it.
 
         Raises:
             TypeError, ValueError: as `random_uniform`; boxes of another number of elements than the tensor.
@@ -73,13 +72,13 @@ class Stream:
     def dropout(
         self, x: Tensor, name: str, p: float, step: int | Tensor, box: Boxes | None = None, training: bool = True
     ) -> Tensor:
-        """x / (1 - p) with elements dropped with probability p; x itself where p is 0 or not in training.
+        """x / (1 - p) with elements dropped with probability p; x itself if p is 0 or not in training.
 
         Args:
             x: any shape, bfloat16, float16, float32 or float64.
-            name: of this dropout: two with one name drop the same.
+            name: name of this dropout: two with the same name drop the same elements.
             p: from 0 to 1.
-            step: of the training, from 0: each has another mask; count micro-batches too. May be a tensor, as of
+            step: training step, from 0: each step has another mask; count micro-batches too. It may be a tensor, as for
                 `counter_dropout`.
             box: see the class.
             training: as `module.training`.
@@ -125,7 +124,7 @@ Init = Callable[[Stream, Tensor, str, Boxes | None], object]
 
 @dataclass(frozen=True)
 class Normal:
-    """A rule: normal numbers, truncated where bounds are given."""
+    """A rule: normal numbers, truncated if bounds are given."""
 
     mean: float = 0.0
     std: float = 1.0
@@ -166,26 +165,27 @@ def materialize(
     device: torch.device | str = "cpu",
     whole_name: Callable[[str], str] = lambda name: name,
 ) -> nn.Module:
-    """Gives memory and initial values to all parameters and buffers of a module that are on the meta device.
+    """Give memory and initial values to all parameters and buffers of a module that are on the meta device.
 
-    Only what the module holds is ever made: of a tensor with a box the part that the box says. Tied parameters, which
-    are one tensor under several names, stay one; it has the first name. A new parameter keeps dtype, requires_grad and
-    attributes of the old.
+    Only the module's own part is ever created: for a tensor with a box, that part. Tied parameters, which are one
+    tensor under several names, stay one, with the first name. A new parameter keeps the dtype, requires_grad and
+    attributes of the old one.
 
     Args:
-        module: changed in place. A tensor with a box has the part's shape, or that of the whole.
-        rules: (pattern, init), the first whose pattern matches a tensor's name, as of a shell: "*.bias"; an init such
+        module: changed in place. A tensor with a box has the shape of the part or of the whole.
+        rules: (pattern, init), the first whose pattern matches a tensor's name, as in a shell: "*.bias"; an init such
             as Normal, Uniform or Constant, or another function of (stream, tensor, name, box).
         stream: of the seed.
-        boxes: for each tensor that is a part, by its name in the whole model, which part.
-        device: where they go.
+        boxes: for each tensor that is a part, by its name in the whole model, the part.
+        device: the device of the new tensors.
         whole_name: from a name in this module to that in the whole model, for stages of a pipeline.
 
     Returns:
         The module.
 
     Raises:
-        ValueError: no rule matches a name, a box is for no tensor of the module, or it is not the size of one.
+        ValueError: no rule matches a name, a box belongs to no tensor of the module, or has another size than its
+            tensor.
     """
     boxes = dict(boxes or {})
     planned: dict[Tensor, tuple[str, Init, tuple[int, ...]]] = {}
@@ -222,9 +222,9 @@ def init_on_meta(
     device: torch.device | str = "cpu",
     whole_name: Callable[[str], str] = lambda name: name,
 ) -> nn.Module:
-    """Builds a module without memory and gives it the values of a seed: `materialize` has the arguments.
+    """Build a module without memory and give it the values of a seed; the arguments are those of `materialize`.
 
-    Without boxes that is the whole model; its parts are, bit for bit, what this makes with boxes.
+    Without boxes the result is the whole model; its parts equal, bit for bit, the results with boxes.
     """
     with torch.device("meta"):
         module = build()
@@ -240,7 +240,7 @@ def _rule(name: str, rules: Sequence[tuple[str, Init]]) -> Init:
 
 
 def _local_shape(name: str, tensor: Tensor, box: Boxes | None) -> tuple[int, ...]:
-    """Of a tensor that has the part's shape already, or the whole's."""
+    """The local shape of a tensor that already has the part's shape, or the whole's."""
     boxes = _listed(box)
     shape = tuple(tensor.shape)
     if not boxes or sum(math.prod(each.size) for each in boxes) == tensor.numel():

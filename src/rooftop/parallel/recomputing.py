@@ -1,4 +1,4 @@
-"""What backward computes again instead of keeping it from forward: less memory, more work.
+"""Recomputation: backward computes tensors again instead of keeping them from forward: less memory, more work.
 
 | recompute | kept of a block | computed again in backward |
 |---|---|---|
@@ -6,7 +6,7 @@
 | "selective" | what is expensive to compute | what is cheap and large: see below |
 | True or "full" | its input | the whole block: a third more flops |
 
-Selective drops what element-wise work makes again of tensors that are kept anyhow:
+Selective recomputation drops tensors that elementwise work can compute again from tensors that are kept anyway:
 
 | dropped | is needed by | made again of |
 |---|---|---|
@@ -16,10 +16,10 @@ Selective drops what element-wise work makes again of tensors that are kept anyh
 | the MLP's activated features | the weight of its last layer | what was activated |
 | the weights of attention that dropout drops | attention in plain PyTorch | queries, keys, values: two products |
 
-With sequence parallelism the layers that follow the norms would keep all positions. Backward makes those of this rank
-again, and gathers the others' while it computes the gradient of the input.
+With sequence parallelism the layers after the norms would keep all positions. Backward recomputes those of this rank,
+and gathers the others' while it computes the gradient of the input.
 
-Gradients are the same bit for bit: the same kernels make the same tensors, and masks are a function of their place.
+Gradients are the same bit for bit: the same kernels compute the same tensors, and masks depend on their position.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198).
 """
@@ -45,10 +45,10 @@ Result = TypeVar("Result")
 
 
 def granularity_of(recompute: Recompute, caller: str) -> str | None:
-    """ "full", "selective", or None: nothing is computed again.
+    """ "full", "selective", or None: nothing is recomputed.
 
     Raises:
-        ValueError: another word.
+        ValueError: any other word.
     """
     if recompute is False or recompute is None:
         return None
@@ -64,10 +64,11 @@ def granularity_of(recompute: Recompute, caller: str) -> str | None:
 
 
 def recomputed(function: Callable[..., Result], masks: CounterDropouts | None, *given: Tensor | None) -> Result:
-    """What a function gives. Backward computes it again, with the masks of this place in the training.
+    """The result of a function. Backward computes it again, with the masks of this place in the training.
 
     Args:
-        masks: of the dropouts within; None: others, or none. Then the generators' states are restored.
+        masks: masks of the dropouts inside; None: other dropouts, or none. With None, the generators' states are
+            restored.
         given: its arguments, which are kept.
     """
     place = masks.place if masks is not None else Place()
@@ -80,7 +81,7 @@ def recomputed(function: Callable[..., Result], masks: CounterDropouts | None, *
         with masks.at(place) if masks is not None else nullcontext():
             return function(*arguments)
 
-    # Masks by counter need no generator's state.
+    # Counter-based masks need no generator state.
     return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=masks is None)  # type: ignore[no-any-return]
 
 
@@ -89,14 +90,14 @@ def recomputed(function: Callable[..., Result], masks: CounterDropouts | None, *
 
 @contextmanager
 def made_again(made: Sequence[Tensor], make: Callable[..., Sequence[Tensor]], *sources: Tensor) -> Iterator[None]:
-    """Within: where autograd would keep one of `made`, backward computes make(*sources) instead.
+    """Within the block, where autograd would keep one of `made`, backward computes make(*sources) instead.
 
-    What shares memory with a source is kept: dropping it would free nothing.
+    A tensor that shares memory with a source is kept: dropping it would free nothing.
 
     Args:
-        made: what make(*sources) gave.
-        make: gives the same tensors again, without gradients.
-        sources: best tensors that something else keeps.
+        made: the results of make(*sources).
+        make: computes the same tensors again, without gradients.
+        sources: preferably tensors that are kept anyway.
     """
     if not torch.is_grad_enabled():
         yield
@@ -117,19 +118,19 @@ def made_again(made: Sequence[Tensor], make: Callable[..., Sequence[Tensor]], *s
 
 
 def as_multiplied(x: Tensor) -> Tensor:
-    """x in the dtype in which linear layers take it, under autocast another one."""
+    """x in the dtype that linear layers use, which differs under autocast."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
 
 
 def _memory(tensor: Tensor) -> int:
-    """The same for tensors that share memory, also where there is none (meta)."""
+    """A key that is equal for tensors with shared memory, also without memory (meta)."""
     return tensor.untyped_storage()._cdata
 
 
 class _Kept:
-    """A tensor that is kept. PyTorch leaves it to hooks to see that nobody has changed it since."""
+    """A kept tensor. With hooks, PyTorch leaves it to them to check that the tensor has not changed since."""
 
     __slots__ = ("tensor", "version")
 
@@ -146,11 +147,11 @@ class _Kept:
 
 
 class _Recipe:
-    """How tensors are made again that were dropped together.
+    """How to compute tensors again that were dropped together.
 
     Attributes:
         wanted: which of them were dropped.
-        ready: those that are made, and not taken yet.
+        ready: those that are computed, and not taken yet.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class _Recipe:
 
 
 class _Dropped:
-    """A view of a tensor that is made again."""
+    """A view of a tensor that is computed again."""
 
     __slots__ = ("place", "recipe", "view")
 
@@ -195,7 +196,7 @@ def _needed(packed: _Kept | _Dropped) -> Tensor:
 
 
 def _autocast_of(device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Makes what restores the present state of autocast."""
+    """A function that restores the present state of autocast."""
     if not torch.amp.is_autocast_available(device):  # meta
         return nullcontext
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

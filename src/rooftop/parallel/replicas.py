@@ -1,9 +1,9 @@
 """A module's replicas: the same module with its tensors on other devices.
 
-A replica computes what the module would: its parameters are copies through which gradients flow back, it has the same
-hooks, and shares all else that is not a tensor. A hook that its forward registers is its own: Hugging Face's models
-register hooks when they are first asked for hidden states, and each replica's would run in all of them. It is made anew
-for each forward and let go of after it, so nothing that is written to it lasts.
+A replica computes the same as the module: its parameters are copies through which gradients flow back, it has the same
+hooks, and it shares everything that is not a tensor. A hook that its forward registers belongs only to it: Hugging
+Face's models register hooks when hidden states are first requested, and otherwise each replica's hooks would run in all
+replicas. Each forward creates it and drops it afterwards, so writes to it are lost.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(va
 """Names of the dicts that hold hooks."""
 
 PLAIN = {bool, int, float, str, type(None)}
-"""Types of most attributes: looked at first."""
+"""Types of most attributes, checked first."""
 
 
 def replicate(module: nn.Module, devices: Sequence[torch.device | str], detach: bool = False) -> list[nn.Module]:
     """The module on each device; gradients of the replicas' parameters are added to those of the module.
 
-    The first is the module itself: what its forward writes to buffers (running statistics of batch norms) and
-    attributes stays, what that of the others writes is lost with them. Parameters and modules that are there twice are
-    so in each replica. Tensors in attributes (in lists, tuples, dicts and dataclasses too) go along if they are where
-    the module is, as do modules and bound methods in attributes. `parameters()` of a replica gives its tensors, which
-    are no leaves: their `.grad` stays None.
+    The first is the module itself: its forward's writes to buffers (running statistics of batch norms) and attributes
+    stay; those of the other replicas are lost. Parameters and modules with several names keep them in each replica.
+    Tensors in attributes (also in lists, tuples, dicts and dataclasses) are copied if they are on the module's device,
+    as are modules and bound methods in attributes. `parameters()` of a replica returns its tensors, which are not
+    leaves: their `.grad` stays None.
 
     Args:
         module: on the first device.
         devices: GPUs or "cpu"; one may be named several times.
-        detach: no gradients. The first is then a replica too, whose tensors share the module's memory.
+        detach: no gradients. The first is then a replica too, and shares its memory with the module.
 
     Returns:
-        One for each device.
+        One replica for each device.
 
     Raises:
         ValueError: no devices, other kinds of devices, or a parameter or buffer that is not on the first.
-        TypeError: a compiled or scripted module, which computes with its own parameters only.
+        TypeError: a compiled or scripted module, which only computes with its own parameters.
         RuntimeError: a lazy module that has not seen an input yet.
     """
     places = places_of(devices)
@@ -64,10 +64,10 @@ def replicate(module: nn.Module, devices: Sequence[torch.device | str], detach: 
 
 
 def places_of(devices: Sequence[torch.device | str] | None) -> list[torch.device]:
-    """Devices with their indices, as tensors name them; by default all GPUs, the CPU where there are none.
+    """Devices with their indices, as tensors name them; by default all GPUs, or the CPU if there are none.
 
     Raises:
-        ValueError: none, one that is not there, or neither a GPU nor the CPU.
+        ValueError: no devices, one that does not exist, or neither a GPU nor the CPU.
     """
     places = devices_of(devices)
     for place in places:
@@ -93,12 +93,12 @@ def _check(module: nn.Module, home: torch.device) -> None:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """By torch.compile(module) or module.compile()."""
+    """Whether it was compiled by torch.compile(module) or module.compile()."""
     return "_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") is not None
 
 
 def _holding(module: nn.Module) -> dict[str, Any]:
-    """Attributes of the module's own that hold tensors, modules or methods."""
+    """The module's own attributes that contain tensors, modules or methods."""
     own = vars(module).items()
     return {name: value for name, value in own if name not in OF_EVERY_MODULE and _holds(value)}
 
@@ -113,7 +113,7 @@ def _holds(value: Any) -> bool:
 
 
 def _tensors(holding: Mapping[nn.Module, dict[str, Any]], home: torch.device) -> list[Tensor]:
-    """Everything that a replica needs a copy of; one that is there twice comes once."""
+    """All tensors that a replica must copy, each once."""
     found: dict[int, Tensor] = {}
     for module, attributes in holding.items():
         for value in chain(module._parameters.values(), module._buffers.values(), leaves(attributes)):
@@ -128,7 +128,7 @@ def _replica(
     tensors: Sequence[Tensor],
     others: Sequence[Tensor],
 ) -> nn.Module:
-    """The module with other tensors in place of its own; `holding`: each module in it with what `_holding` found."""
+    """The module with its tensors replaced; `holding`: for each module in it, the result of `_holding`."""
     made = {id(child): child._replicate_for_data_parallel() for child in holding}
     instead: dict[int, Any] = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)} | made
 
@@ -138,7 +138,7 @@ def _replica(
         return instead.get(id(value), value)
 
     for child, attributes in holding.items():
-        # Past __setattr__, which lets only leaves be parameters.
+        # Bypasses __setattr__, which allows only leaves as parameters.
         vars(made[id(child)]).update(
             mapped(attributes, swapped),
             **{name: copy(vars(child)[name]) for name in HOOKS if name in vars(child)},

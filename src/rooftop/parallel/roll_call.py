@@ -1,10 +1,11 @@
-"""The roll call: checks that all ranks are present, can start and have the same settings, or tells all which are not.
+"""The roll call: it checks that all ranks are present, can start and have the same settings, or tells all ranks which
+do not.
 
-Ranks meet in a store. A launcher's store outlives them: when it starts all ranks anew, perhaps others and fewer, what
-the ones before have written is still there. So ranks have meetings, numbered. A rank goes to the first meeting that has
-no verdict yet. If a process of its own number was there already, which then has ended, it closes that meeting, and all
-go on to the next one. Until that process comes, only a rank that answers counts as being there. The restarts counted in
-the environment would not do: each launcher has its own.
+Ranks meet in a store. A launcher's store outlives the ranks: when it restarts all ranks, possibly others and fewer, the
+earlier ranks' entries still exist. So ranks have numbered meetings. A rank goes to the first meeting that has no
+verdict yet. If an earlier process with its rank was there, which has then ended, it closes that meeting, and all go on
+to the next one. Until that process comes, only a rank that answers counts as present. The restart count in the
+environment would not suffice: each launcher has its own.
 
 Keys of a meeting; none may be a key of `watching.py`, which uses the same store:
 
@@ -34,11 +35,11 @@ from rooftop.parallel.process_states import Process
 from rooftop.parallel.watching import first_line, poll
 
 JUDGING = 1.2
-"""Rank 0 judges the roll call when its patience ends; another rank does so after this many times as long."""
+"""Rank 0 decides the roll call when its patience ends; another rank does so after this many times as long."""
 LINGER_S = 3.0
-"""A rank that holds the store, or has failed, stays this long for the others to hear why; they need a tenth of it."""
+"""A rank that runs the store, or has failed, stays this long so that the others hear why; they need a tenth of it."""
 ANSWER_S = 1.0
-"""The longest time that a waiting rank takes to answer."""
+"""The maximum time that a waiting rank takes to answer."""
 GO_ON = "go on"
 
 
@@ -47,16 +48,16 @@ class StoreEnded(RankError):
 
 
 class MeetingOver(Exception):
-    """There is a verdict on other processes: the next meeting may be that of this one."""
+    """The verdict is about other processes: the next meeting may be that of this one."""
 
 
 @dataclass(frozen=True)
 class RollCall:
-    """A meeting, as one rank comes to it.
+    """A meeting, from one rank's view.
 
     Attributes:
-        store: of the meeting.
-        holds_store: whether it ends with this process.
+        store: the meeting's store.
+        holds_store: whether the store ends with this process.
     """
 
     store: Any
@@ -65,11 +66,11 @@ class RollCall:
     holds_store: bool
 
     def call(self, settings: Mapping[str, object], problem: str, patience_s: float) -> list[Process]:
-        """Until all ranks are here and agree; gives their processes, by rank.
+        """Wait until all ranks are here and agree; returns their processes, by rank.
 
         Raises:
-            RankError: some are not or do not; the same at all that are here.
-            MeetingOver: of other processes.
+            RankError: some are missing or disagree; the same on all that are here.
+            MeetingOver: the meeting was that of other processes.
         """
         words = {name: repr(value) for name, value in settings.items()}
         mine = json.dumps([words, problem, asdict(Process.here()), secrets.token_hex(8)])
@@ -100,7 +101,7 @@ class RollCall:
     def _answer(self, patience_s: float) -> None:
         try:
             self.store.wait(["who"], timedelta(seconds=JUDGING * patience_s))
-        except RuntimeError:  # rank 0 is not here, and the store is the launcher's
+        except RuntimeError:  # rank 0 is not here, and the store belongs to the launcher
             self._judge(time.monotonic() + ANSWER_S, patience_s)
         self.store.set(f"answer/{self.rank}", "1")
 
@@ -124,7 +125,7 @@ class RollCall:
         self._decide("=" + wrong)
 
     def _decide(self, verdict: str) -> None:
-        """Unless it is decided; who waits to be asked waits no longer."""
+        """Decide, unless there is a verdict; a rank that waits to be asked then stops waiting."""
         self.store.compare_set("verdict", "", verdict)
         self.store.set("who", "1")
 
@@ -159,11 +160,11 @@ def _differences(entries: Sequence[tuple[int, Mapping[str, str]]]) -> Iterable[s
 
 
 def say(store: Any, key: str, rank: int, linger_s: float, ranks: Iterable[int]) -> None:
-    """Set a rank's key, and stay a while until the others have set theirs."""
+    """Set a rank's key, and wait a while until the others have set theirs."""
     try:
         store.set(f"{key}/{rank}", "1")
         others = [f"{key}/{each}" for each in ranks]
         if linger_s:
             poll(lambda: store.check(others), time.monotonic() + linger_s)
-    except RuntimeError:  # the store has ended: nobody is left to tell
+    except RuntimeError:  # the store has ended: no rank is left to tell
         return

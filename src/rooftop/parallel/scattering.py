@@ -1,7 +1,7 @@
-"""A batch split into a share for each device: what is cut, what is copied, what is handed on, what is refused.
+"""Split a batch into a share for each device: which values are cut, copied, passed on, or raise.
 
-Tensors say how many samples there are. Lists and arrays as long as that are cut with them, or a label would stand
-beside another sample's image.
+Tensors determine the number of samples. Lists and arrays of that length are split with them; otherwise a label would
+end up with another sample's image.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rooftop.parallel.containers import full_name, holds_tensors, leaves, mapped
 from rooftop.parallel.replicas import places_of
 
 SETTINGS = (bool, int, float, complex, type(None), torch.dtype, torch.device)
-"""Types of which tuples are made that say how to compute, the same for all samples."""
+"""A tuple of these types holds settings, not samples: each device gets the whole tuple."""
 
 
 def scatter(inputs: Any, devices: Sequence[torch.device | str], dim: int = 0) -> list[Any]:
@@ -31,23 +31,23 @@ def scatter(inputs: Any, devices: Sequence[torch.device | str], dim: int = 0) ->
 
     Args:
         inputs: a tensor, or tensors in tuples, named tuples, lists, Mappings and dataclasses. All with a dimension are
-            split, and must be of the same size along `dim`, the number of samples; those without are copied to each
-            device. What has as many items as there are samples is cut with them: lists, also of one tensor or dict for
-            each sample, tuples of strings or of other objects than numbers, and NumPy's arrays. All else is the same
+            split, and must have the same size along `dim`, the number of samples; those without are copied to each
+            device. A container with one item per sample is split with them: lists (also of one tensor or dict per
+            sample), tuples of strings or of objects other than numbers, and NumPy arrays. Any other value is the same
             object in every share.
-        devices: of a batch of n samples at most n get a share (the first ones), of none the first; with no tensors to
-            split, all.
-        dim: along which tensors and arrays are split; may be negative.
+        devices: with n samples at most n devices get a share (the first ones), with none only the first; without
+            tensors to split, all do.
+        dim: the dimension along which tensors and arrays are split; may be negative.
 
     Returns:
-        The shares, each like `inputs`, in order. The first ones have one sample more where the batch cannot be divided.
-        A share that stays on its device is a view.
+        The shares, each like `inputs`, in order. The first ones have one more sample if the batch cannot be divided. A
+        share that stays on its device is a view.
 
     Raises:
-        ValueError: no devices, tensors without this dimension or of different sizes along it, or a list of which its
-            tensors do not say whether it has one for each sample.
-        TypeError: what cannot be cut, and holds tensors or could be read only once: other objects, a PackedSequence, a
-            cache, an iterator.
+        ValueError: no devices, tensors without this dimension or of different sizes along it, or a list whose tensors
+            do not show whether it has one item per sample.
+        TypeError: a value that cannot be split but contains tensors or can be read only once: other objects, a
+            PackedSequence, a cache, an iterator.
     """
     places = places_of(devices)
     for leaf in leaves(inputs):
@@ -94,10 +94,10 @@ def _refuse_what_cannot_be_cut(leaf: Any) -> None:
 
 @dataclass(frozen=True)
 class _Samples:
-    """How many there are, along which dimension, and what has one item for each of them.
+    """The number of samples, their dimension, and the containers with one item per sample.
 
     Attributes:
-        lists_tell: whether the only tensors are in lists: then a list is no list of samples, but of tensors to split.
+        lists_tell: whether all tensors are in lists: then a list is not a list of samples, but of tensors to split.
     """
 
     dim: int
@@ -127,7 +127,7 @@ class _Samples:
         return not with_dimensions or not (self.lists_tell or all(map(self._fits, with_dimensions)))
 
     def cut_leaf(self, leaf: Any) -> bool:
-        """Whether what is neither container nor tensor has one item for each sample."""
+        """Whether a value that is neither container nor tensor has one item for each sample."""
         if isinstance(leaf, np.ndarray):
             return -leaf.ndim <= self.dim < leaf.ndim and leaf.shape[self.dim] == self.count
         return isinstance(leaf, range | array) and len(leaf) == self.count
@@ -143,7 +143,9 @@ class _Samples:
                 self.check(value, outermost=False)
 
     def refuse_ambiguous_lists(self, part: Any, outermost: bool = True) -> None:
-        """Two tensors of two rows beside two images: two sequences, or what is known of two images?"""
+        """Raise for ambiguous lists: two tensors of two rows together with two images may be two sequences, or one item
+        per image.
+        """
         if self.lists_tell or self.count < 2:
             return
         if not outermost and isinstance(part, list | deque) and len(part) == self.count:
@@ -163,9 +165,9 @@ class _Samples:
 
 @dataclass(frozen=True)
 class _Share:
-    """Makes the samples from `start` to `end` of what it is given, on a device; of all, if there are no samples.
+    """Takes the samples from `start` to `end` of a value, on a device; all, if there are no samples.
 
-    A tensor that is there twice is copied once.
+    A repeated tensor is copied once.
     """
 
     device: torch.device
@@ -175,7 +177,7 @@ class _Share:
     done: dict[tuple[int, bool], Tensor] = field(default_factory=dict)
 
     def opened(self, container: Any) -> Any:
-        """What is given from outside is never a list of samples itself."""
+        """The outermost value is never a list of samples itself."""
         found = opened(container)
         return self.of(container) if found is None else found.made([self.of(value) for value in found.values])
 
@@ -198,7 +200,7 @@ class _Share:
         return leaf[self.start : self.end]
 
     def _whole(self, leaf: Any) -> Any:
-        """Of a sample, which is not cut itself."""
+        """A tensor of one sample, which is not split itself."""
         return self._moved(leaf, narrowed=False) if isinstance(leaf, Tensor) else leaf
 
     def _moved(self, tensor: Tensor, narrowed: bool) -> Tensor:

@@ -1,11 +1,11 @@
-"""Pipeline schedules: in which order each rank computes which micro-batch at which stage. Pure data, without torch.
+"""Pipeline schedules: the order in which each rank computes which micro-batch at which stage. Pure data, without torch.
 
     schedule = schedule_of("1f1b", ranks=2, micro_batches=3)
     print(schedule.drawn())
     simulate(schedule).bubble        # 0.25
 
 A pipeline cuts a model into stages, and a batch into micro-batches. A schedule is a list of instructions for each rank;
-`simulate` says when each one runs and how long ranks are idle. The executor (`rooftop.parallel.pipelines`) and the
+`simulate` computes when each one runs and how long ranks are idle. The executor (`rooftop.parallel.pipelines`) and the
 simulation follow the same lists, so a schedule can be judged and tested without a process.
 
 | schedule | stages a rank | idle share of a step, F = 1, B = 2 | micro-batches held by the first rank |
@@ -17,7 +17,7 @@ simulation follow the same lists, so a schedule can be judged and tested without
 | zbv | 2 | (p - 1) / (6 m + p - 1), where m >= 2 p - 1 | 2 p parts of 1 / 2 |
 
 p: ranks, m: micro-batches. The last two split a backward B into the gradient of the input, I, and the gradients of the
-weights, W, which nobody waits for: they fill what would be idle. Their shares are those of F = I = W = 1.
+weights, W. No rank waits for W, so it fills idle time. Their shares are those of F = I = W = 1.
 
 Sources: Huang et al. 2019, "GPipe" (arXiv:1811.06965); Narayanan et al. 2021, "Efficient Large-Scale Language Model
 Training" (arXiv:2104.04473), 1F1B and interleaving; Qi et al. 2023, "Zero Bubble Pipeline Parallelism"
@@ -39,16 +39,16 @@ from rooftop.errors import did_you_mean
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}
 UNITS: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""How long an instruction takes by default. A backward has two matrix products for each of the forward's."""
+"""Default duration of an instruction. A backward has two matrix products for each of the forward's."""
 
 
 class Instruction(NamedTuple):
-    """What a rank computes at once: of one micro-batch, at one stage.
+    """One unit of a rank's work: one micro-batch at one stage.
 
     Attributes:
         kind: of `KINDS`: "F"; "B", all of a backward; or its halves "I" and "W".
-        stage: of the whole pipeline, from 0.
-        micro_batch: of the step, from 0.
+        stage: its number in the whole pipeline, from 0.
+        micro_batch: its number in the step, from 0.
     """
 
     kind: str
@@ -69,14 +69,14 @@ class Schedule:
     """The instructions of all ranks of a pipeline for one step.
 
     Attributes:
-        name: of `SCHEDULES`, or another.
-        micro_batches: of a step.
-        placement: of each rank, its stages, ascending.
-        instructions: of each rank, in its order.
+        name: one of `SCHEDULES`, or another.
+        micro_batches: micro-batches of a step.
+        placement: stages of each rank, ascending.
+        instructions: instructions of each rank, in order.
 
     Raises:
-        ValueError: a stage is nobody's or two ranks'; an instruction is missing, twice, or at a rank without its stage;
-            or the ranks would wait for each other for ever. The message names the instructions.
+        ValueError: a stage has no rank or two; an instruction is missing, repeated, or on a rank without its stage; or
+            the ranks would wait for each other forever. The message names the instructions.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Schedule:
 
     @cached_property
     def stages(self) -> int:
-        """Of all ranks."""
+        """The number of stages of all ranks."""
         return sum(map(len, self.placement))
 
     @cached_property
@@ -105,17 +105,17 @@ class Schedule:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether some weight gradients are computed by themselves."""
+        """Whether some weight gradients are computed separately."""
         return any(each.kind == "W" for instructions in self.instructions for each in instructions)
 
     @cached_property
     def _gradients(self) -> Mapping[tuple[int, int], Instruction]:
-        """(stage, micro-batch) -> the instruction that makes the gradient of the stage's input."""
+        """(stage, micro-batch) -> the instruction that computes the gradient of the stage's input."""
         every = (each for instructions in self.instructions for each in instructions)
         return {(each.stage, each.micro_batch): each for each in every if each.kind in ("B", "I")}
 
     def needs(self, instruction: Instruction) -> list[Instruction]:
-        """Whose results an instruction takes; what the stage before or behind makes comes first."""
+        """The instructions whose results an instruction needs; the adjacent stage's comes first."""
         kind, stage, micro_batch = instruction
         if kind == "W":
             return [self._gradients[stage, micro_batch]]
@@ -127,19 +127,18 @@ class Schedule:
     def drawn(self, units: Mapping[str, int] | None = None) -> str:
         """A picture of the step: a row for each rank, a column for each unit of time, dots where a rank is idle.
 
-        Where a rank has several stages, a letter says which of them: a, b, ...
+        If a rank has several stages, a letter says which of them: a, b, ...
 
         Args:
-            units: how long each kind takes, whole numbers; None: as `UNITS`.
+            units: duration of each kind, as integers; None: as `UNITS`.
 
         Raises:
-            ValueError: units of other kinds, or that are no whole numbers, or not those of all kinds that there are.
+            ValueError: units for other kinds, units that are not integers, or not a unit for every kind in the
+                schedule.
         """
         for kind, number in (units or {}).items():
             if isinstance(number, bool) or not isinstance(number, int):
-                raise ValueError(
-                    f"drawn: units must be whole numbers, columns of the picture; got {kind!r}: {number!r}"
-                )
+                raise ValueError(f"drawn: units must be integers, the columns of the picture; got {kind!r}: {number!r}")
         timeline = simulate(self, units or UNITS)
         several = max(map(len, self.placement)) > 1
         columns = round(timeline.makespan)
@@ -169,8 +168,8 @@ class Timeline:
         times: (start, end) of each instruction.
         makespan: from the first start to the last end of all ranks.
         idle: time in which ranks compute nothing, of all ranks together.
-        held: of each rank, the most (stage, micro-batch) whose activations it keeps at a time: from the start of their
-            forward to the end of their backward, or of their weight gradients.
+        held: for each rank, the maximum number of (stage, micro-batch) pairs whose activations it keeps at a time: from
+            the start of their forward to the end of their backward, or of their weight gradients.
     """
 
     times: Mapping[Instruction, tuple[float, float]]
@@ -189,16 +188,17 @@ def simulate(
     seconds: Mapping[str, float] | Callable[[Instruction], float] = UNITS,
     transfer: float = 0,
 ) -> Timeline:
-    """Run a schedule on paper: each rank computes its next instruction as soon as there is what it needs.
+    """Simulate a schedule: each rank computes its next instruction as soon as its inputs are ready.
 
     Args:
-        seconds: of each kind that the schedule has, by its letter; or a function that gives those of an instruction.
-        transfer: seconds from the end of an instruction to the start of one that needs its result, at another rank.
+        seconds: duration of each kind in the schedule, by its letter; or a function that returns an instruction's
+            duration.
+        transfer: seconds from the end of an instruction to the start of one that needs its result, on another rank.
 
     Raises:
         TypeError: no schedule, or seconds that are neither.
-        ValueError: seconds of a kind that there is not, or of not all that the schedule has; times that are not finite
-            numbers, 0 or more; ranks wait for each other for ever: names the instructions.
+        ValueError: seconds for an unknown kind, or not for all kinds in the schedule; times that are not finite numbers
+            of 0 or more; ranks that wait for each other forever, with the names of the instructions.
     """
     takes = _checked_seconds(schedule, seconds)
     _check_time("transfer", transfer)
@@ -337,7 +337,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def gpipe(ranks: int, micro_batches: int) -> Schedule:
-    """All forwards, then all backwards. Simple, and holds all micro-batches."""
+    """All forwards, then all backwards. It is simple, and holds all micro-batches."""
     every = range(micro_batches)
     return _one_stage_each(
         "gpipe", micro_batches, [[*_all("F", rank, every), *_all("B", rank, every)] for rank in range(ranks)]
@@ -345,7 +345,9 @@ def gpipe(ranks: int, micro_batches: int) -> Schedule:
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
-    """After as many forwards as ranks are behind, a forward and a backward by turns. Holds at most `ranks`."""
+    """After as many forwards as there are later ranks, forwards and backwards alternate. It holds at most `ranks`
+    micro-batches.
+    """
     lists = []
     for rank in range(ranks):
         ahead = min(ranks - 1 - rank, micro_batches)
@@ -358,10 +360,10 @@ def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
 
 
 def interleaved(ranks: int, micro_batches: int, stages_per_rank: int) -> Schedule:
-    """1F1B of several stages a rank, the layers in as many loops over the ranks: a smaller bubble, more transfers.
+    """1F1B with several stages a rank, the layers in as many loops over the ranks: a smaller bubble, more transfers.
 
-    Micro-batches go through a rank's stages in groups of about as many as there are ranks. Where `ranks` does not
-    divide `micro_batches`, groups are as equal as they can be, and at least so large.
+    Micro-batches go through a rank's stages in groups of about as many as there are ranks. If `ranks` does not divide
+    `micro_batches`, groups are as equal as possible, and at least that large.
     """
     rounds = max(1, micro_batches // ranks)
     groups = _shared_out(micro_batches, rounds)
@@ -381,9 +383,9 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int) -> Schedul
 
 
 def zb_h1(ranks: int, micro_batches: int) -> Schedule:
-    """1F1B with backwards split: a third of its bubble, the same memory. Weight gradients wait until a rank would idle.
+    """1F1B with split backwards: a third of its bubble, the same memory. Weight gradients wait until a rank would idle.
 
-    Rank r computes weight gradients r micro-batches late, so that it holds as many as the first rank does.
+    Rank r computes weight gradients r micro-batches late, so that it holds as many activations as the first rank does.
     """
     lists = []
     for rank in range(ranks):
@@ -399,10 +401,11 @@ def zb_h1(ranks: int, micro_batches: int) -> Schedule:
 
 
 def zbv(ranks: int, micro_batches: int) -> Schedule:
-    """Two stages a rank in the shape of a V, backwards split: idle only while the pipeline fills; the memory of 1F1B.
+    """Two stages a rank in the shape of a V, with split backwards: idle only while the pipeline fills; the memory of
+    1F1B.
 
-    The first half of the model goes down the ranks and the second half up again: the first rank has both ends, and with
-    them embedding and head. The order is that for forwards, input and weight gradients of equal length.
+    The first half of the model goes down the ranks and the second half up again. So the first rank has both ends,
+    including embedding and head. The order is that for forwards, input and weight gradients of equal length.
     """
     placement = tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
     lists = []
@@ -414,7 +417,8 @@ def zbv(ranks: int, micro_batches: int) -> Schedule:
 
 
 def _zbv_of(rank: int, ranks: int, micro_batches: int) -> Iterator[tuple[str, int, int]]:
-    """(kind, place of the stage, micro-batch) of a rank, for as many as fill the pipeline, if there are fewer."""
+    """(kind, position of the stage, micro-batch) of a rank, with enough micro-batches to fill the pipeline, even if
+    there are fewer."""
     most = max(2 * ranks - 1, micro_batches)
     made: Counter[tuple[str, int]] = Counter()
 
@@ -454,7 +458,7 @@ def _all(kind: str, stage: int, micro_batches: Sequence[int]) -> Iterator[Instru
 
 
 def _shared_out(number: int, parts: int) -> list[range]:
-    """The numbers from 0 on in consecutive parts as equal as can be, the larger ones first."""
+    """The numbers from 0 on in consecutive parts as equal as possible, the larger ones first."""
     least, more = divmod(number, parts)
     ends = [least * part + min(part, more) for part in range(parts + 1)]
     return [range(a, b) for a, b in pairwise(ends)]
@@ -462,11 +466,11 @@ def _shared_out(number: int, parts: int) -> list[range]:
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A schedule that can be asked for by its name.
+    """A schedule that can be requested by name.
 
     Attributes:
-        make: of (ranks, micro-batches, stages a rank).
-        stages: that a rank has; None: several, as many as one likes.
+        make: function of (ranks, micro-batches, stages per rank).
+        stages: stages per rank; None: any number from 2.
     """
 
     make: Callable[[int, int, int], Schedule]
@@ -483,16 +487,16 @@ SCHEDULES = {
 
 
 def schedule_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The schedule of a name.
+    """The schedule with that name.
 
     Args:
         name: of `SCHEDULES`.
-        ranks: of the pipeline.
-        micro_batches: of a step; may be fewer than there are ranks.
-        stages_per_rank: None: what the schedule has, 1 or 2; an interleaved one must be told.
+        ranks: number of ranks of the pipeline.
+        micro_batches: micro-batches of a step; may be fewer than the ranks.
+        stages_per_rank: None: the schedule's own, 1 or 2; an interleaved one needs a number.
 
     Raises:
-        TypeError: a name that is no str, or sizes that are no int.
+        TypeError: a name that is not a str, or sizes that are no int.
         ValueError: another name, sizes that are not positive, or stages that the schedule does not have.
     """
     if not isinstance(name, str):

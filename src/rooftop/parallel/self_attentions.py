@@ -1,8 +1,8 @@
-"""Causal self-attention whose heads tensor parallel ranks share.
+"""Causal self-attention with its heads split over tensor parallel ranks.
 
-Each rank has some heads of the queries with the heads of keys and values that these look at. Where there are fewer of
-the latter than ranks, several ranks hold the same one: their gradients are summed with those of all that is not split
-(`ModelGradients`).
+Each rank has some heads of the queries, with the heads of keys and values that they use. If there are fewer of the
+latter than ranks, several ranks hold the same one: their gradients are summed with those of parameters that are not
+split (`ModelGradients`).
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Ainslie et al., "GQA" (arXiv:2305.13245).
 """
@@ -33,36 +33,37 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Remembered(Protocol):
-    """What a layer's attention asks for the positions that are not in its input: of a cache, or of other ranks."""
+    """Supplies attention with positions that are not in its layer's input: from a cache, or from other ranks."""
 
     def attended(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Queries (B, H, S, D), keys and values (B, H_k, S, D) of new positions; (B, H, S, D)."""
+        """Queries (B, H, S, D), keys and values (B, H_k, S, D) of new positions; returns (B, H, S, D)."""
 
 
 class ParallelSelfAttention(nn.Module):
-    """Causal attention of a sequence to itself, and to what a cache or other ranks hold: (B, S, W) -> (B, S, W).
+    """Causal attention of a sequence to itself, and to the positions of a cache or of other ranks: (B, S, W) -> (B, S,
+    W).
 
-    With sequence parallelism what goes in and comes out is this rank's part of the sequence.
+    With sequence parallelism input and output are this rank's part of the sequence.
 
     Args:
         width: W, features of a position.
-        heads: of the queries.
-        kv_heads: of keys and values, which groups of queries share; None: as many.
+        heads: number of heads of the queries.
+        kv_heads: number of heads of keys and values, which groups of queries share; None: as many as `heads`.
         head_features: D, of each head; None: the heads share W evenly.
         bias: whether the linear layers have one.
         out_bias: whether the last of them has one; None: as the others.
-        norms_epsilon: of RMS norms of each head's queries and keys; None: there are none.
-        window: positions that a position sees, its own the last of them; None: all up to its own.
+        norms_epsilon: epsilon of RMS norms of each head's queries and keys; None: no such norms.
+        window: positions that a position attends to, up to and including itself; None: all up to itself.
         layer: its number, for the cache.
-        weights_dropout: of the weights of attention, which is then not the kernel but plain PyTorch while training.
-        dropout: of the result.
-        group: the ranks; None: this one is by itself.
+        weights_dropout: dropout of attention's weights; training then uses plain PyTorch, not the kernel.
+        dropout: dropout of the result.
+        group: the ranks; None: only this one.
         sequence_parallel: whether activations outside are split along the sequence.
-        selective: whether backward makes cheap tensors again (`rooftop.parallel.recomputing`).
+        selective: whether backward recomputes cheap tensors (`rooftop.parallel.recomputing`).
 
     Raises:
-        ValueError: heads that do not divide the width or each other, or that cannot be split among the ranks; a window
-            of no position.
+        ValueError: heads that do not divide the width or each other, or that cannot be split among the ranks; an empty
+            window.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class ParallelSelfAttention(nn.Module):
         self.qkv.gathers_again = selective
 
     def forward(self, x: Tensor, rotation: Rotation | None = None, cache: Remembered | None = None) -> Tensor:
-        """x (B, S, W); rotation: of queries and keys, if their positions turn them, of all positions."""
+        """x (B, S, W); rotation: of queries and keys for all positions, if they have rotary positions."""
         seen = self._attended(self._in_order(self.qkv(self._rows(x)), x.shape), rotation, cache)
         merged = self._merged(seen, x.shape)
         with self._again((merged,), lambda seen: (self._merged(seen, x.shape),), seen):
@@ -124,9 +125,9 @@ class ParallelSelfAttention(nn.Module):
         return self._dropped(self.out.with_bias(leaving.arrived()).view(x.shape))
 
     def _attended(self, projected: Tensor, rotation: Rotation | None, cache: Remembered | None = None) -> Tensor:
-        """Queries, keys and values in one, (B, S, features); what the heads here see, (B, H, S, D)."""
+        """From packed queries, keys and values, (B, S, features), to the results of this rank's heads, (B, H, S, D)."""
         parts = projected.split(list(self.qkv.parts.values()), -1)
-        # (B, S, H, D) of the heads here, and of fewer if they are in groups
+        # (B, S, H, D) of this rank's heads; keys and values have fewer heads if they are in groups
         *given, value = (part.unflatten(-1, (-1, self.head_features)) for part in parts)
         value = value.transpose(1, 2)
         query, key = self._turned(rotation, *given)
@@ -134,14 +135,14 @@ class ParallelSelfAttention(nn.Module):
             return self.attend(query, key, value) if cache is None else cache.attended(self, query, key, value)
 
     def _turned(self, rotation: Rotation | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys (B, S, H, D) as attention takes them, (B, H, S, D)."""
+        """Queries and keys (B, S, H, D) in the form for attention, (B, H, S, D)."""
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = query.transpose(1, 2), key.transpose(1, 2)
         return (query, key) if rotation is None else rope_pair(query, key, *rotation)
 
     def _merged(self, seen: Tensor, shape: torch.Size) -> Tensor:
-        """(B, H, S, D) as the output layer takes it, where this rank has the shape."""
+        """(B, H, S, D) in the form for the output layer, with this rank's shape."""
         return self._out_of_order(seen.transpose(1, 2).flatten(2), shape)
 
     def _again(
@@ -152,34 +153,34 @@ class ParallelSelfAttention(nn.Module):
     def _dropped(self, out: Tensor) -> Tensor:
         return out if self.dropout is None else self.dropout(out)
 
-    # Split along the sequence, positions go through the linear layers as rows in the order in which the ranks' parts
-    # arrive, (rank, B, S of a rank): only what attention reads and writes is copied to and from its place.
+    # Split along the sequence, positions pass through the linear layers as rows in the order in which the ranks' parts
+    # arrive, (rank, B, S of a rank): only attention's inputs and results are reordered.
 
     def _rows(self, x: Tensor) -> Tensor:
         """x (B, S, W), of this rank."""
         return x if self._ranks == 1 else x.flatten(0, 1)
 
     def _in_order(self, rows: Tensor, shape: torch.Size) -> Tensor:
-        """Rows of all positions, of which this rank has the shape; (B, S, features)."""
+        """Rows of all positions in sequence order, in this rank's shape; (B, S, features)."""
         if self._ranks == 1:
             return rows
         return rows.view(self._ranks, *shape[:2], rows.shape[-1]).transpose(0, 1).flatten(1, 2)
 
     def _out_of_order(self, seen: Tensor, shape: torch.Size) -> Tensor:
-        """The other way round."""
+        """The reverse of `_in_order`."""
         if self._ranks == 1:
             return seen
         return seen.unflatten(1, (self._ranks, shape[1])).transpose(0, 1).flatten(0, 2)
 
     @property
     def _ranks(self) -> int:
-        """Among whom the sequence is split."""
+        """The group that splits the sequence."""
         return place_in(self.qkv.group)[1] if self.qkv.sequence_parallel else 1
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Queries (B, H, S, D), the last of the positions of keys and values (B, H_k, T, D); (B, H, S, D)."""
+        """Queries (B, H, S, D), the last of the positions of keys and values (B, H_k, T, D); returns (B, H, S, D)."""
         queries, keys, window = query.shape[2], key.shape[2], self.window
-        if window is not None and keys >= queries + window:  # the first query does not see the first keys
+        if window is not None and keys >= queries + window:  # the first query does not attend to the first keys
             begin = keys - queries - window + 1
             key, value, keys = key[:, :, begin:], value[:, :, begin:], keys - begin
         narrow = window is not None and keys > window
@@ -192,7 +193,7 @@ class ParallelSelfAttention(nn.Module):
         return attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
     def attend_in_pytorch(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
-        """`attend_with_dropout`, whose weights backward makes again if recomputation is selective."""
+        """`attend_with_dropout`; with selective recomputation, backward computes its weights again."""
         dropout = self.weights_dropout
         assert dropout is not None
         if not self.selective or not torch.is_grad_enabled():
@@ -202,7 +203,9 @@ class ParallelSelfAttention(nn.Module):
 
 
 def _head_norm(features: int, epsilon: float | None, group: Group) -> RMSNorm | None:
-    """One weight for all heads. Each rank has it whole, and the gradient of its heads: these are summed over them."""
+    """One weight for all heads. Each rank has it whole, with the gradient of its own heads; these gradients are summed
+    over the ranks.
+    """
     if epsilon is None:
         return None
     norm = RMSNorm(features, eps=epsilon)
@@ -230,11 +233,11 @@ def _check(width: int, heads: int, kv_heads: int, head_features: int | None, gro
 
 
 def attend_with_dropout(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, dropout: nn.Module) -> Tensor:
-    """Attend in plain PyTorch: the weights (B, H, S, T) are a tensor, whose elements `dropout` drops.
+    """Attend in plain PyTorch: the weights (B, H, S, T) are a tensor, of which `dropout` drops elements.
 
     Args:
         query: (B, H, S, D). key, value: (B, H_k, T, D), where H_k divides H.
-        seen: True where a query sees a key; broadcastable to (B, H, S, T). Each query sees one at least.
+        seen: True where a query attends to a key; broadcastable to (B, H, S, T). Each query attends to at least one.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: data ranks share parameters, gradients and optimizer, by PyTorch's FSDP2.
+"""Fully sharded data parallelism: data ranks shard parameters, gradients and optimizer, with PyTorch's FSDP2.
 
                      +-- rows of rank 0 --+                       +-- rows of rank 0, summed
     a block's        |                    |  all-gather, computed |
@@ -6,13 +6,12 @@
                         float32, with the                            float32, what the optimizer steps
                         optimizer's state
 
-Each rank holds some rows of each parameter. A unit, such as a block, has its parameters whole only while it computes;
-the next one's are on their way meanwhile. What a rank holds of a tensor parallel layer is shared among the data ranks
-just as what is whole: the two ways of splitting know nothing of each other.
+Each rank holds some rows of each parameter. A unit, such as a block, has whole parameters only while it computes; those
+of the next unit are gathered meanwhile. The data ranks shard a tensor parallel rank's part in the same way as a whole
+parameter: the two ways of splitting are independent.
 
-`fully_shard` of PyTorch does all this. Here is how it is applied so that the numbers are those of every other layout:
-gradients are sums over the data ranks, as `ModelGradients` has them, and initial values are drawn for the rows that a
-rank holds and for nothing else.
+`fully_shard` of PyTorch does all this. It is applied so that the numbers equal those of every other layout: gradients
+are sums over the data ranks, as in `ModelGradients`, and initial values are drawn only for a rank's own rows.
 
 Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054); Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
 """
@@ -42,34 +41,35 @@ def fully_sharded(
     dtype: torch.dtype | None = None,
     kept: Sequence[nn.Module] = (),
 ) -> None:
-    """Share a model's parameters among data ranks, in place. Every rank of the group must call it.
+    """Shard a model's parameters over data ranks, in place. Every rank of the group must call it.
 
-    Afterwards parameters are DTensors, of which each rank has rows; backward leaves in them the sum over the data
-    ranks: a loss that is a mean must be divided by the targets of all ranks. Call the model itself, not its parts: its
-    own parameters are gathered then.
+    Afterwards parameters are DTensors, of which each rank holds rows. Backward stores in them the sum over the data
+    ranks, so a mean loss must be divided by the targets of all ranks. Call the model itself, not its parts: only then
+    are its own parameters gathered.
 
     Args:
         model: best on the meta device, so that no rank ever holds the whole; then `to_empty` gives it memory.
         units: modules in the model whose parameters are gathered together, each shortly before it runs, in order. The
-            model itself is the last one, with what no unit has. Modules that share a parameter belong to one unit.
+            model itself is the last one, with the parameters of no other unit. Modules that share a parameter belong to
+            one unit.
         data: the ranks; at least two.
         device_type: "cuda" or "cpu", of the group.
-        dtype: in which is computed and gathered; None: that of the parameters. They, their gradients and the sums of
-            these have that of the parameters, so that of float32 ones nothing is lost.
-        kept: units whose parameters stay gathered from forward to backward; best the ones that end forward.
+        dtype: the dtype in which parameters are gathered and used; None: their own. The parameters, their gradients and
+            the sums keep their own dtype, so that float32 ones lose nothing.
+        kept: units whose parameters stay gathered from forward to backward; best the last ones of forward.
 
     Raises:
-        ValueError: fewer than two ranks, parameters of several dtypes or none, units that are not in the model or given
-            twice, or `kept` ones that are no units.
+        ValueError: fewer than two ranks, parameters of several dtypes or none, units that are not in the model or
+            repeated, or `kept` ones that are not units.
     """
     if data is None or data.size() < 2:
         raise ValueError("fully_sharded: there are no data parallel ranks to share the parameters: leave it out")
     wide = _one_dtype(model)
     _check_units(model, units, kept)
     mesh = DeviceMesh.from_group(data, device_type, mesh_dim_names=("dp",))
-    # Blocks give views of what their kernels made, which nothing changes in place.
+    # Blocks return views of their kernels' results, which nothing changes in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-    # Inputs are not cast: the cosines and sines of positions are float32, and in bfloat16 they would be of no use.
+    # Inputs are not cast: the cosines and sines of positions are float32, and in bfloat16 they would be useless.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
     for module in (*units, model):
         stays = module is model or any(module is each for each in kept)
@@ -80,9 +80,10 @@ def fully_sharded(
 
 
 def sum_in_backward(model: nn.Module, wanted: bool) -> None:
-    """Say whether the next backward of a shared model sums gradients over the data ranks, which each has rows of.
+    """Set whether the next backward of a sharded model sums gradients over the data ranks; each then has its rows of
+    the sums.
 
-    Without, they are added up as a whole on each rank, which takes their memory, until a backward sums them.
+    Otherwise each rank accumulates them as a whole, which takes their memory, until a backward sums them.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -92,7 +93,7 @@ def sum_in_backward(model: nn.Module, wanted: bool) -> None:
 
 
 def _one_dtype(model: nn.Module) -> torch.dtype:
-    """That of all parameters, in which their gradients are summed."""
+    """The dtype of all parameters, in which their gradients are summed."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) != 1:
         found = " and ".join(sorted(str(dtype) for dtype in dtypes)) or "none"
@@ -114,12 +115,12 @@ def _check_units(model: nn.Module, units: Sequence[nn.Module], kept: Sequence[nn
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of a shared tensor, or another tensor itself; the same memory, without gradients."""
+    """This rank's part of a sharded tensor, or an unsharded tensor itself; the same memory, without gradients."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def part_like(parameter: Tensor, whole: Tensor) -> Tensor:
-    """Of a whole tensor what this rank holds of such a parameter, shared in the same way; on its device."""
+    """This rank's part of a whole tensor, split in the same way as a given parameter; on that parameter's device."""
     if not isinstance(parameter, DTensor):
         return whole
     start, rows = _rows_here(parameter)
@@ -135,7 +136,7 @@ def part_like(parameter: Tensor, whole: Tensor) -> Tensor:
 
 
 def shard_here(parameter: Tensor, shard: Shard | None) -> Shard:
-    """What this rank holds of a parameter that has been shared, of which its tensor parallel rank has `shard`.
+    """This rank's part of a sharded parameter, of which its tensor parallel rank holds `shard`.
 
     Args:
         shard: None: the whole parameter.
@@ -145,7 +146,7 @@ def shard_here(parameter: Tensor, shard: Shard | None) -> Shard:
 
 
 def _rows_here(parameter: DTensor) -> tuple[int, int]:
-    """(first row, rows) of this rank: as many for each, the last ones have fewer."""
+    """(first row, number of rows) of this rank: the same for each rank, but the last ones may have fewer."""
     index, count = parameter.device_mesh.get_local_rank(), parameter.device_mesh.size()
     rows = -(-parameter.shape[0] // count)
     start = min(index * rows, parameter.shape[0])

@@ -1,6 +1,6 @@
-"""Which part of a parameter a tensor parallel rank holds: one record for initial values, sums and norms of gradients.
+"""A tensor parallel rank's part of a parameter: one record for initial values, sums and norms of gradients.
 
-A layer that is split says it of each of its split parameters in its attribute `shards`; what has no record is whole on
+A split layer describes each of its split parameters in its attribute `shards`; parameters without a record are whole on
 every rank.
 """
 
@@ -17,11 +17,11 @@ from rooftop.kernels import Box
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows that are one part of the whole parameter.
+    """Rows of the whole parameter.
 
     Attributes:
-        box: which part.
-        holders: how many ranks hold the same, side by side in their group.
+        box: the part of the whole parameter.
+        holders: the number of ranks with the same rows, adjacent in their group.
         first: whether this rank is the first of them.
     """
 
@@ -30,7 +30,7 @@ class Piece:
     first: bool = True
 
     def rows(self, start: int, count: int) -> Piece:
-        """Of these rows `count` from `start` on."""
+        """`count` of these rows, from `start` on."""
         box = self.box
         begin = (box.start[0] + start * box.strides[0], *box.start[1:])
         return Piece(Box(box.shape, begin, (count, *box.size[1:]), box.stride), self.holders, self.first)
@@ -38,11 +38,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank holds of a parameter: pieces, one after another along the first dimension, and then padding.
+    """A rank's part of a parameter: pieces, one after another along the first dimension, and then padding.
 
     Attributes:
-        pieces: none where all is padding.
-        padding: rows behind them that the whole parameter does not have; they are 0 and get no gradient.
+        pieces: empty if all is padding.
+        padding: rows after them that the whole parameter does not have; they are 0 and get no gradient.
     """
 
     pieces: tuple[Piece, ...]
@@ -56,7 +56,7 @@ class Shard:
             row += piece.box.size[0]
 
     def rows(self, start: int, count: int) -> Shard:
-        """Of these pieces and padding the rows that data ranks share them by: `count` from `start` on."""
+        """A data rank's rows of these pieces and padding: `count` from `start` on."""
         pieces, row, end = [], 0, start + count
         for piece in self.pieces:
             first, last = max(start, row), min(end, row + piece.box.size[0])
@@ -66,7 +66,7 @@ class Shard:
         return Shard(tuple(pieces), count - sum(piece.box.size[0] for piece in pieces))
 
     def of(self, whole: Tensor) -> Tensor:
-        """What the rank holds of a whole parameter that is at hand: a new tensor."""
+        """The rank's part of a whole parameter: a new tensor."""
         held = [piece.box.of(whole) for piece in self.pieces]
         row = held[0].shape[1:] if held else whole.shape[1:]
         return torch.cat((*held, whole.new_zeros(self.padding, *row)))
@@ -82,14 +82,14 @@ def shards_of(model: nn.Module) -> dict[str, Shard]:
 
 
 def rows_of(name: str, whole: tuple[int, ...], start: int, rows: int, blocks: int, index: int, count: int) -> Piece:
-    """This rank's piece of the rows `start` to `start + rows` of a parameter, which are blocks that stay whole.
+    """This rank's piece of the rows `start` to `start + rows` of a parameter, which consist of indivisible blocks.
 
-    With more ranks than blocks several ranks hold the same block.
+    If there are more ranks than blocks, several ranks hold the same block.
 
     Args:
-        name: of these rows, for the error.
+        name: name of these rows, for the error.
         whole: the parameter's shape.
-        index, count: of the rank, and of the ranks.
+        index, count: index of the rank, and number of ranks.
 
     Raises:
         ValueError: blocks and ranks do not divide each other.
@@ -110,7 +110,9 @@ def rows_of(name: str, whole: tuple[int, ...], start: int, rows: int, blocks: in
 
 
 def padded_rows_of(whole: tuple[int, ...], index: int, count: int) -> Shard:
-    """This rank's rows of a parameter, the same number on each: the last ones are padding where they do not divide."""
+    """This rank's rows of a parameter, the same number on each rank: the last ones are padding if the ranks do not
+    divide them.
+    """
     rows = -(-whole[0] // count)
     start = min(index * rows, whole[0])
     held = min(rows, whole[0] - start)

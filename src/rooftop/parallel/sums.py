@@ -1,7 +1,7 @@
-"""Sums of many tensors over ranks, each begun as soon as it is there.
+"""Sums of many tensors over ranks, each started as soon as the tensor is ready.
 
-A tensor that is large enough for full bandwidth is summed where it lies. Small ones are copied together into a bucket,
-which is begun when it is full, and copied back in the end.
+A tensor that is large enough for full bandwidth is summed in place. Small ones are copied together into a bucket, whose
+sum starts when it is full, and copied back at the end.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ BUCKET_BYTES = 32 << 20
 
 
 class Sums:
-    """Of tensors over the ranks of a group, in place.
+    """Sums tensors over the ranks of a group, in place.
 
-    All ranks must add tensors of the same shapes and dtypes in the same order. Nobody may touch one between `add` and
-    `finish`.
+    All ranks must add tensors of the same shapes and dtypes in the same order. A tensor must not be used between `add`
+    and `finish`.
     """
 
     def __init__(self, group: Group) -> None:
@@ -30,7 +30,7 @@ class Sums:
 
     @torch.no_grad()
     def add(self, tensor: Tensor) -> None:
-        """Begin the sum of a large one, or of the bucket that has no room for a small one."""
+        """Start the sum of a large tensor, or of a bucket without room for a small one."""
         if tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous():
             self._large.append(start_sum(tensor, self.group))
             return
@@ -41,7 +41,7 @@ class Sums:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Begin what is left, and wait for all."""
+        """Start the remaining sums, and wait for all."""
         for bucket in self._buckets.values():
             self._begin(bucket)
         self._buckets.clear()

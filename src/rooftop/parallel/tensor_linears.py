@@ -1,4 +1,4 @@
-"""Linear layers that tensor parallel ranks share: by the features of the result, or by those of the input.
+"""Linear layers split over tensor parallel ranks: by the features of the result, or by those of the input.
 
                       ColumnParallelLinear        RowParallelLinear
     x  --------------+-- x @ A0.T -- h0 -- ... -- h0 @ B0.T --+
@@ -6,9 +6,9 @@
       parts of the   |                                        | each rank's part of
       sequence       +-- x @ A1.T -- h1 -- ... -- h1 @ B1.T --+ the sequence
 
-What goes in and comes out is the same on all ranks, or with sequence parallelism split along the sequence, dimension
--2; nothing is communicated between the two. In backward the sum of the input's gradient is on its way while the
-weight's gradient is computed.
+Input and output are the same on all ranks, or with sequence parallelism split along the sequence, dimension -2; nothing
+is communicated between the two layers. In backward the input gradient is summed while the weight's gradient is
+computed.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Korthikanti et al. (arXiv:2205.05198), section 4.2.
 """
@@ -45,29 +45,29 @@ from rooftop.parallel.turns import OnItsWay, begin_copy, begin_gather, begin_sca
 Split = tuple[bool, bool]
 """Whether the input is split along the sequence, and whether backward gathers it again."""
 KEPT = ("gelu", "gelu_tanh", "silu")
-"""Activations whose backward needs what is activated."""
+"""Activations whose backward needs their input."""
 SEQUENCE = -2  # the dimension of positions, in (B, S, W) and (S, W)
 
 
 class ColumnParallelLinear(Deferring, LinearAct):
-    """A linear layer, and an activation, of which each rank computes some of the features.
+    """A linear layer and an activation; each rank computes some of the features.
 
     Args:
-        in_features: of the input, which every rank has whole.
-        out_features: of the whole result; or of several linear layers of one input, name -> features, in the order in
-            which they lie in the result and in the rows of the weight: each is split by itself.
+        in_features: features of the input, which every rank has whole.
+        out_features: features of the whole result; or, for several linear layers of one input, name -> features, in
+            their order in the result and in the rows of the weight: each is split separately.
         bias: split as the features are.
-        activation: as of `rooftop.nn.LinearAct`.
-        blocks: name -> how many equal blocks, such as heads, its features are that stay whole. Fewer blocks than ranks:
-            several ranks hold the same one.
-        padded: of one layer: whether features may be no multiple of the ranks. All ranks have as many, the last of them
-            0 beyond those that there are.
+        activation: as in `rooftop.nn.LinearAct`.
+        blocks: name -> number of equal blocks, such as heads, into which its features may be split. Fewer blocks than
+            ranks: several ranks hold the same one.
+        padded: for one layer: whether the features need not be a multiple of the ranks. All ranks have the same number;
+            the last ranks pad with 0.
         group: the ranks; None: an ordinary layer.
         sequence_parallel: whether the input is split along dimension -2.
 
     Attributes:
         parts: name -> features on this rank, in their order.
-        deferral: where the weight's gradient may be left (`rooftop.parallel.deferred`); None: backward makes it.
+        deferral: may take the weight's gradient (`rooftop.parallel.deferred`); None: backward computes it.
         gathers_again: with sequence parallelism, whether only this rank's part of the input is kept for backward, which
             gathers the others' again.
 
@@ -116,12 +116,13 @@ class ColumnParallelLinear(Deferring, LinearAct):
     def forward(  # type: ignore[override]
         self, input: Tensor, residual: Tensor | None = None, *, with_before: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """input (..., S, in_features), with sequence parallelism this rank's part of S; (..., S, features here).
+        """input (..., S, in_features), with sequence parallelism this rank's part of S; returns (..., S, features
+        here).
 
-        With `with_before` also what was activated, without a gradient, as of `linear_act_and_before`.
+        With `with_before` also the activation's input, without a gradient, as in `linear_act_and_before`.
 
         Raises:
-            ValueError: a residual, on more ranks than one or with `with_before`.
+            ValueError: a residual, with more than one rank or with `with_before`.
         """
         if residual is not None and (self.group is not None or with_before):
             raise ValueError("ColumnParallelLinear: no residual fits a part of the features: add it after a row layer")
@@ -137,32 +138,32 @@ class ColumnParallelLinear(Deferring, LinearAct):
         return _column_product(input, self.weight, self.bias, self.activation, self.group, split, self.deferral)
 
     def entered(self, input: Tensor) -> Tensor:
-        """The input as this layer multiplies it: with sequence parallelism of all positions."""
+        """The input for this layer's product: with sequence parallelism all positions."""
         if self.sequence_parallel:
             return gather_of_ranks(input, SEQUENCE, self.group)
         return copy_to_ranks(input, self.group)
 
     def begin(self, input: Tensor) -> OnItsWay:
-        """What `entered` gives, on its way; `product_of` takes it."""
+        """Start the communication of `entered`; `product_of` takes the result."""
         input, *_ = under_autocast(input, self.weight)
         if self.sequence_parallel:
             return begin_gather(input, SEQUENCE, self.group)
         return begin_copy(input, self.group)
 
     def product_of(self, entered: Tensor) -> Tensor:
-        """The rest of `forward`, which exchanges nothing."""
+        """The rest of `forward`, without communication."""
         return product(entered, self.weight, self.bias, self.activation, None, self.deferral)
 
     def extra_repr(self) -> str:
-        """As of `rooftop.nn.LinearAct`, and what of the whole is here."""
+        """That of `rooftop.nn.LinearAct`, and this rank's part of the whole."""
         return f"{super().extra_repr()}{_said(self.group, self.sequence_parallel)}, parts={self.parts}"
 
 
 class RowParallelLinear(Deferring, LinearAct):
-    """A linear layer of which each rank multiplies some of the input's features; the sum of these is the result.
+    """A linear layer; each rank multiplies some of the input's features, and the result is the sum over ranks.
 
     Args:
-        in_features: of the whole input, of which each rank has its part.
+        in_features: features of the whole input; each rank holds a part of them.
         out_features: of the result.
         bias: whole on every rank; it is added to the sum.
         group: the ranks; None: an ordinary layer.
@@ -194,26 +195,27 @@ class RowParallelLinear(Deferring, LinearAct):
             self.shards["weight"] = Shard((Piece(Box.shard((out_features, in_features), 1, index, count)),))
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """input (..., S, features here); (..., S, out_features), with sequence parallelism this rank's part of S.
+        """input (..., S, features here); returns (..., S, out_features), with sequence parallelism this rank's part of
+        S.
 
         Raises:
-            ValueError: a residual, on more ranks than one; a sequence that cannot be split among the ranks.
+            ValueError: a residual, with more than one rank; a sequence that cannot be split among the ranks.
         """
         if self.group is None:
             return product(input, self.weight, self.bias, self.activation, residual, self.deferral)
         if residual is not None:
-            raise ValueError("RowParallelLinear: no residual: add it to the result")
+            raise ValueError("RowParallelLinear takes no residual: add it to the result")
         partial = product(input, self.weight, deferral=self.deferral)
         if self.sequence_parallel:
             total = scattered_sum_of_ranks(partial, SEQUENCE, self.group)
         elif torch.is_grad_enabled():
             total = sum_of_ranks(partial, self.group)
-        else:  # nobody else holds it: it is summed where it lies, which saves a copy
+        else:  # no other reference: it is summed in place, which saves a copy
             total = start_sum(partial, self.group)()
         return self.with_bias(total)
 
     def begin(self, input: Tensor) -> OnItsWay:
-        """The sum that `forward` gives, on its way; `with_bias` takes it."""
+        """Start the sum of `forward`; `with_bias` takes it."""
         partial = product(input, self.weight, deferral=self.deferral)
         if self.sequence_parallel:
             return begin_scattered_sum(partial, SEQUENCE, self.group)
@@ -224,7 +226,7 @@ class RowParallelLinear(Deferring, LinearAct):
         return total if self.bias is None else total + self.bias.to(total.dtype)
 
     def extra_repr(self) -> str:
-        """As of `rooftop.nn.LinearAct`, and how it is split."""
+        """That of `rooftop.nn.LinearAct`, and how it is split."""
         return f"{super().extra_repr()}{_said(self.group, self.sequence_parallel)}"
 
 
@@ -234,13 +236,15 @@ def _said(group: Group, sequence_parallel: bool) -> str:
 
 
 def _first_column(piece: Piece) -> Piece:
-    """The rows of a weight's piece as those of its bias."""
+    """The rows of a weight's piece as rows of its bias."""
     box = piece.box
     return Piece(Box(box.shape[:1], box.start[:1], box.size[:1]), piece.holders, piece.first)
 
 
 def under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The tensors as a linear layer takes them under autocast, so that what ranks exchange is as narrow."""
+    """The tensors in the dtype that a linear layer uses under autocast, so that ranks also exchange the narrower
+    dtype.
+    """
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         narrow = torch.get_autocast_dtype(x.device.type)
         return x.to(narrow), weight.to(narrow), None if bias is None else bias.to(narrow)
@@ -248,8 +252,8 @@ def under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tup
 
 
 def is_traced() -> bool:
-    """Whether torch.jit.trace records this call: what it makes has no autograd functions of Python. The compiler's own
-    tracing is none, and cannot ask for it."""
+    """Whether torch.jit.trace records this call: its result cannot contain autograd functions in Python. The compiler's
+    own tracing does not count, and cannot call this."""
     return not torch.compiler.is_compiling() and torch._C._is_tracing()
 
 
@@ -261,9 +265,9 @@ def product(
     residual: Tensor | None = None,
     deferral: Deferral | None = None,
 ) -> Tensor:
-    """`rooftop.kernels.linear_act`, whose weight's gradient may be left to a deferral.
+    """`rooftop.kernels.linear_act`, with a weight gradient that may be left to a deferral.
 
-    While training an activation is that of `linear_act_and_before`, whatever is recomputed.
+    While training, an activation is that of `linear_act_and_before`, whether or not it is recomputed.
     """
     training = torch.is_grad_enabled() and not is_traced()
     if deferral is None and activation in KEPT and residual is None and training:
@@ -289,7 +293,7 @@ def _column_product(
     return _ColumnProduct.apply(x, weight, bias, activation, group, split, None)  # type: ignore[no-any-return]
 
 
-@_disable_dynamo  # which, unlike torch.compiler.disable, does not import the compiler before it is needed
+@_disable_dynamo  # unlike torch.compiler.disable, this does not import the compiler before it is needed
 def _deferrable_product(
     x: Tensor,
     weight: Tensor,
@@ -299,12 +303,12 @@ def _deferrable_product(
     split: Split,
     deferral: Deferral,
 ) -> tuple[Tensor, Tensor]:
-    """Its backward leaves something behind, so torch.compile must not look into it."""
+    """Its backward has a side effect, so torch.compile must not trace it."""
     x, weight, bias = under_autocast(x, weight, bias)
     if not weight.requires_grad or not torch.is_grad_enabled():
         return _ColumnProduct.apply(x, weight, bias, activation, group, split, None)  # type: ignore[no-any-return]
-    # The graph does not lead to the weight, or its hooks would run without a gradient. A ticket in its place makes sure
-    # that there is a backward.
+    # The graph does not lead to the weight, since its hooks would run without a gradient. A ticket replaces the weight
+    # and makes sure that there is a backward.
     ticket, later = x.new_empty(0).requires_grad_(), (deferral, get_gradient_edge(weight))
     return _ColumnProduct.apply(  # type: ignore[no-any-return]
         x, weight.detach(), bias, activation, group, split, later, ticket
@@ -312,10 +316,10 @@ def _deferrable_product(
 
 
 class _ColumnProduct(torch.autograd.Function):
-    """(activation(x @ weight.T + bias) of a part of the features, what was activated, without a gradient).
+    """(activation(x @ weight.T + bias) for a part of the features, the activation's input, without a gradient).
 
-    x is kept as it was multiplied, of all positions: to gather it again in backward takes less memory, and keeps the
-    GPUs busy for longer."""
+    x is kept in gathered form, with all positions: gathering it again in backward would save memory, but keep the GPUs
+    busy for longer."""
 
     @staticmethod
     def forward(
@@ -340,7 +344,7 @@ class _ColumnProduct(torch.autograd.Function):
         ctx.activation, ctx.group, ctx.has_bias = activation, group, bias is not None
         ctx.later = later
         ctx.mark_non_differentiable(before)
-        ctx.set_materialize_grads(False)  # no zeros for what was activated
+        ctx.set_materialize_grads(False)  # no zeros for the activation's input
         return y.view(*whole.shape[:-1], weight.shape[0]), before
 
     @staticmethod
@@ -350,7 +354,7 @@ class _ColumnProduct(torch.autograd.Function):
             return (None,) * 8
         x, weight, before = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        # Beside the gradient of x, unless the weight's is left to later: until then the part takes less memory.
+        # It overlaps with the gradient of x, unless the weight's is deferred: until then the part takes less memory.
         gathering = start_gather(x, SEQUENCE, ctx.group) if ctx.gathers and for_weight else None
         shape = (*dy.shape[:-1], weight.shape[1])
         dz, dbias = dy.reshape(-1, dy.shape[-1]), None

@@ -21,7 +21,7 @@ class Termination:
     """Whether this process was asked to end.
 
     Attributes:
-        handler: what hears SIGTERM for us; None: the program's own handler does, or nobody asked us to.
+        handler: our handler of SIGTERM; None: the program's own handler receives it, or none was requested.
     """
 
     handler: object = None
@@ -30,7 +30,7 @@ class Termination:
 
     @property
     def asked(self) -> bool:
-        """Whether SIGTERM has come; asked by one thread."""
+        """Whether SIGTERM has arrived; only one thread calls this."""
         if self._ears is not None and not self._heard:
             with suppress(BlockingIOError):
                 self._heard = signal.SIGTERM in self._ears.recv(4096)
@@ -38,7 +38,7 @@ class Termination:
 
     @property
     def ours(self) -> bool:
-        """Whether nobody else in the program acts on it."""
+        """Whether no other part of the program handles it."""
         return self.handler is not None and signal.getsignal(signal.SIGTERM) is self.handler
 
 
@@ -49,7 +49,7 @@ _active: list[Termination] = []
 def heard_by_a_thread() -> Iterator[Termination]:
     """Within the block, SIGTERM only sets the `Termination`. A handler that the program installed is called as well.
 
-    Outside of the main thread, or where the program hears signals by a file already (asyncio), nothing is changed.
+    Outside of the main thread, or if the program already receives signals through a file (asyncio), nothing is changed.
     """
     termination = Termination()
     if threading.current_thread() is not threading.main_thread():
@@ -93,7 +93,7 @@ def _go_on() -> None:
 
 
 def _as_before() -> None:
-    """In a fork, such as a worker of a DataLoader: SIGTERM ends it as ever, and its parent does not hear of it."""
+    """In a fork, such as a worker of a DataLoader: SIGTERM ends it as usual, and does not reach its parent."""
     for termination in _active:
         signal.set_wakeup_fd(-1)
         if termination.ours:

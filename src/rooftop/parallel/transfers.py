@@ -1,15 +1,15 @@
-"""What the ranks of a pipeline send each other, in one order of all ranks: none can wait for ever.
+"""Sends and receives of a pipeline's ranks, in one order for all ranks: none can wait forever.
 
     steps = program_of(schedule, rank=1)
 
-A pair of ranks sends both ways, activations and gradients. NCCL carries out what a rank has posted one by one, so both
-ends must post in the same order, and a rank that posted a receive too early would hold up what it must send first. The
-order here is that in which the simulated schedule makes what is sent. Whatever a transfer waits for comes before it in
-that order, so the first transfer that is not done can always be done, however long instructions really take.
+A pair of ranks sends both ways, activations and gradients. NCCL executes a rank's posted operations one by one. So both
+ends must post in the same order, and a rank that posts a receive too early delays the sends after it. The order here is
+that in which the simulated schedule computes the data. Everything that a transfer waits for comes earlier in that
+order. So the first unfinished transfer can always be completed, however long instructions really take.
 
-A rank posts a receive ahead of the instruction that needs it, as far as the order allows: it is on its way while the
-instruction before is computed. On a GPU a receive that waits keeps multiprocessors from that instruction: there it is
-posted when it is needed.
+A rank posts a receive ahead of the instruction that needs it, as far as the order allows: the data arrive while the
+previous instruction is computed. On a GPU a waiting receive occupies multiprocessors that the instruction needs: there
+it is posted only when it is needed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from dataclasses import dataclass
 
 from rooftop.parallel.schedules import Instruction, Schedule, simulate
 
-AHEAD = 1  # instructions whose receives are posted early; each more holds a buffer more
+AHEAD = 1  # instructions whose receives are posted early; each needs one more buffer
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What an instruction makes, on its way to the next stage or the one before.
+    """An instruction's result, on its way to the next or the previous stage.
 
     Attributes:
-        number: its place in the order of all ranks.
-        made_by: the instruction whose result it is.
+        number: its index in the order of all ranks.
+        made_by: the instruction that computes it.
         source, target: ranks of the pipeline.
     """
 
@@ -56,7 +56,7 @@ Step = Receive | Send | Instruction
 
 
 def transfers_of(schedule: Schedule) -> list[Transfer]:
-    """All transfers between different ranks, in their order."""
+    """All transfers between different ranks, in order."""
     times, found = simulate(schedule).times, list[Transfer]()
     for each in sorted(times, key=lambda each: (times[each][1], each)):
         towards = stage_after(each, schedule.stages)
@@ -69,7 +69,7 @@ def transfers_of(schedule: Schedule) -> list[Transfer]:
 
 
 def stage_after(instruction: Instruction, stages: int) -> int | None:
-    """The stage that takes what an instruction makes; None: none."""
+    """The stage that needs an instruction's result; None if there is none."""
     if instruction.kind == "W":
         return None
     stage = instruction.stage + (1 if instruction.kind == "F" else -1)
@@ -77,10 +77,10 @@ def stage_after(instruction: Instruction, stages: int) -> int | None:
 
 
 def program_of(schedule: Schedule, rank: int, ahead: int = AHEAD) -> list[Step]:
-    """What a rank does in a step: its instructions, and when it posts its sends and receives, so many instructions
-    ahead. The others need not post them as early.
+    """A rank's program in a step: its instructions, and its sends and receives, posted up to `ahead` instructions
+    early. The others need not post them as early.
 
-    Receives and sends stand in the order of `transfers_of`. An instruction's receives come before it, its send directly
+    Receives and sends have the order of `transfers_of`. An instruction's receives come before it, its send directly
     after it.
     """
     waiting = [each for each in transfers_of(schedule) if rank in (each.source, each.target)]
@@ -89,7 +89,7 @@ def program_of(schedule: Schedule, rank: int, ahead: int = AHEAD) -> list[Step]:
     own, program = schedule.instructions[rank], list[Step]()
 
     def post_receives(until: int) -> None:
-        """Those up to a number, as long as no send that is not made yet comes first."""
+        """Post the receives up to a number, as long as no unfinished send comes first."""
         while waiting and waiting[0].number <= until and waiting[0].target == rank:
             program.append(Receive(waiting.pop(0)))
 

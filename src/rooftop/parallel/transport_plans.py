@@ -1,12 +1,12 @@
-"""Which transport context parallel attention takes, where the user names none: by a measured table, else by a formula.
+"""The transport of context parallel attention, if the user names none: from a measured table, or from a formula.
 
-The formula counts what a forward pass exposes on the busiest rank, seconds:
+The formula computes the exposed time of a forward pass on the busiest rank, in seconds:
 
     p2p          what a step's rows take beyond the work on those before, and a merge for each step
     all_gather   what all rows take beyond the work on a rank's own
     a2a          all that moves, since attention waits for it
 
-Backward moves and computes both about twice as much, so that it changes no choice.
+Backward takes about twice as long in both, so it changes no choice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RATE = 4e14
 """Rate of attention, flop/s: bfloat16, forward and backward, 32 k to 64 k positions, one H100
 (results/h100/context_attention.json)."""
 LINK = 1.5e11
-"""What a rank sends and receives at once over NVLink, bytes/s. Assumed: not measured yet."""
+"""A rank's simultaneous send and receive rate over NVLink, bytes/s. Assumed: not measured yet."""
 MERGE = 1.5e12
 """Bytes a second that a merge reads and writes. Assumed: about half of what an H100's memory gives."""
 START_S = 2e-5  # of an exchange
@@ -26,8 +26,8 @@ WIDTH = 2  # bytes of an element
 
 @dataclass(frozen=True)
 class Exchange:
-    """What decides: heads of queries and keys of a rank (after tensor parallel ranks), features of a head, positions of
-    a sequence, context parallel ranks, and whether layers have windows."""
+    """The properties that decide: heads of queries and keys of a rank (after tensor parallel ranks), features of a
+    head, positions of a sequence, context parallel ranks, and whether layers have windows."""
 
     heads: int
     kv_heads: int
@@ -49,7 +49,7 @@ class TransportPlan:
     Attributes:
         transport: one of `rooftop.parallel.TRANSPORTS`.
         reason: in words.
-        exposed_s: what the formula says of each that can do it.
+        exposed_s: the formula's estimate for each possible transport.
     """
 
     transport: str
@@ -59,7 +59,7 @@ class TransportPlan:
 
 @dataclass(frozen=True)
 class Measured:
-    """The fastest of those measured: forward and backward of so many ranks with at least so many positions."""
+    """The fastest measured transport: forward and backward with that many ranks and at least that many positions."""
 
     ranks: int
     least_length: int
@@ -71,7 +71,7 @@ TABLE = (Measured(ranks=2, least_length=32768, transport="p2p"),)
 
 
 def choose_transport(exchange: Exchange) -> TransportPlan:
-    """The transport for an exchange; "a2a+p2p" is never chosen: who is near whom is the user's to say."""
+    """The transport for an exchange; "a2a+p2p" is never chosen, since only the user knows which ranks are close."""
     exposed = {name: seconds for name, seconds in _exposed_s(exchange).items() if _can(name, exchange)}
     for row in TABLE:
         if row.ranks == exchange.ranks and exchange.length >= row.least_length and row.transport in exposed:

@@ -1,16 +1,15 @@
-"""Two halves of a batch in turn: what tensor ranks exchange of one half is on its way while the other is computed.
+"""Two halves of a batch in turns: tensor ranks communicate one half while they compute the other.
 
-A layer that ranks share ends with a sum over them, and the next one begins with what all have of it. A batch that is
-computed as a whole has nothing else to do meanwhile. Two halves have: each goes through its layers in phases, and they
-take turns. S, sums, and G, what is gathered, of the halves a and b, between their phases:
+A layer that ranks share ends with a sum over them, and the next layer begins with the whole result. Without halves, a
+rank has nothing to compute while it communicates. With two halves it has: each goes through its layers in phases, and
+the halves alternate. S (sums) and G (gathers) of the halves a and b, between their phases:
 
     computed   a first | b norm | a second | b first | a norm | b second | a first | b norm | ...
     exchanged    S of b         | G of b   |  S of a          |  G of a  |   S of b         | ...
 
-`first` is the linear layer that begins with what was gathered, `second` the rest up to the linear layer that ends with
-a sum, `norm` what follows on it. Backward goes the same way back: PyTorch computes first what was made last, and an
-exchange that began before a phase of the other half, and was awaited after it, begins and is awaited the other way
-round.
+`first` is the linear layer that begins with the gathered tensor, `second` the rest up to the linear layer that ends
+with a sum, `norm` the operation after the sum. Backward takes the reverse order: autograd runs the latest operations
+first. So an exchange that began before a phase of the other half and was awaited after it keeps this order in reverse.
 
 Source: Wang et al. 2024, "Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and Overlapping"
 (arXiv:2409.15241).
@@ -31,17 +30,17 @@ from rooftop.parallel.exchanges import Group, Pending, start_gather, start_scatt
 Start = Callable[[Tensor], Pending]
 Result = TypeVar("Result")
 Phases = Generator[None, None, Result]
-"""Computes a phase, and at each `yield` lets others do so."""
+"""Computes a phase, and at each `yield` lets other phases run."""
 
 
 def take_turns(
     halves: Sequence[Phases[Result]], turn_of: Callable[[int], AbstractContextManager[None]]
 ) -> list[Result]:
-    """Compute each a phase ahead of the one behind it, and give their results.
+    """Compute each half one phase ahead of the next, and return their results.
 
     Args:
-        halves: of a batch; they start to compute here.
-        turn_of: gives what surrounds a phase, by the place of its half.
+        halves: halves of a batch; their computation starts here.
+        turn_of: returns the context around a phase, by the index of its half.
     """
     done: dict[int, Result] = {}
 
@@ -62,11 +61,10 @@ def take_turns(
 
 
 class OnItsWay:
-    """What ranks exchange while something else is computed, and its gradient likewise.
+    """A communication that runs during other computation; so does its gradient's.
 
     Args:
-        x: what is exchanged.
-        there, back: begin the exchange of it, and of the gradient of what arrives.
+        x: tensor to exchange. there, back: start its exchange, and that of the result's gradient.
     """
 
     def __init__(self, x: Tensor, there: Start, back: Start) -> None:
@@ -79,14 +77,14 @@ class OnItsWay:
 
 
 def begin_gather(x: Tensor, dim: int, group: Group) -> OnItsWay:
-    """`gather_of_ranks` on its way."""
+    """Starts `gather_of_ranks`."""
     return OnItsWay(
         x, lambda given: start_gather(given, dim, group), lambda given: start_scattered_sum(given, dim, group)
     )
 
 
 def begin_scattered_sum(x: Tensor, dim: int, group: Group) -> OnItsWay:
-    """`scattered_sum_of_ranks` on its way.
+    """Starts `scattered_sum_of_ranks`.
 
     Raises:
         ValueError: the dimension cannot be split among the ranks.
@@ -97,12 +95,14 @@ def begin_scattered_sum(x: Tensor, dim: int, group: Group) -> OnItsWay:
 
 
 def begin_sum(x: Tensor, group: Group) -> OnItsWay:
-    """`sum_of_ranks` on its way. x is overwritten: nothing else may need it."""
+    """Starts `sum_of_ranks`. x is overwritten: nothing else may need it."""
     return OnItsWay(x, lambda given: start_sum(given, group), _already)
 
 
 def begin_copy(x: Tensor, group: Group) -> OnItsWay:
-    """`copy_to_ranks`: x at once, and its gradient on its way. It is overwritten: only one may take what arrives."""
+    """`copy_to_ranks`: x at once; the communication of its gradient runs during other computation. The gradient is
+    overwritten: only one function may use it.
+    """
     return OnItsWay(x, _already, lambda given: start_sum(given, group))
 
 
@@ -111,7 +111,7 @@ def _already(x: Tensor) -> Pending:
 
 
 class _Way:
-    """What is under way, one exchange after another; of a graph that is let go of nothing stays."""
+    """The exchanges under way, one after another; nothing stays of a graph that is dropped."""
 
     __slots__ = ("back", "pending", "there")
 
@@ -120,7 +120,7 @@ class _Way:
         self.pending: Pending | None = None
 
     def begin(self, start: Start, x: Tensor) -> Tensor:
-        """Something that takes the place of what is on its way."""
+        """Start an exchange, which replaces the one under way."""
         self.pending = start(x)
         return x.new_empty(0)
 

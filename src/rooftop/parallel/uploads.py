@@ -1,7 +1,7 @@
-"""Tensors from the host to where a rank computes, for which the host does not wait.
+"""Copies of tensors from the host to the rank's device, for which the host does not wait.
 
-CUDA copies from ordinary memory only after the stream has done all that was launched before, and the host waits for it.
-From pinned memory it does not.
+CUDA copies from ordinary memory only after the stream has finished all earlier launches, and the host waits for it.
+Copies from pinned memory do not wait.
 """
 
 from __future__ import annotations
@@ -11,5 +11,5 @@ from torch import Tensor
 
 
 def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on the CPU, on the device; there as it is."""
+    """A CPU tensor on the device; a tensor that is already there is returned unchanged."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

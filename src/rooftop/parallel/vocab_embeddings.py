@@ -1,4 +1,5 @@
-"""An embedding whose rows tensor parallel ranks share: each looks up the tokens that it has, the sum is the result.
+"""An embedding whose rows are split over tensor parallel ranks: each looks up its own tokens, and the sum is the
+result.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3.
 """
@@ -16,12 +17,13 @@ from rooftop.parallel.tensor_linears import SEQUENCE
 
 
 class VocabParallelEmbedding(Embedding):
-    """An embedding of which each rank has some of the rows.
+    """An embedding; each rank has some of the rows.
 
-    All ranks have as many rows; where they do not divide the vocabulary the last ones are padding, which no token has.
+    All ranks have equally many rows; if they do not divide the vocabulary, the last ones are padding, which no token
+    uses.
 
     Args:
-        vocabulary: tokens of the whole table.
+        vocabulary: number of tokens of the whole table.
         features: of each.
         group: the ranks; None: an ordinary embedding.
         sequence_parallel: whether the result is split along the sequence.
@@ -40,10 +42,11 @@ class VocabParallelEmbedding(Embedding):
         self.shards = {"weight": shard} if count > 1 else {}
 
     def forward(self, input: Tensor) -> Tensor:
-        """Tokens (..., S), int32 or int64, all on every rank; (..., S, D), with sequence parallelism a part of S.
+        """Tokens (..., S), int32 or int64, all on every rank; returns (..., S, D), with sequence parallelism a part of
+        S.
 
         Raises:
-            IndexError: a token that is none, on the CPU; on a GPU the program stops with a device error.
+            IndexError: an invalid token, on the CPU; on a GPU the program stops with a device error.
             ValueError: a sequence that cannot be split among the ranks.
         """
         if self.group is None:
@@ -57,7 +60,7 @@ class VocabParallelEmbedding(Embedding):
         return sum_of_ranks(found, self.group)
 
     def extra_repr(self) -> str:
-        """The table, and what of it is here."""
+        """The table, and this rank's part of it."""
         if self.group is None:
             return super().extra_repr()
         index, count = place_in(self.group)
@@ -69,7 +72,7 @@ class VocabParallelEmbedding(Embedding):
 def _check(tokens: Tensor, vocabulary: int) -> None:
     inside = ((tokens >= 0) & (tokens < vocabulary)).all()
     if tokens.device.type != "cpu":
-        torch._assert_async(inside)  # the device stops; nobody waits for it here
+        torch._assert_async(inside)  # the device stops; the host does not wait for it here
     elif not inside:
         wrong = tokens[(tokens < 0) | (tokens >= vocabulary)][0].item()
         raise IndexError(f"VocabParallelEmbedding: index out of range: token {wrong} of a vocabulary of {vocabulary}")

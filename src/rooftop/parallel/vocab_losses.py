@@ -1,9 +1,9 @@
-"""Cross entropy of logits whose vocabulary tensor parallel ranks share: the logits are never gathered.
+"""Cross entropy of logits whose vocabulary is split over tensor parallel ranks: the logits are never gathered.
 
-Each rank finds of its columns the maximum m, the sum of exponentials relative to it, the target's logit if it is here,
-and with label smoothing the sum of all. Two exchanges of a few numbers a row make of these what one rank would have:
-the maximum M of all, then the sums relative to M, s = sum of s_r exp(m_r - M). The gradient needs no exchange: each
-rank has its columns of softmax - one_hot. The loss of a row is that of `rooftop.kernels.cross_entropy`.
+Each rank computes for its columns the maximum m, the sum of exponentials relative to it, the target's logit if it is
+here, and with label smoothing the sum of all. Two exchanges of a few numbers a row combine these into the values of one
+rank: the maximum M of all, then the sums relative to M, s = sum of s_r exp(m_r - M). The gradient needs no exchange:
+each rank has its own columns of softmax - one_hot. `rooftop.kernels.cross_entropy` defines the loss of a row.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3.
 """
@@ -35,19 +35,19 @@ from rooftop.kernels.operands.dtypes import accumulator_dtype
 from rooftop.parallel.exchanges import Group, place_in, start_sum
 from rooftop.parallel.tensor_linears import under_autocast
 
-CHUNK_ELEMENTS = 1 << 24  # of logits at a time, so that what is between is 64 MiB in float32
+CHUNK_ELEMENTS = 1 << 24  # elements of logits at a time, so that intermediate values take 64 MiB in float32
 
 
 @dataclass(frozen=True)
 class Classes:
-    """Which classes are here, and the terms of the loss.
+    """This rank's classes, and the terms of the loss.
 
     Attributes:
         group: the ranks.
         vocabulary: classes of all ranks; columns beyond them are padding.
         start: the class of this rank's first column.
-        here: columns that are classes.
-        ignore_index, label_smoothing, z_loss: as of `rooftop.kernels.cross_entropy`.
+        here: number of columns that are classes.
+        ignore_index, label_smoothing, z_loss: as in `rooftop.kernels.cross_entropy`.
     """
 
     group: ProcessGroup
@@ -59,7 +59,7 @@ class Classes:
     z_loss: float
 
     def places(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The targets' columns here, 0 where they are not, and whether they are: (N,) both."""
+        """The targets' columns on this rank, 0 for others, and whether they are here: (N,) both."""
         column = target - self.start
         here = (column >= 0) & (column < self.here) & (target != self.ignore_index)
         return column.where(here, 0), here
@@ -69,8 +69,8 @@ class Classes:
 
 
 def own_statistics(x: Tensor, target: Tensor, classes: Classes) -> tuple[Tensor, Tensor]:
-    """Of logits (N, columns): their maximum (N,), and relative to it (3, N): the sum of exponentials, the target's
-    logit if it is here, and the sum of all logits."""
+    """Statistics of logits (N, columns): their maximum (N,), and relative to it (3, N): the sum of exponentials, the
+    target's logit if it is here, and the sum of all logits."""
     values = x[:, : classes.here].to(accumulator_dtype(x.dtype))
     if classes.here == 0:
         return values.new_full(values.shape[:1], -math.inf), values.new_zeros(3, len(values))
@@ -83,7 +83,9 @@ def own_statistics(x: Tensor, target: Tensor, classes: Classes) -> tuple[Tensor,
 
 
 def of_all_ranks(maximum: Tensor, sums: Tensor, target: Tensor, classes: Classes) -> tuple[Tensor, Tensor, Tensor]:
-    """(losses (N,), maximum and log of the sum of exponentials relative to it, (N,) both) of what each rank has."""
+    """(losses (N,), maximum and log of the sum of exponentials relative to it, (N,) both) from each rank's
+    statistics.
+    """
     most = maximum.clone()
     dist.all_reduce(most, dist.ReduceOp.MAX, group=classes.group)
     if classes.here:
@@ -107,7 +109,7 @@ def own_gradient(
     kept, spread = 1 - classes.label_smoothing, classes.label_smoothing / classes.vocabulary
     values = x[:, : classes.here].to(accumulator_dtype(x.dtype))
     power = ((values - maximum[:, None]) - logarithm[:, None]).exp_()
-    # Each term cancels by itself, as exactly as it can where a probability is near 1.
+    # Each term cancels separately, as exactly as possible for a probability near 1.
     made = power * kept
     if classes.here:
         column, here = classes.places(target)
@@ -122,7 +124,7 @@ def own_gradient(
 
 
 def _inverse(target: Tensor, mean: bool, classes: Classes, dtype: torch.dtype) -> Tensor:
-    """What a reduced loss is multiplied with, (): 1 / targets that count, 0 where none does; or 1."""
+    """The factor of a reduced loss, (): 1 / number of targets that count, 0 if there are none; or 1."""
     if mean:
         return inverse_of_count((target != classes.ignore_index).sum(), dtype)
     return torch.ones((), dtype=dtype, device=target.device)
@@ -152,7 +154,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss () of hidden (N, H) and this rank's rows of the weight; gradients are made in the forward pass."""
+    """The loss () of hidden (N, H) and this rank's rows of the weight; the forward pass computes the gradients."""
 
     @staticmethod
     def forward(
@@ -208,17 +210,16 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """`rooftop.kernels.cross_entropy` of logits of which each rank has some classes; they are not gathered.
+    """`rooftop.kernels.cross_entropy` for logits split by class over the ranks; they are not gathered.
 
-    All ranks of the group must call it together. What is between is float32 (float64 for float64), some rows at a time.
+    All ranks of the group must call it together. The arithmetic is float32 (float64 for float64), some rows at a time.
 
     Args:
         logits: (..., columns), this rank's classes, as many on each rank; bfloat16, float16, float32 or float64.
         target: (...), int64, classes of the whole vocabulary; the same on all ranks.
         group: the ranks, in the order of their classes; None: all classes are here.
-        vocabulary: classes that there are; None: all columns of all ranks. Those behind are padding and count for
-            nothing.
-        ignore_index, reduction, label_smoothing, z_loss: as of `rooftop.kernels.cross_entropy`.
+        vocabulary: number of classes; None: all columns of all ranks. Columns after them are padding and are ignored.
+        ignore_index, reduction, label_smoothing, z_loss: as in `rooftop.kernels.cross_entropy`.
 
     Returns:
         () or the shape of `target`, in the dtype of the logits; the same on all ranks. Each rank's backward gives the
@@ -263,17 +264,17 @@ def vocab_parallel_linear_cross_entropy(
     z_loss: float = 0.0,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """`vocab_parallel_cross_entropy` of hidden @ weight.T, of which only some rows are there at a time.
+    """`vocab_parallel_cross_entropy` of hidden @ weight.T; only some of its rows exist at a time.
 
-    The gradients are made in the forward pass, chunk by chunk; backward only scales them.
+    The forward pass computes the gradients, chunk by chunk; backward only scales them.
 
     Args:
-        hidden: (..., H), the same on all ranks. What comes back as its gradient is this rank's part of a sum: give it
-            through `copy_to_ranks` or `gather_of_ranks`.
+        hidden: (..., H), the same on all ranks. The returned gradient is this rank's part of a sum: pass hidden through
+            `copy_to_ranks` or `gather_of_ranks`.
         weight: (columns, H), this rank's rows, as many on each rank.
-        target, group, vocabulary, ignore_index, label_smoothing, z_loss: as of `vocab_parallel_cross_entropy`.
+        target, group, vocabulary, ignore_index, label_smoothing, z_loss: as in `vocab_parallel_cross_entropy`.
         reduction: "mean" or "sum".
-        chunk_size: rows at a time; None: as of `rooftop.kernels.linear_cross_entropy`.
+        chunk_size: rows at a time; None: as in `rooftop.kernels.linear_cross_entropy`.
 
     Returns:
         () in the dtype of hidden, float32 under autocast; the same on all ranks.
@@ -325,7 +326,7 @@ def _classes(
     label_smoothing: float,
     z_loss: float,
 ) -> Classes | None:
-    """What is here of the vocabulary; None: everything."""
+    """This rank's part of the vocabulary; None: all of it."""
     index, count = place_in(group)
     total = columns * count if vocabulary is None else vocabulary
     if not 0 < total <= columns * count:

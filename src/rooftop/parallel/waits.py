@@ -1,4 +1,4 @@
-"""Which ranks are waiting, for which collective and which rank, and for how long: worked out from all ranks' places."""
+"""Find which ranks are waiting, for which collective and which rank, and for how long, from all ranks' places."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Waits:
         """The longest wait, if it has lasted for `NOTE_S`; None if the rank that is awaited announced long work.
 
         Args:
-            places: of all ranks, by rank.
+            places: activities of all ranks, by rank.
             now: in seconds.
         """
         for rank, place in places.items():

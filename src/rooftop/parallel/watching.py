@@ -1,4 +1,4 @@
-"""A thread in each rank that makes sure no rank waits forever for one that has failed.
+"""A thread in each rank that makes sure no rank waits forever for a failed one.
 
 | what it sees | how | after |
 |---|---|---|
@@ -10,11 +10,12 @@
 | SIGTERM: the launcher ends all, since one is gone | `rooftop.parallel.terminations` | 0.2 s |
 | ranks that wait for one that is alive | flight recorders and places | `NOTE_S`: a note; `timeout_s`: an end |
 
-Each rank watches the next one on its machine, and the first rank of a machine the next machine. A rank that is alive is
-given `timeout_s`: it may compile, save or read, or keep Python's lock and so its own thread from counting.
+Each rank watches the next one on its machine, and the first rank of a machine watches the next machine. A live rank
+gets `timeout_s`: it may compile, save or read, or hold Python's lock and so keep its own thread from sending
+heartbeats.
 
-Who finds a failure asks all others what they wait for, and tells the failure in the store with that. Then each rank
-frees what waits in NCCL or gloo. A rank whose main thread does not end by itself is ended.
+The rank that detects a failure asks all others what they wait for, and writes the failure to the store with their
+answers. Then each rank ends its waits in NCCL or gloo. A rank whose main thread does not end by itself is killed.
 """
 
 from __future__ import annotations
@@ -53,16 +54,16 @@ from rooftop.parallel.waits import Waits, context
 WATCH_S = 0.2
 """How often a rank sends a heartbeat and checks whether another rank has failed."""
 SILENT_S = 20.0
-"""A rank on another machine without a sign of life for so long has failed. Signs come from a thread, whatever the rank
-computes; but code that keeps Python's lock keeps that thread from giving them."""
+"""A rank on another machine without a sign of life for this long has failed. A thread sends the signs, whatever the
+rank computes; but code that holds Python's lock stops that thread."""
 STOPPED_S = 8.0
-"""A rank of this machine that a signal has stopped for so long has failed."""
+"""A rank of this machine that a signal has stopped for this long has failed."""
 SILENCE_S = 3.0
 """After a broken connection or SIGTERM, a rank that sends no heartbeat for this long is considered gone."""
 NOTICING_S = 1.0
-"""All ranks notice a failure within this time. A stopped rank that is woken later finds no one to go on with."""
+"""All ranks notice a failure within this time. A stopped rank that is woken later finds no others to continue with."""
 TELLING_S = 1.0
-"""How long the rank that found a failure waits for the others to report what they are waiting for."""
+"""How long the rank that detected a failure waits for the others to report what they are waiting for."""
 ARRIVING_S = 0.6
 """A rank that is asked while it waits for nothing answers after this time: it may soon wait for the failed rank."""
 PLACE_S = 0.4
@@ -74,7 +75,7 @@ STUCK_S = 2.0
 LEAVING_S = 60.0
 """How long a program may take to leave the block after a failure before its process is ended."""
 ENDED = ("its process has ended", "their processes have ended")
-NO_TAG = (1 << 30) + 7  # of a message that nobody sends
+NO_TAG = (1 << 30) + 7  # of a message that is never sent
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,14 @@ class Watch:
     """A rank's watch over the others.
 
     Attributes:
-        store: of the block, of this thread.
+        store: this thread's store of the block.
         processes: of all ranks.
-        launcher: the process that started this rank and ends it; None: nobody known.
-        termination: whether this process is asked to end.
-        timeout_s: for how long ranks may wait for one that is alive.
-        failure: the first one, once it is noticed.
-        at: where this rank's GPU was then.
-        noticed: that there is one.
+        launcher: the process that started this rank and ends it; None: unknown.
+        termination: whether this process has received a request to end.
+        timeout_s: how long ranks may wait for a live one.
+        failure: the first failure, once it is noticed.
+        at: the position of this rank's GPU at that time.
+        noticed: whether there is a failure.
     """
 
     store: Any
@@ -133,7 +134,7 @@ class Watch:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Watch, within."""
+        """Watch within the block."""
         thread = threading.Thread(target=self._run, args=(self.store.clone(),), name="rooftop ranks", daemon=True)
         thread.start()
         try:
@@ -142,19 +143,19 @@ class Watch:
             self._stop.set()
             thread.join(timeout=10 * WATCH_S)
 
-    # ---- asked by the main thread ----
+    # ---- called by the main thread ----
 
     def tell(self, failure: Failure) -> str:
-        """The first failure of all ranks: this one, unless another is known."""
+        """Report a failure and return the first failure of all ranks: this one, unless another is known."""
         if not self.noticed.is_set():
             try:
                 return self._tell(self.store, failure)
-            except RuntimeError:  # the store is gone with who held it: the thread will say so
+            except RuntimeError:  # the store ended with the rank that ran it: the thread will report it
                 self.noticed.wait(2 * WATCH_S)
         return self.failure or failure.words
 
     def gone(self, error: BaseException) -> Failure | None:
-        """Which ranks are gone without a word, if an error of this rank may come of that. Takes `SILENCE_S`."""
+        """Which ranks have ended silently, if that may have caused this rank's error. It takes `SILENCE_S`."""
         try:
             before = beats(self.store, self.size)
             if self.noticed.wait(SILENCE_S):
@@ -186,7 +187,7 @@ class Watch:
                 )
         if not self.failure:
             return
-        self.at = all_places()  # a GPU that is freed goes on
+        self.at = all_places()  # a GPU that is freed continues
         self.noticed.set()
         abort_communication()
         if failure is not None:
@@ -217,13 +218,13 @@ class Watch:
             print(f"rooftop: {words}\n{stack}", file=sys.stderr, flush=True)
             os._exit(1)
 
-    # ---- what there is to find ----
+    # ---- detection of failures ----
 
     def _neighbour(self, store: Any) -> Failure | None:
         if self._next == self.rank:
             return None
         state, now = self.processes[self._next].state(), time.monotonic()
-        # A look that was late counts as one in time: a scheduler may have stopped both.
+        # A check that was late counts as one in time: a scheduler may have stopped both.
         passed_s, self._looked_there_at = min(now - self._looked_there_at, 2 * WATCH_S), now
         self._stopped_s = self._stopped_s + passed_s if state == STOPPED else 0.0
         if state == GONE:
@@ -288,7 +289,7 @@ class Watch:
         return Failure(words, tuple(ranks))
 
     def _let_wait(self, store: Any) -> Failure | None:
-        """Rank 0 looks who waits for whom, and rank 1 where that gives no signs of life."""
+        """Rank 0 checks which ranks wait for which, and rank 1 does if rank 0 gives no signs of life."""
         now = time.monotonic()
         if self.rank > 1 or now - self._looked_at < LOOK_S:
             return None
@@ -312,10 +313,10 @@ class Watch:
             print(words, file=sys.stderr, flush=True)
         return None
 
-    # ---- what ranks tell ----
+    # ---- reports of ranks ----
 
     def _tell(self, store: Any, failure: Failure) -> str:
-        """Tell all ranks of a failure, with what they await; gives the first one."""
+        """Tell all ranks about a failure, with what they wait for; returns the first failure."""
         words = failure.words
         if failure.culprits:
             store.set("asked", "1")
@@ -329,7 +330,7 @@ class Watch:
             poll(all_have_told, time.monotonic() + TELLING_S)
             words += context(places_of(store, range(self.size)), failure.culprits)
             for rank in failure.culprits:
-                store.set(f"seen/{rank}", "1")  # nobody waits for it to see
+                store.set(f"seen/{rank}", "1")  # no rank waits for this mark
         return str(store.compare_set("failed", "", words).decode())
 
     def _tell_place(self, store: Any, asked: bool = False) -> None:
@@ -347,7 +348,8 @@ class Watch:
         self._told = now, place
 
     def _operations(self, now: float, asked: bool) -> tuple[Operation, ...]:
-        """What this rank has launched and has not ended, if nothing has ended for a while or somebody asks."""
+        """The operations that this rank has launched and that have not ended, if nothing has ended for a while or
+        another rank asks."""
         if self.size == 1 or not self._recorder_works or not dist.is_initialized():
             return ()
         try:
@@ -356,14 +358,14 @@ class Watch:
                 self._moved = moved, now
             waits = any(launched > ended for _, launched, ended in moved) and now - self._moved[1] >= STUCK_S
             return unfinished(recorded(), ranks_of_groups()) if waits or asked else ()
-        except RuntimeError as error:  # of CUDA: nothing of the training depends on the recorder
+        except RuntimeError as error:  # a CUDA error: the training does not depend on the recorder
             self._recorder_works = False
             words = f"rooftop: note: rank {self.rank} cannot read PyTorch's flight recorder ({first_line(error)})"
             print(words, file=sys.stderr, flush=True)
             return ()
 
     def _wake(self, ranks: Iterable[int]) -> None:
-        """Let stopped ranks of this machine go on: they hear of the failure and end. Launchers wait for that."""
+        """Wake stopped ranks of this machine: they learn of the failure and end. Launchers wait for that."""
         for rank in ranks:
             if rank in self._here and self.processes[rank].state() == STOPPED:
                 with suppress(OSError):
@@ -378,7 +380,7 @@ class _Signs:
         self._last, self._silent_s, self._at = 0, 0.0, time.monotonic()
 
     def silent_s(self, store: Any) -> float:
-        """Seconds since any of them sent a heartbeat. A late check counts as a punctual one: the store was slow."""
+        """Seconds since the last heartbeat of any of these ranks. Time in which the store was slow does not count."""
         if not self.ranks:
             return 0.0
         total = sum(beats(store, self.ranks).values())
@@ -394,20 +396,21 @@ def beats(store: Any, ranks: int | Iterable[int]) -> dict[int, int]:
 
 
 def places_of(store: Any, ranks: Iterable[int]) -> dict[int, Place]:
-    """The last reported place of each rank; ranks that have reported none are left out."""
+    """The last reported place of each rank; ranks without one are omitted."""
     there = [rank for rank in ranks if store.check([f"place/{rank}"])]
     return {rank: Place.from_json(store.get(f"place/{rank}")) for rank in there}
 
 
 def note_interrupted() -> None:
-    """Remember what this rank waited for when it failed: what it has said, or else the last thing that it launched."""
+    """Remember what this rank waited for when it failed: what it reported, or else the last operation that it
+    launched."""
     last = newest(recorded(), ranks_of_groups()) if dist.is_initialized() and not place_here(()).awaited else None
     if last is not None:
         interrupted(last.words)
 
 
 def abort_communication() -> None:
-    """Free what waits in NCCL or gloo."""
+    """End waits in NCCL or gloo."""
     if not dist.is_initialized():
         return
     groups = sorted(dist.distributed_c10d._world.pg_names.items(), key=lambda item: item[1], reverse=True)
@@ -432,7 +435,7 @@ def _break_gloo(group: dist.ProcessGroup) -> None:
 
 
 def poll(done: Callable[[], bool], until: float) -> bool:
-    """Whether it is done before a time (of `time.monotonic`); asks ever more rarely."""
+    """Whether it is done before a time (of `time.monotonic`); the checks become less frequent."""
     pause_s = 0.001
     while not done():
         if time.monotonic() >= until:
@@ -443,5 +446,5 @@ def poll(done: Callable[[], bool], until: float) -> bool:
 
 
 def first_line(error: object) -> str:
-    """The first line of what an error says, without the address of the C++ source."""
+    """The first line of an error, without the address of the C++ source."""
     return re.sub(r"^\[[^]]*\.(cc|cpp|h|hpp):\d+\] ", "", (str(error).splitlines() or [""])[0])

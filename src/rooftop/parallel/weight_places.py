@@ -1,7 +1,7 @@
-"""Where a model has its parameters, and whether somebody has put others there since.
+"""The parameters of a model at their places, and whether others have replaced them since.
 
-`load_state_dict(..., assign=True)` and `module.weight = nn.Parameter(...)` put new tensors in the places of those that
-an optimizer, hooks and CUDA graphs know. Those would go on with the old ones, and training would have no effect.
+`load_state_dict(..., assign=True)` and `module.weight = nn.Parameter(...)` replace tensors that an optimizer, hooks and
+CUDA graphs refer to. Those would continue with the old ones, and training would have no effect.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 
 class WeightPlaces:
-    """The places of a model's parameters, with what was there when this was made.
+    """The places of a model's parameters, with the parameters at the time of creation.
 
     Args:
-        model: whose parameters are known elsewhere too.
+        model: the model whose parameters are referred to elsewhere.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,10 +27,10 @@ class WeightPlaces:
         ]
 
     def check(self, who: str) -> None:
-        """See that each place has the parameter that it had.
+        """Check that each place still has its original parameter.
 
         Raises:
-            RuntimeError: one has not; the message begins with `who`, and says what to do.
+            RuntimeError: one does not; the message begins with `who`, and has the remedy.
         """
         for name, _, found in self._replaced():
             what = "nothing" if found is None else "another tensor"
@@ -41,14 +41,13 @@ class WeightPlaces:
 
     @torch.no_grad()
     def take_back(self, who: str) -> dict[nn.Parameter, Tensor]:
-        """Put parameters back in their places, with the values of what stands there.
+        """Put parameters back in their places, with the present values.
 
-        Returns:
-            of each that was put back what had its place.
+        Returns: for each parameter that was put back, the tensor that had replaced it.
 
         Raises:
-            RuntimeError: it has another shape, or is gone; tied parameters got different values; data ranks share the
-                model (FSDP2). Then nothing has changed.
+            RuntimeError: a parameter has another shape, or is missing; tied parameters got different values; data ranks
+                share the model (FSDP2). Then nothing has changed.
         """
         taken: dict[nn.Parameter, Tensor] = {}
         replaced = list(self._replaced())
@@ -67,7 +66,9 @@ class WeightPlaces:
         return taken
 
     def _replaced(self) -> list[tuple[str, nn.Parameter, Tensor | None]]:
-        """Name, what was there, and what is. Of a shared parameter what is gathered for a while is no other one."""
+        """Name, original parameter, and present one. A sharded parameter that is gathered for a while is not a
+        replacement.
+        """
         return [
             (name, known, places.get(key))
             for places, key, name, known in self._places

@@ -1,4 +1,4 @@
-"""Numbers that users give, checked: what was given, and what was expected."""
+"""Checks of numbers that users give; errors say what was given and what was expected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 MAX_SIDE = 16384  # pixels
-LEAST, MOST = 1e-30, 1e30  # of lengths: float32 has them, and products of two with what a mesh has
+LEAST, MOST = 1e-30, 1e30  # of lengths: float32 holds them, and their products with a mesh's lengths
 
 MOST_SHOWN = 200  # letters of what was given
 
@@ -20,7 +20,7 @@ _shortened.maxlist = _shortened.maxtuple = 6
 
 
 def short(value: object) -> str:
-    """What was given, as a message shows it: of what is long the beginning and the end."""
+    """A value as error messages show it: only the beginning and the end of a long text."""
     if isinstance(value, np.ndarray) or type(value).__module__ == "torch":
         return f"{type(value).__name__} of shape {tuple(value.shape)}" if getattr(value, "ndim", 0) else repr(value)  # type: ignore[attr-defined]
     text = _shortened.repr(value)
@@ -31,7 +31,7 @@ def real_numbers(values: ArrayLike, name: str, expected: str) -> NDArray[np.floa
     """A copy, in float64.
 
     Raises:
-        ValueError: they are not all numbers, or complex.
+        ValueError: they are not all numbers, or are complex.
     """
     try:
         array = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
@@ -42,15 +42,15 @@ def real_numbers(values: ArrayLike, name: str, expected: str) -> NDArray[np.floa
         raise ValueError(f"{name}={short(values)}: expected {expected}") from error
 
 
-def whole_number(name: str, value: object, low: int, high: int, what: str = "a whole number") -> int:
-    """A whole number from `low` to `high`: a Python or NumPy integer.
+def whole_number(name: str, value: object, low: int, high: int, what: str = "an integer") -> int:
+    """An integer from `low` to `high`: a Python or NumPy integer.
 
     Raises:
-        ValueError: it is none, or outside; the message begins with `name`.
+        ValueError: it is no integer, or out of range; the message begins with `name`.
     """
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):  # what PyTorch and NumPy raise for fractions and several numbers
+    except (TypeError, ValueError, RuntimeError):  # PyTorch and NumPy raise these for fractions and several numbers
         number = None
     if number is None or not low <= number <= high:
         raise ValueError(f"{name}={short(value)}: expected {what} from {low} to {high}")
@@ -59,14 +59,14 @@ def whole_number(name: str, value: object, low: int, high: int, what: str = "a w
 
 def whole_pixels(name: str, value: object) -> int:
     """A number of pixels."""
-    return whole_number(name, value, 1, MAX_SIDE, "a whole number of pixels")
+    return whole_number(name, value, 1, MAX_SIDE, "an integer number of pixels")
 
 
 def number_in(name: str, value: object, low: float, high: float) -> float:
     """A number from `low` to `high`.
 
     Raises:
-        ValueError: it is none, or outside; the message begins with `name`.
+        ValueError: it is no number, or out of range; the message begins with `name`.
     """
     try:
         number = float(value)  # type: ignore[arg-type]

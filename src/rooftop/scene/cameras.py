@@ -1,4 +1,4 @@
-"""Where a picture is taken from: perspective, parallel, or as OpenCV describes a calibrated camera.
+"""Cameras: perspective, parallel, or with OpenCV's calibration.
 
 A camera looks along z, with x to the right and y down, and the centre of the pixel in column i and row j is at (i, j):
 OpenCV's conventions throughout.
@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from rooftop.scene.arguments import LEAST, MOST, number_in, real_numbers, short, whole_pixels
 
-MOST_ASIDE = 2.0**19  # pixels from the picture's corner to where the axis passes: half of what the rasterizer can reach
+MOST_ASIDE = 2.0**19  # pixels from the picture's corner to the axis: half of what the rasterizer can reach
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,9 +25,9 @@ class Camera:
     Attributes:
         world_to_camera: (4, 4) float64, a rotation and a shift.
         width, height: pixels.
-        fx, fy: pixels for one unit, seen from one unit away; of a parallel view, pixels for one unit.
+        fx, fy: pixels for one unit, seen from one unit away; in a parallel view, pixels for one unit.
         cx, cy: the pixel through which the axis passes.
-        near: world units along the axis; what is nearer is not shown. Depths are equally exact whatever it is.
+        near: world units along the axis; nearer surfaces are not shown. It does not affect the precision of depths.
         orthographic: whether all rays are parallel.
     """
 
@@ -55,7 +55,7 @@ class Camera:
                 "world_to_camera must be a rotation and a shift: its upper left 3 x 3 scales, shears or mirrors; put a "
                 "scale into the instances' transforms"
             )
-        matrix.setflags(write=False)  # the frame after this one asks where this camera was
+        matrix.setflags(write=False)  # the next frame needs this camera's position
         object.__setattr__(self, "world_to_camera", matrix)
 
     @classmethod
@@ -110,14 +110,14 @@ class Camera:
     def from_intrinsics(
         cls, K: ArrayLike, world_to_camera: ArrayLike, width: int, height: int, near: float = 0.01
     ) -> Camera:
-        """As OpenCV describes a camera without distortion.
+        """A camera without distortion, described as in OpenCV.
 
         Args:
             K: (3, 3), fx 0 cx, 0 fy cy, 0 0 1, in pixels.
             world_to_camera: (4, 4) or (3, 4), [R | t].
 
         Raises:
-            ValueError: K has skew or another form, or the matrix is no rotation and shift.
+            ValueError: K has skew or another form, or the matrix is not a rotation and shift.
         """
         k = np.asarray(K, dtype=np.float64)
         if k.shape != (3, 3) or k[0, 1] or k[1, 0] or np.any(k[2] != (0, 0, 1)):
@@ -135,7 +135,7 @@ class Camera:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for cameras that see the same."""
+        """Equal for cameras with the same view."""
         numbers = self.width, self.height, self.fx, self.fy, self.cx, self.cy, self.near, self.orthographic
         return self.world_to_camera.tobytes(), *numbers
 
@@ -147,7 +147,7 @@ class Camera:
 
     @property
     def corner_tangent(self) -> float:
-        """Of the angle between the axis and the farthest corner of the picture; of a parallel view 0."""
+        """Tangent of the angle between the axis and the farthest corner of the picture; 0 for a parallel view."""
         if self.orthographic:
             return 0.0
         x = max(abs(-0.5 - self.cx), abs(self.width - 0.5 - self.cx)) / self.fx
@@ -177,7 +177,7 @@ def checked_cameras(cameras: object) -> tuple[Camera, ...]:
     """One camera, or several in order.
 
     Raises:
-        ValueError: what was given is none.
+        ValueError: the argument is not a camera.
     """
     if not isinstance(cameras, Camera | Iterable):
         raise ValueError(f"cameras={short(cameras)}: expected a scene.Camera, or a list of them")
@@ -189,7 +189,7 @@ def checked_cameras(cameras: object) -> tuple[Camera, ...]:
 
 
 def same_size(cameras: Sequence[Camera]) -> tuple[int, int]:
-    """(width, height) of cameras that make one batch.
+    """(width, height) of cameras that form one batch.
 
     Raises:
         ValueError: there are none, or they differ.
@@ -226,6 +226,6 @@ def _looking(eye: ArrayLike, target: ArrayLike, up: ArrayLike) -> NDArray[np.flo
 
 
 def _cross(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of two vectors; `np.cross`, made for many, takes ten times as long."""
+    """The cross product of two vectors; `np.cross`, intended for many, takes ten times as long."""
     (ax, ay, az), (bx, by, bz) = a.tolist(), b.tolist()
     return np.array((ay * bz - az * by, az * bx - ax * bz, ax * by - ay * bx))

@@ -1,8 +1,8 @@
-"""Which pages a page needs, so that what it holds can be drawn beside pages that are not there.
+"""Which pages a page needs, so that it can be drawn while other pages are absent.
 
-A group of clusters may be drawn only where the clusters that replace it could be drawn, too: a renderer goes from those
-to the group, and leaves the group again by returning to them. So the page of a group needs the pages of all clusters
-that replace the group. Pages hold groups from the coarsest level to the finest: a page needs earlier pages alone.
+A group of clusters may be drawn only where the clusters that replace it could be drawn too: a renderer goes from those
+to the group, and back from the group to them. So the page of a group needs the pages of all clusters that replace the
+group. Pages hold groups from the coarsest level to the finest: a page needs only earlier pages.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class PageNeeds:
     """The pages that each page needs directly; those need others.
 
     Attributes:
-        starts: (pages + 1,) where those of each page begin in `pages`.
-        pages: all of them, page after page; of each page in ascending order.
+        starts: (pages + 1,) the start of each page's list in `pages`.
+        pages: needed pages, one list after another; each list in ascending order.
     """
 
     starts: Ints
@@ -34,13 +34,13 @@ class PageNeeds:
 
     @classmethod
     def between(cls, pages: int, fine: Ints, coarse: Ints) -> PageNeeds:
-        """From pairs of pages: `fine[k]` needs `coarse[k]`. Pairs may repeat; a page that needs itself is left out."""
+        """From pairs of pages: `fine[k]` needs `coarse[k]`. Pairs may repeat; a page that needs itself is ignored."""
         pairs = np.unique(np.stack([fine, coarse], 1)[fine != coarse], axis=0).reshape(-1, 2)
         return cls(np.searchsorted(pairs[:, 0], np.arange(pages + 1)), pairs[:, 1].copy())
 
     @classmethod
     def joined(cls, each: Iterable[PageNeeds]) -> PageNeeds:
-        """Of several files, their pages numbered one after another."""
+        """Combine several files, with consecutive page numbers."""
         starts, pages, first, held = [np.zeros(1, np.int64)], [np.zeros(0, np.int64)], 0, 0
         for needs in each:
             starts.append(needs.starts[1:] + held)
@@ -49,7 +49,9 @@ class PageNeeds:
         return cls(np.concatenate(starts), np.concatenate(pages))
 
     def wrong_at(self) -> int | None:
-        """The first page whose entry cannot be: it needs itself, a later page, or begins where it cannot."""
+        """The first page with an invalid entry: it needs itself or a later page, or its list begins in a wrong
+        place.
+        """
         count = len(self.starts) - 1
         starts_fit = (self.starts[1:] >= self.starts[:-1]) & (self.starts[1:] <= len(self.pages))
         if self.starts[0] != 0:

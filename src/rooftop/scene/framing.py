@@ -1,4 +1,4 @@
-"""From where a whole scene is seen: its outline, directions around it, and how far away a camera has all of it."""
+"""Framing of a whole scene: its outline, directions around it, and the distance from which a camera sees all of it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rooftop.scene.scenes import Scene
 
 Floats = NDArray[np.float64]
 
-THREE_QUARTERS = (-50.0, 25.0)  # degrees: azimuth and elevation of the view that nobody chose
-MARGIN = 0.94  # of the picture, that the scene may fill
-NEAR = 1e-5  # of the scene's size: depths are equally exact wherever the near plane is
-FEW = 256  # instances, of which the outline is found by their vertices
+THREE_QUARTERS = (-50.0, 25.0)  # degrees: azimuth and elevation of the default view
+MARGIN = 0.94  # of the picture that the scene may fill
+NEAR = 1e-5  # of the scene's size: the near plane does not affect the precision of depths
+FEW = 256  # up to this many instances: their outline is found from their vertices
 
 
 def outline(world: Scene) -> Floats:
-    """Points (N, 3) in the world that are seen where the scene is: vertices of its coarsest levels, or its boxes."""
+    """Points (N, 3) in the world on the scene: vertices of its coarsest levels, or its boxes."""
     mesh_of, transforms = world.placed.mesh_of, world.placed.transforms
     found = []
     for number, mesh in enumerate(world.meshes):
@@ -37,10 +37,10 @@ def outline(world: Scene) -> Floats:
 
 
 def around(up: Sequence[float]) -> Floats:
-    """(3, 3): two directions that are level, azimuth 0 and 90 degrees, and up.
+    """(3, 3): two horizontal directions, azimuth 0 and 90 degrees, and up.
 
     Raises:
-        InputError: `up` is no direction.
+        InputError: `up` is not a direction.
     """
     if len(up) != 3 or not np.isfinite(up).all() or not np.any(up):
         raise InputError(f"up={list(up)}: expected a direction, three numbers that are not all 0")
@@ -60,7 +60,9 @@ def outward(azimuth_degrees: float, elevation_degrees: float, up: Sequence[float
 
 
 def distance_that_frames(camera: Camera, points: Floats) -> float:
-    """How far from the target a perspective view has all points in the picture; points are given from the target."""
+    """The distance from the target at which a perspective view has all points in the picture; points are relative to
+    the target.
+    """
     x, y, z = camera.world_to_camera[:3, :3] @ points.T
     wide, high = (MARGIN * side / 2 / focal for side, focal in ((camera.width, camera.fx), (camera.height, camera.fy)))
     return float(max((np.abs(x) / wide - z).max(), (np.abs(y) / high - z).max(), (camera.near - z).max()))

@@ -1,4 +1,4 @@
-"""What a frame gives back."""
+"""The results of a frame."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ OUTPUTS = (
 
 @dataclass(frozen=True)
 class StreamingStats:
-    """Pages of a frame of a renderer with `pool_bytes`; `loaded` and `evicted` count since the frame before.
+    """Pages of a frame of a renderer with `pool_bytes`; `loaded` and `evicted` count since the previous frame.
 
     Attributes:
-        wanted: pages that the frame would draw from if it had them, `missing` of these were absent.
+        wanted: pages that the frame would draw from if it had them; `missing` of these were absent.
         resident: pages in the pool that a frame can draw from.
-        loaded, loaded_bytes: pages that were read, and their bytes; evicted: pages that were given up for others.
+        loaded, loaded_bytes: pages that were read, and their bytes; evicted: pages that were removed for others.
         resident_bytes, pool_bytes: of the slots that hold resident pages, and of all slots.
-        error_pixels: by how many pixels the picture may be off: `pixel_error` where nothing is missing, else more.
+        error_pixels: the possible error of the picture in pixels: `pixel_error` if nothing is missing, else more.
     """
 
     wanted: int
@@ -51,19 +51,20 @@ class StreamingStats:
 
 @dataclass(frozen=True)
 class FrameStats:
-    """What a frame had to do.
+    """The work of a frame.
 
     Attributes:
-        clusters, triangles: drawn, over all views. Shadow maps are not counted, here and in `levels`.
-        levels: of detail that were drawn, 0 the finest.
-        occluded: instances, nodes, groups and clusters that the frame before hid, and of which the second pass asked.
-        second_pass_clusters: of `clusters`, those that the second pass has found to be visible after all.
+        clusters, triangles: numbers drawn, over all views. Shadow maps are not counted, here and in `levels`.
+        levels: drawn levels of detail, 0 is the finest.
+        occluded: instances, nodes, groups and clusters that the previous frame hid, and that the second pass tested
+            again.
+        second_pass_clusters: those of `clusters` that only the second pass found visible.
         large_triangles: drawn in tiles, in shadow maps too.
-        shadow_maps: that were drawn for this frame; the others are those of the frames before.
-        stage_ms: milliseconds of each stage, where they were asked for.
-        streaming: of the pages, where the renderer has a pool.
-        nodes: of the trees of all instances, whose children culling has asked.
-        groups: whose clusters culling has asked: those are the candidates, `clusters` is what is left of them.
+        shadow_maps: number drawn for this frame; the others are from earlier frames.
+        stage_ms: milliseconds of each stage, if requested.
+        streaming: statistics of the pages, if the renderer has a pool.
+        nodes: nodes of all instances' trees whose children culling visited.
+        groups: groups that culling visited: their clusters are the candidates, and `clusters` counts those that remain.
     """
 
     clusters: int
@@ -81,7 +82,7 @@ class FrameStats:
 
 @dataclass(frozen=True)
 class GBuffer:
-    """Pictures of (views, height, width[, C]); None where one was not asked for.
+    """Pictures of (views, height, width[, C]); None for outputs that were not requested.
 
     Attributes:
         depth: float32, world units along the view's axis; inf is background.
@@ -90,21 +91,21 @@ class GBuffer:
         cluster: int32, its number in the mesh's file.
         triangle: int32, its number in the cluster, 0 to 127.
         level: int32, of detail; 0 is the finest.
-        uv: float32 (..., 2); nan is background, and where the mesh has none.
-        velocity: float32 (..., 2), pixels to the right and down since the renderer's frame before; 0 is background, nan
-            what was behind the camera then.
+        uv: float32 (..., 2); nan for background, and for meshes without uv.
+        velocity: float32 (..., 2), pixels to the right and down since the renderer's previous frame; 0 is background,
+            nan where the point was behind the camera then.
         material: int32.
-        coverage: bool, whether a surface covers the pixel's centre: what a stencil says, and a mask for the others.
+        coverage: bool, whether a surface covers the pixel's centre: it serves as a stencil, and as a mask for the
+            others.
         material_depth: float32, (material + 1) / 65536, exactly: a depth that equals that of a material's pixels and of
             no others; 0 is background.
         color: float32 (..., 3), 0 to 1, shaded, as displayed (sRGB); 0 is background.
         base_color: float32 (..., 3), 0 to 1, not shaded, in linear light: the material's colour times its texture times
-            the vertices' colour, or, of meshes that say nothing of their materials, what `color` shades; nan is
-            background.
+            the vertices' colour; for meshes without materials, the colour that `color` shades. nan is background.
         vertex_color: float32 (..., 3), 0 to 1, as stored in the mesh; nan for background and for meshes without.
-        overdraw: int32, how many triangles covered the pixel in what was drawn; 0 is background.
-        shadow: float32 (..., lights), which share of each light reaches the surface, in the order in which they were
-            added: 1 all of it, 0 none, as where the surface is turned away; nan is background.
+        overdraw: int32, the number of drawn triangles that covered the pixel; 0 is background.
+        shadow: float32 (..., lights), the share of each light that reaches the surface, in the order in which lights
+            were added: 1 is full light, 0 none, as on surfaces that face away; nan is background.
     """
 
     stats: FrameStats
@@ -129,7 +130,7 @@ class GBuffer:
         """An output by name.
 
         Raises:
-            KeyError: there is none of that name, or it was not asked for.
+            KeyError: the name is unknown, or the output was not requested.
         """
         value = getattr(self, name) if name in OUTPUTS else None
         if value is None:

@@ -1,6 +1,6 @@
-"""A geometry file opened: all but its pages read and checked at once, a page when it is asked for.
+"""An open geometry file: everything except its pages is read and checked at once, and a page on request.
 
-`Geometry.decode` is the reference for what a renderer's kernels read: the same words, in plain NumPy and float64.
+`Geometry.decode` is the reference for a renderer's kernels: it reads the same words, in plain NumPy and float64.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rooftop.scene.pages import groups_of, heads_of, wrong_in_page
 Words = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 
-LEVEL = ("clusters", "triangles", "error")  # what is said of a level of detail
+LEVEL = ("clusters", "triangles", "error")  # keys that describe a level of detail
 _NEEDED: dict[str, type | tuple[type, ...]] = {
     "origin": list,
     "bounds": list,
@@ -71,18 +71,18 @@ class DecodedCluster:
 
 
 class Geometry:
-    """A geometry file. It is mapped: replace it by renaming another one over it; whoever reads what was cut off from it
-    in place is ended by the system.
+    """A geometry file. It is memory-mapped: replace it by renaming another file over it. If it is truncated in place,
+    the system ends every process that reads the removed part.
 
     Attributes:
         path: of the file.
-        meta: what the file says of itself (docs/scene-format.md).
-        materials: what each material looks like, by its number; None where the file does not say.
-        nodes: (N, NODE_CHILDREN, CHILD_WORDS) int32, the tree; nodes_offset: where it begins, in bytes.
-        pages: how many there are.
-        page_offsets, page_lengths: (pages,) int64, in bytes; page_reach: how many clusters the tree says each has.
-        version: of the file's format.
-        size_bytes: of the file; image_bytes: of these, its textures'.
+        meta: the file's description of itself (docs/scene-format.md).
+        materials: the look of each material, by its number; None if the file does not say.
+        nodes: (N, NODE_CHILDREN, CHILD_WORDS) int32, the tree; nodes_offset: its start, in bytes.
+        pages: number of pages.
+        page_offsets, page_lengths: (pages,) int64, in bytes; page_reach: number of clusters of each by the tree.
+        version: version of the file's format.
+        size_bytes: size of the file; image_bytes: the part for textures.
         identity: device, inode, size and time of the last change of the file when it was opened.
     """
 
@@ -107,7 +107,7 @@ class Geometry:
         self.materials: tuple[Material, ...] | None = None
         self.image_bytes = sections[IMAGES][1] if IMAGES in sections else 0
         if TABLE in sections:
-            from rooftop.scene.material_sections import read_materials  # Pillow, which files without need not wait for
+            from rooftop.scene.material_sections import read_materials  # imports Pillow
 
             self.materials = read_materials(path, data, sections, self.meta.get("materials", 0))
         self._stored_needs = self._read_needs(*sections["needs"]) if "needs" in sections else None
@@ -117,7 +117,7 @@ class Geometry:
         """Open a file.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: the file does not exist.
             GeometryFileError: it is damaged or no geometry file.
         """
         path = Path(path)
@@ -128,21 +128,21 @@ class Geometry:
             return cls(path, data, identity_of(file.fileno()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Only the path is pickled: whoever unpickles it opens the file, also on another machine.
+        """Only the path is pickled: unpickling opens the file, also on another machine.
 
         Raises, there:
-            FileNotFoundError, GeometryFileError: as of `open`.
-            InputError: the file has other pages by now.
+            FileNotFoundError, GeometryFileError: as in `open`.
+            InputError: the file has other pages by then.
         """
         return _opened_again, (self.path.absolute(), self._content)
 
     @property
     def _content(self) -> int:
-        """Of a file with the same pages it is the same."""
+        """Files with the same pages have the same value."""
         return zlib.crc32(self._checksums.tobytes())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Geometry:
-        """It never changes."""
+        """Returns itself, since it never changes."""
         return self
 
     def page(self, page: int) -> Words:
@@ -160,7 +160,7 @@ class Geometry:
         return words
 
     def check_page(self, page: int, words: Words) -> None:
-        """Check the words of a page that were read from the file, by whatever way.
+        """Check the words of a page that was read from the file by any method.
 
         Raises:
             GeometryFileError: their checksum or their structure is wrong; it names the page and its offset.
@@ -174,7 +174,7 @@ class Geometry:
             raise GeometryFileError(self.path, f"page {page}: {wrong}", start)
 
     def check_sum(self, page: int, words: Words) -> None:
-        """Check the checksum alone.
+        """Check only the checksum.
 
         Raises:
             GeometryFileError: it is wrong.
@@ -185,7 +185,9 @@ class Geometry:
 
     @cached_property
     def needs(self) -> PageNeeds:
-        """Which pages each page needs. Files before version 3 do not say: all their pages are read for it, once."""
+        """Which pages each page needs. Files before version 3 do not state it: all their pages are read for it,
+        once.
+        """
         if self._stored_needs is not None:
             return self._stored_needs
         fine, coarse = [], []
@@ -214,8 +216,8 @@ class Geometry:
 
     @cached_property
     def root_pages(self) -> npt.NDArray[np.int64]:
-        """The pages, in ascending order, without which no picture is complete: those that nothing replaces, and what
-        they need."""
+        """The pages, in ascending order, that every complete picture needs: those without a replacement, and the pages
+        that they need."""
         children = self.nodes.reshape(-1, layouts.CHILD_WORDS)
         never = children[:, layouts.CHILD_ERROR].view(np.float32) == np.float32(layouts.NEVER)
         last = children[never & (children[:, layouts.CHILD_KIND] > 0), layouts.CHILD_AT]
@@ -230,11 +232,11 @@ class Geometry:
         return np.concatenate([groups_of(self.page(page)).view(np.uint32) for page in range(self.pages)])
 
     def clusters(self) -> npt.NDArray[np.uint32]:
-        """The heads (C, CLUSTER_COLUMNS) of all clusters, in order, as `layouts.py` has them unpacked."""
+        """The heads (C, CLUSTER_COLUMNS) of all clusters, in order, unpacked as in `layouts.py`."""
         return np.concatenate([self._heads(page).view(np.uint32) for page in range(self.pages)])
 
     def place(self, cluster: int) -> tuple[int, int]:
-        """The page of a cluster, and which of the page's clusters it is."""
+        """The page of a cluster, and its index in the page."""
         if not 0 <= cluster < self.meta["clusters"]:
             raise IndexError(f"cluster {cluster} of {self.path}, which has {self.meta['clusters']}")
         first = self.first_clusters()
@@ -301,7 +303,7 @@ class Geometry:
 
     @cached_property
     def attributes(self) -> int:
-        """What its pages are like: `HAS_NORMALS` and others of `layouts.py`, as bits."""
+        """The attributes of its pages: `HAS_NORMALS` and others of `layouts.py`, as bits."""
         has = {
             "has_normals": layouts.HAS_NORMALS,
             "has_uv": layouts.HAS_UV,
@@ -318,7 +320,7 @@ class Geometry:
         return int(struct.unpack_from("<i", self._data, at)[0])
 
     def _check_table(self, start: int, length: int, table: int) -> None:
-        """Pages lie within their section, one after another, at the places where they should begin."""
+        """Check that pages are within their section, one after another, at their expected positions."""
         ends = np.append(start, self.page_offsets + self.page_lengths)
         least = 4 * (layouts.PAGE_WORDS + layouts.GROUP_WORDS + layouts.HEAD_WORDS + layouts.NEW_WORDS + 1)
         fits = (self.page_offsets % 16 == 0) & (self.page_offsets >= ends[:-1]) & (ends[1:] <= start + length)
@@ -326,7 +328,7 @@ class Geometry:
         fits &= self.page_lengths <= layouts.PAGE_BYTES
         if not self.pages or not fits.all():
             wrong = int(np.argmin(fits)) if self.pages else 0
-            raise GeometryFileError(self.path, f"the table says of page {wrong} what cannot be", table + 16 * wrong)
+            raise GeometryFileError(self.path, f"the table has impossible values for page {wrong}", table + 16 * wrong)
 
     def _read_needs(self, start: int, length: int) -> PageNeeds:
         numbers = np.frombuffer(self._data, "<u4", length // 4, start).astype(np.int64)
@@ -335,11 +337,13 @@ class Geometry:
         needs = PageNeeds(numbers[: self.pages + 1], numbers[self.pages + 1 :])
         wrong = needs.wrong_at()
         if wrong is not None:
-            raise GeometryFileError(self.path, f"section needs says of page {wrong} what cannot be", start + 4 * wrong)
+            raise GeometryFileError(
+                self.path, f"section needs has impossible values for page {wrong}", start + 4 * wrong
+            )
         return needs
 
     def _check_nodes(self, start: int) -> None:
-        """Children stand after their parents, leaves name pages that are there: a walk comes to an end."""
+        """Check that children come after their parents, and leaves name existing pages, so that a traversal ends."""
         kind, at = self.nodes[:, :, layouts.CHILD_KIND], self.nodes[:, :, layouts.CHILD_AT]
         inner = kind == layouts.INNER
         own = np.arange(len(self.nodes))[:, None]
@@ -351,7 +355,9 @@ class Geometry:
         if not len(self.nodes) or not fits.all():
             node = int(np.argmin(fits.all(1))) if len(self.nodes) else 0
             size = 4 * layouts.NODE_CHILDREN * layouts.CHILD_WORDS
-            raise GeometryFileError(self.path, f"node {node} of the tree names what is not there", start + size * node)
+            raise GeometryFileError(
+                self.path, f"node {node} of the tree names something that does not exist", start + size * node
+            )
         leaf = kind > 0
         self.page_reach = np.zeros(self.pages, np.int64)
         ends = self.nodes[:, :, layouts.CHILD_FIRST].astype(np.int64) + kind
@@ -361,12 +367,12 @@ class Geometry:
 def _opened_again(path: Path, content: int) -> Geometry:
     found = Geometry.open(path)
     if found._content != content:
-        raise InputError(f"{path} has another mesh than when it was pickled: pickle what names it again")
+        raise InputError(f"{path} holds another mesh than when it was pickled: pickle the object again")
     return found
 
 
 def identity_of(descriptor: int) -> tuple[int, ...]:
-    """Of an open file: what changes if another file takes its name, or if it is written to."""
+    """The identity of an open file: it changes if another file takes its name, or if it is written to."""
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -415,7 +421,7 @@ def _meta(path: Path, data: mmap.mmap, start: int, length: int) -> dict[str, Any
     try:
         meta = json.loads(data[start : start + length])
     except (ValueError, RecursionError) as error:
-        raise GeometryFileError(path, f"its description is no JSON ({error})", start) from None
+        raise GeometryFileError(path, f"its description is not JSON ({error})", start) from None
     if isinstance(meta, dict):
         meta.setdefault("has_colors", False)  # files from before there were any
     for name, kind in _NEEDED.items():
@@ -424,7 +430,7 @@ def _meta(path: Path, data: mmap.mmap, start: int, length: int) -> dict[str, Any
     for name, shape in (("origin", (3,)), ("bounds", (2, 3))):
         if not _are_numbers(meta[name], shape):
             raise GeometryFileError(path, f"its description has no {name} of shape {shape}", start)
-    most = len(data) // 4  # of what takes a word or more
+    most = len(data) // 4  # for items of a word or more
     for name, low, high in (
         ("grid_exponent", -126, 100),
         ("uv_exponent", -126, 100),
@@ -449,7 +455,7 @@ def _is_level(level: object) -> bool:
 
 
 def _are_numbers(values: object, shape: tuple[int, ...]) -> bool:
-    """Whether these are nested lists of numbers that a float can be."""
+    """Whether these are nested lists of numbers that a float can represent."""
     if not shape:
         return isinstance(values, int | float) and abs(values) <= sys.float_info.max
     return isinstance(values, list) and len(values) == shape[0] and all(_are_numbers(v, shape[1:]) for v in values)
@@ -458,7 +464,7 @@ def _are_numbers(values: object, shape: tuple[int, ...]) -> bool:
 def _corners(
     new: npt.NDArray[np.int64], explicit: npt.NDArray[np.bool_], references: list[int], separate: bool
 ) -> npt.NDArray[np.int64]:
-    """The corners (T, 3) of triangles of which so many are new, as the table in `layouts.py` says."""
+    """The corners (T, 3) of triangles, `new` of which are new, as in the table in `layouts.py`."""
     left, count, before = iter(references), 0, [0, 0, 0]
     found: list[list[int]] = []
     for its, is_explicit in zip(new.tolist(), explicit.tolist(), strict=True):
@@ -478,7 +484,7 @@ def _corners(
 def _values(
     bits: npt.NDArray[np.uint8], start: int, count: int, widths: list[int]
 ) -> tuple[npt.NDArray[np.int64], int]:
-    """Rows of values of these widths, and where the next stream begins (in bits)."""
+    """Rows of values of these widths, and the start of the next stream (in bits)."""
     end = start + count * sum(widths)
     rows = bits[start:end].reshape(count, sum(widths)).astype(np.int64)
     ends = np.cumsum([0, *widths])

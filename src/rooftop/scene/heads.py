@@ -1,7 +1,7 @@
-"""The heads of clusters, between the rows of numbers that Python works with and the words that stand in a page.
+"""The heads of clusters: convert between the rows of numbers in Python and the words in a page.
 
 Version 4 packs them: a page of the finest level has no words for what its clusters replace, and a mesh without normals
-none for these. docs/scene-format.md and `layouts.py` say where everything is.
+has none for normals. docs/scene-format.md and `layouts.py` describe the positions.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _LENGTH_BITS = layouts.BOX_BITS - layouts.MANTISSA_BITS
 
 
 def head_words(replaces: bool, normals: bool, uv: bool) -> int:
-    """How many words a short head has."""
+    """Number of words of a short head."""
     return (
         layouts.HEAD_WORDS + layouts.REPLACED_WORDS * replaces + layouts.NORMAL_WORDS * normals + layouts.UV_WORDS * uv
     )
 
 
 def bit_lengths(values: npt.NDArray[np.integer]) -> Ints:
-    """How many bits each number (0 to 2^32 - 1) takes: 0 for 0."""
+    """The number of bits of each number (0 to 2^32 - 1): 0 for 0."""
     return np.frexp(values.astype(np.float64))[1].astype(np.int64)
 
 
@@ -116,8 +116,8 @@ def unpacked(heads: Words, replaces: bool, normals: bool, uv: bool) -> Words:
 
 
 def unpacked_old(heads: Words, normals: bool) -> Words:
-    """Rows (C, CLUSTER_COLUMNS) of heads (C, CLUSTER_WORDS) before version 4, whose references are counted from what
-    else they say."""
+    """Rows (C, CLUSTER_COLUMNS) of heads (C, CLUSTER_WORDS) before version 4; their number of references follows from
+    the other fields."""
     rows = np.zeros((len(heads), layouts.CLUSTER_COLUMNS), np.uint32)
     rows[:, : layouts.CLUSTER_WORDS] = heads
     counts = heads[:, layouts.CLUSTER_COUNTS].astype(np.int64)
@@ -130,7 +130,7 @@ def unpacked_old(heads: Words, normals: bool) -> Words:
 
 
 def _rounded_up(extents: Ints) -> Ints:
-    """Of extents below 2^31: how many bits each has, and those after its first one, rounded up."""
+    """For extents below 2^31: the number of bits of each, and the bits after its first one, rounded up."""
     lengths = bit_lengths(extents)
     leading = 1 << np.maximum(lengths - 1, 0)
     below = np.maximum(lengths - 1 - layouts.MANTISSA_BITS, 0)
@@ -143,4 +143,4 @@ def _extents(words: Ints) -> Ints:
     mantissas = words >> _LENGTH_BITS & (1 << layouts.MANTISSA_BITS) - 1
     below = np.maximum(lengths - 1 - layouts.MANTISSA_BITS, 0)
     extents = (1 << np.maximum(lengths - 1, 0)) + ((mantissas + 1) << below) - 1
-    return np.minimum(np.where(lengths > 0, extents, 0), (1 << lengths) - 1)  # whatever a damaged page says
+    return np.minimum(np.where(lengths > 0, extents, 0), (1 << lengths) - 1)  # a damaged page may contain anything

@@ -1,4 +1,4 @@
-"""Images of surfaces: read by Pillow from files, or given as texels; decoded or encoded when that is asked for."""
+"""Images of surfaces: read by Pillow from files, or given as texels; decoded or encoded on request."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ Bytes = npt.NDArray[np.uint8]
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TGA", "TIFF", "GIF", "DDS")  # as Pillow calls them
 MOST_SIDE = 1 << 14  # texels
-MOST_TEXELS = 1 << 27  # of an image: 0.5 GB on the device, and Pillow itself refuses 1.3 times as many
+MOST_TEXELS = 1 << 27  # of an image: 0.5 GB on the device; Pillow itself refuses 1.3 times as many
 _LIMIT = f"a texture has at most {MOST_SIDE} texels on a side and {MOST_TEXELS:,} in all: make it smaller"
 
 
 class Texture:
-    """An image of a surface: the file that it was, or texels. It is decoded or encoded when that is asked for.
+    """An image of a surface: the original file, or texels. It is decoded or encoded on request.
 
     Attributes:
-        name: what messages call it.
-        width, height: in texels.
+        name: name in messages. width, height: in texels.
     """
 
     def __init__(self, name: str, size: tuple[int, int], encoded: Callable[[], bytes] | None, texels: Bytes | None):
@@ -38,15 +37,15 @@ class Texture:
 
     @classmethod
     def of(cls, image: Any) -> Texture:
-        """A texture from whatever holds an image.
+        """A texture from any kind of image.
 
         Args:
             image: a path, a PIL image, or an array or tensor (H, W), (H, W, 1), (H, W, 3) or (H, W, 4) of uint8, or of
-                floats from 0 to 1; the first row is the top. Values are as displayed (sRGB). Alpha is left out.
+                floats from 0 to 1; the first row is the top. Values are as displayed (sRGB). Alpha is ignored.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            InputError: the file is no image that Pillow reads, or too large.
+            FileNotFoundError: the file does not exist.
+            InputError: the file is not an image that Pillow reads, or too large.
             TypeError, ValueError: values of another shape, dtype or range.
         """
         if isinstance(image, Texture):
@@ -64,20 +63,20 @@ class Texture:
 
     @classmethod
     def of_bytes(cls, content: bytes, name: str) -> Texture:
-        """An image file; its head is looked at.
+        """An image file; only its header is read.
 
         Raises:
-            InputError: it is no image that can be read, or it is too large.
+            InputError: it is not an image that can be read, or it is too large.
         """
         return cls(name, _size_of(content, name), lambda: content, None)
 
     @property
     def is_file(self) -> bool:
-        """Whether it is held as the file that it was, and not as texels."""
+        """Whether it is held as the original file, not as texels."""
         return self._encoded is not None
 
     def encoded(self) -> bytes:
-        """As an image file: the one that it was, else a PNG."""
+        """As an image file: the original one, else a PNG."""
         if self._encoded is not None:
             return self._encoded()
         file = io.BytesIO()
@@ -98,7 +97,7 @@ class Texture:
                 found = np.asarray(_in_rgb(image))
         except InputError:
             raise
-        except Exception as error:  # whatever a decoder meets in a damaged file
+        except Exception as error:  # a decoder may raise anything for a damaged file
             what = f"{type(error).__name__}: {error}"
             raise InputError(f"{self.name} cannot be decoded ({what}); it may be damaged") from error
         if found.shape[:2] != (self.height, self.width):
@@ -120,10 +119,10 @@ def _opened(content: bytes, name: str) -> Image.Image:
             return Image.open(io.BytesIO(content), formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise InputError(f"{name} is too large ({error}); {_LIMIT}") from error
-    except Exception as error:  # whatever a decoder meets
+    except Exception as error:  # any error of a decoder
         expected = ", ".join(FORMATS)
-        why = str(error).partition(" <_io.")[0]  # Pillow names the memory where it looked
-        raise InputError(f"{name} is no image that can be read ({why}); expected {expected}") from error
+        why = str(error).partition(" <_io.")[0]  # Pillow's message contains a memory address
+        raise InputError(f"{name} is not an image that can be read ({why}); expected {expected}") from error
 
 
 def _check_size(size: tuple[int, int], name: str) -> None:
@@ -135,14 +134,13 @@ def _check_size(size: tuple[int, int], name: str) -> None:
 
 
 def _in_rgb(image: Image.Image) -> Image.Image:
-    """Any mode in 8 bits of red, green and blue; 16 bits of grey are rounded to these, those of colours are cut off by
-    Pillow."""
+    """Any mode in 8 bits of red, green and blue; 16-bit grey is rounded, and Pillow truncates 16-bit colours."""
     if image.mode in ("I;16", "I;16L", "I;16B", "I"):
         rounded = np.rint(np.asarray(image.convert("I")).clip(0, 65535) / 257)
         return Image.fromarray(rounded.astype(np.uint8)).convert("RGB")
     if image.mode == "F":
         return Image.fromarray(np.rint(255 * np.asarray(image).clip(0, 1)).astype(np.uint8)).convert("RGB")
-    if image.mode == "La":  # which Pillow converts to nothing else
+    if image.mode == "La":  # Pillow converts it to no other mode
         image = image.convert("LA")
     if "A" in image.mode or "a" in image.mode or "transparency" in image.info:
         return image.convert("RGBA").convert("RGB")
@@ -152,7 +150,7 @@ def _in_rgb(image: Image.Image) -> Image.Image:
 def _of_array(image: Any) -> Bytes:
     """(H, W, 3) of an array or tensor."""
     detached = image.detach().cpu() if hasattr(image, "detach") else image
-    if str(getattr(detached, "dtype", "")) == "torch.bfloat16":  # which NumPy has not
+    if str(getattr(detached, "dtype", "")) == "torch.bfloat16":  # NumPy lacks it
         detached = detached.float()
     array = np.asarray(detached)
     if array.dtype.kind not in "uif":

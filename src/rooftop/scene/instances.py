@@ -53,14 +53,14 @@ class Instances:
         return range(first, self.count)
 
     def move(self, numbers: NDArray[np.int64], transforms: Floats) -> None:
-        """Set transforms (N, 4, 4) of existing instances, each named once. Unchanged transforms are not logged."""
+        """Set transforms (N, 4, 4) of existing instances, each given once. Unchanged transforms are not logged."""
         differ = (self._transforms[numbers] != transforms).reshape(-1, 16)
         moved = differ.view(np.uint64).any(1)  # eight at a time
         self._transforms[numbers] = transforms
         self.changes.note(numbers[moved], self.count)
 
     def remove(self, numbers: NDArray[np.int64]) -> None:
-        """Remove existing instances, each named once."""
+        """Remove existing instances, each given once."""
         self._mesh_of[numbers] = REMOVED
         self.live -= len(numbers)
         self.changes.note(numbers, self.count)
@@ -86,7 +86,7 @@ class Changes:
         self.version = 0
         self._log: deque[tuple[int, NDArray[np.int64]]] = deque()
         self._logged = 0  # rows in it
-        self._from = 0  # the version since when it tells all
+        self._from = 0  # the earliest version that the log covers
 
     def note(self, rows: NDArray[np.int64], count: int) -> None:
         """Log a change of these rows, out of `count`."""
@@ -104,7 +104,7 @@ class Changes:
         if version < self._from:
             return None
         rows = [changed for made, changed in self._log if made > version]
-        if len(rows) == 1:  # each named once
+        if len(rows) == 1:  # each given once
             return np.sort(rows[0])
         return np.unique(np.concatenate(rows)) if rows else np.zeros(0, np.int64)
 
@@ -135,7 +135,7 @@ def first_flat(linear: Floats, ratio: float, least: float) -> int | None:
     """The first linear map (N, 3, 3) whose largest singular value is below `least`, or whose smallest is below `ratio`
     times its largest; None if there is none."""
     size = np.sqrt((linear * linear).sum((1, 2)))  # at least the most, and at most sqrt(3) of it
-    # The least is at least |determinant| / most^2: who is upright by that needs no singular values.
+    # The smallest is at least |determinant| / most^2: maps that pass by this bound need no singular values.
     doubtful = np.flatnonzero((abs(_determinants(linear)) < 2 * ratio * size**3) | (size < 2 * least))
     if not len(doubtful):
         return None
@@ -145,6 +145,6 @@ def first_flat(linear: Floats, ratio: float, least: float) -> int | None:
 
 
 def _determinants(linear: Floats) -> Floats:
-    """(N,) of (N, 3, 3): written out, which takes a seventh of the time of NumPy's decomposition of each."""
+    """(N,) of (N, 3, 3), written out: it takes a seventh of the time of NumPy's decomposition of each."""
     a, b, c, d, e, f, g, h, i = linear.reshape(-1, 9).T
     return a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)  # type: ignore[no-any-return]

@@ -1,80 +1,80 @@
-"""Where everything stands in a geometry file: counted in 32-bit words, little endian. docs/scene-format.md explains it.
+"""The layout of a geometry file: counted in 32-bit words, little endian. docs/scene-format.md explains it.
 
-The builder writes these words, and the kernels read them as they are: a page is the same bytes on disk and on the
-device. Lengths are in object units, relative to the mesh's origin; grid coordinates are integers, a power of two of
+The builder writes these words, and the kernels read them without conversion: a page has the same bytes on disk and on
+the device. Lengths are in object units, relative to the mesh's origin; grid coordinates are integers, a power of two of
 object units apart.
 """
 
 from __future__ import annotations
 
 MAGIC = b"ROOFTOPG"
-VERSIONS = (1, 2, 3, 4)  # that are read: 2 has colours, 3 says which pages a page needs, 4 has short heads and fans
-VERSION = 4  # that is written
+VERSIONS = (1, 2, 3, 4)  # readable: 2 has colours, 3 lists the pages that a page needs, 4 has short heads and fans
+VERSION = 4  # the version that is written
 PAGE_BYTES = 128 << 10  # at most
 
-# As docs/scene-format.md lists them: magic, version, sections, length of the file, CRC-32 of the table, zero;
-# name, offset, length, CRC-32, zero; offset, length, CRC-32 of a page. The section "needs" has pages + 1 uint32, where
-# the list of each page begins and the last one ends, and behind them all lists: the pages that a page needs.
+# As in docs/scene-format.md: magic, version, sections, length of the file, CRC-32 of the table, zero; name, offset,
+# length, CRC-32, zero; offset, length, CRC-32 of a page. The section "needs" has pages + 1 uint32, the start of each
+# page's list and the end of the last one, and then all lists: the pages that a page needs.
 HEADER, HEADER_BYTES = "<8sIIQII", 32
 SECTION, SECTION_BYTES = "<8sQQII", 32
 PAGE_ENTRY = [("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")]
 
-# What the pages of a file are like, as bits: which attributes it has, and whether its heads are short (version 4).
+# The attributes of a file's pages, as bits: its vertex attributes, and whether its heads are short (version 4).
 HAS_NORMALS, HAS_UV, HAS_COLORS, SHORT_HEADS = 1, 2, 4, 8
 
 MAX_TRIANGLES = 128  # of a cluster
 MAX_VERTICES = 255
-NEVER = 3.4028234663852886e38  # the parent error of what nothing replaces: the largest float32
+NEVER = 3.4028234663852886e38  # the parent error of clusters without a replacement: the largest float32
 
 # ---- a page: its head, the records of its groups, the heads of its clusters, their streams, one word of zeros ------
 
 PAGE_WORDS = 4  # of the head
 PAGE_CLUSTERS, PAGE_GROUPS, PAGE_FIRST_CLUSTER, PAGE_LENGTH = range(PAGE_WORDS)  # the third counts over all pages
-# The word PAGE_GROUPS has the groups in its lower bits, then how many words the head of a cluster has (0: a page before
-# version 4), then whether these heads say what the clusters replace.
+# The word PAGE_GROUPS has the number of groups in its lower bits, then the number of words of a cluster's head (0: a
+# page before version 4), then whether these heads include what the clusters replace.
 PAGE_GROUP_BITS, PAGE_HEAD_BITS = 16, 8
 PAGE_REPLACES = 1 << PAGE_GROUP_BITS + PAGE_HEAD_BITS
 MOST_CLUSTERS = (1 << 11) - 1  # of a page
 
 GROUP_WORDS = 8
-GROUP_SPHERE = 0  # 4 float32: centre and radius of what decides when the group's clusters are too fine
-GROUP_ERROR = 4  # float32: of the clusters that replace them, or NEVER
+GROUP_SPHERE = 0  # 4 float32: centre and radius of the sphere that decides when the group's clusters are too fine
+GROUP_ERROR = 4  # float32: error of the clusters that replace them, or NEVER
 GROUP_FIRST, GROUP_COUNT = 5, 6  # its clusters, within the page
 GROUP_NUMBER = 7  # over all pages
 
-# The head of a cluster. In a page it is short (see below); what reads and writes pages unpacks it into a row of
-# CLUSTER_COLUMNS. Its first CLUSTER_WORDS are the head as it stands in pages before version 4.
+# The head of a cluster. In a page it is short (see below); code that reads and writes pages unpacks it into a row of
+# CLUSTER_COLUMNS. Its first CLUSTER_WORDS are the head as in pages before version 4.
 CLUSTER_WORDS = 21
-CLUSTER_SPHERE = 0  # 4 float32: the sphere of the group that it replaces; zeros where the page does not say
-CLUSTER_ERROR = 4  # float32: how far it is from the surface, or how wide parts in it are; 0 at the finest level
+CLUSTER_SPHERE = 0  # 4 float32: the sphere of the group that it replaces; zeros if the page does not include it
+CLUSTER_ERROR = 4  # float32: its distance from the surface, or the width of parts in it; 0 at the finest level
 CLUSTER_BASE = 5  # 3 int32: grid coordinates of the lowest corner
-CLUSTER_EXTENT = 8  # 3 uint32: the size of the box; as many bits has a position along that axis
+CLUSTER_EXTENT = 8  # 3 uint32: the size of the box; its bits are those of a position along that axis
 CLUSTER_EDGE = 11  # before version 4, float32: the longest edge
 CLUSTER_COUNTS = 12  # triangles - 1 (8 bits), vertices - 1 (8), bits of a reference (8), level (8), from the lowest bit
-CLUSTER_STREAMS = 13  # where its streams begin, in words from the page's beginning
+CLUSTER_STREAMS = 13  # the start of its streams, in words from the page's beginning
 CLUSTER_GROUP = 14  # before version 4, its group, within the page
 CLUSTER_MATERIAL = 15  # or MIXED: then each triangle has its own
 CLUSTER_SOURCE = 16  # the number of the group that it replaces, over all pages; -1 at the finest level
 CLUSTER_UV_BASE, CLUSTER_UV_EXTENT = 17, 19  # 2 int32 and 2 uint32, as for positions
 CLUSTER_REFERENCES = 21  # how many references it has
 CLUSTER_MASKS = 22  # how its corners are stored: SEPARATE before version 4, else FANS or FANS_AND_EXPLICIT
-CLUSTER_NORMAL_BASE, CLUSTER_NORMAL_EXTENT = 23, 25  # 2 each: the lowest numbers, and how far the others are above
+CLUSTER_NORMAL_BASE, CLUSTER_NORMAL_EXTENT = 23, 25  # 2 each: the lowest numbers, and the range above them
 CLUSTER_COLUMNS = 27
 MIXED = -1
 SEPARATE, FANS, FANS_AND_EXPLICIT = 0, 1, 2
 
-# A short head. HEAD_WORDS are always there; then, in pages with PAGE_REPLACES, REPLACED_WORDS; then NORMAL_WORDS and
+# A short head. HEAD_WORDS are always present; then, in pages with PAGE_REPLACES, REPLACED_WORDS; then NORMAL_WORDS and
 # UV_WORDS, if the mesh has them.
 HEAD_WORDS, REPLACED_WORDS, NORMAL_WORDS, UV_WORDS = 6, 6, 1, 3
 HEAD_BASE = 0  # as CLUSTER_BASE
 HEAD_COUNTS = 3  # triangles - 1 (7 bits), vertices - 1 (8), level (8), references (9)
-HEAD_BOX = 4  # of each axis, BOX_BITS: how many bits the extent has (5), and the MANTISSA_BITS after the first one
+HEAD_BOX = 4  # for each axis, BOX_BITS: the number of bits of the extent (5), and the MANTISSA_BITS after the first one
 BOX_BITS, MANTISSA_BITS = 9, 4  # so a box is at most 1/16 wider than its cluster
 HEAD_REFERENCE_AT, HEAD_EXPLICIT_AT = 27, 30  # then, in HEAD_BOX: bits of a reference - 1 (3), has a third mask (1)
-HEAD_STREAMS = 5  # where its streams begin (15 bits), is it mixed (1), its material (16)
+HEAD_STREAMS = 5  # the start of its streams (15 bits), whether it is mixed (1), its material (16)
 HEAD_SPHERE, HEAD_ERROR, HEAD_SOURCE = 6, 10, 11  # as CLUSTER_SPHERE, ...: the words of a page with PAGE_REPLACES
-# Of normals, one word: the lowest two numbers (NORMAL_BITS each), and how many bits what is above them has (4 each).
-# Of texture coordinates, three: the lowest u and v, and how many bits what is above them has (5 each).
+# For normals, one word: the lowest two numbers (NORMAL_BITS each), and the bits of the offsets from them (4 each). For
+# texture coordinates, three words: the lowest u and v, and the bits of the offsets from them (5 each).
 NORMAL_WIDTH_BITS, UV_WIDTH_BITS = 4, 5
 
 # ---- the streams of a cluster, each beginning at a word --------------------------------------------------------------
@@ -110,8 +110,8 @@ MAX_DEPTH = 48  # nodes from the root to a group
 CHILD_WORDS = 16
 CHILD_CENTER, CHILD_HALF = 0, 3  # float32: the box around all that is drawn below
 CHILD_SPHERE, CHILD_ERROR = 6, 10  # float32: at least as large as those of all groups below
-CHILD_KIND = 11  # how many clusters the group has; INNER: another node; 0: there is no child
+CHILD_KIND = 11  # the number of clusters of the group; INNER: another node; 0: there is no child
 CHILD_AT = 12  # the node, or the page
-CHILD_FIRST = 13  # of the clusters, within the page
+CHILD_FIRST = 13  # first of the clusters, within the page
 CHILD_GROUP = 14  # the group's number
 INNER = -1

@@ -1,12 +1,12 @@
-"""What lights a scene, and from where each light looks at it: the views of its shadow maps.
+"""The lights of a scene, and the views of their shadow maps.
 
     scene.add_light(DirectionalLight((1, 0.5, -2)))
     scene.add_light(SpotLight((0, 0, 3), (0, 0, -1), angle_degrees=40))
 
-A directional light has a map for each cascade of each camera: a part of what the camera sees, near ones small and so
-finer. A cascade is a sphere around that part, whose size does not change as the camera moves and turns, and its map
-moves by whole texels: what stands still has the same shadow in every frame. A spot light has one map, a point light
-six.
+A directional light has a map for each cascade of each camera: a part of the camera's view; near parts are small and so
+have finer maps. A cascade is a sphere around that part. Its size does not change as the camera moves and rotates, and
+its map moves by whole texels, so a static scene has the same shadows in every frame. A spot light has one map, a point
+light six.
 
 Source: Zhang et al. 2006, "Parallel-Split Shadow Maps for Large-scale Virtual Environments"; Valient 2008, "Stable
 Rendering of Cascaded Shadow Maps"; attenuation by distance as of glTF's KHR_lights_punctual.
@@ -27,14 +27,14 @@ from rooftop.scene.arguments import LEAST, MOST, number_in, real_numbers, short,
 from rooftop.scene.cameras import Camera
 
 MOST_CASCADES = 8
-UNIFORM = 0.2  # of the way from logarithmic borders of cascades to equal ones
-NEAREST = 1 / 500  # of the distance: where the first cascade begins, if the camera's near plane is not farther
-MARGIN = 2  # texels at each edge of a map that no pixel of its cascade falls on
-NEAR_OF_RANGE = 1e-3  # where spot and point lights begin to cast shadows, of how far they reach
+UNIFORM = 0.2  # position between logarithmic borders of cascades and equal ones
+NEAREST = 1 / 500  # of the distance: the start of the first cascade, if the camera's near plane is not farther
+MARGIN = 2  # texels at each edge of a map that no pixel of its cascade uses
+NEAR_OF_RANGE = 1e-3  # distance from which spot and point lights cast shadows, relative to their range
 
 Floats = NDArray[np.float64]
 Vector = Sequence[float]
-"""Three numbers; anything that NumPy takes for them is kept as a tuple."""
+"""Three numbers; anything that NumPy accepts is kept as a tuple."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class DirectionalLight:
     """A light as far away as the sun.
 
     Attributes:
-        direction: into which it shines, in the world; of any length.
-        color: (3,) of what faces it, 0 or more; 1 is white.
+        direction: the direction in which it shines, in the world; of any length.
+        color: (3,) on surfaces that face it, 0 or more; 1 is white.
         cascades: maps for each camera, 1 to 8.
         size: texels along each edge of a map.
         distance: how far from the camera there are shadows, in world units; None: a power of two beyond the scene's
@@ -69,7 +69,7 @@ class DirectionalLight:
 
         Args:
             cameras: of the frame.
-            bounds: (2, 3), a box around all that casts shadows.
+            bounds: (2, 3), a box around all objects that cast shadows.
         """
         return [view for camera in cameras for view in self._cascades_of(camera, bounds)]
 
@@ -99,10 +99,10 @@ class SpotLight:
 
     Attributes:
         position: in the world.
-        direction: of the cone's axis, of any length.
-        angle_degrees: of the whole cone, up to 160; beyond it there is no light.
-        color: (3,) of what faces it one unit away.
-        range: how far it reaches, in world units; there it has faded to nothing.
+        direction: direction of the cone's axis, of any length.
+        angle_degrees: angle of the whole cone, up to 160; there is no light outside it.
+        color: (3,) on surfaces that face it one unit away.
+        range: its range, in world units, at which the light has faded to nothing.
         size: texels along each edge of its map.
         soft: the outer part of the cone over which light fades, 0 to 1.
     """
@@ -125,7 +125,7 @@ class SpotLight:
         object.__setattr__(self, "soft", number_in("soft", self.soft, 0.0, 1.0))
 
     def maps(self, cameras: Sequence[Camera], bounds: Floats) -> list[Camera]:
-        """As of `DirectionalLight`: one, whatever the cameras."""
+        """As for `DirectionalLight`: one map, whatever the cameras."""
         turn = _turn_along(np.asarray(self.direction))
         wide = math.tan(math.radians(self.angle_degrees) / 2)
         return [_from_point(np.asarray(self.position), turn, wide, self.size, self.range)]
@@ -133,7 +133,7 @@ class SpotLight:
 
 @dataclass(frozen=True)
 class PointLight:
-    """A light that shines from a point into all directions. Attributes as of `SpotLight`; `size` is that of each of six
+    """A light that shines from a point in all directions. Attributes as in `SpotLight`; `size` is that of each of six
     maps."""
 
     position: Vector
@@ -148,7 +148,7 @@ class PointLight:
         object.__setattr__(self, "size", _map_size(self.size))
 
     def maps(self, cameras: Sequence[Camera], bounds: Floats) -> list[Camera]:
-        """As of `DirectionalLight`: six, towards +x, -x, +y, -y, +z and -z, whatever the cameras."""
+        """As for `DirectionalLight`: six maps, towards +x, -x, +y, -y, +z and -z, whatever the cameras."""
         turns = (_turn_along(sign * np.eye(3)[axis]) for axis in range(3) for sign in (1.0, -1.0))
         return [_from_point(np.asarray(self.position), turn, 1.0, self.size, self.range) for turn in turns]
 
@@ -165,15 +165,15 @@ def borders(near: float, far: float, count: int) -> list[float]:
 
 
 def _spheres_of(camera: Camera, ends: Floats) -> tuple[Floats, Floats]:
-    """Centres (N, 3) and radii (N,), in the camera's coordinates, of spheres around what it sees between each of N + 1
-    depths and the next."""
+    """Centres (N, 3) and radii (N,), in the camera's coordinates, of spheres around the visible volume between each of
+    N + 1 depths and the next."""
     x = (np.array([-0.5, camera.width - 0.5]) - camera.cx) / camera.fx
     y = (np.array([-0.5, camera.height - 0.5]) - camera.cy) / camera.fy
-    corners = np.empty((len(ends), 4, 3))  # of what is seen at each depth
+    corners = np.empty((len(ends), 4, 3))  # corners of the visible area at each depth
     corners[:, :, 0], corners[:, :, 1], corners[:, :, 2] = np.repeat(x, 2), np.tile(y, 2), ends[:, None]
     if not camera.orthographic:
         corners[:, :, :2] *= ends[:, None, None]
-    # On the line between both ends' middles, as far from the corners of one as of the other; within the part seen.
+    # On the line between both ends' middles, equally far from the corners of both; within the visible part.
     middles = corners.mean(1)
     reach = np.linalg.norm(corners - middles[:, None], axis=2).max(1)
     between = middles[1:] - middles[:-1]
@@ -187,7 +187,7 @@ def _spheres_of(camera: Camera, ends: Floats) -> tuple[Floats, Floats]:
 
 @lru_cache(maxsize=64)
 def _depths_along(direction: tuple[float, ...], bounds: bytes) -> tuple[Floats, Floats, float, float]:
-    """What does not depend on the camera, from the light's direction and the box (2, 3) around all casters.
+    """The part that does not depend on the camera, from the light's direction and the box (2, 3) around all casters.
 
     Returns:
         (turn, corners, step, begin): a rotation whose rows point right, down and along the light; the box's corners
@@ -203,7 +203,7 @@ def _depths_along(direction: tuple[float, ...], bounds: bytes) -> tuple[Floats, 
 
 
 def _from_point(position: Floats, turn: Floats, wide: float, size: int, reach: float) -> Camera:
-    """A perspective view as wide as a tangent to each side, and `MARGIN` texels more."""
+    """A perspective view as wide as a tangent on each side, plus `MARGIN` texels."""
     matrix = np.eye(4)
     matrix[:3, :3], matrix[:3, 3] = turn, -turn @ position
     focal = (size - 2 * MARGIN) / 2 / wide

@@ -1,4 +1,5 @@
-"""Materials in a geometry file: a table in JSON, and images as they were encoded. docs/scene-format.md has both."""
+"""Materials in a geometry file: a table in JSON, and images in their original encoding. docs/scene-format.md describes
+both."""
 
 from __future__ import annotations
 
@@ -38,13 +39,13 @@ def material_sections(materials: Sequence[Material]) -> list[tuple[bytes, bytes]
 def read_materials(
     path: Path, data: mmap, sections: Mapping[str, tuple[int, int]], numbers: object
 ) -> tuple[Material, ...]:
-    """The materials of a file that has a table. Images are read when they are asked for.
+    """The materials of a file that has a table. Images are read on request.
 
     Args:
-        sections: of the file, offset and length by name.
+        sections: sections of the file, offset and length by name.
         numbers: one more than the highest material number.
 
-    Raises:
+    GeometryFileError: the table is invalid.
         GeometryFileError: the table says what cannot be.
     """
     start, length = sections[TABLE]

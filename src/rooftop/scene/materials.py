@@ -1,7 +1,7 @@
-"""What a surface looks like: a colour and an image of it, by the number of its material.
+"""The look of a surface: a colour and an image of it, by the number of its material.
 
-Colours and images are as displayed (sRGB), as those of vertices are; images are filtered in linear light. Nothing is
-transparent: alpha of an image is left out.
+Colours and images are displayed values (sRGB), like vertex colours; images are filtered in linear light. Nothing is
+transparent: alpha of an image is ignored.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ MAGNIFIED = ("linear", "nearest")
 
 
 class Material:
-    """What faces with a material's number look like.
+    """The look of faces with a material's number.
 
     Args:
         color: red, green and blue from 0 to 1, as displayed (sRGB). It multiplies the texture, and the colours of
             vertices, in linear light.
         texture: an image over the mesh's `uv`, whose (0, 0) is the lower left corner: a path, a PIL image, or an array
-            or tensor (H, W), (H, W, 3) or (H, W, 4) of uint8, or of floats from 0 to 1. Alpha is left out. It has at
+            or tensor (H, W), (H, W, 3) or (H, W, 4) of uint8, or of floats from 0 to 1. Alpha is ignored. It has at
             most 16384 texels on a side and 2^27 in all.
-        wrap: "repeat", "clamp" or "mirror": what is beyond 0 to 1 of u and of v; or a pair, of u and of v.
-        magnified: "linear", or "nearest": what is between the texels of a texture that is seen from near.
-        name: for people.
+        wrap: "repeat", "clamp" or "mirror", for u and v outside of 0 to 1; or a pair, for u and for v.
+        magnified: "linear", or "nearest": the values between the texels of a texture seen from near.
+        name: a readable name.
 
     Raises:
-        FileNotFoundError, InputError: the texture's file is missing, or is no image that can be read, or is too large.
-        TypeError, ValueError: numbers or words that cannot be.
+        FileNotFoundError, InputError: the texture's file is missing, or is not an image that can be read, or is too
+            large.
+        TypeError, ValueError: invalid numbers or words.
 
     Example:
         >>> Material((0.9, 0.8, 0.7), texture="bricks.jpg")
@@ -67,7 +68,7 @@ class Material:
         self.color: tuple[float, float, float] = (float(numbers[0]), float(numbers[1]), float(numbers[2]))
         self.texture: Texture | None = None
         if texture is not None:
-            from rooftop.scene.images import Texture  # Pillow, which scenes without textures need not wait for
+            from rooftop.scene.images import Texture  # Pillow, for which scenes without textures need not wait
 
             self.texture = Texture.of(texture)
         self.wrap: tuple[str, str] = (str(both[0]), str(both[1]))
@@ -88,10 +89,10 @@ def checked_materials(materials: Sequence[Material], numbers: int, whose: str) -
 
     Args:
         numbers: one more than the mesh's highest material number.
-        whose: what messages call the mesh.
+        whose: the mesh's name in messages.
 
     Raises:
-        TypeError: these are no materials.
+        TypeError: these are not materials.
         ValueError: they are fewer than the mesh has numbers.
     """
     given = tuple(materials) if isinstance(materials, Sequence) else (materials,)

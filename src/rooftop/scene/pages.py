@@ -1,7 +1,7 @@
-"""The words of a page: its groups, the heads of its clusters, and what is wrong with it.
+"""The words of a page: its groups, the heads of its clusters, and checks.
 
-`geometry.py` checks each page with `wrong_in_page` before anything else reads it. After that, no offset in the page
-points outside it. docs/scene-format.md describes a page.
+`geometry.py` checks each page with `wrong_in_page` before other code reads it. After that, no offset in the page points
+outside it. docs/scene-format.md describes a page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Words = npt.NDArray[np.int32]
 
 
 def groups_in(page: Words) -> int:
-    """How many groups a page has; pages before version 4 have nothing else in this word."""
+    """The number of groups in a page; before version 4 this word holds nothing else."""
     return int(page[layouts.PAGE_GROUPS]) & (1 << layouts.PAGE_GROUP_BITS) - 1
 
 
@@ -45,10 +45,10 @@ def heads_of(page: Words, attributes: int) -> Words:
 
 
 def wrong_in_page(page: Words, attributes: int, all_groups: int) -> str | None:
-    """What is wrong with a page, so that whoever reads its clusters stays inside of it.
+    """The problem with a page, so that code that reads its clusters stays inside the page.
 
     Args:
-        attributes: of the file, see `Geometry.attributes`.
+        attributes: attributes of the file, see `Geometry.attributes`.
         all_groups: of the file.
     """
     clusters, group_word, first, length = (int(word) for word in page[: layouts.PAGE_WORDS])
@@ -104,8 +104,8 @@ def _masks_fit(
     vertices: npt.NDArray[np.int64],
     references: npt.NDArray[np.int64],
 ) -> bool:
-    """Whether the masks of each cluster count as many vertices and references as its head says: then no reference that
-    they lead to lies outside of the stream."""
+    """Whether the masks of each cluster count as many vertices and references as its head says: then no reference
+    points outside the stream."""
     kind = heads[:, layouts.CLUSTER_MASKS]
     places = heads[:, layouts.CLUSTER_STREAMS, None] + np.arange(layouts.NEW_WORDS)
     low, high = page[places].view(np.uint32).reshape(-1, 2, 4).transpose(1, 0, 2)

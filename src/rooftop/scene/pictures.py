@@ -1,4 +1,4 @@
-"""What a frame shows, for people to look at, and as points for programs to go on with.
+"""Pictures of a frame for viewing, and points for programs.
 
 Colours are chosen in Oklab (Ottosson 2020, "A perceptual color space for image processing"), where equal steps look
 equal: distances as lightness, numbers as hues. Background is nearly black in every picture.
@@ -23,7 +23,7 @@ Bytes = NDArray[np.uint8]
 NIGHT = (16, 19, 26)  # background
 LEVEL_HUE_DEGREES = 29.0  # between levels of detail: from red over yellow, green and blue to violet in 11 steps
 LEVELS = 12  # coarser ones have the colour of the last
-MOST_OVERDRAW = 32  # times, and more: the lightest
+MOST_OVERDRAW = 32  # this many times or more: the lightest
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Points:
 
     Attributes:
         xyz: (N, 3), in the world.
-        view: int32 (N,), by which view each was seen.
+        view: int32 (N,), the view that saw each.
         columns: further outputs of the frame by name, (N,) or (N, C), in their dtypes.
     """
 
@@ -45,9 +45,9 @@ def picture(frame: GBuffer, name: str, view: int = 0) -> Bytes:
     """An output of a frame as colours, (height, width, 3) uint8.
 
     Args:
-        frame: what `Renderer.render` returned, with this output.
+        frame: result of `Renderer.render`, with this output.
         name: of the output:
-            "color", "vertex_color": as it is.
+            "color", "vertex_color": unchanged.
             "base_color": as displayed (sRGB).
             "coverage": light where there is a surface.
             "depth": the nearest point of this picture is light, the farthest dark, equal steps are equal distances.
@@ -55,11 +55,11 @@ def picture(frame: GBuffer, name: str, view: int = 0) -> Bytes:
             "instance", "cluster", "triangle", "material", "material_depth": a colour for each number, the same in every
                 picture.
             "level": red is the finest level of detail, then yellow, green, blue and violet.
-            "uv": u is red, v green, both repeated from whole number to whole number.
-            "velocity": a hue for each direction, the lighter the faster; the fastest pixel of this picture is lightest,
-                what stands still is background.
+            "uv": u is red, v green, both repeated with period 1.
+            "velocity": a hue for each direction, lighter for faster; the fastest pixel of this picture is lightest, and
+                pixels without motion are background.
             "overdraw": dark where one triangle covered the pixel, light where 32 or more did.
-            "shadow": the lighter, the more of the lights arrives, all alike; nearly black where none does.
+            "shadow": lighter for more light, the same for all lights; nearly black without light.
         view: which of the frame's views.
 
     Raises:
@@ -92,18 +92,18 @@ def colored(name: str, values: Tensor) -> Tensor:
 def points(
     frame: GBuffer, cameras: Camera | Sequence[Camera], columns: Sequence[str] = (), dtype: torch.dtype = torch.float32
 ) -> Points:
-    """The points in the world that a frame's pixels show.
+    """The points in the world at a frame's pixels.
 
     Args:
-        frame: what `Renderer.render` returned, with "depth" and all `columns`.
-        cameras: those that it was rendered with.
-        columns: names of outputs, such as "color", "normal" or "instance", to have beside each point.
-        dtype: of the points. They are computed in float64: where the world's coordinates are large, such as those of
-            maps, float64 also keeps what is between them.
+        frame: result of `Renderer.render`, with "depth" and all `columns`.
+        cameras: the frame's cameras.
+        columns: names of outputs, such as "color", "normal" or "instance", to add to each point.
+        dtype: of the points. They are computed in float64: for large world coordinates, such as those of maps, float64
+            also keeps fine detail.
 
     Raises:
         KeyError: an output was not rendered.
-        ValueError: the cameras are not the frame's.
+        ValueError: the cameras do not match the frame.
     """
     cameras = checked_cameras(cameras)
     depth = frame["depth"]  # (views, H, W)
@@ -135,7 +135,7 @@ def _in_world(depth: Tensor, camera: Camera) -> Tensor:
     return (torch.stack((x, y, z), 1) - matrix[:3, 3]) @ matrix[:3, :3]  # the inverse of a rotation, by the right
 
 
-# ---- which pixels show something -------------------------------------------------------------------------------------
+# ---- pixels with a surface -------------------------------------------------------------------------------------------
 
 
 def _known(numbers: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def _any(values: Tensor) -> Tensor:
     return (values != 0).any(-1)
 
 
-_COVERED: dict[str, Callable[[Tensor], Tensor]] = {  # of the others, whether the number is not -1
+_COVERED: dict[str, Callable[[Tensor], Tensor]] = {  # for the others, whether the number is not -1
     "depth": torch.isfinite,
     "normal": _any,
     "uv": lambda uv: uv.isfinite().all(-1),
@@ -196,7 +196,7 @@ def _of_uv(uv: Tensor) -> Tensor:
 
 
 def _of_number(number: Tensor) -> Tensor:
-    """Neighbouring numbers look unlike: hue, lightness and chroma are parts of a hash (Steele 2014, SplitMix)."""
+    """Neighbouring numbers look different: hue, lightness and chroma are parts of a hash (Steele 2014, SplitMix)."""
     mixed = (number.long() + 1) * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         above = (mixed >> shift) & ((1 << (64 - shift)) - 1)  # as of an unsigned number
@@ -206,7 +206,7 @@ def _of_number(number: Tensor) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """The int64 of the same 64 bits; torch multiplies these, and drops what is above."""
+    """The int64 of the same 64 bits; torch multiplies these, and drops overflowing bits."""
     return word - (1 << 64) if word >> 63 else word
 
 
@@ -254,7 +254,7 @@ _COLORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _ramp(share: Tensor) -> Tensor:
-    """From dark blue (0) over red to light yellow (1), lightness growing evenly."""
+    """From dark blue (0) over red to light yellow (1), with lightness growing evenly."""
     return _oklch(0.28 + 0.67 * share, 0.10 + 0.06 * torch.sin(math.pi * share), 280 + 175 * share)
 
 

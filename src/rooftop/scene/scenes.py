@@ -1,4 +1,4 @@
-"""What is in a picture: meshes, and instances of them, each where its transform puts it."""
+"""The contents of a picture: meshes, and instances of them with their transforms."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Scene:
     """
 
     def __init__(self) -> None:
-        self.placed = Instances()  # what renderers read; `instances` is for everyone
+        self.placed = Instances()  # for renderers; `instances` is for users
         self._meshes: list[Geometry] = []
         self._materials: list[tuple[Material, ...] | None] = []
         self._lights: list[Light] = []
         self._bounds = WorldBounds()
 
     def __len__(self) -> int:
-        """How many instances there are."""
+        """The number of instances."""
         return self.placed.live
 
     @property
@@ -49,20 +49,20 @@ class Scene:
 
     @property
     def materials(self) -> tuple[tuple[Material, ...] | None, ...]:
-        """Of each mesh, a material for each material number; None where neither the file nor the caller says."""
+        """For each mesh, a material for each material number; None if neither the file nor the caller gives them."""
         return tuple(self._materials)
 
     def add_mesh(self, mesh: str | PathLike[str] | Geometry, *, materials: Sequence[Material] | None = None) -> int:
-        """A geometry file (`scene.build` makes them), or one that is open; the number by which instances name it.
+        """Add a geometry file (from `scene.build`) or an open one; returns the number by which instances name it.
 
         Args:
-            materials: what faces look like, one for each material number, instead of what the file says. The same file
-                may be added again with others.
+            materials: the look of faces, one for each material number, instead of the file's. The same file may be
+                added again with others.
 
         Raises:
-            GeometryFileError: the file is no such file, or not whole.
-            TypeError, ValueError: these are no materials, fewer than the file has numbers, or with a texture for a mesh
-                without texture coordinates.
+            GeometryFileError: the file is no geometry file, or incomplete.
+            TypeError, ValueError: these are not materials, fewer than the file has numbers, or with a texture for a
+                mesh without texture coordinates.
         """
         opened = mesh if isinstance(mesh, Geometry) else Geometry.open(Path(mesh))
         chosen = opened.materials
@@ -75,19 +75,19 @@ class Scene:
         return len(self._meshes) - 1
 
     def add_instance(self, mesh: int, transform: ArrayLike | None = None) -> int:
-        """An instance of a mesh; the number that pictures show for it.
+        """Add an instance of a mesh; returns its number, which pictures show.
 
         Args:
-            transform: (4, 4) or (3, 4), object to world; points are columns. Where the mesh is, if not given.
+            transform: (4, 4) or (3, 4), object to world; points are columns. Default: the mesh's own position.
 
         Raises:
-            ValueError: there is no such mesh, or the transform is no affine one that can be undone.
+            ValueError: there is no such mesh, or the transform is not an invertible affine one.
         """
         matrix = np.eye(4) if transform is None else affine(transform, "transform")
         return self.add_instances(mesh, matrix[None])[0]
 
     def add_instances(self, mesh: int, transforms: ArrayLike) -> range:
-        """As many instances as there are transforms, (N, 4, 4); their numbers."""
+        """Add as many instances as there are transforms, (N, 4, 4); returns their numbers."""
         mesh = _given_by("add_mesh", "mesh", mesh, len(self.meshes))
         matrices = _checked(transforms)
         if self.placed.count + len(matrices) > MAX_INSTANCES:
@@ -98,24 +98,24 @@ class Scene:
         return self.placed.add(mesh, matrices)
 
     def move(self, instance: int, transform: ArrayLike) -> None:
-        """Put an instance elsewhere; the next frame's velocity says how far it has come.
+        """Move an instance; the next frame's velocity shows the distance.
 
         Raises:
-            ValueError: there is no such instance, or the transform is no affine one that can be undone.
+            ValueError: there is no such instance, or the transform is not an invertible affine one.
         """
         self.move_all([instance], affine(transform, "transform")[None])
 
     def move_all(self, instances: Sequence[int], transforms: ArrayLike) -> None:
-        """Put many elsewhere at once: as many numbers, each once, as there are transforms (N, 4, 4).
+        """Move many at once: as many numbers, each once, as there are transforms (N, 4, 4).
 
         Raises:
-            ValueError: as of `move`; then none is moved.
+            ValueError: as in `move`; then none is moved.
         """
         matrices = _checked(transforms)
         self.placed.move(self._numbers(instances, len(matrices)), matrices)
 
     def remove(self, instance: int) -> None:
-        """Take an instance out of the scene. The others keep their numbers; its own is not given away again.
+        """Remove an instance from the scene. The others keep their numbers; its number is not used again.
 
         Raises:
             ValueError: there is no such instance.
@@ -123,23 +123,23 @@ class Scene:
         self.remove_all([instance])
 
     def remove_all(self, instances: Sequence[int]) -> None:
-        """Take many out of the scene at once: their numbers, each once.
+        """Remove many from the scene at once: their numbers, each once.
 
         Raises:
-            ValueError: as of `remove`; then none is removed.
+            ValueError: as in `remove`; then none is removed.
         """
         self.placed.remove(self._numbers(instances))
 
     def _numbers(self, instances: Sequence[int], expected: int | None = None) -> NDArray[np.int64]:
-        """Of instances that there are, each once.
+        """Numbers of existing instances, each once.
 
         Raises:
-            ValueError: they are not.
+            ValueError: not all exist, or some repeat.
         """
         given = np.asarray(instances)
         whole = given.ndim == 1 and (given.dtype.kind in "iu" or not len(given))
         if not whole or (expected is not None and len(given) != expected):
-            many = "whole numbers" if expected is None else f"{expected} whole numbers, one for each transform"
+            many = "integers" if expected is None else f"{expected} integers, one for each transform"
             raise ValueError(f"instances={short(instances)}: expected {many}")
         wrong = given[(given < 0) | (given >= self.placed.count)]
         if len(wrong):
@@ -160,10 +160,11 @@ class Scene:
         return tuple(self._lights)
 
     def add_light(self, light: Light) -> int:
-        """A light, which casts shadows; its number. A scene without lights is shaded from one side, without shadows.
+        """Add a light, which casts shadows; returns its number. A scene without lights is shaded from one side, without
+        shadows.
 
         Raises:
-            ValueError: it is no light, or there are `MOST_LIGHTS` already.
+            ValueError: it is not a light, or there are `MOST_LIGHTS` already.
         """
         if len(self._lights) == MOST_LIGHTS:
             raise ValueError(f"a scene has at most {MOST_LIGHTS} lights")
@@ -171,22 +172,22 @@ class Scene:
         return len(self._lights) - 1
 
     def set_light(self, number: int, light: Light) -> None:
-        """Put a light in the place of one that was added: elsewhere, or of another kind.
+        """Replace a light by another: elsewhere, or of another kind.
 
         Raises:
-            ValueError: there is no such light, or this is none.
+            ValueError: there is no such light, or this is not a light.
         """
         number = _given_by("add_light", "light", number, len(self._lights))
         self._lights[number] = _light(light)
 
     def instances(self) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        """By number: the mesh of each instance, (N,), and its transform, (N, 4, 4). The mesh of one that was removed is
+        """By number: the mesh of each instance, (N,), and its transform, (N, 4, 4). The mesh of a removed instance is
         -1. The arrays are copies."""
         return self.placed.mesh_of.copy(), self.placed.transforms.copy()
 
     @property
     def triangles(self) -> int:
-        """Of all instances, as fine as their meshes are."""
+        """Triangles of all instances, at their meshes' finest level."""
         mesh_of = self.placed.mesh_of
         times = np.bincount(mesh_of[mesh_of != REMOVED], minlength=len(self.meshes))
         return sum(int(count) * int(mesh.meta["triangles"]) for count, mesh in zip(times, self.meshes, strict=True))
@@ -203,10 +204,10 @@ class Scene:
 
 
 def _given_by(method: str, name: str, number: object, count: int) -> int:
-    """A number that a method has returned, of so many.
+    """Check a number that a method has returned, one of `count`.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: it is not one of them.
     """
     if not count:
         raise ValueError(f"{name}={short(number)}: there are none yet, {method} returns their numbers")

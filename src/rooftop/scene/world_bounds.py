@@ -1,4 +1,4 @@
-"""The box around all instances of a scene, kept up at the cost of what changes."""
+"""The box around all instances of a scene, updated at the cost of the changes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rooftop.scene.instances import Floats, Instances, grown
 
 
 class WorldBounds:
-    """Of a scene's instances, from call to call."""
+    """The bounds of a scene's instances, from call to call."""
 
     def __init__(self) -> None:
         self._version = self._known = 0
         self._sides: Floats = np.empty(
             (0, 6)
-        )  # of each instance the lowest corner, and the highest one with the other sign
+        )  # for each instance the lowest corner, and the highest one with the other sign
         self._lowest = np.full(6, np.inf)  # of all of them
-        self._halves = np.empty((0, 2, 3))  # of each mesh: centre and half size of its box
+        self._halves = np.empty((0, 2, 3))  # for each mesh: centre and half size of its box
 
     def of(self, instances: Instances, meshes: Sequence[Geometry]) -> Floats:
         """(2, 3): the lowest and highest corner, of at least one instance."""
@@ -30,7 +30,7 @@ class WorldBounds:
             before = self._sides[rows[rows < self._known]]
             sides = self._sides[rows] = self._sides_of(instances, rows, meshes)
             self._known = instances.count
-            if (before <= self._lowest).any():  # one that was at the edge is elsewhere
+            if (before <= self._lowest).any():  # one that was at the edge has moved
                 self._lowest = self._sides[: self._known].min(0)
             else:
                 self._lowest = np.minimum(self._lowest, sides.min(0))

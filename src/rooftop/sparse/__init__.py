@@ -5,7 +5,7 @@
     x = spconv.SparseConvTensor(features, indices, spatial_shape, batch_size)
     y = spconv.SubMConv3d(4, 16, 3, indice_key="subm1")(x)
 
-Needs Warp: `pip install "rooftop[sparse]"`. It is imported when a rulebook is built, not before.
+Needs Warp: `pip install "rooftop[sparse]"`. Warp is imported when a rulebook is built, not before.
 """
 
 from rooftop.sparse.checkpoints import LayoutReport, convert_state_dict, load_spconv_state_dict

@@ -1,8 +1,8 @@
-"""The Triton kernels of the rulebook by bitmaps; `bitmaps.py` launches them and says what they do.
+"""The Triton kernels of the rulebook by bitmaps; `bitmaps.py` launches them and explains them.
 
-A cell is the row-major number of (batch, four coordinates), where grids of fewer dimensions have leading ones of size
-1; bit cell % 32 of word cell // 32 is set where there is a site. `counts` are the set bits of all words up to and with
-each, so that a site's rank among all sites is found from its word alone. Offsets are numbered as in `rulebook.py`.
+A cell is the row-major number of (batch, four coordinates); grids with fewer dimensions have leading ones of size 1.
+Bit cell % 32 of word cell // 32 is set if there is a site. `counts` are the set bits of all words up to and including
+each, so that a site's rank among all sites follows from its word alone. Offsets are numbered as in `rulebook.py`.
 `faults` are those of `Rulebook`.
 """
 
@@ -23,7 +23,7 @@ def mark_sites(
     rows, batch_size, size_0, size_1, size_2, size_3,
     DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sets the bit of each site; a fault for one off the grid or there twice."""
+    """Sets the bit of each site; a fault for a site off the grid or a repeated one."""
     row, there = _rows(rows, ROWS)
     batch, at_0, at_1, at_2, at_3 = _site(sites, row, there, DIMS)
     inside = _inside(batch, at_0, at_1, at_2, at_3, batch_size, size_0, size_1, size_2, size_3)
@@ -32,8 +32,8 @@ def mark_sites(
     before = tl.atomic_or(words + (cell >> 5), bit, mask=inside, sem="relaxed")
     repeated = tl.max((inside & ((before & bit) != 0)).to(tl.int32))
     tl.store(faults, 1, mask=repeated != 0)
-    named = row < 0  # of none yet
-    for column in tl.static_range(1 + DIMS):  # as they stand: `_site` makes -1 of what is no int32
+    named = row < 0  # none yet
+    for column in tl.static_range(1 + DIMS):  # unchanged: `_site` turns values that are no int32 into -1
         named |= tl.load(sites + row * (1 + DIMS) + column, mask=there, other=-1) != -1
     outside = tl.max((there & named & (inside == 0)).to(tl.int32))
     tl.store(faults + 1, 1, mask=outside != 0)
@@ -57,7 +57,7 @@ def place_sites(
     rows, batch_size, size_0, size_1, size_2, size_3,
     DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Each site's row to the place of its rank."""
+    """Writes each site's row to the position of its rank."""
     row, there = _rows(rows, ROWS)
     batch, at_0, at_1, at_2, at_3 = _site(sites, row, there, DIMS)
     inside = _inside(batch, at_0, at_1, at_2, at_3, batch_size, size_0, size_1, size_2, size_3)
@@ -73,7 +73,7 @@ def pair_neighbours(
     KSIZE_0: tl.constexpr, KSIZE_1: tl.constexpr, KSIZE_2: tl.constexpr, KSIZE_3: tl.constexpr,
     DIMS: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """The row of the site at each offset of each site, or -1: of a submanifold convolution."""
+    """For a submanifold convolution: the row of the site at each offset of each site, or -1."""
     row, there = _rows(rows, ROWS)
     batch, at_0, at_1, at_2, at_3 = _site(sites, row, there, DIMS)
     inside = _inside(batch, at_0, at_1, at_2, at_3, batch_size, size_0, size_1, size_2, size_3)
@@ -98,7 +98,7 @@ def pair_neighbours(
     known, rank = _look_up(words, counts, cell, near)
     other = tl.load(row_of + rank, mask=known, other=-1)
     is_centre = (tap == VOLUME // 2)[None, :] & inside[:, None]
-    other = tl.where(is_centre, row.to(tl.int32)[:, None], other)  # also of one that is there twice
+    other = tl.where(is_centre, row.to(tl.int32)[:, None], other)  # also for a repeated site
     tl.store(neighbours + row[:, None] * VOLUME + tap[None, :], other, mask=wanted)
 
 
@@ -111,7 +111,7 @@ def reach_outputs(
     KSIZE_0: tl.constexpr, KSIZE_1: tl.constexpr, KSIZE_2: tl.constexpr, KSIZE_3: tl.constexpr,
     DIMS: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """The cell of the output of each site at each offset, whose bit is set, or -1. `shift` is the padding."""
+    """The cell of the output of each site at each offset, or -1; sets the cell's bit. `shift` is the padding."""
     row, there = _rows(rows, ROWS)
     batch, at_0, at_1, at_2, at_3 = _site(sites, row, there, DIMS)
     inside = _inside(batch, at_0, at_1, at_2, at_3, batch_size, in_0, in_1, in_2, in_3)
@@ -128,7 +128,7 @@ def reach_outputs(
     cell = _cell(batch[:, None], to_0, to_1, to_2, to_3, out_0, out_1, out_2, out_3)
     bit = tl.full((ROWS, TAPS), 1, tl.int32) << (cell & 31)
     place = words + (cell >> 5)
-    new = (tl.load(place, mask=valid, other=0) & bit) == 0  # most are there already: an atomic costs more than a load
+    new = (tl.load(place, mask=valid, other=0) & bit) == 0  # most are set already: an atomic costs more than a load
     tl.atomic_or(place, bit, mask=valid & new, sem="relaxed")
     tl.store(cells + row[:, None] * VOLUME + tap[None, :], tl.where(valid, cell, -1), mask=wanted)
 
@@ -139,8 +139,8 @@ def pair_outputs(
     rows, count, outputs,
     VOLUME: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Cells become rows of outputs, in place, and these learn of their inputs and their cell. More outputs than rows:
-    a fault, and none."""
+    """Replaces cells by rows of outputs, in place, and writes each output's inputs and cell. More outputs than rows are
+    a fault, and give no outputs."""
     fits = tl.load(counts + (count - 1)) <= outputs
     tl.store(faults + 2, 1, mask=fits == 0)
     row, there = _rows(rows, ROWS)
@@ -162,7 +162,7 @@ def name_outputs(
     rows, size_0, size_1, size_2, size_3,
     DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The batch and the coordinates of cells; -1 throughout of none."""
+    """The batch and the coordinates of cells; -1 throughout for none."""
     row, there = _rows(rows, ROWS)
     cell = tl.load(out_cells + row, mask=there, other=-1)
     none, place = cell < 0, sites + row * (1 + DIMS)
@@ -186,14 +186,14 @@ def name_outputs(
 
 @triton.jit
 def _rows(rows, ROWS: tl.constexpr):
-    """(row, whether there is one) of this program's rows, 64 bits: tables of many rows pass 2^31."""
+    """(row, whether it exists) for this program's rows, 64 bits: tables of many rows exceed 2^31."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     return row, row < rows
 
 
 @triton.jit
 def _site(sites, row, there, DIMS: tl.constexpr):
-    """(batch, four coordinates) int32; -1 of what is no int32, which lies off every grid."""
+    """(batch, four coordinates) int32; -1, which is off every grid, for values that are no int32."""
     place = sites + row * (1 + DIMS)
     at_3 = _coordinate(place + DIMS, there)
     at_2 = _coordinate(place + (DIMS - 1), there) if DIMS > 1 else tl.zeros_like(at_3)
@@ -210,14 +210,14 @@ def _coordinate(place, there):
 
 @triton.jit
 def _inside(batch, at_0, at_1, at_2, at_3, batch_size, size_0, size_1, size_2, size_3):
-    """Whether a site lies on the grid."""
+    """Whether a site is on the grid."""
     inside = (batch >= 0) & (batch < batch_size) & (at_0 >= 0) & (at_0 < size_0) & (at_1 >= 0) & (at_1 < size_1)
     return inside & (at_2 >= 0) & (at_2 < size_2) & (at_3 >= 0) & (at_3 < size_3)
 
 
 @triton.jit
 def _on_axis(at, away, size):
-    """Whether at (ROWS,) + away (TAPS,) is from 0 to below size."""
+    """Whether at (ROWS,) + away (TAPS,) is at least 0 and below size."""
     return (at[:, None] + away[None, :]).to(tl.uint32, bitcast=True) < size.to(tl.uint32)
 
 
@@ -236,7 +236,7 @@ def _offsets(tap, KSIZE_1: tl.constexpr, KSIZE_2: tl.constexpr, KSIZE_3: tl.cons
 
 @triton.jit
 def _reached(at, shift, STRIDE: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """(where inputs (ROWS,) lead by shifts (TAPS,), whether they do), (ROWS, TAPS)."""
+    """(positions that inputs (ROWS,) reach by shifts (TAPS,), whether they exist), (ROWS, TAPS)."""
     if TRANSPOSED:
         to = at[:, None] * STRIDE + shift[None, :]
         whole = to == to

@@ -1,15 +1,16 @@
-"""The rulebook by bitmaps, on a GPU: a bit for each cell of the grid says where a site is.
+"""The rulebook by bitmaps, on a GPU: one bit for each cell of the grid says whether it has a site.
 
-A cell's number is its key, so the bits are the sites in sorted order. With the number of bits up to each word, one look
-at a word tells whether a cell has a site and, from the bits below, its rank among all. No key is searched for, and no
-sort is needed for sorted outputs:
+A cell's number is its key, so the bits are the sites in sorted order. With the number of bits up to each word, reading
+one word tells whether a cell has a site and, from the bits below, its rank among all. No key is searched, and sorted
+outputs need no sort:
 
     rank(cell) = bits of all words up to the cell's - bits of its word from the cell's on
 
-A submanifold convolution marks its sites, counts, notes the row of each rank, and looks at the cells around each site.
-Others mark what their sites reach; the rank of a marked cell is the row of the output. What it moves beside the tables
-is 2 bits for each cell a few times. A thin surface of 1 M sites in 81 M cells has 81 cells for each site; up to some
-thousand that should be less than what hash tables (`hash_tables.py`) take, which is predicted.
+A submanifold convolution marks its sites, counts them, stores the row of each rank, and reads the cells around each
+site. Other convolutions mark the cells that their sites reach; the rank of a marked cell is the row of the output.
+Besides the tables, it moves 2 bits per cell a few times. A thin surface of 1 M sites in 81 M cells has 81 cells for
+each site. Up to some thousand cells for each site this should be faster than hash tables (`hash_tables.py`); that is
+predicted.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from rooftop.sparse.geometries import MAX_DIMS, Geometry
 from rooftop.sparse.hash_tables import Tables, no_faults
 from rooftop.sparse.sites import check_sites
 
-MAX_CELLS = 2**31 - 64  # cells are numbered as int32, and a look may go one word beyond
+MAX_CELLS = 2**31 - 64  # cells are numbered as int32, and a read may go one word beyond
 MAX_STEP = 2**29  # from a site to another, for sums of coordinates that int32 holds
 MAX_STRIDE = 2**31 - 1  # as sites are int32
-MAX_VOLUME = 32 * 65535  # a grid of CUDA has so many programs in its second dimension, of 32 offsets each
-CELLS_PER_SITE = 4096  # above, to clear and count the words takes longer than to hash (predicted)
+MAX_VOLUME = 32 * 65535  # CUDA allows this many programs in a grid's second dimension; each takes 32 offsets
+CELLS_PER_SITE = 4096  # above this, clearing and counting the words takes longer than hashing (predicted)
 FEW_CELLS = 2**24  # 512 K words, which are cleared and counted in microseconds
-SITES, WORDS, PAIRS = 256, 1024, 1024  # of a program: sites, words, and pairs of a site and an offset
+SITES, WORDS, PAIRS = 256, 1024, 1024  # per program: sites, words, and pairs of a site and an offset
 WARPS = 4
 
 
@@ -40,7 +41,7 @@ class Bitmap(NamedTuple):
 
     Attributes:
         words: (W,) int32, a bit for each cell.
-        counts: (W,) int32, set bits of all words up to and with each.
+        counts: (W,) int32, set bits of all words up to and including each.
     """
 
     words: Tensor
@@ -48,7 +49,7 @@ class Bitmap(NamedTuple):
 
 
 def fit_bitmaps(indices: Tensor, shape: Geometry) -> bool:
-    """Whether bitmaps serve better than hash tables: on a GPU (or interpreted), on grids that are not too empty."""
+    """Whether bitmaps are faster than hash tables: on a GPU (or interpreted), on grids that are not too empty."""
     if indices.device.type != "cuda" and not INTERPRETED:
         return False
     cells = max(_cells(shape, shape.in_shape), _cells(shape, shape.out_shape))
@@ -61,7 +62,7 @@ def fit_bitmaps(indices: Tensor, shape: Geometry) -> bool:
 
 
 def submanifold_by_bitmap(indices: Tensor, shape: Geometry) -> Tables:
-    """Arguments and results as of `hash_tables.submanifold_by_hash`."""
+    """Arguments and results as in `hash_tables.submanifold_by_hash`."""
     require_triton()
     from rooftop.sparse import bitmap_kernels as kernels
 
@@ -84,13 +85,13 @@ def submanifold_by_bitmap(indices: Tensor, shape: Geometry) -> Tables:
 
 
 def regular_by_bitmap(indices: Tensor, shape: Geometry, bound: int | None) -> Tables:
-    """Arguments and results as of `hash_tables.regular_by_hash`."""
+    """Arguments and results as in `hash_tables.regular_by_hash`."""
     require_triton()
     from rooftop.sparse import bitmap_kernels as kernels
 
     sites, faults = indices.contiguous(), no_faults(indices)
     in_sizes, out_sizes = (_four(grid, 1) for grid in (shape.in_shape, shape.out_shape))
-    _marked(sites, (shape.batch_size, *in_sizes), faults, shape)  # for the faults alone
+    _marked(sites, (shape.batch_size, *in_sizes), faults, shape)  # only for the faults
     count, volume, device = len(sites), shape.kernel_volume, sites.device
     cells, words = faults.new_empty(count, volume), _words(_cells(shape, shape.out_shape), device)
     steps = (*_four(shape.padding, 0), *_four(shape.dilation, 1))
@@ -121,7 +122,7 @@ def regular_by_bitmap(indices: Tensor, shape: Geometry, bound: int | None) -> Ta
 
 
 def _marked(sites: Tensor, sizes: tuple[int, ...], faults: Tensor, shape: Geometry) -> Tensor:
-    """Words with the bits of the sites, on a grid of such sizes, the batch first; what is wrong with them to faults."""
+    """Words with the bits of the sites, on a grid of such sizes, the batch first; errors go to faults."""
     from rooftop.sparse.bitmap_kernels import mark_sites
 
     words = _words(math.prod(sizes), sites.device)
@@ -143,7 +144,7 @@ def _counted(words: Tensor) -> Bitmap:
 
 
 def _all_outputs(indices: Tensor, shape: Geometry, bitmap: Bitmap, faults: Tensor) -> int:
-    """How many outputs there are. Waits for the device, and raises for what it found wrong with the sites."""
+    """The number of outputs. Waits for the device, and raises if it found errors in the sites."""
     repeated, outside, _, outputs = torch.cat([faults, bitmap.counts[-1:]]).tolist()
     if repeated or outside:
         check_sites(indices, shape.batch_size, shape.in_shape)
@@ -159,7 +160,7 @@ def _cells(shape: Geometry, grid: tuple[int, ...]) -> int:
 
 
 def _four(values: tuple[int, ...], missing: int) -> tuple[int, ...]:
-    """Values of four dimensions: the first ones, which a grid of fewer does not have, are `missing`."""
+    """Values for four dimensions: the first ones, which a grid with fewer lacks, are `missing`."""
     return (missing,) * (MAX_DIMS - len(values)) + values
 
 

@@ -1,4 +1,4 @@
-"""Weights of sparse convolutions that spconv saved, in any of the layouts that its versions have.
+"""Weights of sparse convolutions saved by spconv, in any of its versions' layouts.
 
     report = load_spconv_state_dict(network, torch.load("checkpoint.pth")["state_dict"])
 
@@ -8,10 +8,10 @@
 | `RSKC` | (*kernel, out, in) | spconv 2.0 and 2.1, of layers computed by `ConvAlgo.Native` |
 | `RSCK` | (*kernel, in, out) | spconv 1 |
 
-Layouts are told apart by shape, layer by layer. Where a layer's shape fits several, as with as many channels in as out,
-the other layers of the network decide. `load_state_dict` itself, in which a layer sees nothing of the others, converts
-what the layer's own shape settles, and refuses what it does not (three channels out of a kernel of three), unless
-`OWN_VERSION` says that this library saved it.
+Layouts are distinguished by shape, layer by layer. If a layer's shape fits several, for example with as many channels
+in as out, the other layers of the network decide. `load_state_dict` itself shows a layer only its own weight. So it
+converts a weight whose shape determines the layout. It refuses an ambiguous one (three channels out of a kernel of
+three), unless `OWN_VERSION` says that this library saved it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from rooftop.sparse.weight_layouts import LAYOUTS, OWN_VERSION, as_krsc, fitting
 
 @dataclass(frozen=True)
 class LayoutReport:
-    """Which layouts the weights of a state dict were in.
+    """The layouts of the weights in a state dict.
 
     Attributes:
-        layouts: of each convolution's weight that the state dict has, by its key.
-        missing_keys: of the module, for which the state dict has nothing; only if not strict.
-        unexpected_keys: of the state dict, which were left out; only if not strict.
+        layouts: layout of each convolution weight in the state dict, by its key.
+        missing_keys: keys of the module that the state dict lacks; only if not strict.
+        unexpected_keys: keys of the state dict that were ignored; only if not strict.
     """
 
     layouts: Mapping[str, str]
@@ -62,10 +62,10 @@ class LayoutReport:
 def load_spconv_state_dict(
     module: nn.Module, state_dict: Mapping[str, Tensor], layout: str | None = None, strict: bool = True
 ) -> LayoutReport:
-    """`module.load_state_dict(state_dict, strict)` with the weights of sparse convolutions from any layout.
+    """`module.load_state_dict(state_dict, strict)` with the weights of sparse convolutions in any layout.
 
     Args:
-        layout: of all weights, one of `LAYOUTS`. None: told by their shapes.
+        layout: layout of all weights, one of `LAYOUTS`. None: determined from their shapes.
 
     Raises:
         TypeError, ValueError: as `convert_state_dict`.
@@ -79,16 +79,16 @@ def load_spconv_state_dict(
 def convert_state_dict(
     module: nn.Module, state_dict: Mapping[str, Tensor], layout: str | None = None
 ) -> tuple[OrderedDict[str, Tensor], LayoutReport]:
-    """A copy of the state dict with the weights of the module's sparse convolutions as (out, *kernel, in), which it
-    notes for `load_state_dict`.
+    """A copy of the state dict with the weights of the module's sparse convolutions as (out, *kernel, in), and a note
+    of that for `load_state_dict`.
 
     Args:
-        layout: as of `load_spconv_state_dict`.
+        layout: as in `load_spconv_state_dict`.
 
     Raises:
-        TypeError: a weight that is no tensor.
-        ValueError: a layout that there is not, a weight that no layout fits, or weights that fit several layouts while
-            nothing decides between them.
+        TypeError: a weight that is not a tensor.
+        ValueError: an unknown layout, a weight that fits no layout, or weights that fit several layouts if nothing
+            decides between them.
     """
     if layout is not None and layout not in LAYOUTS:
         raise ValueError(

@@ -40,8 +40,8 @@ VOXEL_COUNT = "max_num_voxels_during_training"
 
 
 class ConvAlgo(Enum):
-    """spconv's ways to compute a convolution. Layers take one and compute as they always do: the kernels are chosen by
-    channels, sites and dtype, and results are the same."""
+    """spconv's algorithms for a convolution. Layers accept one and ignore it: the kernels are chosen by channels, sites
+    and dtype, and results are the same."""
 
     Native = 0
     MaskImplicitGemm = 1
@@ -49,7 +49,7 @@ class ConvAlgo(Enum):
 
 
 class SparseConvolution(SparseModule):
-    """What all sparse convolutions have: a convolution with stride; users make one of those below.
+    """Base of all sparse convolutions: a convolution with stride; use one of the classes below.
 
     Attributes:
         weight: (out_channels, *kernel_size, in_channels / groups).
@@ -58,10 +58,10 @@ class SparseConvolution(SparseModule):
             transposed, inverse, indice_key, algo, fp32_accum, record_voxel_count: as given; sizes as one integer for
             each dimension.
         num_out_act_bound: rows of the outputs, or None.
-        conv1x1: whether it is a product of matrices, without a rulebook.
+        conv1x1: whether it is a matrix product, without a rulebook.
     """
 
-    _version = OWN_VERSION  # which `state_dict` notes: weights are (out, *kernel, in)
+    _version = OWN_VERSION  # recorded by `state_dict`: weights are (out, *kernel, in)
 
     ndim: int
     subm = transposed = inverse = False
@@ -93,19 +93,19 @@ class SparseConvolution(SparseModule):
 
         Args:
             in_channels, out_channels: channels; groups divide both.
-            kernel_size, stride, padding, dilation: as of `torch.nn.Conv3d`, one for all dimensions or one for each.
-            indice_key: under which layers share a rulebook, and an inverse convolution finds it.
-            algo: not used, as `ConvAlgo` says.
-            fp32_accum, large_kernel_fast_algo: not used: sums are float32 or wider, of kernels of any size.
-            record_voxel_count: keep the most outputs of a call in a buffer, `get_max_num_voxels()`.
-            name: what it is called in messages.
-            output_padding: of a transposed convolution, as of `torch.nn.ConvTranspose3d`.
-            num_out_act_bound: there are so many rows of outputs, of which the last are no sites, and nothing waits for
-                the device. None: as many as there are.
+            kernel_size, stride, padding, dilation: as in `torch.nn.Conv3d`, one for all dimensions or one for each.
+            indice_key: the key under which layers share a rulebook, and an inverse convolution finds it.
+            algo: ignored, see `ConvAlgo`.
+            fp32_accum, large_kernel_fast_algo: ignored: sums are float32 or wider, for kernels of any size.
+            record_voxel_count: keep the largest number of outputs of a call in a buffer, `get_max_num_voxels()`.
+            name: name in error messages.
+            output_padding: for a transposed convolution, as in `torch.nn.ConvTranspose3d`.
+            num_out_act_bound: the outputs have exactly that many rows, of which the last are no sites, and nothing
+                waits for the device. None: as many rows as sites.
             device, dtype: of weight and bias.
 
         Raises:
-            TypeError, ValueError: sizes, groups or an algo that there cannot be.
+            TypeError, ValueError: invalid sizes, groups or algo.
         """
         super().__init__(name)
         if algo is not None and not isinstance(algo, ConvAlgo):
@@ -151,16 +151,16 @@ class SparseConvolution(SparseModule):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
-        """x with in_channels on a grid of `ndim` dimensions; the same batch, with out_channels.
+        """x with in_channels on a grid of `ndim` dimensions; returns the same batch, with out_channels.
 
         Raises:
-            TypeError, ValueError: no such tensor; a rulebook under `indice_key` that is of another geometry or other
-                sites; what `build_rulebook` raises.
+            TypeError, ValueError: x is not such a tensor; the rulebook under `indice_key` has another geometry or other
+                sites; errors of `build_rulebook`.
             MissingExtraError: Warp is not installed; on a GPU, Triton.
         """
         self._check_input(x)
         if self.conv1x1:
-            # A kernel reads no row that is no site; a product of matrices does, and a NaN there would be one of the
+            # A kernel reads no row that is not a site. A matrix product does, and a NaN there would become a NaN in the
             # gradient of the weight.
             features = x.features.where(x.indices[:, :1] >= 0, 0) if x.padded else x.features
             y = x.replace_feature(linear(features, self.weight, self.bias, self.groups))
@@ -191,15 +191,17 @@ class SparseConvolution(SparseModule):
             raise ValueError(f"{type(self).__name__} takes {self.in_channels} channels, got {x}")
 
     def get_max_num_voxels(self) -> Tensor | None:
-        """(1,) int32: the most outputs that a call had, with `record_voxel_count`; what `num_out_act_bound` must be at
-        least."""
+        """(1,) int32: the largest number of outputs of a call, with `record_voxel_count`; `num_out_act_bound` must be
+        at least this."""
         return getattr(self, VOXEL_COUNT, None)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
         unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        """As of any module, with a weight of another of spconv's layouts permuted, where its shape says which."""
+        """Like any module's, but permutes a weight in another of spconv's layouts, if its shape determines the
+        layout.
+        """
         key, shape = prefix + "weight", tuple(self.weight.shape)
         weight = state_dict.get(key)
         if isinstance(weight, Tensor) and (local_metadata or {}).get("version", 1) < OWN_VERSION:
@@ -212,7 +214,7 @@ class SparseConvolution(SparseModule):
                     "with rooftop.sparse.load_spconv_state_dict, to which the other weights or layout= say which"
                 )
                 if tuple(weight.shape) == shape:
-                    state_dict[key] = self.weight  # else it would be written before the error is raised
+                    state_dict[key] = self.weight  # otherwise it would be written before the error is raised
         count = prefix + VOXEL_COUNT
         if hasattr(self, VOXEL_COUNT) and count not in state_dict:
             state_dict[count] = getattr(self, VOXEL_COUNT)
@@ -234,7 +236,7 @@ class SparseConvolution(SparseModule):
 
 
 def check_submanifold(kernel_size: tuple[int, ...], stride: tuple[int, ...]) -> None:
-    """Raises `ValueError` for what keeps no sites."""
+    """Raise `ValueError` for arguments that do not keep the sites."""
     if max(stride) > 1:
         raise ValueError(f"a submanifold layer keeps its sites: stride must be 1, got {stride}")
     if any(size % 2 == 0 for size in kernel_size):
@@ -243,7 +245,7 @@ def check_submanifold(kernel_size: tuple[int, ...], stride: tuple[int, ...]) -> 
 
 @torch.no_grad()
 def record_most(count: Tensor, y: SparseConvTensor) -> None:
-    """Keeps in count, (1,), how many sites y has, where they are more."""
+    """Store the number of sites of y in count, (1,), if it is larger."""
     count.copy_(torch.maximum(count, (y.indices[:, 0] >= 0).sum().to(count.dtype)))
 
 
@@ -277,9 +279,9 @@ class _SubMConv(SparseConvolution):
         Args:
             kernel_size, dilation: one for all dimensions, or one for each; the kernel odd.
             stride: 1.
-            padding: not used: it is the one that keeps sites where they are.
-            indice_key: under which layers share a rulebook.
-            others: as of `SparseConvolution`, which says what is raised.
+            padding: ignored: the padding always keeps sites in place.
+            indice_key: the key under which layers share a rulebook.
+            others: as in `SparseConvolution`, with the same errors.
         """
         super().__init__(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, indice_key, algo,
@@ -314,8 +316,8 @@ class _SparseInverseConv(SparseConvolution):
         """Arguments are spconv's, in its order.
 
         Args:
-            kernel_size, indice_key: those of the layer that is inverted.
-            others: as of `SparseConvolution`, which says what is raised.
+            kernel_size, indice_key: those of the inverted layer.
+            others: as in `SparseConvolution`, with the same errors.
 
         Raises:
             TypeError: no key.
@@ -411,24 +413,24 @@ class SparseConvTranspose4d(_SparseConvTranspose):
 
 
 class SparseInverseConv1d(_SparseInverseConv):
-    """Back to the sites of the layer with the same key, over grids of 1 dimension."""
+    """The convolution back to the sites of the layer with the same key, over grids of 1 dimension."""
 
     ndim = 1
 
 
 class SparseInverseConv2d(_SparseInverseConv):
-    """Back to the sites of the layer with the same key, over grids of 2 dimensions."""
+    """The convolution back to the sites of the layer with the same key, over grids of 2 dimensions."""
 
     ndim = 2
 
 
 class SparseInverseConv3d(_SparseInverseConv):
-    """Back to the sites of the layer with the same key, over grids of 3 dimensions."""
+    """The convolution back to the sites of the layer with the same key, over grids of 3 dimensions."""
 
     ndim = 3
 
 
 class SparseInverseConv4d(_SparseInverseConv):
-    """Back to the sites of the layer with the same key, over grids of 4 dimensions."""
+    """The convolution back to the sites of the layer with the same key, over grids of 4 dimensions."""
 
     ndim = 4

@@ -2,8 +2,9 @@
 
     features, indices, shape = strided_conv(features, indices, weight, spatial_shape=[64, 64], batch_size=2, stride=2)
 
-`subm_conv`, `strided_conv` and `transposed_conv` build a rulebook and compute with it; `convolve` takes one that is
-there. `indice_conv` and its kin take the pairs of `get_indice_pairs`, as spconv's functions of these names do.
+`subm_conv`, `strided_conv` and `transposed_conv` build a rulebook and compute with it; `convolve` takes an existing
+one. `indice_conv`, `indice_subm_conv` and `indice_inverse_conv` take the pairs of `get_indice_pairs`, as spconv's
+functions do.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ __all__ = [
 def convolve(features: Tensor, weight: Tensor, bias: Tensor | None, rulebook: Rulebook, groups: int = 1) -> Tensor:
     """The convolution of a rulebook: (O, out) from features (N, in).
 
-    What the gradients need is made where there will be gradients, once for all layers of the rulebook.
+    If gradients are needed, their data are computed once for all layers of the rulebook.
 
     Args:
         features: (N, in), bfloat16, float16, float32 or float64.
         weight: (out, *kernel, in / groups), same dtype.
         bias: (out,), same dtype.
-        rulebook: of N inputs; of an inverse convolution, `swapped()`.
-        groups: into which channels are cut, each with its own part of the weight.
+        rulebook: rulebook of N inputs; for an inverse convolution, its `swapped()`.
+        groups: number of channel groups, each with its own part of the weight.
 
     Raises:
         TypeError, ValueError, MissingExtraError, NotImplementedError: as `rooftop.kernels.sparse_conv`.
@@ -88,10 +89,10 @@ def by_group(
 
 
 def linear(features: Tensor, weight: Tensor, bias: Tensor | None, groups: int = 1) -> Tensor:
-    """What `convolve` is for a kernel of 1 that keeps its sites: a product of matrices, without a rulebook.
+    """`convolve` for a kernel of 1 that keeps its sites: a matrix product, without a rulebook.
 
     Raises:
-        TypeError: dtypes that differ, without autocast.
+        TypeError: different dtypes, without autocast.
     """
     if features.dtype != weight.dtype and not torch.is_autocast_enabled(features.device.type):
         raise TypeError(f"features is {features.dtype}, weight {weight.dtype}: cast one, or use autocast")
@@ -118,9 +119,9 @@ def subm_conv(
     """A submanifold convolution: features (N, out) on the same sites.
 
     Args:
-        features, weight, bias, groups: as of `convolve`; the kernel is odd in each dimension.
+        features, weight, bias, groups: as in `convolve`; the kernel is odd in each dimension.
         indices: (N, 1 + dims) int32 or int64, batch first; rows of -1 are no sites.
-        spatial_shape, batch_size: the grid, and how many there are.
+        spatial_shape, batch_size: size and number of the grids.
         dilation: one for all dimensions, or one for each.
 
     Raises:
@@ -145,12 +146,12 @@ def strided_conv(
     groups: int = 1,
     num_out_act_bound: int | None = None,
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """A regular convolution, active where some input reaches: features (O, out), indices (O, 1 + dims), their grid.
+    """A regular convolution, active where an input reaches: features (O, out), indices (O, 1 + dims), their grid.
 
     Args:
-        features, indices, weight, bias, spatial_shape, batch_size, dilation, groups: as of `subm_conv`; any kernel.
-        stride, padding: as of `torch.nn.functional.conv3d`.
-        num_out_act_bound: O, as `build_rulebook` says. None: as many as there are, for which it waits for the device.
+        features, indices, weight, bias, spatial_shape, batch_size, dilation, groups: as in `subm_conv`; any kernel.
+        stride, padding: as in `torch.nn.functional.conv3d`.
+        num_out_act_bound: O, see `build_rulebook`. None: as many rows as outputs; counting them waits for the device.
 
     Raises:
         MissingExtraError, TypeError, ValueError: as `build_rulebook` and `convolve`.
@@ -175,9 +176,9 @@ def transposed_conv(
     groups: int = 1,
     num_out_act_bound: int | None = None,
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """A transposed convolution, active where some input reaches: features (O, out), indices (O, 1 + dims), their grid.
+    """A transposed convolution, active where an input reaches: features (O, out), indices (O, 1 + dims), their grid.
 
-    Arguments and errors are those of `strided_conv`; `output_padding` as of `torch.nn.functional.conv_transpose3d`.
+    Arguments and errors are those of `strided_conv`; `output_padding` as in `torch.nn.functional.conv_transpose3d`.
     """
     kernel = tuple(weight.shape[1:-1])
     shape = geometry(batch_size, spatial_shape, kernel, stride, padding, dilation, output_padding, transpose=True)
@@ -220,7 +221,7 @@ def indice_subm_conv(
     num_activate_out: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`indice_conv` where outputs are the inputs.
+    """`indice_conv` with outputs at the inputs.
 
     Raises:
         ValueError: num_activate_out is not N; otherwise as `indice_conv`.
@@ -241,14 +242,14 @@ def indice_inverse_conv(
     num_activate_out: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`indice_conv` from the outputs of the pairs to their inputs, of which there are num_activate_out."""
+    """`indice_conv` from the outputs of the pairs to their num_activate_out inputs."""
     return indice_conv(features, filters, indice_pairs.flip(0), indice_pair_num, num_activate_out, bias)
 
 
 def _table(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    """(count, K) int32: at the rows (K, P) of each offset its values (K, P), else -1."""
+    """(count, K) int32: at the rows (K, P) of each offset the values (K, P), otherwise -1."""
     offsets = len(rows)
-    table = values.new_full((count + 1, offsets), -1)  # one more row takes what is no pair
+    table = values.new_full((count + 1, offsets), -1)  # one more row takes entries that are no pair
     at = torch.where(rows >= 0, rows, count).long()
     return table.scatter_(0, at.t(), values.t())[:count]
 
@@ -257,13 +258,13 @@ def _table(values: Tensor, rows: Tensor, count: int) -> Tensor:
 
 
 def sparse_add(*tensors: SparseConvTensor) -> SparseConvTensor:
-    """The sum, active where one of the tensors is. Sites are sorted; there are no rulebooks. Waits for the device.
+    """The sum, active where any of the tensors is. Sites are sorted; there are no rulebooks. Waits for the device.
 
     Tensors on the same sites are added faster as `x.replace_feature(x.features + y.features)`.
 
     Raises:
-        TypeError: what is no `SparseConvTensor`.
-        ValueError: no tensors, or grids, batch sizes or channels that differ.
+        TypeError: an argument that is no `SparseConvTensor`.
+        ValueError: no tensors, or different grids, batch sizes or channels.
     """
     for each in tensors:
         if not isinstance(each, SparseConvTensor):

@@ -1,4 +1,4 @@
-"""What a sparse convolution is without its channels: a grid, a kernel and its steps, checked."""
+"""A sparse convolution's geometry: grid, kernel, stride, padding and dilation, checked."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 MAX_DIMS = 4
 MAX_ROWS = 2**31 - 1  # tables hold rows as int32
-NO_KEY = 2**63 - 1  # the largest int64, sorted behind all keys
+NO_KEY = 2**63 - 1  # the largest int64, sorted after all keys
 EMPTY = -1  # in a hash table of keys
-NO_ROOM = 2  # of the three faults of a rulebook
+NO_ROOM = 2  # one of the three faults of a rulebook
 
 PerDimension = int | Sequence[int]
 
@@ -23,10 +23,10 @@ class Geometry:
     Attributes:
         batch_size: batch elements.
         in_shape, out_shape: size of the dense grid in each dimension.
-        ksize, stride, padding, dilation: in each dimension. Of a submanifold convolution the padding is the one that
-            keeps sites where they are.
+        ksize, stride, padding, dilation: in each dimension. For a submanifold convolution, the padding keeps sites in
+            place.
         subm: whether outputs are the inputs.
-        transpose: whether the law has input and output changed.
+        transpose: whether input and output are exchanged in the definition.
     """
 
     batch_size: int
@@ -61,7 +61,7 @@ def geometry(
 ) -> Geometry:
     """The `Geometry` of a convolution over a grid.
 
-    The arguments are those of `get_indice_pairs`, which says what is raised.
+    Arguments and errors are those of `get_indice_pairs`.
     """
     shape = sizes_of(spatial_shape)
     dims = len(shape)
@@ -101,7 +101,7 @@ def _check_submanifold(ksize: tuple[int, ...], stride: tuple[int, ...], transpos
 
 
 def check_cells(what: str, shape: Sequence[int], batch_size: int) -> None:
-    """Raises `ValueError` for a grid of more cells than keys can number."""
+    """Raise `ValueError` for a grid with more cells than keys can number."""
     if batch_size * math.prod(shape) > NO_KEY:
         raise ValueError(
             f"{what} {tuple(shape)} times batch_size {batch_size} is beyond 2^63 cells, which int64 keys cannot "
@@ -110,8 +110,8 @@ def check_cells(what: str, shape: Sequence[int], batch_size: int) -> None:
 
 
 def sizes_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """A `spatial_shape` as integers; raises `TypeError` for what is none, and `ValueError` for other than 1 to 4
-    dimensions and for sizes below 1."""
+    """A `spatial_shape` as integers. Raises `TypeError` for other values, and `ValueError` unless it has 1 to 4
+    dimensions of at least 1."""
     sizes = _sizes("spatial_shape", shape, None, 1)
     if not 1 <= len(sizes) <= MAX_DIMS:
         raise ValueError(f"spatial_shape must have 1 to {MAX_DIMS} dimensions, got {sizes}")
@@ -122,7 +122,7 @@ def batch_size_of(value: Any) -> int:
     """A batch size as an integer.
 
     Raises:
-        TypeError: no whole number.
+        TypeError: the value is not an integer.
         ValueError: it is below 1.
     """
     size = whole_number("batch_size", value)
@@ -132,24 +132,24 @@ def batch_size_of(value: Any) -> int:
 
 
 def whole_number(what: str, value: Any, where: str = "") -> int:
-    """An integer, of Python, numpy or a tensor, or a float that is one; `where` follows in the message.
+    """An integer, from Python, numpy or a tensor, or a float with an integer value; `where` follows in the message.
 
     Raises:
-        TypeError: what is none, as 2.5, or a bool.
+        TypeError: a value that is not an integer, such as 2.5, or a bool.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return int(value)
     try:
         found = int(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of tensors with other than one element
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: not one element
         found = None
     if found is None or isinstance(value, (bool, str)) or found != value:
-        raise TypeError(f"{what} must be a whole number{where}, got {value!r}")
+        raise TypeError(f"{what} must be an integer{where}, got {value!r}")
     return found
 
 
 def whole_numbers(what: str, value: PerDimension, dims: int) -> tuple[int, ...]:
-    """Those of a sequence or an array, or one for all `dims`; raises as `whole_number`."""
+    """The integers of a sequence or an array, or one for all `dims`; errors as in `whole_number`."""
     if isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0:  # arrays of 0 dimensions cannot be iterated
         return tuple(whole_number(what, each, " in each dimension") for each in value)
     return (whole_number(what, value, " for each dimension or for all"),) * dims

@@ -1,7 +1,7 @@
-"""The rulebook by hash tables: on the CPU, and on a GPU for grids too large for a bit of each cell (`bitmaps.py`).
+"""The rulebook by hash tables: on the CPU, and on a GPU for grids too large for one bit per cell (`bitmaps.py`).
 
 The key of each site goes into an open-addressing table; `rulebook_kernels.py` has the kernels, in Warp. Outputs are
-sorted by key and pairs stand by input row, so nothing depends on the order in which threads run.
+sorted by key and pairs by input row, so nothing depends on the order in which threads run.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from rooftop.sparse.sites import check_sites
 
 Tables = tuple[Tensor, Tensor, Tensor, Tensor]  # out_indices, neighbours, reached, faults
 
-MAX_SLOTS = 2**30  # of a hash table: its slots are int32
-# Outputs for each input that a table first has room for, and how it grows: a kernel of 3 makes a flat surface 3 thick.
+MAX_SLOTS = 2**30  # of a hash table: slot numbers are int32
+# The number of outputs per input for which a table has room at first; then it grows. A kernel of 3 makes a flat surface
+# 3 thick.
 ROOM_PER_SITE = 4
 
 
@@ -55,7 +56,9 @@ def submanifold_by_hash(indices: Tensor, shape: Geometry) -> Tables:
 
 
 def regular_by_hash(indices: Tensor, shape: Geometry, bound: int | None) -> Tables:
-    """Tables of any other; `bound` rows of outputs, or None: as many as there are, which waits for the device."""
+    """Tables of any other convolution; `bound`: rows of outputs, or None: as many as outputs, which waits for the
+    device.
+    """
     kernels, sites, faults = load_kernels(), _sites(indices), no_faults(indices)
     _insert_sites(sites, shape, faults)
     if bound is None:
@@ -75,7 +78,9 @@ def regular_by_hash(indices: Tensor, shape: Geometry, bound: int | None) -> Tabl
 
 
 def _reach_all(indices: Tensor, sites: Tensor, shape: Geometry, faults: Tensor) -> tuple[Tensor, Tensor, int]:
-    """As `_reach`, in a table that grows until it has room, and how many outputs there are. Waits for the device."""
+    """Like `_reach`, in a table that grows until it has room; also returns the number of outputs. Waits for the
+    device.
+    """
     room = min(_most_outputs(len(sites), shape), ROOM_PER_SITE * len(sites))
     while True:
         table, slots = _reach(sites, shape, room, faults)
@@ -99,7 +104,7 @@ def _reach(sites: Tensor, shape: Geometry, room: int, faults: Tensor) -> tuple[T
 
 
 def _most_outputs(sites: int, shape: Geometry) -> int:
-    """Outputs that so many inputs can reach at most."""
+    """The largest number of outputs that `sites` inputs can reach."""
     each = 1
     for k, s, d in zip(shape.ksize, shape.stride, shape.dilation, strict=True):
         each *= k if shape.transpose else -(-k * math.gcd(s, d) // s)
@@ -116,7 +121,7 @@ def _insert_sites(sites: Tensor, shape: Geometry, faults: Tensor) -> tuple[Tenso
 
 
 def _table(keys: int, device: torch.device) -> Tensor:
-    """An empty table that so many keys fill by half at most."""
+    """An empty table that `keys` keys fill at most by half."""
     slots = 1 << (2 * max(keys, 1) - 1).bit_length()
     if slots > MAX_SLOTS:
         raise ValueError(f"a table of {keys} sites is beyond {MAX_SLOTS // 2}, the most there can be: split the batch")

@@ -1,6 +1,6 @@
-"""`SparseModule` and the modules that need no kernel of their own, named as spconv's.
+"""`SparseModule` and the modules without kernels of their own, named as in spconv.
 
-A plain module, as `torch.nn.ReLU`, stands in a `SparseSequential` beside sparse ones: it gets the features.
+A plain module, such as `torch.nn.ReLU`, may be in a `SparseSequential` with sparse ones: it gets the features.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from rooftop.sparse.tensor import SparseConvTensor
 
 
 class SparseModule(nn.Module):
-    """A module from one `SparseConvTensor` to another, or to a dense tensor; what users derive their own from.
+    """A module from one `SparseConvTensor` to another, or to a dense tensor; the base class for users' own modules.
 
     Args:
-        name: what it is called in messages.
+        name: name in error messages.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -29,16 +29,17 @@ class SparseModule(nn.Module):
 
 
 def is_spconv_module(module: nn.Module) -> bool:
-    """Whether a `SparseSequential` gives this module the sparse tensor, rather than its features."""
+    """Whether a `SparseSequential` passes the sparse tensor to this module, instead of its features."""
     return isinstance(module, SparseModule)
 
 
 class SparseSequential(SparseModule):
     """Modules one after the other: positional, in one `OrderedDict`, or by keyword; `add` appends one.
 
-    A `SparseModule` gets the sparse tensor, any other module its features (N, C); behind `ToDense`, and whatever else
-    gives a dense tensor, modules get that. Without sites nothing is left out: what follows has its channels. A
-    `torch.nn.BatchNorm1d` is computed as `SparseBatchNorm` is; one of a class with a `forward` of its own by that.
+    A `SparseModule` gets the sparse tensor, any other module its features (N, C). After `ToDense`, or any module that
+    returns a dense tensor, modules get that tensor. Empty inputs also pass through all modules, so that results have
+    the right channels. A `torch.nn.BatchNorm1d` is computed as `SparseBatchNorm` is; a subclass with its own `forward`
+    uses that.
     """
 
     def __init__(self, *modules: Any, **named: nn.Module) -> None:
@@ -60,11 +61,11 @@ class SparseSequential(SparseModule):
         return len(self._modules)
 
     def add(self, module: nn.Module, name: str | None = None) -> None:
-        """Appends a module, under its number where no name is given.
+        """Append a module, under its number if no name is given.
 
         Raises:
-            TypeError: no module.
-            ValueError: there is one of that name.
+            TypeError: not a module.
+            ValueError: the name exists already.
         """
         name = str(len(self)) if name is None else name
         if not isinstance(module, nn.Module):
@@ -81,7 +82,7 @@ class SparseSequential(SparseModule):
                 x = batch_normalized(module, x)
             elif isinstance(module, BATCH_NORMS) and not _is_plain(module) and module.training and x.padded:
                 raise ValueError(
-                    f"module {name!r}, {type(module).__name__}, would count rows of {x} that are no sites: take a "
+                    f"module {name!r}, {type(module).__name__}, would count rows of {x} that are not sites: take a "
                     "BatchNorm1d, or no num_out_act_bound before it"
                 )
             else:
@@ -98,9 +99,9 @@ class SparseSequential(SparseModule):
 class SparseBatchNorm(nn.BatchNorm1d, SparseModule):
     """`torch.nn.BatchNorm1d` of the features, over the sites of all batch elements.
 
-    With fewer than two sites there is no variance: they are normalized by the running statistics, which stay as they
-    are. Rows that are no sites do not count, where the tensor says that it may have some (`padded`). A dense tensor
-    is normalized as by `torch.nn.BatchNorm1d`.
+    With fewer than two sites there is no variance: the running statistics normalize them, and do not change. Rows that
+    are no sites do not count, if the tensor says that it may have some (`padded`). A dense tensor is normalized as by
+    `torch.nn.BatchNorm1d`.
     """
 
     def __init__(self, num_features: int, *arguments: Any, name: str | None = None, **options: Any) -> None:
@@ -124,21 +125,21 @@ class SparseReLU(nn.ReLU, SparseModule):
 
 
 class SparseIdentity(SparseModule):
-    """What it is given."""
+    """Returns its input."""
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
         return x
 
 
 class ToDense(SparseModule):
-    """The whole grid, (B, C, *spatial_shape), zero where no site is."""
+    """The whole grid, (B, C, *spatial_shape), zero at cells without a site."""
 
     def forward(self, x: SparseConvTensor) -> Tensor:
         return x.dense()
 
 
 class RemoveGrid(SparseModule):
-    """What it is given. In spconv it frees a dense table, which there is none of here; networks name it."""
+    """Returns its input. In spconv it frees a dense table, which does not exist here; networks use its name."""
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
         return x
@@ -150,17 +151,17 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm)
 
 
 def _is_plain(module: nn.Module | None) -> TypeGuard[nn.BatchNorm1d]:
-    """Whether it computes as `torch.nn.BatchNorm1d`: classes derived from it may have a `forward` of their own."""
+    """Whether it computes as `torch.nn.BatchNorm1d`: subclasses may have their own `forward`."""
     return isinstance(module, nn.BatchNorm1d) and type(module).forward is nn.BatchNorm1d.forward
 
 
 def differs_from_torch(norm: nn.BatchNorm1d, x: SparseConvTensor) -> bool:
-    """Whether statistics are of the batch, and some rows are no sites or too few for a variance."""
+    """Whether the statistics come from the batch, and some rows are no sites or are too few for a variance."""
     return (norm.training or norm.running_mean is None) and (x.padded or x.features.shape[0] < 2)
 
 
 def batch_normalized(norm: nn.BatchNorm1d, x: SparseConvTensor) -> SparseConvTensor:
-    """`norm` over the sites of x, as `SparseBatchNorm` says."""
+    """`norm` over the sites of x, see `SparseBatchNorm`."""
     if not differs_from_torch(norm, x):
         return x.replace_feature(nn.BatchNorm1d.forward(norm, x.features))
     if x.padded:
@@ -170,7 +171,7 @@ def batch_normalized(norm: nn.BatchNorm1d, x: SparseConvTensor) -> SparseConvTen
 
 def _normalized_by_running(norm: nn.BatchNorm1d, features: Tensor) -> Tensor:
     mean, var = norm.running_mean, norm.running_var
-    if mean is None or var is None:  # one row is its own mean, and no gradient goes through it
+    if mean is None or var is None:  # one row is its own mean, and gets no gradient
         features = features - features
         dtype = features.dtype if norm.weight is None else norm.weight.dtype
         mean = torch.zeros(norm.num_features, dtype=dtype, device=features.device)
@@ -179,7 +180,7 @@ def _normalized_by_running(norm: nn.BatchNorm1d, features: Tensor) -> Tensor:
 
 
 def _normalized_by_sites(norm: nn.BatchNorm1d, features: Tensor, sites: Tensor) -> Tensor:
-    """Statistics of the rows (N, C) that are sites (N,), without waiting for the device to know how many."""
+    """Statistics of the rows (N, C) that are sites (N,), without waiting for the device to count them."""
     running = (norm.running_mean, norm.running_var)
     y, mean, var, count, _, _ = site_norm(features, sites, norm.weight, norm.bias, *running, norm.eps)
     if norm.training and norm.running_mean is not None:
@@ -189,7 +190,7 @@ def _normalized_by_sites(norm: nn.BatchNorm1d, features: Tensor, sites: Tensor) 
 
 @torch.no_grad()
 def _update(norm: nn.BatchNorm1d, mean: Tensor, var: Tensor, count: Tensor, enough: Tensor) -> None:
-    """The running statistics, as `torch.nn.BatchNorm1d` keeps them: of the unbiased variance."""
+    """Update the running statistics as `torch.nn.BatchNorm1d` does, with the unbiased variance."""
     running_mean, running_var, batches = norm.running_mean, norm.running_var, norm.num_batches_tracked
     if running_mean is None or running_var is None or batches is None:
         raise ValueError("a batch norm without running statistics has none to update")

@@ -8,7 +8,7 @@
 | `SparseAvgPool1d` to `4d` | their mean: the sum by how many there are, not by the size of the window |
 | `SparseGlobalMaxPool`, `SparseGlobalAvgPool` | those of all sites of a batch element, a dense tensor |
 
-A pooling with an `indice_key` leaves its rulebook there, from which a `SparseInverseConv3d` leads back.
+A pooling with an `indice_key` stores its rulebook there, and a `SparseInverseConv3d` leads back from it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rooftop.sparse.tensor import SparseConvTensor
 
 
 class SparsePool(SparseModule):
-    """What all pooling in windows has; users make one of those below.
+    """Base of all pooling in windows; use one of the classes below.
 
     Attributes:
         ndim, subm, indice_key, algo, record_voxel_count, num_out_act_bound: as given.
@@ -54,19 +54,18 @@ class SparsePool(SparseModule):
         """Arguments are spconv's, in its order, and one more.
 
         Args:
-            ndim: dimensions of the grid, 1 to 4.
-            kernel_size, stride, padding, dilation: as of `torch.nn.MaxPool3d`, one for all dimensions or one for each;
-                a stride of None is the kernel's size, in place of which `subm` takes 1.
-            indice_key: under which layers share a rulebook, and an inverse convolution finds it.
-            subm: outputs are the sites of the input; the kernel is odd, the stride 1, the padding not used.
-            algo: not used, as `ConvAlgo` says.
-            record_voxel_count: keep the most outputs of a call in a buffer, `get_max_num_voxels()`.
-            name: what it is called in messages.
-            num_out_act_bound: there are so many rows of outputs, of which the last are no sites, and nothing waits for
-                the device. None: as many as there are.
+            ndim: dimensions of the grid, 1 to 4. kernel_size, stride, padding, dilation: as in `torch.nn.MaxPool3d`,
+            one for all dimensions or one for each; a stride of None is the kernel's size, or 1 with `subm`.
+            indice_key: the key under which layers share a rulebook, and an inverse convolution finds it.
+            subm: outputs are the sites of the input; the kernel is odd, the stride 1, the padding ignored.
+            algo: ignored, see `ConvAlgo`.
+            record_voxel_count: keep the largest number of outputs of a call in a buffer, `get_max_num_voxels()`.
+            name: name in error messages.
+            num_out_act_bound: the outputs have exactly that many rows, of which the last are no sites, and nothing
+                waits for the device. None: as many rows as sites.
 
         Raises:
-            TypeError, ValueError: sizes or an algo that there cannot be.
+            TypeError, ValueError: invalid sizes or algo.
         """
         super().__init__(name)
         if algo is not None and not isinstance(algo, ConvAlgo):
@@ -85,11 +84,11 @@ class SparsePool(SparseModule):
             self.register_buffer(VOXEL_COUNT, torch.zeros(1, dtype=torch.int32))
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
-        """x on a grid of `ndim` dimensions; the same batch and channels on the grid of the outputs.
+        """x on a grid of `ndim` dimensions; returns the same batch and channels on the grid of the outputs.
 
         Raises:
-            TypeError, ValueError: no such tensor; a rulebook under `indice_key` that is of another geometry or other
-                sites; what `build_rulebook` raises.
+            TypeError, ValueError: x is not such a tensor; the rulebook under `indice_key` has another geometry or other
+                sites; errors of `build_rulebook`.
             MissingExtraError: Warp is not installed; on a GPU, Triton.
         """
         _check_input(self, x)
@@ -105,8 +104,8 @@ class SparsePool(SparseModule):
         return y
 
     def get_max_num_voxels(self) -> Tensor | None:
-        """(1,) int32: the most outputs that a call had, with `record_voxel_count`; what `num_out_act_bound` must be at
-        least."""
+        """(1,) int32: the largest number of outputs of a call, with `record_voxel_count`; `num_out_act_bound` must be
+        at least this."""
         return getattr(self, VOXEL_COUNT, None)
 
     def extra_repr(self) -> str:
@@ -123,14 +122,14 @@ class SparsePool(SparseModule):
 class SparseMaxPool(SparsePool):
     """The maximum of the sites in each window. All sites that equal it get its gradient, as in spconv.
 
-    spconv 2.3 takes the maximum with 0, too: behind a ReLU that is the same.
+    spconv 2.3 also takes the maximum with 0: after a ReLU that is the same.
     """
 
     average = False
 
 
 class SparseAvgPool(SparsePool):
-    """The mean of the sites in each window: their sum by how many there are."""
+    """The mean of the sites in each window: their sum divided by their number."""
 
     average = True
 
@@ -155,7 +154,7 @@ class _OfDimensions(SparsePool):
         subm: bool = False,
         num_out_act_bound: int | None = None,
     ) -> None:
-        """Arguments are those of `SparsePool`, in spconv's order; the stride, by default, that of the kernel's size."""
+        """Arguments are those of `SparsePool`, in spconv's order; the default stride is the kernel's size."""
         super().__init__(
             self.dimensions, kernel_size, stride, padding, dilation, indice_key, subm, algo, record_voxel_count, name,
             num_out_act_bound=num_out_act_bound,
@@ -208,7 +207,7 @@ class SparseAvgPool3d(_OfDimensions, SparseAvgPool):
 
 
 class SparseGlobalMaxPool(SparseModule):
-    """The maximum of all sites of each batch element: (batch_size, C), 0 where there are none.
+    """The maximum of all sites of each batch element: (batch_size, C), 0 without sites.
 
     Its gradient is shared equally by all sites that equal it.
     """
@@ -219,9 +218,9 @@ class SparseGlobalMaxPool(SparseModule):
 
 
 class SparseGlobalAvgPool(SparseModule):
-    """The mean of all sites of each batch element: (batch_size, C), 0 where there are none.
+    """The mean of all sites of each batch element: (batch_size, C), 0 without sites.
 
-    spconv 2.3 gives the first channel alone.
+    spconv 2.3 returns only the first channel.
     """
 
     def forward(self, x: SparseConvTensor) -> Tensor:

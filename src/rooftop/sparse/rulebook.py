@@ -1,22 +1,23 @@
-"""The rulebook of a sparse convolution: which input site meets which output site at which offset of the kernel.
+"""The rulebook of a sparse convolution: which input site contributes to which output site at which offset of the
+kernel.
 
-Its law: (input i, output o, offset k) is a pair, once, if and only if both are active and, in each dimension,
+Its definition: (input i, output o, offset k) is a pair, once, if and only if both are active and, in each dimension,
 
     input[i] == stride * output[o] + dilation * k - padding          (transposed: input and output change places)
 
-An output is active where some input reaches it; of a submanifold convolution the outputs are the inputs. Offsets are
-numbered row by row, k = (kz * ksize_y + ky) * ksize_x + kx, as the weights of `torch.nn.functional.conv3d` are.
-Graham et al. 2018, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks", section 3.
+An output is active if an input reaches it; for a submanifold convolution the outputs are the inputs. Offsets are
+numbered row by row, k = (kz * ksize_y + ky) * ksize_x + kx, as the weights of `torch.nn.functional.conv3d` are. Graham
+et al. 2018, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks", section 3.
 
 A site packs into one int64 key, ((batch * Z + z) * Y + y) * X + x. Outputs are sorted by key and pairs by input row, so
 nothing depends on the order in which threads run. `bitmaps.py` builds it on a GPU, `hash_tables.py` on the CPU and for
-grids that are too large for a bit of each cell; `rulebook_reference` is the law in plain PyTorch.
+grids that are too large for one bit per cell; `rulebook_reference` is the definition in plain PyTorch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -25,8 +26,8 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from rooftop.cost import Call, Cost, cost_of, distinct_bytes
-from rooftop.launch.operators import operator
+from rooftop.cost import Cost, distinct_bytes
+from rooftop.launch.operators import declare
 from rooftop.launch.warp_launch import launch_warp
 from rooftop.sparse.bitmaps import fit_bitmaps, regular_by_bitmap, submanifold_by_bitmap
 from rooftop.sparse.geometries import MAX_ROWS, NO_KEY, Geometry, PerDimension, geometry, whole_number
@@ -41,11 +42,11 @@ WORD_BITS = 32
 
 
 class Faults(NamedTuple):
-    """What building a rulebook found wrong with its sites, and what it takes to say so.
+    """Errors that building a rulebook found in its sites, and the data for their messages.
 
     Attributes:
         flags: (3,) int32 on the device of the indices, 0 or 1: an input row repeats a site; one is out of range; there
-            were more outputs than `num_out_act_bound`, and then there are none.
+            were more outputs than `num_out_act_bound`, in which case there are no outputs.
         indices: (N, 1 + dims), the inputs.
         shape: the convolution.
         outputs: rows of the outputs.
@@ -57,7 +58,7 @@ class Faults(NamedTuple):
     outputs: int
 
     def check(self) -> None:
-        """Raises `ValueError` for what is wrong, with the first row that is. Waits for the device."""
+        """Raise `ValueError` for an error, with the first wrong row. Waits for the device."""
         repeated, outside, beyond = self.flags.tolist()
         if repeated or outside:
             check_sites(self.indices, self.shape.batch_size, self.shape.in_shape)
@@ -67,21 +68,21 @@ class Faults(NamedTuple):
 
 @dataclass(eq=False)
 class Rulebook:
-    """All pairs of a convolution, in the forms that computing it needs. N inputs, O outputs, K offsets.
+    """All pairs of a convolution, in the forms that its computation needs. N inputs, O outputs, K offsets.
 
-    A row of indices that is -1 throughout is no site; it has no pairs. With `num_out_act_bound` the outputs end in such
+    A row of indices that is -1 throughout is no site and has no pairs. With `num_out_act_bound` the outputs end in such
     rows.
 
     Attributes:
-        shape: the convolution that it was built for; of an inverse one, the convolution that is inverted.
+        shape: the convolution for which it was built; for an inverse one, the inverted convolution.
         in_indices: (N, 1 + dims) int32 or int64, batch first.
-        out_indices: (O, 1 + dims), the same dtype; sorted; of a submanifold convolution those of the inputs.
-        table: `neighbours`, and what convolutions made of it, for all layers.
-        reached: the same of `reverse`, or None of a submanifold convolution.
+        out_indices: (O, 1 + dims), the same dtype; sorted; for a submanifold convolution those of the inputs.
+        table: `neighbours`, and the tables that convolutions derived from it, for all layers.
+        reached: the same for `reverse`, or None for a submanifold convolution.
         faults: (3,) int32 on the device of the indices, `Faults.flags`. `check()` raises for them.
-        bounded: whether the outputs were given a number of rows, so that some may be no sites.
-        inverse: whether it was built from the outputs to the inputs, then swapped.
-        version: that of in_indices, which grows when they are changed in place; None of a copy, and where PyTorch keeps
+        bounded: whether the number of output rows was given, so that some may be no sites.
+        inverse: whether it was built from the outputs to the inputs, and then swapped.
+        version: the version of in_indices, which grows with changes in place; None for a copy, and if PyTorch counts
             none.
     """
 
@@ -96,7 +97,7 @@ class Rulebook:
     version: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, whose tensors have versions of their own."""
+        """For copies, whose tensors have their own versions."""
         return {name: value for name, value in self.__dict__.items() if name != "version"}
 
     @property
@@ -119,7 +120,7 @@ class Rulebook:
 
     @property
     def subm(self) -> bool:
-        """Whether outputs are the inputs. Then i has o at k where o has i at K - 1 - k."""
+        """Whether outputs are the inputs. Then i has o at k if o has i at K - 1 - k."""
         return self.shape.subm
 
     @property
@@ -128,14 +129,14 @@ class Rulebook:
 
     @property
     def told_faults(self) -> Faults:
-        """What building it found wrong."""
+        """The errors that building it found."""
         inputs, outputs = self.in_indices, self.out_indices
         if self.inverse:
             inputs, outputs = outputs, inputs
         return Faults(self.faults, inputs, self.shape, outputs.shape[0])
 
     def check(self) -> None:
-        """Raises `ValueError` for what `faults` tells of, with the first row that is wrong. Waits for the device."""
+        """Raise `ValueError` for an error in `faults`, with the first wrong row. Waits for the device."""
         self.told_faults.check()
 
     @property
@@ -155,12 +156,12 @@ class Rulebook:
 
     @cached_property
     def masks(self) -> Tensor:
-        """(O, ceil(K / 32)) int32: bit k % 32 of word k // 32 is set where `neighbours` has an input."""
+        """(O, ceil(K / 32)) int32: bit k % 32 of word k // 32 is set if `neighbours` has an input."""
         return bit_masks(self.neighbours)
 
     @cached_property
     def reverse_masks(self) -> Tensor:
-        """(N, ceil(K / 32)) int32: the same of `reverse`."""
+        """(N, ceil(K / 32)) int32: the same for `reverse`."""
         return bit_masks(self.reverse)
 
     @cached_property
@@ -173,7 +174,7 @@ class Rulebook:
 
     @cached_property
     def indice_pair_num(self) -> Tensor:
-        """(K,) int32: pairs of each offset."""
+        """(K,) int32: number of pairs of each offset."""
         return (self.reverse >= 0).sum(0, dtype=torch.int32)
 
     def swapped(self) -> Rulebook:
@@ -191,7 +192,7 @@ class Rulebook:
 
 
 def bit_masks(table: Tensor) -> Tensor:
-    """(rows, K) int32 with -1 where there is nothing, to (rows, ceil(K / 32)) int32 with a bit for each entry."""
+    """(rows, K) int32 with -1 for none, to (rows, ceil(K / 32)) int32 with a bit for each entry."""
     kernels = load_kernels()
     masks = table.new_empty((table.shape[0], -(-table.shape[1] // WORD_BITS)))
     launch_warp(kernels.set_bits, tuple(masks.shape), table, masks)
@@ -202,7 +203,7 @@ def bit_masks(table: Tensor) -> Tensor:
 
 
 def rulebook_reference(indices: Tensor, shape: Geometry, num_out_act_bound: int | None = None) -> Rulebook:
-    """The law, in plain PyTorch, on any device: sort, unique and searchsorted on keys.
+    """The definition, in plain PyTorch, on any device: sort, unique and searchsorted on keys.
 
     Arguments and errors are those of `build_rulebook`, but all errors are raised at once.
     """
@@ -236,7 +237,7 @@ def rulebook_reference(indices: Tensor, shape: Geometry, num_out_act_bound: int 
 
 
 def _reached(sites: Tensor, shape: Geometry) -> tuple[Tensor, Tensor]:
-    """Keys of the outputs that each input reaches at each offset, (N, K) int64, and whether there is one, (N, K)."""
+    """Keys of the outputs that each input reaches at each offset, (N, K) int64, and whether they exist, (N, K)."""
     device = sites.device
     offset = torch.cartesian_prod(*(torch.arange(k, device=device) for k in shape.ksize)).view(-1, shape.dims)
     step, spread, pad, size = (
@@ -263,18 +264,17 @@ def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | No
     Args:
         indices: (N, 1 + dims) int32 or int64, batch first, on a GPU or the CPU; rows of -1 are no sites.
         shape: the convolution.
-        num_out_act_bound: with it there are exactly so many output rows, of which the last are -1, and nothing waits
-            for the device: so it can be captured in a CUDA graph, once a first call has loaded the kernels. A
-            submanifold convolution has as many outputs as inputs, and waits for nothing either way; there it must be at
-            least N.
+        num_out_act_bound: the exact number of output rows, of which the last are -1. Nothing waits for the device, so a
+            CUDA graph can capture the call, once a first call has loaded the kernels. A submanifold convolution has as
+            many outputs as inputs, and never waits; its bound must be at least N.
 
     Raises:
         MissingExtraError: Warp is not installed.
-        TypeError, ValueError: indices of another shape, dtype or device; a bound that is none.
-        ValueError: a site out of range, a site that is there twice, more outputs than the bound. At once on the CPU, on
-            a GPU where the call waits for it anyhow or with ROOFTOP_CHECK=1 in the environment, else by
-            `Rulebook.check()`. Until then what is out of range has no pairs, those of a site that is there twice may be
-            of either row, and where the bound was too small there are no outputs at all.
+        TypeError, ValueError: indices of another shape, dtype or device; an invalid bound.
+        ValueError: a site out of range, a repeated site, more outputs than the bound. The error is raised at once on
+            the CPU. On a GPU it is raised if the call waits for the GPU anyway, or with ROOFTOP_CHECK=1 in the
+            environment; otherwise by `Rulebook.check()`. Until then, a site out of range has no pairs, pairs of a
+            repeated site may belong to either row, and with too small a bound there are no outputs at all.
     """
     check_indices(indices, shape.dims)
     if indices.device.type not in ("cpu", "cuda"):
@@ -288,7 +288,9 @@ def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | No
     bounded = num_out_act_bound is not None and not shape.subm
     sizes = (shape.in_shape, shape.out_shape, shape.ksize, shape.stride, shape.padding, shape.dilation)
     has_any_size = num_out_act_bound is None and not shape.subm
-    build = without_num_out_act_bound if has_any_size and _is_traced_by_dynamo() else _sparse_rulebook
+    build: Callable[..., Tables] = _sparse_rulebook
+    if has_any_size and _is_traced_by_dynamo():
+        build = without_num_out_act_bound
     out_indices, neighbours, reached, faults = build(
         indices, shape.batch_size, *map(list, sizes), shape.subm, shape.transpose, num_out_act_bound
     )
@@ -304,59 +306,69 @@ def version_of(indices: Tensor) -> int | None:
     return None if torch.compiler.is_compiling() or indices.is_inference() else indices._version
 
 
-@operator("sparse_rulebook")
-def _sparse_rulebook(
-    indices: Tensor, batch_size: int, in_shape: list[int], out_shape: list[int], ksize: list[int], stride: list[int],
-    padding: list[int], dilation: list[int], subm: bool, transpose: bool, bound: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output indices, neighbours, reverse table, faults; of a submanifold convolution the first and third are empty."""
-    grids, steps = (tuple(in_shape), tuple(out_shape)), (tuple(stride), tuple(padding), tuple(dilation))
-    shape = Geometry(batch_size, *grids, tuple(ksize), *steps, subm, transpose)
-    by_bitmap = fit_bitmaps(indices, shape)
-    if subm:
-        tables = submanifold_by_bitmap(indices, shape) if by_bitmap else submanifold_by_hash(indices, shape)
-    else:
-        tables = (regular_by_bitmap if by_bitmap else regular_by_hash)(indices, shape, bound)
-    if checks_values(indices):
-        Faults(tables[3], indices, shape, len(tables[0])).check()
-    return tables
+class SparseRulebook(NamedTuple):
+    """Output indices, neighbours, reverse table, faults; for a submanifold convolution the first and third are
+    empty.
+    """
+
+    indices: Tensor
+    batch_size: int
+    in_shape: list[int]
+    out_shape: list[int]
+    ksize: list[int]
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    subm: bool
+    transpose: bool
+    bound: int | None
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        indices, batch_size, in_shape, out_shape, ksize, stride, padding, dilation, subm, transpose, bound = self
+        grids, steps = (tuple(in_shape), tuple(out_shape)), (tuple(stride), tuple(padding), tuple(dilation))
+        shape = Geometry(batch_size, *grids, tuple(ksize), *steps, subm, transpose)
+        by_bitmap = fit_bitmaps(indices, shape)
+        if subm:
+            tables = submanifold_by_bitmap(indices, shape) if by_bitmap else submanifold_by_hash(indices, shape)
+        else:
+            tables = (regular_by_bitmap if by_bitmap else regular_by_hash)(indices, shape, bound)
+        if checks_values(indices):
+            Faults(tables[3], indices, shape, len(tables[0])).check()
+        return tables
+
+    def fake(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        indices, subm, bound = self.indices, self.subm, self.bound
+        rows, columns = indices.shape
+        offsets = math.prod(self.ksize)
+        outputs: int | torch.SymInt = rows
+        if not subm:
+            outputs = torch.library.get_ctx().new_dynamic_size(max=MAX_ROWS) if bound is None else bound
+        return (
+            indices.new_empty(0 if subm else outputs, columns),
+            indices.new_empty(outputs, offsets, dtype=torch.int32),
+            indices.new_empty(0 if subm else rows, offsets, dtype=torch.int32),
+            indices.new_empty(3, dtype=torch.int32),
+        )
+
+    def cost(self, made: tuple[Tensor, ...]) -> Cost:
+        """Sites read once, tables written once. The task does not need the other traffic of hash tables."""
+        return Cost(distinct_bytes([self.indices]), distinct_bytes(made))
+
+
+_sparse_rulebook = declare("sparse_rulebook", SparseRulebook)
 
 
 def _is_traced_by_dynamo() -> bool:
     return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
 
 
-@_disable_dynamo  # which, unlike torch.compiler.disable, does not import the compiler before it is needed
+@_disable_dynamo  # unlike torch.compiler.disable, this does not import the compiler before it is needed
 def without_num_out_act_bound(*arguments: Any) -> Tables:
-    """The operator, between two graphs of a compiled program: the second begins when outputs are counted.
+    """The operator, between two graphs of a compiled program: the second begins after the outputs are counted.
 
-    Where one whole graph is asked for, the compiler says that it met a function of this name.
+    If one whole graph is requested, the compiler's error shows the name of this function.
     """
-    return _sparse_rulebook(*arguments)  # type: ignore[no-any-return]
-
-
-@torch.library.register_fake("rooftop::sparse_rulebook")
-def _(
-    indices: Tensor, batch_size: int, in_shape: list[int], out_shape: list[int], ksize: list[int], stride: list[int],
-    padding: list[int], dilation: list[int], subm: bool, transpose: bool, bound: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    rows, columns = indices.shape
-    offsets = math.prod(ksize)
-    outputs: int | torch.SymInt = rows
-    if not subm:
-        outputs = torch.library.get_ctx().new_dynamic_size(max=MAX_ROWS) if bound is None else bound
-    return (
-        indices.new_empty(0 if subm else outputs, columns),
-        indices.new_empty(outputs, offsets, dtype=torch.int32),
-        indices.new_empty(0 if subm else rows, offsets, dtype=torch.int32),
-        indices.new_empty(3, dtype=torch.int32),
-    )
-
-
-@cost_of("rooftop::sparse_rulebook")
-def _rulebook_cost(call: Call) -> Cost:
-    """Sites read once, tables written once. What hash tables move beside that is not needed by the task."""
-    return Cost(distinct_bytes([call["indices"]]), distinct_bytes(list(call.out)))
+    return _sparse_rulebook(*arguments)
 
 
 def _beyond(bound: int) -> str:
@@ -379,23 +391,23 @@ def get_indice_pairs(
     transpose: bool,
     num_out_act_bound: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The pairs of a sparse convolution, named and ordered as spconv's.
+    """The pairs of a sparse convolution, named and ordered as in spconv.
 
     Args:
         indices: (N, 1 + dims) int32 or int64, (batch, then coordinates) of the active sites; 1 to 4 dimensions.
-        batch_size: batch elements; some may have no sites.
-        spatial_shape: size of the dense grid in each dimension.
-        ksize, stride, padding, dilation, out_padding: one for all dimensions or one for each, as those of
-            `torch.nn.functional.conv3d` and `conv_transpose3d` (out_padding is of the latter). A submanifold
-            convolution has stride 1, an odd ksize and the padding that keeps sites where they are: `padding` is not
-            used.
+        batch_size: number of batch elements; some may have no sites.
+        spatial_shape: size of the dense grid in each dimension. ksize, stride, padding, dilation, out_padding: one for
+            all dimensions or one for each, as in `torch.nn.functional.conv3d` and `conv_transpose3d` (out_padding
+            belongs to the latter). A submanifold convolution has stride 1, an odd ksize and the padding that keeps
+            sites in place: `padding` is ignored.
         subm: outputs are the inputs.
         transpose: a transposed convolution.
-        num_out_act_bound: outputs are exactly so many rows, as `build_rulebook` says.
+        num_out_act_bound: the exact number of output rows, see `build_rulebook`.
 
     Returns:
-        output indices (O, 1 + dims), sorted (of a submanifold convolution, the inputs'); pairs (2, kernel volume, N)
-        int32, input rows and output rows of each offset, then -1; how many each offset has, (kernel volume,) int32.
+        Output indices (O, 1 + dims), sorted (for a submanifold convolution, the inputs'); pairs (2, kernel volume, N)
+        int32, input rows and output rows of each offset, then -1; the number of pairs of each offset, (kernel volume,)
+        int32.
 
     Raises:
         MissingExtraError, TypeError, ValueError: as `build_rulebook`; sizes that are too small or too many, a kernel

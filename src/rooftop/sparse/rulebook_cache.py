@@ -1,8 +1,7 @@
-"""Which rulebook a layer computes with: the one that an earlier layer left under its `indice_key`, or a new one.
+"""Choose the rulebook of a layer: the one that an earlier layer stored under its `indice_key`, or a new one.
 
-Layers share what is made of a rulebook too (orders of rows, lists of pairs), as they share the rulebook itself. A
-rulebook is for one geometry and one tensor of indices; another layer that asks for it with others is told so, instead
-of computing with neighbours that are not its own.
+Layers also share the data derived from a rulebook (orders of rows, lists of pairs). A rulebook belongs to one geometry
+and one tensor of indices. A layer that asks for it with others gets an error, instead of wrong neighbours.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ Sizes = tuple[int, ...]
 
 
 def per_dimension(what: str, value: PerDimension, dims: int, least: int) -> tuple[int, ...]:
-    """One integer for each dimension; raises `TypeError` for what is none, and `ValueError` for another number of them
-    and for one below `least`."""
+    """One integer for each dimension. Raises `TypeError` for other values, and `ValueError` for another number of them
+    or for one below `least`."""
     sizes = whole_numbers(what, value, dims)
     if len(sizes) != dims or min(sizes) < least:
         raise ValueError(f"{what} must be an integer of at least {least}, or {dims} of them, got {value}")
@@ -30,7 +29,7 @@ def per_dimension(what: str, value: PerDimension, dims: int, least: int) -> tupl
 
 
 def rows_of_outputs(num_out_act_bound: int | None) -> int | None:
-    """A layer's `num_out_act_bound` as an integer; raises `TypeError` for what is none, and `ValueError` for one below
+    """A layer's `num_out_act_bound` as an integer; raises `TypeError` for other values, and `ValueError` for one below
     0."""
     if num_out_act_bound is None:
         return None
@@ -41,7 +40,7 @@ def rows_of_outputs(num_out_act_bound: int | None) -> int | None:
 
 
 NAMES = tuple(field.name for field in fields(Geometry))
-_remembered = lru_cache(maxsize=1024)(geometry)  # to check the same sizes at each call takes longer than to look
+_remembered = lru_cache(maxsize=1024)(geometry)  # checking the same sizes at each call takes longer than a look-up
 
 
 def layer_geometry(
@@ -55,7 +54,7 @@ def layer_geometry(
     transpose: bool = False,
 ) -> Geometry:
     """The `Geometry` of a layer on the grid of x."""
-    made = geometry if torch.compiler.is_compiling() else _remembered  # compilers see through caches, and warn
+    made = geometry if torch.compiler.is_compiling() else _remembered  # compilers trace through caches, and warn
     shape = tuple(x.spatial_shape)
     return made(x.batch_size, shape, ksize, stride, padding, dilation, out_padding, subm, transpose)
 
@@ -63,19 +62,19 @@ def layer_geometry(
 def layer_rulebook(
     x: SparseConvTensor, shape: Geometry, indice_key: str | None, num_out_act_bound: int | None = None
 ) -> Rulebook:
-    """The rulebook of a layer on x: that of `indice_key`, where there is one, else a new one.
+    """The rulebook of a layer on x: the one under `indice_key`, if it exists, else a new one.
 
-    `on_outputs` leaves it under that key.
+    `on_outputs` stores it under that key.
 
     Raises:
-        ValueError: that of the key is of another geometry, other indices or another bound, or indices were changed in
-            place since.
+        ValueError: the rulebook under the key has another geometry, other indices or another bound, or indices were
+            changed in place since.
         MissingExtraError, TypeError, ValueError: as `build_rulebook`.
     """
     found = x.find_indice_pair(indice_key)
     if found is None:
         return build_rulebook(x.indices, shape, num_out_act_bound)
-    if found.shape is not shape and not _same(found.shape, shape):  # remembered, so most often the very same
+    if found.shape is not shape and not _same(found.shape, shape):  # cached, so most often the same object
         raise ValueError(
             f"indice_key {indice_key!r} has the rulebook of another layer: {_told(found.shape)}; "
             f"this one is {_told(shape)}. Give it an indice_key of its own"
@@ -88,8 +87,8 @@ def layer_rulebook(
         )
     if found.version is not None and found.version != version_of(x.indices):
         raise ValueError(
-            f"indice_key {indice_key!r} has a rulebook of what indices were before they were changed in place: make a "
-            "new tensor of them, and a SparseConvTensor of that"
+            f"indice_key {indice_key!r} has a rulebook of indices that were changed in place afterwards: make a new "
+            "tensor of them, and a SparseConvTensor of that"
         )
     if num_out_act_bound is not None and not shape.subm and num_out_act_bound != found.out_indices.shape[0]:
         raise ValueError(
@@ -100,11 +99,11 @@ def layer_rulebook(
 
 
 def inverse_rulebook(x: SparseConvTensor, ksize: Sizes, indice_key: str) -> Rulebook:
-    """The rulebook that leads back to the inputs of the layer that left one under `indice_key`.
+    """The rulebook that leads back to the inputs of the layer that stored one under `indice_key`.
 
     Raises:
-        ValueError: there is none, it is of a submanifold convolution or of another kernel, or x does not have the sites
-            that it led to.
+        ValueError: there is none, it belongs to a submanifold convolution or to another kernel, or x does not have its
+            output sites.
     """
     found = x.find_indice_pair(indice_key)
     if found is None:
@@ -120,8 +119,8 @@ def inverse_rulebook(x: SparseConvTensor, ksize: Sizes, indice_key: str) -> Rule
         )
     if ksize != found.ksize:
         raise ValueError(
-            f"indice_key {indice_key!r} has the rulebook of a kernel of {found.ksize}: an inverse convolution has the "
-            f"same, got {ksize}"
+            f"indice_key {indice_key!r} has the rulebook of a kernel of {found.ksize}: an inverse convolution "
+            f"needs the same kernel, got {ksize}"
         )
     if found.out_indices is not x.indices:
         raise ValueError(
@@ -134,9 +133,9 @@ def inverse_rulebook(x: SparseConvTensor, ksize: Sizes, indice_key: str) -> Rule
 def on_outputs(
     x: SparseConvTensor, features: Tensor, rulebook: Rulebook, indice_key: str | None = None
 ) -> SparseConvTensor:
-    """What a layer makes of x: features (O, C) on the outputs of its rulebook, which is left under `indice_key`.
+    """The result of a layer on x: features (O, C) on the outputs of its rulebook, which is stored under `indice_key`.
 
-    As in spconv only the new tensor has it, and what is made of that; x does not change.
+    As in spconv, only the new tensor and those derived from it have it; x does not change.
     """
     new = x.derived(features, rulebook.out_indices, rulebook.out_shape, rulebook.bounded)
     if indice_key is None or indice_key not in x.indice_dict:
@@ -147,7 +146,7 @@ def on_outputs(
 
 
 def _same(one: Geometry, other: Geometry) -> bool:
-    """one == other, size by size: so a compiler can compare sizes that it does not know yet."""
+    """one == other, size by size, so that a compiler can compare sizes that it does not know yet."""
     for name in NAMES:
         a, b = getattr(one, name), getattr(other, name)
         if isinstance(a, tuple):

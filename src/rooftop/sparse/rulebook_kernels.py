@@ -1,11 +1,11 @@
 """Warp kernels of the rulebook, on the GPU and on the CPU: an open-addressing hash table of int64 keys.
 
-A table is (slots,) int64, slots a power of two, EMPTY where nothing is; the row that belongs to a slot stands in a
-second array. A key goes into the first slot from its hash on that is empty or has it: compare-and-swap decides between
-threads, and none waits for another. Tables are read in later launches than those that fill them.
+A table is (slots,) int64, slots a power of two, EMPTY in free slots; a second array holds each slot's row. A key goes
+into the first slot from its hash on that is empty or contains it: compare-and-swap decides between threads, and none
+waits for another. Tables are read in later launches than those that fill them.
 
-Sizes are passed as vectors of four, of which the first `dims` count. `faults` are those of `Rulebook`: a thread
-that finds one stores 1, and leaves its site out.
+Sizes are passed as vectors of four; the first `dims` entries count. `faults` are those of `Rulebook`: a thread that
+finds one stores 1, and leaves its site out.
 """
 
 import warp as wp
@@ -20,14 +20,14 @@ EMPTY = wp.constant(wp.int64(geometries.EMPTY))
 NO_KEY = wp.constant(wp.int64(geometries.NO_KEY))
 MIX = wp.constant(wp.uint64(0xFF51AFD7ED558CCD))  # of MurmurHash3's finalizer
 HALF = wp.constant(wp.uint64(33))
-# Of a table that is half full, runs of n full slots are rarer than exp(-0.19 n): so long a one says: no room.
+# In a table that is half full, runs of n full slots are rarer than exp(-0.19 n): a run this long means no room.
 PROBES = wp.constant(256)
 REPEATED, OUTSIDE, NO_ROOM = wp.constant(0), wp.constant(1), wp.constant(geometries.NO_ROOM)
 
 
 @wp.func
 def first_slot(table: wp.array(dtype=wp.int64), key: wp.int64):
-    """Where the search for a key begins: its bits, mixed."""
+    """The slot where the search for a key begins: its bits, mixed."""
     mixed = wp.uint64(key)
     mixed = (mixed ^ (mixed >> HALF)) * MIX
     mixed = mixed ^ (mixed >> HALF)
@@ -36,7 +36,7 @@ def first_slot(table: wp.array(dtype=wp.int64), key: wp.int64):
 
 @wp.func
 def insert(table: wp.array(dtype=wp.int64), key: wp.int64):
-    """(slot of the key, or -1 where there is no room; whether it was not there before)."""
+    """(slot of the key, or -1 without room; whether it is new)."""
     slot = first_slot(table, key)
     mine = wp.int32(-1)
     new = wp.bool(False)
@@ -74,7 +74,7 @@ def find(table: wp.array(dtype=wp.int64), key: wp.int64):
 
 @wp.func
 def is_inside(sites: wp.array2d(dtype=wp.int64), row: int, dims: int, batch_size: wp.int64, shape: Four):
-    """Whether a site lies on the grid."""
+    """Whether a site is on the grid."""
     inside = sites[row, 0] >= wp.int64(0) and sites[row, 0] < batch_size
     for dim in range(dims):
         at = sites[row, 1 + dim]
@@ -92,7 +92,9 @@ def insert_sites(
     rows: wp.array(dtype=wp.int32),
     faults: wp.array(dtype=wp.int32),
 ):
-    """The key of each site into the table, its row into `rows`; a fault for one off the grid or there twice."""
+    """Stores the key of each site in the table and its row in `rows`; a fault for a site off the grid or a repeated
+    one.
+    """
     row = wp.tid()
     if is_inside(sites, row, dims, batch_size, shape):
         key = sites[row, 0]
@@ -125,7 +127,7 @@ def pair_submanifold(
     rows: wp.array(dtype=wp.int32),
     neighbours: wp.array2d(dtype=wp.int32),  # (N, K), -1 throughout
 ):
-    """Threads (N, K // 2 + 1): each offset up to the centre, and with it the one that mirrors it."""
+    """Threads (N, K // 2 + 1): each offset up to the centre, and its mirror image."""
     row, k = wp.tid()
     last = neighbours.shape[1] - 1
     if not is_inside(sites, row, dims, batch_size, shape):
@@ -169,7 +171,7 @@ def reach_outputs(
     slots: wp.array2d(dtype=wp.int32),  # (N, K)
     faults: wp.array(dtype=wp.int32),
 ):
-    """Threads (N, K): the output of each input at each offset goes into the table; its slot, or -1."""
+    """Threads (N, K): the output of each input at each offset goes into the table; stores its slot, or -1."""
     row, k = wp.tid()
     slots[row, k] = -1
     if faults[NO_ROOM] != 0 or not is_inside(sites, row, dims, batch_size, in_shape):
@@ -208,7 +210,9 @@ def number_outputs(
     rows: wp.array(dtype=wp.int32),
     sites: wp.array2d(dtype=wp.int64),  # (O, 1 + dims)
 ):
-    """Each key's place in their order goes to its slot, its coordinates to the outputs; -1 for what is no key."""
+    """Each key's index in sorted order goes to its slot, its coordinates to the outputs; -1 for entries that are no
+    key.
+    """
     row = wp.tid()
     key = keys[row]
     if key == NO_KEY:
@@ -229,7 +233,7 @@ def pair_outputs(
     reverse: wp.array2d(dtype=wp.int32),  # (N, K), slots
     neighbours: wp.array2d(dtype=wp.int32),  # (O, K), -1 throughout
 ):
-    """Threads (N, K): slots become output rows, and these learn of their inputs."""
+    """Threads (N, K): replaces slots by output rows, and writes each output's inputs."""
     row, k = wp.tid()
     slot = reverse[row, k]
     if slot < 0:

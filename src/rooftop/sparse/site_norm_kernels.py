@@ -1,11 +1,11 @@
 """The Triton kernels of batch norm over sites; `site_norms.py` has the operators.
 
-Sums over rows are taken in parts of equal length, each by one program, and the parts are merged by one program for each
-block of columns, always in the same order. A part is a count, a mean and a sum of squares about that mean, merged as
-Chan et al. 1983, "Algorithms for Computing the Sample Variance", do: nothing cancels where means are large.
+Each program sums the rows of one part; parts have equal length. One program for each block of columns merges the parts,
+always in the same order. A part is a count, a mean and a sum of squares about that mean, merged as in Chan et al. 1983,
+"Algorithms for Computing the Sample Variance": nothing cancels if means are large.
 
-All between loads and stores has the dtype of the statistics, which is float64 for float32 rows: a mean that float32
-rounds moves all sites alike, and far from zero by more than rows are rounded.
+All values between loads and stores have the dtype of the statistics, which is float64 for float32 rows. A mean rounded
+to float32 shifts all sites alike, and far from zero by more than the rows' own rounding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def site_moments(
     rows, length,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Count, mean and squares about it of `length` rows, a multiple of ROWS."""
+    """Count, mean and sum of squares about it for `length` rows, a multiple of ROWS."""
     part, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     wide: tl.constexpr = means.dtype.element_ty
     count = tl.zeros((), wide)
@@ -49,8 +49,8 @@ def merge_moments(
     parts, eps,
     CHANNELS: tl.constexpr, RUNNING: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Mean and variance of all sites, and what rows are normalized by: these, or of fewer than two sites the running
-    ones, if there are."""
+    """Mean and variance of all sites, and the statistics that normalize rows: these or, with fewer than two sites, the
+    running ones if there are any."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     wide: tl.constexpr = means.dtype.element_ty
     count = tl.zeros((), wide)
@@ -84,7 +84,7 @@ def normalize_sites(
     rows,
     CHANNELS: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """(x - center) * rate * weight + bias of sites, 0 of other rows."""
+    """(x - center) * rate * weight + bias for sites, 0 for other rows."""
     wide: tl.constexpr = center.dtype.element_ty
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     value, known = _tile(x, sites, tl.program_id(0), 0, ROWS, rows, column, CHANNELS, ROWS, wide)
@@ -102,7 +102,7 @@ def site_gradient_sums(
     rows, length,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The sums over `length` rows of dy and of dy times what x is normalized to."""
+    """The sums over `length` rows of dy, and of dy times the normalized x."""
     part, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
     middle, scale = (
@@ -128,7 +128,7 @@ def site_gradient(
     rows,
     CHANNELS: tl.constexpr, AFFINE: tl.constexpr, RUNNING: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of sites, 0 of other rows."""
+    """The gradient for sites, 0 for other rows."""
     wide: tl.constexpr = center.dtype.element_ty
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
@@ -154,7 +154,7 @@ def site_gradient(
 def _tile(
     x, sites, part, start, length, rows, column, CHANNELS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
-    """(ROWS, COLUMNS) values in that dtype, 0 of what is no site, and which rows are sites."""
+    """(ROWS, COLUMNS) values in that dtype, 0 for rows that are no sites, and which rows are sites."""
     row = part.to(tl.int64) * length + start + tl.arange(0, ROWS)
     known = tl.load(sites + row, mask=row < rows, other=0) != 0
     place = row[:, None] * CHANNELS + column[None, :]
@@ -171,7 +171,7 @@ def _store(y, value, rows, column, CHANNELS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _parts(means, squares, counts, start, parts, column, CHANNELS: tl.constexpr, PARTS: tl.constexpr):
-    """(counts (PARTS,), means (PARTS, COLUMNS), squares) of parts from `start` on, 0 of what there is not."""
+    """(counts (PARTS,), means (PARTS, COLUMNS), squares) of parts from `start` on, 0 for absent parts."""
     part = start + tl.arange(0, PARTS)
     place = part[:, None] * CHANNELS + column[None, :]
     wanted = (part < parts)[:, None] & (column < CHANNELS)[None, :]

@@ -1,28 +1,29 @@
 """Batch norm over the rows that are sites: y = (x - mean) * rate * weight + bias, rate = 1 / sqrt(var + eps).
 
-Mean and variance are of the rows (N, C) that `sites` (N,) names, of which only the device knows how many there are; of
-fewer than two there is no variance, and the running statistics stand in. Ioffe and Szegedy 2015, "Batch Normalization".
-Bound by memory: forward reads x twice and writes y, backward reads dy and x twice and writes dx. Rows that are no sites
-hold anything: they are not read, and their results and gradients are 0.
+Mean and variance are over the rows (N, C) that `sites` (N,) marks; only the device knows their number. With fewer than
+two there is no variance, and the running statistics are used. Ioffe and Szegedy 2015, "Batch Normalization". Bound by
+memory: forward reads x twice and writes y; backward reads dy and x twice and writes dx. Rows that are no sites may hold
+any values: they are not read, and their results and gradients are 0.
 
-Sums and statistics are float64, of half precision float32, in parts of equal length that are merged in order: the same
-bits each time.
+Sums and statistics are float64, for half precision float32, in parts of equal length that are merged in order: the bits
+are the same each time.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, operator
+from rooftop.cost import Cost, distinct_bytes, precision_of
+from rooftop.launch.operators import declare, no_second_derivative
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
-# Predicted, not measured: a tile of 16 elements a thread, and parts enough for every multiprocessor twice.
+# Predicted, not measured: a tile of 16 elements a thread, and twice as many parts as multiprocessors.
 TILE, COLUMNS, PARTS_PER_SM, MERGED, WARPS = 2048, 64, 2, 64, 4
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -32,7 +33,8 @@ def site_norm_reference(
     x: Tensor, sites: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
     running_var: Tensor | None, eps: float,
 ) -> Six:  # fmt: skip
-    """(y (N, C), mean, var, count (1,), center, rate): what the sites have, and what they are normalized by, (C,)."""
+    """(y (N, C), mean, var, count (1,), center, rate): the statistics of the sites, and the values that normalize them,
+    (C,)."""
     known, wide = sites[:, None], _wide(x)
     values = x.to(wide).where(known, 0)
     count = sites.sum().to(wide).view(1)
@@ -56,7 +58,7 @@ def site_norm_gradient_reference(
     """(dx (N, C), dweight (C,), dbias (C,)); `by_running`: fewer than two sites were normalized by constants."""
     known = sites[:, None]
     slope, values = (t.to(rate.dtype).where(known, 0) for t in (dy, x))
-    rest = (values - center).where(known, 0).sum(0) / count.clamp(min=1)  # what the center lacks: it was rounded
+    rest = (values - center).where(known, 0).sum(0) / count.clamp(min=1)  # the rounding error of center
     if by_running:
         rest = torch.where(count < 2, 0, rest)
     normal = ((values - center - rest) * rate).where(known, 0)
@@ -86,7 +88,7 @@ def _tile(x: Tensor) -> dict[str, int]:
 
 
 def _parts(x: Tensor, tile: dict[str, int]) -> tuple[int, int]:
-    """How many parts the rows are summed in, and how long one is."""
+    """The number of parts in which the rows are summed, and their length."""
     tiles = -(-x.shape[0] // tile["ROWS"])
     each = -(-tiles // (PARTS_PER_SM * processors(x)))
     return -(-tiles // each), each * tile["ROWS"]
@@ -141,94 +143,85 @@ def _backward(
     return dx, dweight, dbias
 
 
-# ---- registration ----------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------
 
 
-@operator("site_norm")
-def site_norm(
-    x: Tensor, sites: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
-    running_var: Tensor | None, eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(y, mean, var, count, center, rate) as of `site_norm_reference`.
+class SiteNorm(NamedTuple):
+    """(y, mean, var, count, center, rate) as in `site_norm_reference`.
 
     x: (N, C), bfloat16, float16, float32 or float64. sites: (N,), bool. All others are (C,), float32 or wider than x;
     weight and bias come together or not at all, and so do running_mean and running_var. The results mean, var (biased),
     center and rate are float64 if x is float32 or float64, else float32.
     """
-    arguments = (x, sites, weight, bias, running_mean, running_var, eps)
-    return site_norm_reference(*arguments) if _by_reference(x) else _forward(*arguments)
+
+    x: Tensor
+    sites: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    eps: float
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.in_pytorch() if _by_reference(self.x) else _forward(*self)
+
+    def fake(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        x, channels = self.x, self.x.shape[1]
+        mean, var, center, rate = (x.new_empty(channels, dtype=_wide(x)) for _ in range(4))
+        return x.new_empty(x.shape), mean, var, x.new_empty(1, dtype=_wide(x)), center, rate
+
+    def in_pytorch(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return site_norm_reference(*self)
+
+    def keep(self, made: Six) -> tuple[Any, ...]:
+        """The arguments of the backward operator after dy, and the dtype of the bias."""
+        x, sites, weight, bias, running_mean, *_ = self
+        _, _, _, count, center, rate = made
+        return x, sites, weight, center, rate, count, running_mean is not None, None if bias is None else bias.dtype
+
+    @staticmethod
+    def gradients(kept: tuple[Any, ...], wanted: Sequence[bool], dy: Tensor) -> tuple[Tensor | None, ...]:
+        _, _, weight, *_, bias_dtype = kept
+        dx, dweight, dbias = _site_norm_backward(dy, *kept[:-1])
+        return (dx,) if weight is None else (dx, None, dweight.to(weight.dtype), dbias.to(bias_dtype))
+
+    def cost(self, made: Six) -> Cost:
+        """A sum, a difference, a square and its sum for the moments; a difference and a product, and two more with
+        weights. x is counted once, as if a cache could hold it."""
+        flops = (4 + 2 + 2 * (self.weight is not None)) * self.x.numel()
+        read = distinct_bytes(self[:6])
+        return Cost(read, distinct_bytes(made), {precision_of(self.x.dtype): flops} if flops else {})
 
 
-@torch.library.register_fake("rooftop::site_norm")
-def _(
-    x: Tensor, sites: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
-    running_var: Tensor | None, eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    def of(size: int) -> Tensor:
-        return x.new_empty(size, dtype=_wide(x))
+class SiteNormBackward(NamedTuple):
+    """(dx (N, C), dweight (C,), dbias (C,)) as in `site_norm_gradient_reference`."""
 
-    channels = x.shape[1]
-    return x.new_empty(x.shape), of(channels), of(channels), of(1), of(channels), of(channels)
+    dy: Tensor
+    x: Tensor
+    sites: Tensor
+    weight: Tensor | None
+    center: Tensor
+    rate: Tensor
+    count_: Tensor
+    by_running: bool
 
+    def run(self) -> tuple[Tensor, Tensor, Tensor]:
+        return site_norm_gradient_reference(*self) if _by_reference(self.x) else _backward(*self)
 
-@operator("site_norm_backward")
-def _site_norm_backward(
-    dy: Tensor, x: Tensor, sites: Tensor, weight: Tensor | None, center: Tensor, rate: Tensor, count: Tensor,
-    by_running: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    arguments = (dy, x, sites, weight, center, rate, count, by_running)
-    return site_norm_gradient_reference(*arguments) if _by_reference(x) else _backward(*arguments)
+    def fake(self) -> tuple[Tensor, Tensor, Tensor]:
+        shape = self.rate.shape
+        return self.x.new_empty(self.x.shape), self.rate.new_empty(shape), self.rate.new_empty(shape)
 
-
-@torch.library.register_fake("rooftop::site_norm_backward")
-def _(
-    dy: Tensor, x: Tensor, sites: Tensor, weight: Tensor | None, center: Tensor, rate: Tensor, count: Tensor,
-    by_running: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return x.new_empty(x.shape), rate.new_empty(rate.shape), rate.new_empty(rate.shape)
+    def cost(self, made: tuple[Tensor, Tensor, Tensor]) -> Cost:
+        """The recomputed normalized x (2), two sums and a product; a product and two differences, and the scale."""
+        flops = 9 * self.x.numel()
+        read = distinct_bytes(self[:7])
+        return Cost(read, distinct_bytes(made), {precision_of(self.x.dtype): flops} if flops else {})
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Six) -> None:
-    x, sites, weight, bias, running_mean, _, _ = inputs
-    _, *others = output
-    ctx.mark_non_differentiable(*others)
-    ctx.set_materialize_grads(False)
-    _, _, count, center, rate = others
-    ctx.save_for_backward(x, sites, weight, center, rate, count)
-    ctx.by_running, ctx.bias_dtype = running_mean is not None, None if bias is None else bias.dtype
-
-
-def _differentiate(ctx: Any, dy: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return (None,) * 7
-    x, sites, weight, center, rate, count = ctx.saved_tensors
-    dx, dweight, dbias = _site_norm_backward(dy, x, sites, weight, center, rate, count, ctx.by_running)
-    if weight is None:
-        return dx, *(None,) * 6
-    return dx, None, dweight.to(weight.dtype), dbias.to(ctx.bias_dtype), None, None, None
-
-
-differentiable("site_norm", _differentiate, _save)
-in_pytorch("site_norm", site_norm_reference)
-differentiable("site_norm_backward", no_second_derivative("site_norm", "torch.nn.functional.batch_norm"))
-
-
-@cost_of("rooftop::site_norm")
-def _forward_cost(call: Call) -> Cost:
-    """A sum, a difference, a square and its sum for the moments; a difference and a product, and two more with weights.
-
-    x is counted once, as if a cache could hold it.
-    """
-    x = call["x"]
-    flops = (4 + 2 + 2 * (call["weight"] is not None)) * x.numel()
-    read = distinct_bytes([x, call["sites"], call["weight"], call["bias"], call["running_mean"], call["running_var"]])
-    return Cost(read, distinct_bytes(list(call.out)), {precision_of(x.dtype): flops} if flops else {})
-
-
-@cost_of("rooftop::site_norm_backward")
-def _backward_cost(call: Call) -> Cost:
-    """What x was normalized to (2), two sums and a product; a product and two differences, and the scale."""
-    dy, x = call["dy"], call["x"]
-    flops = 9 * x.numel()
-    read = distinct_bytes([dy, x, *(call[name] for name in ("sites", "weight", "center", "rate", "count"))])
-    return Cost(read, distinct_bytes(list(call.out)), {precision_of(x.dtype): flops} if flops else {})
+site_norm = declare("site_norm", SiteNorm, slopes=1)
+_site_norm_backward = declare(
+    "site_norm_backward",
+    SiteNormBackward,
+    derivative=no_second_derivative("site_norm", "torch.nn.functional.batch_norm"),
+)

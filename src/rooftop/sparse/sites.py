@@ -1,4 +1,4 @@
-"""Sites (batch, coordinates) of a grid: as one int64 key each, and whether they may be there.
+"""Sites (batch, coordinates) of a grid: as one int64 key each, and checks of their range.
 
 The key of a site is ((batch * Z + z) * Y + y) * X + x.
 """
@@ -37,9 +37,9 @@ def sites_of(keys: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def check_sites(indices: Tensor, batch_size: int, shape: Sequence[int]) -> None:
-    """Raises `ValueError` for the first row that is out of range, and for the first that repeats another.
+    """Raise `ValueError` for the first row that is out of range, and for the first that repeats another.
 
-    Rows of -1 are no sites and are passed over. Waits for the device.
+    Rows of -1 are no sites and are skipped. Waits for the device.
     """
     check_range(indices, batch_size, shape)
     sites = indices.long()
@@ -83,7 +83,7 @@ def checks_values(indices: Tensor) -> bool:
 
 
 def check_indices(indices: Tensor, dims: int) -> None:
-    """Raises for indices that are not (N, 1 + dims) of int32 or int64."""
+    """Raise an error unless indices are (N, 1 + dims) int32 or int64."""
     if not isinstance(indices, Tensor):
         raise TypeError(f"indices must be a tensor, got {type(indices).__name__}")
     if indices.dtype not in (torch.int32, torch.int64):

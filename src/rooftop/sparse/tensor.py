@@ -1,4 +1,4 @@
-"""`SparseConvTensor`: features on the active sites of a grid, named as spconv's."""
+"""`SparseConvTensor`: features on the active sites of a grid, named as in spconv."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ REDUCTIONS = ("sum", "mean", "max", "min")
 class SparseConvTensor:
     """Features on the active sites of a batch of grids.
 
-    A row of indices that is -1 throughout is no site: convolutions of a fixed number of outputs end in such rows.
+    A row of indices that is -1 throughout is no site: the outputs of convolutions with a fixed number of outputs end in
+    such rows.
 
     Attributes:
         features: (N, C). To change them, `replace_feature`.
         indices: (N, 1 + dims) int32 or int64, batch first.
         spatial_shape: list of 1 to 4 sizes.
-        batch_size: batch elements; some may have no sites.
+        batch_size: number of batch elements; some may have no sites.
         indice_dict: the rulebooks of layers by their `indice_key`, those that led to this tensor.
-        padded: whether some rows of indices may be no sites. Outputs of a layer with a bound are; of inputs, who makes
-            them says so. Batch norms then count sites alone.
-        faults: what the layers that led here found wrong with their sites; `check()` raises for it.
+        padded: whether some rows of indices may be no sites. Outputs of a layer with a bound are padded; for inputs,
+            their creator sets this. Batch norms then count only sites.
+        faults: errors that earlier layers found in their sites; `check()` raises for them.
     """
 
     def __init__(
@@ -46,15 +47,14 @@ class SparseConvTensor:
         *,
         padded: bool = False,
     ) -> None:
-        """Takes tensors as they are, without copies. Compiled code and fake tensors have no values to look at.
+        """Uses the given tensors, without copies. Compiled code and fake tensors have no values to check.
 
-        The order is spconv's; grid and voxel_num are kept for networks that name them, and not used.
+        The order is spconv's; grid and voxel_num are accepted for networks that pass them, and ignored.
 
         Raises:
             TypeError, ValueError: other shapes, dtypes or devices; a grid of 2^63 cells or more, the batch included; on
-                the CPU, and with ROOFTOP_CHECK=1 in the environment on a GPU, a site out of range. Sites that are there
-                twice raise where it matters: when a convolution looks for neighbours, and in `dense()`; `coalesce()`
-                merges them.
+                the CPU, and with ROOFTOP_CHECK=1 in the environment on a GPU, a site out of range. Repeated sites raise
+                where they matter: when a convolution looks for neighbours, and in `dense()`; `coalesce()` merges them.
         """
         self.spatial_shape = list(sizes_of(spatial_shape))
         check_indices(indices, len(self.spatial_shape))
@@ -104,7 +104,7 @@ class SparseConvTensor:
 
     @property
     def sparity(self) -> float:
-        """Rows for each cell of the batch; spelled as spconv does."""
+        """Rows for each cell of the batch; the name is spconv's."""
         return len(self.indices) / (self.spatial_size * self.batch_size)
 
     def replace_feature(self, feature: Tensor) -> SparseConvTensor:
@@ -113,7 +113,7 @@ class SparseConvTensor:
         return self.derived(feature, self.indices, self.spatial_shape)
 
     def shadow_copy(self) -> SparseConvTensor:
-        """Another tensor of the same features, sites and rulebooks."""
+        """Another tensor with the same features, sites and rulebooks."""
         return self.derived(self.features, self.indices, self.spatial_shape)
 
     def minus(self) -> SparseConvTensor:
@@ -121,7 +121,7 @@ class SparseConvTensor:
         return self.replace_feature(-self.features)
 
     def select_by_index(self, valid_indices: Tensor) -> SparseConvTensor:
-        """Some of the sites: by the numbers of their rows, int64, or by a bool for each row. Has no rulebooks."""
+        """Some of the sites: by their row numbers, int64, or by a bool for each row. The result has no rulebooks."""
         new = self.derived(self.features[valid_indices], self.indices[valid_indices], self.spatial_shape)
         new.indice_dict = {}
         return new
@@ -136,8 +136,8 @@ class SparseConvTensor:
             return self.replace_feature(self.features + other)
         if other.indices is not self.indices:
             raise ValueError(
-                f"{self} + {other} have indices of their own: add tensors that layers made of the same sites, or any "
-                "by rooftop.sparse.functional.sparse_add"
+                f"{self} + {other} have different indices: add tensors that layers made of the same sites, or add any "
+                "tensors with rooftop.sparse.functional.sparse_add"
             )
         return self.replace_feature(self.features + other.features)
 
@@ -146,7 +146,7 @@ class SparseConvTensor:
     def derived(
         self, features: Tensor, indices: Tensor, spatial_shape: Sequence[int], padded: bool = False
     ) -> SparseConvTensor:
-        """What a layer makes of this tensor: the same batch and rulebooks, with sites that nobody has to check."""
+        """The result of a layer on this tensor: the same batch and rulebooks, with sites that need no check."""
         new = object.__new__(type(self))
         new._features, new.indices, new.batch_size = features, indices, self.batch_size
         new.spatial_shape, new.indice_dict = list(spatial_shape), self.indice_dict
@@ -155,41 +155,43 @@ class SparseConvTensor:
         return new
 
     def check(self) -> None:
-        """Raises `ValueError` for what the layers that led to this tensor found wrong: a site out of range or there
-        twice, a bound that was too small. On a GPU they do not wait to say so; this waits for the device."""
+        """Raise `ValueError` for an error that earlier layers found: a site out of range or a repeated one, or too
+        small a bound. On a GPU layers do not wait to raise; this method waits for the device."""
         for fault in self.faults:
             fault.check()
 
     def find_indice_pair(self, key: str | None) -> Any:
-        """The rulebook that a layer left under this `indice_key`, or None."""
+        """The rulebook that a layer stored under this `indice_key`, or None."""
         return None if key is None else self.indice_dict.get(key)
 
     def dense(self, channels_first: bool = True) -> Tensor:
-        """The whole grid, zero where no site is: (B, C, *spatial_shape), or (B, *spatial_shape, C).
+        """The whole grid, zero at cells without a site: (B, C, *spatial_shape), or (B, *spatial_shape, C).
 
         Differentiable.
 
         Raises:
-            ValueError: a site that is there twice or out of range, when the constructor would raise. Otherwise one of
-                those that are there twice is taken, and what is out of range is left out.
+            ValueError: a repeated site or one out of range, under the conditions of the constructor. Otherwise one of
+                the repeated sites is used, and sites out of range are ignored.
         """
         if _has_values(self.indices) and checks_values(self.indices):
             check_sites(self.indices, self.batch_size, self.spatial_shape)
         sites, cells = self.indices.long(), self.batch_size * self.spatial_size
         inside = in_range(sites, self.batch_size, self.spatial_shape)
-        cell = torch.where(inside, keys_of(sites, self.spatial_shape), cells)  # one more cell takes what is no site
+        cell = torch.where(
+            inside, keys_of(sites, self.spatial_shape), cells
+        )  # an additional cell for rows that are no sites
         grid = self.features.new_zeros(cells + 1, self.features.shape[1]).index_copy(0, cell, self.features)[:cells]
         grid = grid.view(self.batch_size, *self.spatial_shape, -1)
         return grid.movedim(-1, 1).contiguous() if channels_first else grid
 
     def coalesce(self, reduce: str = "sum") -> SparseConvTensor:
-        """Each site once, sorted, with the "sum", "mean", "max" or "min" of the features of its rows.
+        """Each site once, sorted, with the "sum", "mean", "max" or "min" of its rows' features.
 
-        Differentiable, and deterministic: rows are reduced in their order, and added up in float32 or wider. Waits for
-        the device. Has no rulebooks.
+        Differentiable, and deterministic: rows are reduced in order, and added up in float32 or wider. It waits for the
+        device. The result has no rulebooks.
 
         Raises:
-            TypeError: features of integers.
+            TypeError: integer features.
             ValueError: another reduction, a site out of range.
         """
         if reduce not in REDUCTIONS:
@@ -213,7 +215,7 @@ class SparseConvTensor:
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Whether there is data behind it, rather than a compiler's description."""
+    """Whether it holds data, instead of a compiler's description."""
     return not torch.compiler.is_compiling() and not isinstance(tensor, FakeTensor)
 
 

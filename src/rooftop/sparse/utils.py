@@ -1,4 +1,6 @@
-"""The names of `spconv.pytorch.utils`. The file has its name, so that a program only changes the package it imports."""
+"""The names of `spconv.pytorch.utils`. The file has spconv's name, so that a program only changes the imported
+package.
+"""
 
 from rooftop.sparse.voxels import PointToVoxel, gather_features_by_pc_voxel_id
 

@@ -1,13 +1,14 @@
-"""From points to voxels: which points lie in which cell of a grid, and what a cell makes of them.
+"""From points to voxels: which points are in which cell of a grid, and the features of a cell.
 
-A point p lies in the cell floor((p - low) / size) of each dimension, in float32 (float64 for points in float64), with
-divisions that IEEE 754 rounds: on a GPU and on a CPU the same cell, and the one that spconv finds. Points are sorted by
-the int64 key of their cell, stably, so that nothing depends on the order in which threads run. What lies outside of the
-grid, or nowhere (NaN), is in no voxel.
+A point p is in the cell floor((p - low) / size) of each dimension, in float32 (float64 for points in float64), with
+IEEE 754 division. So a GPU and a CPU find the same cell, which is also spconv's. Points are sorted by the int64 key of
+their cell, stably, so that nothing depends on the order in which threads run. A point outside of the grid, or with NaN,
+is in no voxel.
 
-Two rules say where a grid ends. `voxelize` has every point of its range, low <= p < high in the points' dtype; where
-the range is no whole number of cells, the last cell reaches beyond it. `PointToVoxel` has spconv's rule: as many whole
-cells as come nearest to the range, so that up to half a cell of it is left out, or as much beyond it is in.
+There are two rules for the end of a grid. `voxelize` takes every point of its range, low <= p < high in the points'
+dtype; if the cells do not divide the range, the last cell extends beyond it. `PointToVoxel` has spconv's rule: the
+number of whole cells that comes nearest to the range. So up to half a cell of the range is excluded, or up to half a
+cell beyond it is included.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Grid(NamedTuple):
 
     Attributes:
         low: where the first cell begins.
-        sizes: of a cell.
+        sizes: size of a cell.
         shape: number of cells.
         high: points from here on are outside; None: the grid ends with its last cell.
     """
@@ -45,18 +46,18 @@ class Grid(NamedTuple):
     high: tuple[float, ...] | None = None
 
 
-_WHOLE = 1e-6  # of the number of cells: 40 / 0.16 and 70.4 / 0.1 are whole numbers, if not in float64
+_WHOLE = 1e-6  # tolerance for the number of cells: 40 / 0.16 and 70.4 / 0.1 are integers, though not in float64
 
 
 def grid_of(voxel_size: Sequence[float], coordinate_range: Sequence[float], as_spconv: bool = False) -> Grid:
-    """The grid of a range (all low ends, then all high ends): the cells that cover it.
+    """The grid for a range (all low ends, then all high ends): the cells that cover it.
 
     Args:
-        as_spconv: in as many cells as come nearest to it, and what is in them.
+        as_spconv: use the number of whole cells nearest to it, and the points in them.
 
     Raises:
-        TypeError: what are no sequences of numbers.
-        ValueError: other than 1 to 4 dimensions, sizes that are none, an empty range, 2^63 cells or more.
+        TypeError: arguments that are not sequences of numbers.
+        ValueError: not 1 to 4 dimensions, invalid sizes, an empty range, 2^63 cells or more.
     """
     try:
         sizes, ends = tuple(map(float, voxel_size)), tuple(map(float, coordinate_range))
@@ -78,7 +79,7 @@ def grid_of(voxel_size: Sequence[float], coordinate_range: Sequence[float], as_s
         raise ValueError(f"a range must be finite and have its low ends below its high ends, got {list(ends)}")
     if as_spconv:
         first, last, step = (torch.tensor(values, dtype=torch.float32) for values in (low, high, sizes))
-        counts = ((last - first) / step + 0.5).floor().tolist()  # half a cell is one
+        counts = ((last - first) / step + 0.5).floor().tolist()  # half a cell becomes one
     else:
         counts = [_covering((b - a) / size) for a, b, size in zip(low, high, sizes, strict=True)]
     if not all(1 <= count <= MOST_CELLS for count in counts) or math.prod(counts) >= NO_KEY:
@@ -96,10 +97,10 @@ def _covering(cells: float) -> float:
 
 @torch.no_grad()
 def _cells(points: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The cell (N, dims) int64 of each point, and whether it is one of the grid, (N,)."""
+    """The cell (N, dims) int64 of each point, and whether it is in the grid, (N,)."""
     at = points[:, : len(grid.shape)]
     at = at if at.dtype == torch.float64 else at.float()
-    # Divided by a tensor: by a number, a GPU would multiply by its reciprocal, which is rounded.
+    # Divided by a tensor: for a number, a GPU would multiply by its reciprocal, which is rounded.
     low, sizes = _on_device([grid.low, grid.sizes], at.dtype, at.device)
     cells = at.sub(low).div(sizes).floor().nan_to_num(-1.0).clamp(-1, MOST_CELLS).long()
     shape = _on_device(grid.shape, torch.int64, at.device)
@@ -111,12 +112,12 @@ def _cells(points: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 
 
 def _on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of these, without waiting for the device."""
+    """A tensor of these values, without waiting for the device."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _keys(cells: Tensor, inside: Tensor, shape: Sequence[int], batch: Tensor | None = None) -> Tensor:
-    """(N,) int64: batch element, then the last dimension, ..., the first; NO_KEY for what is in no voxel."""
+    """(N,) int64: batch element, then the last dimension, ..., the first; NO_KEY for points in no voxel."""
     keys = torch.zeros_like(cells[:, 0]) if batch is None else batch.long()
     for dim in reversed(range(len(shape))):
         keys = keys * shape[dim] + cells[:, dim]
@@ -127,11 +128,11 @@ def _keys(cells: Tensor, inside: Tensor, shape: Sequence[int], batch: Tensor | N
 
 
 class _ByVoxel(NamedTuple):
-    """Points sorted by voxel, N of them; those of none are at the end."""
+    """N points sorted by voxel; points in no voxel are at the end."""
 
-    order: Tensor  # (N,) which point comes when; of a voxel, in their order
+    order: Tensor  # (N,) the point at each position; points of a voxel keep their order
     starts: Tensor  # (N,) whether it is the first of its voxel
-    first: Tensor  # (N,) the place of the first of its voxel
+    first: Tensor  # (N,) the position of the first of its voxel
     real: Tensor  # (N,) whether it is in one
 
 
@@ -149,11 +150,11 @@ def _by_voxel(keys: Tensor) -> _ByVoxel:
 
 
 class PointToVoxel:
-    """Points into the slots of voxels, as spconv's class of this name: (V, P, F) for a batch of one.
+    """Points in slots of voxels, as spconv's class with this name: (V, P, F) for a batch of one.
 
-    The grid has as many whole cells as come nearest to the range, which is spconv's rule; `voxelize` covers the range.
-    Voxels are numbered by the first of their points, and have their points in the order of these, until there are no
-    more slots, or no more voxels: on a GPU as on a CPU, where spconv takes whichever comes first.
+    The grid has the number of whole cells that comes nearest to the range, which is spconv's rule; `voxelize` covers
+    the range. Voxels are numbered in the order of their first points, and hold their points in order, until slots or
+    voxels run out. A GPU gives the same result as a CPU; spconv keeps whichever point comes first.
 
     Attributes:
         grid_size: cells, [z, y, x]; the `spatial_shape` of a `SparseConvTensor`.
@@ -174,14 +175,14 @@ class PointToVoxel:
 
         Args:
             vsize_xyz: size of a voxel, in the points' units.
-            coors_range_xyz: low ends, then high ends, of what is voxels.
-            num_point_features: F, the coordinates included.
-            max_num_voxels: voxels that there are at most.
-            max_num_points_per_voxel: P, points that a voxel has at most.
-            device: of the points.
+            coors_range_xyz: low ends, then high ends, of the range.
+            num_point_features: F, including the coordinates.
+            max_num_voxels: largest number of voxels.
+            max_num_points_per_voxel: P, the maximum number of points of a voxel.
+            device: the device of the points.
 
         Raises:
-            ValueError: what cannot be a grid, as `grid_of` says; fewer features than coordinates, no voxels, no points.
+            ValueError: an invalid grid, see `grid_of`; fewer features than coordinates, no voxels, no points.
         """
         self._grid = grid_of(vsize_xyz, coors_range_xyz, as_spconv=True)
         dims = len(self._grid.shape)
@@ -207,20 +208,20 @@ class PointToVoxel:
     def generate_voxel_with_id(
         self, pc: Tensor, clear_voxels: bool = True, empty_mean: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The voxels of a cloud of points. Waits for the device once, to know how many there are.
+        """The voxels of a cloud of points. Waits for the device once, to learn their number.
 
         Args:
             pc: (N, F) float16, bfloat16, float32 or float64, the coordinates (x, y, z) first; N may be 0.
-            clear_voxels: not used: results are new tensors, and slots without a point are 0.
+            clear_voxels: ignored: results are new tensors, and slots without a point are 0.
             empty_mean: slots without a point have the mean of their voxel's points instead.
 
         Returns:
             voxels (V, P, F) of the points' dtype, through which gradients reach the points; indices (V, dims) int32,
-            (z, y, x); how many points each voxel has, (V,) int32, at most P; the voxel of each point, (N,) int64, -1
-            for none. A point that found no slot in its voxel has it all the same, as in spconv.
+            (z, y, x); the number of points of each voxel, (V,) int32, at most P; the voxel of each point, (N,) int64,
+            -1 for none. A point without a slot in its voxel still has that voxel, as in spconv.
 
         Raises:
-            TypeError, ValueError: no such points, or on another device.
+            TypeError, ValueError: invalid points, or points on another device.
         """
         _check_points("PointToVoxel", pc, self.ndim)
         if pc.shape[1] != self.num_point_features:
@@ -236,7 +237,7 @@ class PointToVoxel:
         number = number.where(found.real & (number < count), -1)
         slot = torch.arange(len(pc), device=pc.device) - found.first
         lies = (number >= 0) & (slot < slots)
-        place = (number * slots + slot).where(lies, count * slots)  # one more slot takes what lies nowhere
+        place = (number * slots + slot).where(lies, count * slots)  # one more slot takes points in no voxel
         voxels = pc.new_zeros(count * slots + 1, pc.shape[1]).index_copy(0, place, pc.index_select(0, found.order))
         voxels = voxels[:-1].view(count, slots, pc.shape[1])
         numbers = torch.zeros(count + 1, dtype=torch.int32, device=pc.device)
@@ -255,27 +256,28 @@ def voxelize(
     reduce: str = "mean",
     batch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One row of features for each voxel that has a point, what a `SparseConvTensor` takes.
+    """One row of features for each voxel that has a point, as input for a `SparseConvTensor`.
 
-    Waits for the device once, to know how many there are; in a grid of 2^32 cells or more twice, to see that its batch
-    elements can be told apart.
+    Waits for the device once, to learn the number of voxels; in a grid of 2^32 cells or more twice, to check that int64
+    keys can distinguish its batch elements.
 
     Args:
         points: (N, F) float16, bfloat16, float32 or float64, the coordinates (x, y, z) first; N may be 0.
-        voxel_size: of x, y, z, in the points' units; 1 to 4 dimensions.
-        coordinate_range: low ends, then high ends: all points from a low end on and below its high end are in a voxel.
-            The grid is `voxel_grid(voxel_size, coordinate_range)`, whose last cells may reach beyond the range.
-        reduce: "mean", "max" or "sum" of a voxel's points, or the "first" of them.
-        batch: (N,) int32 or int64, the batch element of each point, -1 for points that are in no voxel; None: of one
-            cloud.
+        voxel_size: size in x, y, z, in the points' units; 1 to 4 dimensions.
+        coordinate_range: low ends, then high ends: all points from the low ends (included) to the high ends (excluded)
+            are in a voxel. The grid is `voxel_grid(voxel_size, coordinate_range)`, whose last cells may extend beyond
+            the range.
+        reduce: "mean", "max" or "sum" of a voxel's points, or the "first" of its points.
+        batch: (N,) int32 or int64, the batch element of each point, -1 for points that belong to none; None: all points
+            are one cloud.
 
     Returns:
-        features (V, F) of the points' dtype, through which gradients reach the points, of a maximum shared by those
-        that are it; indices (V, 1 + dims) int32, (batch, z, y, x), sorted. Sums are float32 (float64 for float64), in
-        the order of the points: the same bits each time.
+        features (V, F) of the points' dtype, through which gradients reach the points; points that tie for a maximum
+        share its gradient; indices (V, 1 + dims) int32, (batch, z, y, x), sorted. Sums are float32 (float64 for
+        float64), in the order of the points: the bits are the same each time.
 
     Raises:
-        TypeError, ValueError: no such points, grid, batch or reduction.
+        TypeError, ValueError: invalid points, grid, batch or reduction.
     """
     if reduce not in REDUCTIONS:
         raise ValueError(
@@ -288,7 +290,7 @@ def voxelize(
     if batch is not None:
         inside &= batch >= 0
     found = _by_voxel(_keys(cells, inside, grid.shape, batch))
-    places = found.starts.nonzero().squeeze(1)  # of the first point of each voxel, among the sorted ones
+    places = found.starts.nonzero().squeeze(1)  # index of the first point of each voxel, among the sorted points
     firsts = found.order[places]
     element = torch.zeros_like(firsts) if batch is None else batch[firsts].long()
     indices = torch.cat([element[:, None], cells[firsts].flip(1)], 1).int()
@@ -303,7 +305,7 @@ def voxelize(
 
 
 def voxel_grid(voxel_size: Sequence[float], coordinate_range: Sequence[float]) -> list[int]:
-    """Cells of a range, [z, y, x]: the `spatial_shape` of what `voxelize` gives.
+    """Cells of a range, [z, y, x]: the `spatial_shape` for the result of `voxelize`.
 
     Raises:
         ValueError: as `voxelize`.
@@ -312,12 +314,12 @@ def voxel_grid(voxel_size: Sequence[float], coordinate_range: Sequence[float]) -
 
 
 def gather_features_by_pc_voxel_id(seg_res_features: Tensor, pc_voxel_id: Tensor, invalid_value: float = 0) -> Tensor:
-    """What each point's voxel has: (N, ...) from (V, ...) and the voxel of each point, (N,), -1 for none.
+    """The features of each point's voxel: (N, ...) from (V, ...) and the voxel of each point, (N,), -1 for none.
 
     Args:
-        seg_res_features: of voxels, as a network gives them.
+        seg_res_features: features of voxels, as a network returns them.
         pc_voxel_id: from `PointToVoxel.generate_voxel_with_id`; moved to the device of the features.
-        invalid_value: for points in no voxel.
+        invalid_value: the value for points in no voxel.
     """
     ids = pc_voxel_id.to(seg_res_features.device)
     shape = (len(ids), *seg_res_features.shape[1:])
@@ -327,11 +329,11 @@ def gather_features_by_pc_voxel_id(seg_res_features: Tensor, pc_voxel_id: Tensor
     return seg_res_features.index_select(0, ids.clamp(min=0)).where(known, invalid_value)
 
 
-# ---- pieces ----------------------------------------------------------------------------------------------------
+# ---- inner functions -------------------------------------------------------------------------------------------
 
 
 def _filled(voxels: Tensor, numbers: Tensor) -> Tensor:
-    """Voxels (V, P, F) with the mean of their points in slots that have none."""
+    """Voxels (V, P, F), with the mean of their points in slots without a point."""
     wide = torch.promote_types(voxels.dtype, torch.float32)
     mean = voxels.sum(1, keepdim=True, dtype=wide) / numbers.view(-1, 1, 1)
     taken = torch.arange(voxels.shape[1], device=voxels.device) < numbers[:, None]

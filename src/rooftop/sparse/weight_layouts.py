@@ -1,4 +1,4 @@
-"""In which order the sides of a sparse convolution's weight stand: the layouts of spconv's versions.
+"""The order of the dimensions in a sparse convolution's weight: the layouts of spconv's versions.
 
 The table in `checkpoints.py` says which version saved which.
 """
@@ -10,17 +10,17 @@ from torch import Tensor
 
 LAYOUTS = ("KRSC", "RSKC", "RSCK")
 OWN_VERSION = 2
-"""What `state_dict` notes of a convolution of this library; spconv notes 1."""
+"""The version number that `state_dict` records for a convolution of this library; spconv records 1."""
 
 
 def fitting(weight: Tensor, shape: tuple[int, ...]) -> list[str]:
-    """The layouts in which this weight is one of shape (out, *kernel, in); one name for those that are the same."""
+    """The layouts in which this weight can have shape (out, *kernel, in); one name for those that are the same."""
     if weight.dim() != len(shape):
         return []
     found = [layout for layout in LAYOUTS if tuple(as_krsc(weight, layout).shape) == shape]
     if "KRSC" not in found:
         return found
-    whole = torch.empty(shape, device="meta")  # stays contiguous where but sides of 1 are moved
+    whole = torch.empty(shape, device="meta")  # stays contiguous if only sides of 1 are moved
     return [layout for layout in found if layout == "KRSC" or not as_krsc(whole, layout).is_contiguous()]
 
 

@@ -1,4 +1,4 @@
-"""`python -m rooftop.train` is the verb `rooftop train`, as `torchrun -m` can start it."""
+"""`python -m rooftop.train` is the verb `rooftop train`, in a form that `torchrun -m` can start."""
 
 import sys
 

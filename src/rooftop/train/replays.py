@@ -1,11 +1,11 @@
-"""A function on a GPU that is launched by the host a few times, and from then on replayed from a CUDA graph.
+"""Replays a function on a GPU from a CUDA graph, after a few ordinary calls.
 
     gradients = Replayed(gradients_of_step, device)
     loss, norm = gradients(tokens, step)
 
-A step of a model has thousands of launches. Where its layers are small, or each is cut into pieces, the host takes
-longer for these than the GPU computes; a replay is one launch. It reads and writes the same memory as what was
-captured: whatever changes from step to step must come in by tensors, and is copied to where it was then.
+A step of a model has thousands of launches. If its layers are small or split, the host takes longer to launch them than
+the GPU to compute; a replay is one launch. It reads and writes the memory of the capture, so everything that changes
+from step to step must be an input tensor, which is copied to its place.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ WARM_UP = 3
 
 
 class Replayed:
-    """Gives what a function gives, for autograd numbers of which it knows nothing more.
+    """Returns the outputs of a function, detached from autograd.
 
     Args:
-        function: of tensors on the device, that gives tensors; it may do more, such as leave gradients behind. The host
-            waits for nothing within. What it reads of Python, a model's modes and hooks among it, is read for the last
-            time when it is captured; and a model's memory must stay where it was then.
+        function: from tensors on the device to tensors. It may have effects, such as gradients. The host must not wait
+            in it. It reads Python state, such as modes and hooks of a model, for the last time at the capture.
+            Afterwards the memory of a model must stay at its addresses.
         device: a GPU.
-        warm_up: calls that are made as they are, on the stream on which it is captured later.
+        warm_up: number of ordinary calls before the capture, on the stream of the capture.
 
     Attributes:
-        captured: whether calls are replays by now. What the function has left behind then, such as gradients, belongs
-            to the graph and must not be let go of: a replay writes it anew, there.
+        captured: whether calls are replays now. Tensors that the function left behind at the capture, such as
+            gradients, belong to the graph and must be kept: each replay writes them again.
 
     Raises:
-        ValueError: the device is no GPU, or a negative `warm_up`.
+        ValueError: the device is not a GPU, or `warm_up` is negative.
     """
 
     def __init__(
@@ -55,17 +55,18 @@ class Replayed:
         return self._graph is not None
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """What the function gives for these.
+        """Return the outputs of the function for these inputs.
 
         Args:
-            *inputs: on the device, or on the CPU (pinned, where the host shall not wait); in each call of the same
-                shapes and dtypes.
+            *inputs: on the device, or on the CPU (pinned, if the host must not wait); every call needs the same shapes
+                and dtypes.
 
         Raises:
-            ValueError: a replay is given others, or more or fewer.
-            OutOfMemoryError: beside what calls left in the allocator, the graph has memory of its own.
-            RuntimeError: the function cannot be captured; the message says what it does that cannot. What it has left
-                behind then, such as gradients, has no values: let go of it.
+            ValueError: the number, shapes or dtypes of the inputs of a replay differ from the capture.
+            OutOfMemoryError: the graph needs memory of its own, in addition to what earlier calls left in the
+                allocator.
+            RuntimeError: the function cannot be captured; the message gives the reason. Release its leftovers, such as
+                gradients, which have no values.
         """
         with torch.cuda.device(self._device):
             if self._graph is None and self._left:
@@ -96,7 +97,7 @@ class Replayed:
             raise
         except Exception as error:
             raise RuntimeError(
-                f"Replayed: this cannot be captured as a CUDA graph: {in_a_line(error)}; leave the graph out"
+                f"Replayed: the function cannot be captured in a CUDA graph: {in_a_line(error)}; leave the graph out"
             ) from error
         self._graph = graph
 
@@ -106,7 +107,7 @@ class Replayed:
         if captured != given:
             raise ValueError(
                 f"Replayed: captured with {captured}, got {given}: call it with the same shapes and dtypes, or make "
-                "another"
+                "another Replayed"
             )
         for place, tensor in zip(self._inputs, inputs, strict=True):
             place.copy_(tensor.detach(), non_blocking=True)

@@ -1,11 +1,11 @@
-"""SIGTERM as a request to save and stop, which is how schedulers announce that a job's time is over.
+"""Takes SIGTERM as a request to save and stop: schedulers send it when the time of a job is over.
 
 with stop_on_sigterm() as stop:
     while not stop.requested:
         ...
 
-A second SIGTERM changes nothing: torchrun hands on what a scheduler may have sent to each process already. What must
-not wait is ended by SIGKILL, and the last checkpoint is whole even then.
+A second SIGTERM changes nothing, because torchrun forwards a signal that a scheduler may have sent to each process
+already. SIGKILL ends a process at once; even then the last checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -22,25 +22,46 @@ STOPPED_STATUS = 128 + signal.SIGTERM
 
 @dataclass
 class Stop:
-    """Whether this process was asked to stop."""
+    """Whether this process was asked to stop.
+
+    Attributes:
+        by: "SIGTERM" or "Ctrl-C", by which it was; "" if a program asks by itself.
+    """
 
     requested: bool = False
+    by: str = ""
 
 
 @contextmanager
 def stop_on_sigterm() -> Iterator[Stop]:
-    """Within: SIGTERM sets `requested`, and does nothing else. Outside the main thread, which alone hears signals,
-    nothing is changed."""
+    """In this block SIGTERM only sets `requested`. Outside the main thread, which alone receives signals, nothing
+    changes."""
+    with _stopping_on({signal.SIGTERM: "SIGTERM"}) as stop:
+        yield stop
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[Stop]:
+    """As `stop_on_sigterm`, on Ctrl-C too. A second Ctrl-C interrupts at once."""
+    with _stopping_on({signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}) as stop:
+        yield stop
+
+
+@contextmanager
+def _stopping_on(names: dict[signal.Signals, str]) -> Iterator[Stop]:
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
     def request(number: int, frame: object) -> None:
-        stop.requested = True
+        if number == signal.SIGINT and stop.by == "Ctrl-C":
+            raise KeyboardInterrupt
+        stop.requested, stop.by = True, stop.by or names[signal.Signals(number)]
 
-    before = signal.signal(signal.SIGTERM, request)
+    before = {number: signal.signal(number, request) for number in names}
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)

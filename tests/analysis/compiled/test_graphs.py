@@ -42,7 +42,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """What a test compiles is no recompilation of what another test compiled."""
+    """What a test compiles is not a recompilation of what another test compiled."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

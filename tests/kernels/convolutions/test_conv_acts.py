@@ -15,7 +15,7 @@ from rooftop.cost import CountingMode
 from rooftop.kernels import conv_act, conv_act_plan
 from rooftop.kernels.convolutions import tables as conv_act_tables
 from rooftop.kernels.convolutions.launches import box_of, copied, forward
-from rooftop.kernels.convolutions.tables import FEW, MANY, ConvPlan, ConvTile, Entry, Geometry, Problem, choose
+from rooftop.kernels.convolutions.tables import FEW, MANY, ConvPlan, ConvTile, Entry, Geometry, Problem, choose, fitted
 from rooftop.kernels.operands.activations import ACTIVATIONS, activated
 from rooftop.launch import INTERPRETED, count_launches, fast_path, operators
 from rooftop.testing import assert_as_accurate
@@ -110,6 +110,13 @@ class Case:
     def ours(self, activation: str) -> Tensor:
         return conv_act(*self.tensors, activation=activation, **self.options)  # type: ignore[arg-type]
 
+    def plan(self, tile: ConvTile) -> ConvPlan:
+        """By a tile, as far as it fits."""
+        x, weight, _, residual = self.tensors
+        seen = copied(x, weight, residual, self.g)
+        found = fitted(tile, problem_of(self.g, residual is not None, dtype=x.dtype, copied=seen))
+        return ConvPlan(found.kernel, found, "")
+
     def planned(self, plan: ConvPlan, activation: str) -> Tensor:
         return forward(plan, *self.tensors, self.g, activation, False)[0]
 
@@ -151,7 +158,7 @@ def test_every_kernel_of_several_tiles(name: str, kernel: str) -> None:
     case = Case(shape, torch.float16, residual=shape[4] == 40)
     assert tile.kernel == "gathered" or copied(*case.tensors[:2], case.tensors[3], case.g)
     with count_launches() as launches:
-        y = case.planned(ConvPlan(tile.kernel, tile, ""), "relu")
+        y = case.planned(case.plan(tile), "relu")
     assert launches[f"conv_act_{tile.kernel}"] == 1
     assert launches["conv_act_pack"] == (2 if case.g.channels < 8 and tile.kernel != "gathered" else 0)
     assert y.is_contiguous(memory_format=torch.channels_last)
@@ -165,13 +172,13 @@ def test_gathered_takes_any_channels(channels: int) -> None:
     assert not copied(*case.tensors[:2], None, case.g)
     for split in (1, 2):
         tile = replace(SINGLE, kernel="gathered", split=split)
-        case.check(case.planned(ConvPlan("gathered", tile, ""), "silu"), "silu")
+        case.check(case.planned(case.plan(tile), "silu"), "silu")
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
 def test_programs_that_share_k_leave_their_counters_zero() -> None:
     case, tile = Case(SHAPES["3 x 3"], torch.float16), replace(SINGLE, split=3)
-    plan = ConvPlan("single", tile, "")
+    plan = case.plan(tile)
     first, second = case.planned(plan, "relu"), case.planned(plan, "relu")
     assert torch.equal(first, second)
 
@@ -366,7 +373,7 @@ def test_compiled_for_sizes_that_change() -> None:
 def test_an_eager_call_past_the_dispatcher_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(SHAPES["3 x 3"])
     leaves = [t.requires_grad_() for t in case.tensors if t is not None]
-    assert "conv_act" in operators._recorded
+    assert operators._declared["conv_act"].recorded is not None
     direct = torch.autograd.grad(case.ours("silu").square().sum(), leaves)
     monkeypatch.setattr(fast_path, "is_plain", lambda arguments: False)
     dispatched = torch.autograd.grad(case.ours("silu").square().sum(), leaves)
@@ -414,9 +421,14 @@ def problem(batch: int, shape: tuple[int, int, int, int, int], residual: bool = 
     channels, size, out, kernel, stride = shape
     padding = (kernel // 2,) * 2
     geometry = Geometry(batch, channels, size, size, out, (kernel,) * 2, (stride,) * 2, padding, (1, 1))
-    found: dict[str, object] = {"activation": "relu", "half": True, "channels_last": True, "copied": True}
-    found |= {"cudnn": True, "sms": 132, "capability": 9}
-    return Problem(geometry, residual=residual, **{**found, **other})  # type: ignore[arg-type]
+    return problem_of(geometry, residual, **other)
+
+
+def problem_of(geometry: Geometry, residual: bool, **other: object) -> Problem:
+    """On an H200, channels last in bfloat16, but for `other`."""
+    found: dict[str, object] = {"keep": False, "dtype": torch.bfloat16, "device": "cuda", "kernels": True}
+    found |= {"channels_last": True, "copied": True, "cudnn": True, "sms": 132, "capability": 9}
+    return Problem(geometry, residual, **{**found, **other})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -436,7 +448,7 @@ def test_plans_depend_on_the_shape_and_the_gpu() -> None:
     assert (few.backend, few.tile) == ("single", replace(FEW, split=8))
     assert choose(problem(256, (64, 56, 256, 1, 1))).backend == "product"
     assert choose(problem(256, (64, 56, 256, 1, 1), residual=True)).backend == "persistent"
-    assert choose(problem(256, spatial, half=False)).backend == "library"
+    assert choose(problem(256, spatial, dtype=torch.float32)).backend == "library"
     assert choose(problem(256, spatial, channels_last=False)).backend == "library"
     assert choose(problem(256, spatial, capability=8)).backend == "cudnn"
     assert choose(problem(256, spatial, capability=8, cudnn=False)).backend == "library"
@@ -476,7 +488,7 @@ def test_the_nearest_measured_shape_of_the_same_kind_decides(monkeypatch: pytest
         assert choose(problem(256, (64, 56, 64, 3, 1), copied=False)).tile == replace(taken, kernel="gathered")
         pointwise = problem(256, (64, 56, 64, 1, 1))
         assert choose(pointwise).reason.startswith("0.1 ms")
-        padded = replace(pointwise, geometry=replace(pointwise.geometry, padding=(1, 1)))
+        padded = pointwise._replace(geometry=pointwise.geometry._replace(padding=(1, 1)))
         assert choose(padded).backend == "persistent"
         assert choose(problem(256, (512, 7, 512, 3, 1))).reason == "not measured near this shape"
         assert choose(problem(256, (64, 112, 64, 3, 2))).reason == "not measured near this shape"
@@ -563,8 +575,7 @@ def test_every_convolution_of_resnet_50_on_a_gpu(given: tuple[int, int, int, int
         case.check(case.ours(activation), activation)
         plans = [ConvPlan("library", None, "")]
         plans += [ConvPlan("cudnn", None, "")] if activation == "relu" else []
-        found = problem(batch, given[:5], residual)
-        plans += [ConvPlan(t.kernel, conv_act_tables._fitted(t, found), "") for t in ON_A_GPU.values()]
+        plans += [case.plan(tile) for tile in ON_A_GPU.values()]
         for plan in plans:
             case.check(case.planned(plan, activation), activation)
 
@@ -587,14 +598,14 @@ def test_every_kernel_of_any_shape_on_a_gpu(shape: Shape, tile: ConvTile) -> Non
     wide = (shape[0], shape[1] * 4 if shape[1] >= 8 else shape[1], *shape[2:4], shape[4] * 5, *shape[5:])
     for residual in (False, True):
         case = Case(wide, torch.bfloat16, residual=residual, device="cuda")  # type: ignore[arg-type]
-        case.check(case.planned(ConvPlan(tile.kernel, tile, ""), "silu"), "silu")
+        case.check(case.planned(case.plan(tile), "silu"), "silu")
 
 
 @pytest.mark.gpu
 def test_ten_runs_that_share_k_have_the_same_bits_on_a_gpu() -> None:
     case = Case((1, 512, 7, 7, 512, 3, 1, 1, 1), torch.bfloat16, device="cuda")
     for tile in (replace(FEW, split=8), ConvTile("gathered", 64, 64, 64, 4, 4, split=8, early=True)):
-        first, *others = [case.planned(ConvPlan(tile.kernel, tile, ""), "relu") for _ in range(10)]
+        first, *others = [case.planned(case.plan(tile), "relu") for _ in range(10)]
         assert all(torch.equal(first, other) for other in others)
 
 

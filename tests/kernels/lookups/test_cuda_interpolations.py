@@ -165,7 +165,7 @@ def test_operator_checks_of_torch_library_and_the_gradient_check() -> None:
 
 def test_an_eager_call_past_the_dispatcher_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     features, points = tensors(6, 8)
-    assert "trilinear_interpolate_cuda" in operators._recorded
+    assert operators._declared["trilinear_interpolate_cuda"].recorded is not None
     direct = forward_and_gradients(trilinear_interpolate_cuda, features, points, torch.ones(6, 8))
     monkeypatch.setattr(fast_path, "is_plain", lambda arguments: False)
     dispatched = forward_and_gradients(trilinear_interpolate_cuda, features, points, torch.ones(6, 8))

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from rooftop.cost import CountingMode
 from rooftop.kernels import embedding
-from rooftop.kernels.lookups import embeddings
+from rooftop.kernels.lookups import tables
 from rooftop.kernels.lookups.tables import RunsConfig
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.nn import Embedding
 from rooftop.testing import assert_as_accurate
 
 if INTERPRETED:  # short chunks: what crosses them, and two levels of them, with few items
-    embeddings.RUNS = RunsConfig(chunk=8, ahead=4, columns=16, warps=1)
+    tables.RUNS = RunsConfig(chunk=8, ahead=4, columns=16, warps=1)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -367,8 +367,8 @@ def test_cost_is_what_a_person_counts() -> None:
         ({"input": torch.ones(3, 4, dtype=torch.int64)}, TypeError, "input must be bfloat16"),
         ({"target": torch.rand(3, 4)}, TypeError, "class indices of int64, got torch.float32"),
         ({"target": torch.zeros(4, dtype=torch.int64)}, ValueError, r"expected target of shape \(3,\)"),
-        ({"target": torch.tensor([0, 4, 1])}, ValueError, "target 4 at 1 is no class: expected 0 to 3"),
-        ({"target": torch.tensor([0, 1, -1])}, ValueError, "target -1 at 2 is no class"),
+        ({"target": torch.tensor([0, 4, 1])}, ValueError, "target 4 at 1 is not a class: expected 0 to 3"),
+        ({"target": torch.tensor([0, 1, -1])}, ValueError, "target -1 at 2 is not a class"),
         ({"input": torch.randn(3, 0)}, ValueError, "at least one class"),
         ({"weight": torch.ones(3)}, ValueError, r"expected class weights of shape \(4,\)"),
         ({"weight": torch.ones(4, device="meta")}, ValueError, "input is on cpu, weight on meta"),
@@ -425,7 +425,7 @@ def test_targets_that_are_no_class_are_nan_on_a_gpu(fused: bool, monkeypatch: py
     assert loss.isnan()
     assert torch.equal(dx.isnan().all(1).cpu(), torch.tensor([False, True, True, True, False]))
     monkeypatch.setenv("ROOFTOP_CHECK", "1")
-    with pytest.raises(ValueError, match="target 7 at 1 is no class"):
+    with pytest.raises(ValueError, match="target 7 at 1 is not a class"):
         cross_entropy(x, target)
 
 
@@ -447,3 +447,10 @@ def test_compiled_by_inductor_on_a_gpu() -> None:
     compiled = torch.compile(lambda x, t: cross_entropy(x.relu(), t), fullgraph=True)
     ours = loss_and_gradient(compiled, x, target, 2.0)
     torch.testing.assert_close(ours, loss_and_gradient(lambda x, t: F.cross_entropy(x.relu(), t), x, target, 2.0))
+
+
+def test_the_scaled_gradient_is_differentiated_in_both() -> None:
+    gradient, factor = torch.randn(3, 4, dtype=torch.float64), torch.tensor(0.5, dtype=torch.float64)
+    leaves = (gradient.requires_grad_(), factor.requires_grad_())
+    assert torch.autograd.gradcheck(torch.ops.rooftop.scale_gradient, leaves)
+    assert torch.autograd.gradgradcheck(torch.ops.rooftop.scale_gradient, leaves)

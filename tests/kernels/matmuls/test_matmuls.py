@@ -563,7 +563,7 @@ def test_an_eager_call_past_the_dispatcher_gives_the_same_bits(
     activation: str, residual: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_, dy = operands(5, 8, 16, residual=residual), torch.randn(5, 8)
-    assert "linear_act" in operators._recorded
+    assert operators._declared["linear_act"].recorded is not None
     direct = output_and_gradients(linear_act, given_, activation, dy)
     monkeypatch.setattr(fast_path, "is_plain", lambda arguments: False)
     dispatched = output_and_gradients(linear_act, given_, activation, dy)
@@ -701,7 +701,7 @@ def test_wrong_arguments(arguments: dict[str, object], error: type[Exception], m
 def test_wrong_arguments_of_matmul() -> None:
     with pytest.raises(ValueError, match=r"\(3, 4\) and \(5, 2\) do not fit"):
         matmul(torch.ones(3, 4), torch.ones(5, 2))
-    with pytest.raises(ValueError, match="a number is no matrix"):
+    with pytest.raises(ValueError, match="a number is not a matrix"):
         matmul(torch.tensor(1.0), torch.ones(5, 2))
 
 

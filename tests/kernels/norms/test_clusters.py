@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rooftop.kernels import layer_norm, rms_norm
 from rooftop.kernels.norms import clusters as norm_clusters
+from rooftop.kernels.norms import plans, tables
 from rooftop.kernels.norms.clusters import kernel_name, layout
 from rooftop.kernels.norms.tables import ClusterConfig
 from rooftop.kernels.operands.cuda_texts import cuda_text
@@ -57,12 +58,18 @@ def take(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[ClusterConfig], 
     """Gives both tables one entry."""
 
     def entry(config: ClusterConfig) -> None:
-        norm_clusters._plan.cache_clear()
-        monkeypatch.setattr(norm_clusters, "CLUSTER_FORWARD", (config,))
-        monkeypatch.setattr(norm_clusters, "CLUSTER_BACKWARD", (config,))
+        forget()
+        monkeypatch.setattr(tables, "CLUSTER_FORWARD", (config,))
+        monkeypatch.setattr(tables, "CLUSTER_BACKWARD", (config,))
 
     yield entry
-    norm_clusters._plan.cache_clear()
+    forget()
+
+
+def forget() -> None:
+    """Also the kernels: those of the CPU's compiler are not a GPU's."""
+    plans.forget()
+    norm_clusters.ready.cache_clear()
 
 
 def config(blocks: int, warps: int, stages: int) -> ClusterConfig:

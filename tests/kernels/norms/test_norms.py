@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rooftop.cost import CountingMode
-from rooftop.kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from rooftop.kernels.norms import launches as norm_launches
-from rooftop.kernels.norms import tables
+from rooftop.kernels import add_layer_norm, add_rms_norm, layer_norm, layer_norm_plan, rms_norm
+from rooftop.kernels.norms import plans, tables
 from rooftop.kernels.norms.tables import ForwardConfig, LongConfig
+from rooftop.kernels.operands.launch_data import Device
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.testing import assert_as_accurate
 
@@ -82,6 +84,25 @@ def results(function: Callable[..., Any], name: str, inputs: Inputs, gradients: 
     return found | {f"d{key}": t.grad for key, t in named if t is not None and t.grad is not None}
 
 
+@pytest.fixture(autouse=True)
+def plans_of_these_tables() -> Iterator[None]:
+    """Tests change the tables."""
+    plans.forget()
+    yield
+    plans.forget()
+
+
+def planned(name: str, inputs: Inputs) -> Counter[str]:
+    """The kernels of both directions, as the plans say."""
+    x, weight, *more = inputs
+    bias = more.pop(0) if name.endswith("layer_norm") else None
+    residual, input_bias = more or (None, None)
+    call = partial(layer_norm_plan, x, x.shape[-1:], weight, bias)  # type: ignore[union-attr]
+    call = partial(call, residual=residual, input_bias=input_bias, rms=name.endswith("rms_norm"))
+    launches = call().launches + call(direction="backward").launches
+    return Counter(each.staged.kernel if each.staged else each.kernel for each in launches)
+
+
 def assert_gate(name: str, inputs: Inputs, kernels: tuple[str, ...] = (), device: str = "cpu") -> None:
     """Outputs and gradients pass the numerics gate, and (interpreted, or on a GPU) come from the kernels."""
     inputs = [t.to(device) if t is not None else None for t in inputs]
@@ -91,7 +112,7 @@ def assert_gate(name: str, inputs: Inputs, kernels: tuple[str, ...] = (), device
     with count_launches() as launches:
         found = results(ours, name, inputs, gradients)
     if (INTERPRETED or device == "cuda") and x.numel():
-        assert launches
+        assert launches == planned(name, inputs)
         assert set(kernels) <= launches.keys()
     plain = results(eager, name, inputs, gradients)
     doubles = [t.double() if t is not None else None for t in inputs]
@@ -237,6 +258,7 @@ def test_a_large_offset_does_not_swamp_the_variance(monkeypatch: pytest.MonkeyPa
     assert layer_norm(x, 333).std(unbiased=False).item() == pytest.approx(1, abs=0.01)
     monkeypatch.setattr(tables, "FORWARD", ())
     monkeypatch.setattr(tables, "FORWARD_LONG_ODD", LongConfig(32, 4, 2, 1))
+    plans.forget()
     torch.testing.assert_close(layer_norm(x, 333), F.layer_norm(x.double(), (333,)).float(), rtol=1e-3, atol=2e-3)
 
 
@@ -435,14 +457,11 @@ def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], i
 
 @pytest.mark.parametrize("columns", [1000, 4096, 8192, 16384, 262_144])
 @pytest.mark.parametrize("tensors", [2, 3])  # backward fetches dy and x, and the gradient of a sum beside them
-def test_what_is_fetched_ahead_fits_in_shared_memory(
-    tensors: int, columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(norm_launches, "shared_memory_bytes", lambda tensor: 232_448)  # an H200's
-    rows = [torch.empty(1, columns) for _ in range(tensors)]
-    config = norm_launches.config_for(tables.BACKWARD, columns) or tables.BACKWARD_LONG
+def test_what_is_fetched_ahead_fits_in_shared_memory(tensors: int, columns: int) -> None:
+    h200 = Device(triton=True, processors=132, shared_bytes=232_448, cuda=9)
+    config = plans.config_for(tables.BACKWARD, columns) or tables.BACKWARD_LONG
     length = columns if isinstance(config, tables.BackwardConfig) else config.block
-    count = norm_launches.stages(config, rows, length)
+    count = plans.stages(config, [torch.float32] * tensors, length, h200)
     height = config.rows if isinstance(config, tables.BackwardConfig) else 1
     assert count == 1 or 4 * height * length * tensors * count < 232_448
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,10 +15,9 @@ from torch import Tensor
 
 from rooftop import kernels
 from rooftop.cost import CountingMode
-from rooftop.kernels import amax, amin, argmax, argmin, mean, norm, sum
+from rooftop.kernels import amax, amin, argmax, argmin, mean, norm, reduction_plan, sum
 from rooftop.kernels.operands.launch_data import ANY_BYTES
-from rooftop.kernels.reductions import launches as reduction_launches
-from rooftop.kernels.reductions import tables
+from rooftop.kernels.reductions import plans, tables
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.launch import counters as counting
 from rooftop.testing import assert_as_accurate
@@ -122,9 +122,9 @@ def last_combines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     for table in ("ROWS", "PLACES"):
         monkeypatch.setattr(tables, table, (tables.RowConfig(ANY_BYTES, 2, 256, 4),))
     monkeypatch.setattr(tables, "COLUMNS", tables.ColumnConfig(64, 1024, 4, split=split))
-    reduction_launches._plan.cache_clear()
+    plans.choose.cache_clear()
     yield bool(request.param)
-    reduction_launches._plan.cache_clear()
+    plans.choose.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["mean", "norm2", "norm_inf", "amin", "argmax"])
@@ -172,8 +172,11 @@ def test_any_dimensions_and_strides(shape: list[int], data: st.DataObject, kind:
     some = st.lists(st.integers(-x.dim(), x.dim() - 1), unique_by=lambda d: d % x.dim()) if x.dim() else st.just([])
     one = st.sampled_from([None, *range(x.dim())])
     dim, keepdim = data.draw(one if kind in PLACES else some), data.draw(st.booleans())
-    mine, truth = ours(kind)(x, dim, keepdim), by_torch(kind)(x, dim, keepdim)
-    torch.testing.assert_close(mine, truth, rtol=1e-5, atol=1e-5)
+    with count_launches() as launches:
+        mine = ours(kind)(x, dim, keepdim)
+    plan = reduction_plan("norm" if kind in NORMS else kind, x, dim, ord=NORMS.get(kind, 2))
+    assert launches == Counter(plan.kernels)
+    torch.testing.assert_close(mine, by_torch(kind)(x, dim, keepdim), rtol=1e-5, atol=1e-5)
     if kind in DIFFERENTIABLE:
         mine, truth = (output_and_gradient(f(kind), x, dim)[1] for f in (ours, by_torch))
         torch.testing.assert_close(mine, truth, rtol=1e-5, atol=1e-5)
@@ -194,7 +197,7 @@ def test_views_are_read_where_they_are() -> None:
     }
     for what, (x, dim) in views.items():
         dims = tuple(range(x.dim())) if dim is None else (dim,) if isinstance(dim, int) else dim
-        assert reduction_launches.view_of(tuple(x.shape), x.stride(), dims, False) is not None, what
+        assert plans.view_of(x.shape, x.stride(), dims, False) is not None, what
         torch.testing.assert_close(sum(x, dim), torch.sum(x, dim), msg=what)
         torch.testing.assert_close(amax(x, dim), torch.amax(x, () if dim is None else dim), msg=what)
 
@@ -204,6 +207,13 @@ def test_the_gradient_has_the_layout_of_the_input() -> None:
     dx = output_and_gradient(amax, x, (2, 3))[1]
     assert dx.is_contiguous(memory_format=torch.channels_last)
     assert sum(x.requires_grad_()).grad_fn is not None
+
+
+def test_the_gradient_of_an_expanded_input_whose_gradient_needs_a_copy() -> None:
+    x = values(1, 3, 1, 5, 6).expand(2, 3, 4, 5, 6)  # of which no copy is needed, but of a gradient without its zeros
+    for kind in ("amax", "norm2"):
+        mine, truth = (output_and_gradient(f(kind), x, (1, 3))[1] for f in (ours, by_torch))
+        torch.testing.assert_close(mine, truth)
 
 
 def test_a_large_offset_does_not_swamp_the_differences() -> None:
@@ -295,6 +305,7 @@ def test_ties_are_counted_by_either_kernel(
     dim: int | None, kernels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "SHARE_ELEMENTS", 4096 if len(kernels) == 1 else 0)
+    plans.choose.cache_clear()
     x = torch.randint(-3, 4, (37, 100)).float().requires_grad_()
     for kind in ("amax", "norm_inf"):
         mine, truth = (f(kind)(x, dim) for f in (ours, by_torch))
@@ -302,28 +313,7 @@ def test_ties_are_counted_by_either_kernel(
             (dx,) = torch.autograd.grad(mine, x, mine)
         torch.testing.assert_close(dx, *torch.autograd.grad(truth, x, truth))
         assert list(launches) == (kernels if INTERPRETED else [])
-
-
-def test_a_tile_that_counts_ties_is_wide_where_columns_are() -> None:
-    def tile(*shape: int, dim: int) -> tuple[int, int] | None:
-        view = reduction_launches.view_of(shape, tuple(torch.empty(shape, device="meta").stride()), (dim,), False)
-        assert view is not None
-        return reduction_launches._shared_tile(view, 2)
-
-    assert tile(1 << 17, 1024, dim=1) == (2, 1024)
-    assert tile(8, 20_000, dim=1) == (1, 32768)
-    assert tile(64, 300, 1024, dim=1) == (64, 512)
-    assert tile(64, 2048, 1024, dim=1) is None
-    assert tile(8, 50_000, dim=1) is None
-
-
-def test_partial_results_fill_the_steps_of_who_combines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "COLUMNS", tables.ColumnConfig(256, 8192, 8))
-    view = reduction_launches.view_of((1 << 17, 1024), (1024, 1), (0,), False)
-    assert view is not None
-    plan = reduction_launches._plan(view, "sum", torch.bfloat16, torch.bfloat16, 132, False)
-    assert plan.splits > plan.constants["SPLITS"]
-    assert plan.splits % plan.constants["SPLITS"] == 0
+    plans.choose.cache_clear()
 
 
 def test_the_gradient_of_a_maximum_that_is_nan_is_nan() -> None:
@@ -497,3 +487,13 @@ def test_compiled_by_inductor_on_a_gpu() -> None:
     x = values(64, 768).cuda()
     compiled = torch.compile(lambda x: sum(x, 1).square(), fullgraph=True)
     torch.testing.assert_close(compiled(x), sum(x, 1).square())
+
+
+@pytest.mark.parametrize("dim", [None, 1])
+@pytest.mark.parametrize("kind", ["amax", "amin"])
+def test_the_gradient_of_an_extreme_is_constant(kind: str, dim: int | None) -> None:
+    """Its own gradient is zero, not missing: a gradient penalty needs no exception for extremes."""
+    x = torch.randn(3, 4, requires_grad=True)
+    (first,) = torch.autograd.grad(getattr(kernels, kind)(x, dim).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x)
+    assert torch.equal(second, torch.zeros_like(x))

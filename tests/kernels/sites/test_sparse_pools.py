@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rooftop.kernels import sparse_avg_pool, sparse_global_avg_pool, sparse_global_max_pool, sparse_max_pool
-from rooftop.kernels.sites import sparse_global_pools, sparse_pools
+from rooftop.kernels.sites import pool_launches, tables
+from rooftop.kernels.sites.sparse_pools import SparsePoolBackward
 from rooftop.kernels.sites.tables import GlobalConfig
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.sparse import Rulebook, geometry
@@ -21,7 +22,7 @@ from rooftop.sparse.rulebook import rulebook_reference
 from rooftop.testing import assert_as_accurate
 
 if INTERPRETED:  # several programs for the rows of one batch element, several tiles of its columns
-    sparse_global_pools.GLOBAL = GlobalConfig(tile_bytes=1024, columns=16, share=24, programs_per_sm=8, warps=4)
+    tables.GLOBAL = GlobalConfig(tile_bytes=1024, columns=16, share=24, programs_per_sm=8, warps=4)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LOCAL, GLOBAL = [sparse_max_pool, sparse_avg_pool], [sparse_global_max_pool, sparse_global_avg_pool]
 Pool = Callable[..., Tensor]
@@ -148,7 +149,7 @@ def test_gate(dtype: torch.dtype, pool: Pool) -> None:
 @pytest.mark.parametrize("pool", LOCAL)
 def test_gate_over_several_tiles(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And with offsets of 64 bits."""
-    monkeypatch.setattr(sparse_pools, "is_wide", lambda *tensors: True)
+    monkeypatch.setattr(pool_launches, "is_wide", lambda *tensors: True)
     book = book_of((4, 3, 2), **BOOKS["halved"])
     assert_gate(book, pool, features_of(book, 150, torch.float32))
 
@@ -179,7 +180,7 @@ def test_a_reverse_table_of_other_results_divides_by_no_zero() -> None:
     """On a GPU nobody looks whether it fits: results 0 and 1 have no neighbour, and a site says that it is in both."""
     table, back = torch.full((2, 2), -1, dtype=torch.int32), torch.tensor([[0, 1]], dtype=torch.int32)
     dy, counts = torch.tensor([[1.0], [-3.0]]), torch.zeros(2, dtype=torch.int32)
-    assert sparse_pools._backward(dy, None, None, counts, table, back, 1).tolist() == [[-2.0]]
+    assert SparsePoolBackward(dy, None, None, counts, table, back, 1).computed().tolist() == [[-2.0]]
 
 
 def test_nothing_is_zero_and_the_rest_may_be_below() -> None:

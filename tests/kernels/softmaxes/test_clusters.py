@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,9 +20,10 @@ from rooftop.errors import CompilationError
 from rooftop.kernels import cross_entropy, log_softmax, softmax
 from rooftop.kernels.losses import losses
 from rooftop.kernels.operands.cuda_texts import cuda_text
+from rooftop.kernels.operands.launch_data import Device
 from rooftop.kernels.softmaxes import clusters as module
 from rooftop.kernels.softmaxes import launches as softmax_launches
-from rooftop.kernels.softmaxes import softmaxes, tables
+from rooftop.kernels.softmaxes import plans, softmaxes, tables
 from rooftop.kernels.softmaxes.tables import ClusterConfig
 from rooftop.launch import count_launches, cuda
 from rooftop.testing import assert_as_accurate
@@ -34,6 +35,7 @@ IGNORED = -100
 # for those that are free. "many" are the kernels of "three" where most clusters get no row: each shape of its own takes
 # the compilers seconds.
 HALF, SINGLE = torch.bfloat16, torch.float32
+HOPPER = Device(triton=True, processors=2, shared_bytes=1 << 20, cuda=9)
 SHAPES = {"one": (1, 1, 1), "two": (2, 1, 2), "three": (3, 2, 2), "ahead": (4, 3, 1), "many": (3, 2, 99)}
 
 
@@ -52,9 +54,10 @@ def table(name: str) -> tuple[ClusterConfig, ...]:
 @pytest.fixture
 def clusters(
     cuda_on_cpu: Counter[str], compile_for_cpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str], Counter[str]]:
+) -> Iterator[Callable[[str], Counter[str]]]:
     """Gives a function that turns clusters on; it gives the launches."""
-    monkeypatch.setattr(module, "has_clusters", lambda device: True)
+    monkeypatch.setattr(module, "is_installed", lambda: True)
+    take_device(monkeypatch, HOPPER)
     for family in (softmaxes, losses):
         monkeypatch.setattr(family, "by_reference", lambda x: False)
 
@@ -73,10 +76,25 @@ def clusters(
         kind = type(cuda.compile(cuda_text(*module.CUDA_FILES), names[0]))
         for one in ("CLUSTER_FORWARD", "CLUSTER_BACKWARD", "CLUSTER_FUSED"):
             monkeypatch.setattr(tables, one, table(name))
+        plans.forget()
         monkeypatch.setattr(kind, "active_clusters", lambda *_: SHAPES[name][2])
         return cuda_on_cpu
 
-    return turn_on
+    yield turn_on
+    plans.forget()
+
+
+def plan(table: tables.Table, x: Tensor, result: Tensor, facts: Device = HOPPER) -> module.Plan | None:
+    """How clusters of a table work on rows; None where they do not."""
+    rows = module.Rows(x.shape[1], (x.dtype, result.dtype), (module.start_of(x), module.start_of(result)))
+    entry = module.entry_for(table, rows)
+    found = module.planned(entry, rows, facts) if entry is not None else None
+    return found if isinstance(found, module.Plan) else None
+
+
+def take_device(monkeypatch: pytest.MonkeyPatch, facts: Device) -> None:
+    for each in (module, plans):
+        monkeypatch.setattr(each, "device_facts", lambda device: facts)
 
 
 def rows(count: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -85,8 +103,8 @@ def rows(count: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def softmax_both_ways(x: Tensor, dy: Tensor, scale: float, log: bool) -> list[Tensor]:
-    y = softmaxes._forward(x, None, scale, log, x.dtype)
-    return [y, softmaxes._backward(dy, y, None, scale, log, x.dtype)]
+    y = softmax_launches.forward(x, None, scale, log, x.dtype)
+    return [y, softmax_launches.backward(dy, y, None, scale, log, x.dtype)]
 
 
 def by_torch(x: Tensor, dy: Tensor, scale: float, log: bool) -> list[Tensor]:
@@ -198,7 +216,7 @@ def test_infinities_and_nan_do_what_they_do_in_pytorch(log: bool, name: str, clu
     x[3] = -math.inf
     x[5] -= 300  # as a whole, but for one block of a cluster, of which nothing counts
     x[5, :166] = -math.inf
-    y = softmaxes._forward(x, None, 1.0, log, x.dtype)
+    y = softmax_launches.forward(x, None, 1.0, log, x.dtype)
     expected = torch.log_softmax(x, -1) if log else torch.softmax(x, -1)
     torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-4, atol=1e-6)
 
@@ -211,7 +229,7 @@ def test_rows_at_the_ends_of_the_range(log: bool, name: str, clusters: Any) -> N
     x = rows(5, 333)
     x[0], x[1, 7], x[2, 9], x[3, 5:] = -highest, 3e38, -highest, -highest
     x[4, :200] = highest
-    y = softmaxes._forward(x, None, 1.0, log, x.dtype)
+    y = softmax_launches.forward(x, None, 1.0, log, x.dtype)
     torch.testing.assert_close(y, torch.log_softmax(x, -1) if log else torch.softmax(x, -1), rtol=1e-5, atol=1e-7)
 
 
@@ -222,7 +240,7 @@ def test_scales_that_are_no_normal_float32_go_to_triton(
     clusters("one")
     monkeypatch.setattr(module, "softmax_forward", lambda *_: pytest.fail("by clusters"))
     monkeypatch.setattr(softmax_launches, "launch", lambda *_, **__: None)
-    softmaxes._forward(rows(2, 40), None, scale, False, torch.float32)
+    softmax_launches.forward(rows(2, 40), None, scale, False, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["one", "three"])
@@ -241,7 +259,7 @@ def test_rows_apart_and_four_runs_alike(clusters: Any) -> None:
     launches = clusters("ahead")
     base = rows(12, 1024, torch.bfloat16)
     x = base[::2, 8:520]  # 16 bytes in, and rows 4 KiB apart
-    first, *others = [softmaxes._forward(x, None, 1.0, False, x.dtype) for _ in range(4)]
+    first, *others = [softmax_launches.forward(x, None, 1.0, False, x.dtype) for _ in range(4)]
     assert_as_accurate(first, torch.softmax(x, -1), torch.softmax(x.double(), -1))
     assert all(torch.equal(first, other) for other in others)
     assert launches == {"softmax_cluster": 4}
@@ -256,10 +274,10 @@ def test_rows_apart_and_four_runs_alike(clusters: Any) -> None:
         (torch.randn(4, 1 << 18), torch.float32),  # more than shared memory holds
     ],
 )
-def test_what_clusters_do_not_serve(x: Tensor, dtype: torch.dtype, clusters: Any, monkeypatch: Any) -> None:
+def test_what_clusters_do_not_serve(x: Tensor, dtype: torch.dtype, clusters: Any) -> None:
     clusters("one")
-    monkeypatch.setattr(module, "shared_memory_bytes", lambda tensor: SHARED_BYTES)
-    assert module.plan(tables.CLUSTER_FORWARD, (x,), torch.empty(x.shape, dtype=dtype)) is None
+    facts = HOPPER._replace(shared_bytes=SHARED_BYTES)
+    assert plan(tables.CLUSTER_FORWARD, x, torch.empty(x.shape, dtype=dtype), facts) is None
 
 
 def test_the_table_decides_by_bytes_and_by_where_rows_begin(clusters: Any) -> None:
@@ -271,9 +289,9 @@ def test_the_table_decides_by_bytes_and_by_where_rows_begin(clusters: Any) -> No
     )
     for columns, blocks in ((48, None), (56, 1), (96, 1), (104, 2), (192, 2), (200, 4), (208, None), (33, 4)):
         x = torch.zeros(2, columns - (columns == 200), dtype=torch.float16)
-        found = module.plan(entries, (x,), x.clone())
+        found = plan(entries, x, x.clone())
         assert (found.config.blocks if found else None) == blocks, columns
-    assert module.plan((), (torch.zeros(2, 96),), torch.zeros(2, 96)) is None
+    assert plan((), torch.zeros(2, 96), torch.zeros(2, 96)) is None
 
 
 def test_odd_rows_but_those_that_begin_at_multiples_of_some_bytes(clusters: Any) -> None:
@@ -281,10 +299,10 @@ def test_odd_rows_but_those_that_begin_at_multiples_of_some_bytes(clusters: Any)
     entries = (tables.OddRows(0, ANY, unless=4),)
     for columns, served in ((2048, False), (2052, False), (2050, False), (2049, True)):
         x = torch.zeros(2, columns, dtype=torch.float16)
-        assert (module.plan(entries, (x,), x.clone()) is not None) == served, columns
+        assert (plan(entries, x, x.clone()) is not None) == served, columns
     padded = torch.zeros(2, 2056, dtype=torch.float16)[:, :2049]  # whole groups apart, and ends within one
-    assert module.plan((tables.OddRows(0, ANY),), (padded,), padded) is not None
-    assert module.plan(entries, (padded,), padded) is None
+    assert plan((tables.OddRows(0, ANY),), padded, padded) is not None
+    assert plan(entries, padded, padded) is None
 
 
 SHARED_BYTES = 232_448  # of a block, on an H200
@@ -311,20 +329,19 @@ def test_odd_rows_get_clusters_that_hold_them(groups: int, tensors: int, stages:
     assert groups < 400 or groups / (found[0].blocks * found[0].threads * found[0].held) > 0.75
 
 
-def test_rows_that_no_cluster_holds_are_not_planned(clusters: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_no_cluster_holds_are_not_planned(clusters: Any) -> None:
     clusters("one")
     assert module.fullest(16 * 512 * 8 + 1, 1, 1, SHARED_BYTES) == []
-    monkeypatch.setattr(module, "shared_memory_bytes", lambda tensor: 2048)
     x = torch.zeros(2, 10_001)
-    assert module.plan((tables.OddRows(0, ANY),), (x,), x.clone()) is None
+    assert plan((tables.OddRows(0, ANY),), x, x.clone(), HOPPER._replace(shared_bytes=2048)) is None
 
 
 def test_odd_rows_of_every_length_by_the_clusters_that_fit_them(clusters: Any, monkeypatch: Any) -> None:
     launches = clusters("one")
-    monkeypatch.setattr(module, "shared_memory_bytes", lambda tensor: SHARED_BYTES)
+    take_device(monkeypatch, HOPPER._replace(shared_bytes=SHARED_BYTES))
     monkeypatch.setattr(tables, "CLUSTER_FORWARD", (tables.OddRows(0, ANY),))
     x = rows(5, 1543)
-    assert_as_accurate(softmaxes._forward(x, None, 1.0, False, x.dtype), x.softmax(-1), x.double().softmax(-1))
+    assert_as_accurate(softmax_launches.forward(x, None, 1.0, False, x.dtype), x.softmax(-1), x.double().softmax(-1))
     assert launches == {"softmax_cluster": 1}
 
 

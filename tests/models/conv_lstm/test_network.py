@@ -190,7 +190,7 @@ def test_the_state_of_a_call_is_where_the_next_begins() -> None:
     whole = ConvLSTM2D(2, 3, 3, return_sequences=True)
     whole.load_state_dict(ours.state_dict(), strict=True)
     assert_equal(whole(x)[:, -2:], y)
-    with pytest.raises(ValueError, match=r"call reset_state\(\) before another batch size"):
+    with pytest.raises(ValueError, match=r"call reset_state\(\) before you change the batch size"):
         ours(x[:1])
     ours.reset_state(), theirs.reset_state()
     assert_equal(ours(x[:, :2]), theirs(x[:, :2]))
@@ -434,7 +434,7 @@ def test_files_that_do_not_fit(keras_models: dict[bool, Any], tmp_path: Path) ->
         load_keras_weights(next_frame_network(filters=8), path)
     with pytest.raises(WeightsError, match="needs 1 conv_lstm2d"):
         load_keras_weights(ConvLSTM2D(1, 4, 5), path)
-    with pytest.raises(InputError, match="is no file"):
+    with pytest.raises(InputError, match="is not a file"):
         load_keras_weights(ours_of(True), tmp_path / "none.keras")
     (tmp_path / "bytes.h5").write_bytes(b"nothing of the kind")
     with zipfile.ZipFile(tmp_path / "empty.keras", "w") as archive:

@@ -146,7 +146,7 @@ def test_files_that_are_not_there_or_no_json(folder: Path) -> None:
     with pytest.raises(InputError, match=r"none\.json cannot be read: No such file"):
         CocoDataset(folder, folder / "none.json")
     (folder / "boxes.json").write_text("{")
-    with pytest.raises(InputError, match="is no JSON"):
+    with pytest.raises(InputError, match="is not JSON"):
         CocoDataset(folder, folder / "boxes.json")
     (folder / "boxes.json").write_text("[1]")
     with pytest.raises(InputError, match="has no list 'images'"):

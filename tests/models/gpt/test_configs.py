@@ -222,7 +222,7 @@ def test_flops_of_a_window(length: int, window: int, layers: int) -> None:
         (OF_LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         (OF_LLAMA, {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "for each type of layer"),
         (OF_LLAMA, {"rope_scaling": LLAMA_3 | {"low_freq_factor": 4.0}}, "must be less than high_frequency_factor"),
-        (OF_LLAMA, {"head_dim": 63}, "rope turns pairs, but a head has 63 features"),
+        (OF_LLAMA, {"head_dim": 63}, "rope rotates pairs of features, but a head has 63 features"),
         (OF_MISTRAL, {"sliding_window": 0}, "window must be a positive int, got 0"),
         (
             OF_MISTRAL,

@@ -265,7 +265,7 @@ WRONG: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "quantized": (
         lambda t: t | {"model.norm.weight": torch.ones(24, dtype=torch.int8)},
-        "model.norm.weight holds whole numbers",
+        "model.norm.weight holds integers",
     ),
 }
 
@@ -289,7 +289,7 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
     model = made_up(LLAMA)
     with pytest.raises(InputError, match=r"config\.json is not there"):
         load_gpt(tmp_path)
-    with pytest.raises(InputError, match=r"is no \.safetensors file, nor a folder"):
+    with pytest.raises(InputError, match=r"is not a \.safetensors file, nor a folder"):
         load_gpt_weights(model, tmp_path / "nowhere")
     save_gpt(model, tmp_path / "model", file_bytes=8000)
     second = sorted((tmp_path / "model").glob("*.safetensors"))[1]

@@ -128,7 +128,7 @@ def test_photographs_are_decoded_while_the_model_works(photographs: Path, monkey
 
     class Waits(Colours):
         def forward(self, x: Tensor) -> Tensor:
-            assert fourth.wait(20), f"only {len(decoded)} decoded"
+            assert fourth.wait(120), f"only {len(decoded)} decoded"
             return super().forward(x)
 
     monkeypatch.setattr(images, "read_image", noted)
@@ -174,11 +174,11 @@ def test_one_damaged_photograph_among_good_ones_is_named(photographs: Path) -> N
         classify(model, [photographs], preprocessing=SMALL, batch_size=2)
     half.write_text("no image")
     calls = model.calls
-    with pytest.raises(InputError, match=r"5-half\.png is no image"):
+    with pytest.raises(InputError, match=r"5-half\.png is not an image"):
         classify(model, [photographs], preprocessing=SMALL, batch_size=2)
     assert model.calls == calls  # said before any work
     whole = [path for path in sorted(photographs.iterdir()) if path != half]
-    with pytest.warns(UserWarning, match=r"skipped: .*5-half\.png is no image"):
+    with pytest.warns(UserWarning, match=r"skipped: .*5-half\.png is not an image"):
         found = classify(model, [photographs], preprocessing=SMALL, batch_size=2, on_error="skip")
     assert found == classify(model, whole, preprocessing=SMALL, batch_size=2)
     fractions: list[float] = []

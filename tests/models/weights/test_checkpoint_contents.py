@@ -97,7 +97,7 @@ def test_a_compiled_part_of_a_model(plain: Tensors, tmp_path: Path) -> None:
     state = parts.state_dict()
     assert "layer1._orig_mod.module.0.conv1.weight" in state
     assert is_loaded(saved({"model": state}, tmp_path), plain)
-    with pytest.raises(WeightsError, match=r"are both layer1\.0\.conv1\.weight"):
+    with pytest.raises(WeightsError, match=r"both mean layer1\.0\.conv1\.weight"):
         weights_in(state | {"layer1.0.conv1.weight": torch.ones(1)})
 
 
@@ -134,7 +134,7 @@ def test_averages_within(plain: Tensors, other: Tensors, tmp_path: Path) -> None
 
 
 def test_averages_of_a_callback(plain: Tensors, other: Tensors, tmp_path: Path) -> None:
-    """Lightning saves what its callbacks keep; most of it are no weights."""
+    """Lightning saves what its callbacks keep; most of it are not weights."""
     theirs, ours = ({f"model.{key}": value for key, value in each.items()} for each in (other, plain))
     kept = {"EMA{'decay': 0.9}": {"ema_state_dict": theirs, "step": 3}, "Swag": {"swa": {"decay": torch.ones(1)}}}
     path = saved({"state_dict": ours, "callbacks": kept}, tmp_path)
@@ -214,11 +214,14 @@ def test_several_models_are_refused_with_the_choices(plain: Tensors, other: Tens
 
 
 BUILDERS = {name: entry.build for name, entry in builtin_models().items()
-            if entry.build.__module__.rpartition(".")[2] in ("resnet", "swin")}  # fmt: skip
+            if entry.build.__module__.rpartition(".")[2] in ("resnet", "swin", "hybrid")}  # fmt: skip
 BUILDERS |= {build.__name__: build for build in UNREGISTERED}
 
 
-@pytest.mark.parametrize("name", ["resnext50_32x4d", "swin_t", "swin_v2_t", *(each.__name__ for each in UNREGISTERED)])
+NAMES = ["resnext50_32x4d", "swin_t", "swin_v2_t", "hybrid_t", *(build.__name__ for build in UNREGISTERED)]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_every_family(name: str, tmp_path: Path) -> None:
     with torch.device("meta"):
         shapes = BUILDERS[name]().state_dict()
@@ -229,4 +232,4 @@ def test_every_family(name: str, tmp_path: Path) -> None:
     report = load_report(name, path)
     assert report.fits
     assert (report.averaged, report.others) == (True, ("state_dict/model.",))
-    assert len(FAMILIES) == 4
+    assert len(FAMILIES) == 5

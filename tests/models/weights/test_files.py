@@ -49,6 +49,7 @@ except ImportError:
 
 BODY = os.urandom(3 << 20)  # three chunks
 SHA256 = hashlib.sha256(BODY).hexdigest()
+PUBLISHED_NAMES = models.builtin_models().keys() - {"hybrid_t", "hybrid_s"}  # ours have none
 PUBLISHED = dict(WEIGHTS)  # as they are; each test has its own for ResNet-18
 
 
@@ -153,7 +154,7 @@ def files_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*") if not path.is_dir())
 
 
-@pytest.mark.parametrize("name", sorted(models.builtin_models()))
+@pytest.mark.parametrize("name", sorted(PUBLISHED_NAMES))
 def test_files_and_preprocessing_are_torchvisions(
     name: str, torchvision_models: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,8 +172,8 @@ def test_files_and_preprocessing_are_torchvisions(
         assert ours.preprocessing == expected
 
 
-def test_every_builder_has_weights() -> None:
-    assert set(WEIGHTS) == {*models.builtin_models(), "detr_resnet50", "detr_resnet101"}
+def test_every_builder_of_a_published_model_has_weights() -> None:
+    assert set(WEIGHTS) == {*PUBLISHED_NAMES, "detr_resnet50", "detr_resnet101"}
 
 
 @pytest.mark.parametrize("name", ["IMAGENET1K_V1", "DEFAULT"])
@@ -279,7 +280,7 @@ def test_two_at_once_do_not_disturb_each_other(server: Server, cache: Path, publ
     both = threading.Barrier(2)
 
     def together(request: Any) -> None:
-        both.wait(10)
+        both.wait(60)
         whole(request)
 
     server.answer = together
@@ -383,7 +384,7 @@ def test_a_file_keeps_its_preprocessing_with_its_name() -> None:
     assert preprocessing_of("resnet50", "DEFAULT").resize == 232
     assert preprocessing_of("resnet50", Path("copies") / WEIGHTS["resnet50"]["IMAGENET1K_V2"].file).resize == 232
     assert preprocessing_of("resnet50", "mine.pth") == Preprocessing(resize=256, crop=224)
-    assert preprocessing_of("resnet50", Path("IMAGENET1K_V2")).resize == 256  # a Path is no name
+    assert preprocessing_of("resnet50", Path("IMAGENET1K_V2")).resize == 256  # a Path is not a name
 
 
 class RunsCode:
@@ -403,7 +404,7 @@ def test_a_pickle_that_would_run_code_is_refused(how: str, tmp_path: Path) -> No
         torch.save({"weight": RunsCode(trace)}, path)
     else:
         path.write_bytes(pickle.dumps(RunsCode(trace), protocol=int(how[-1])))
-    message = "is damaged or no file of weights" if how == "pickle 5" else r"loading posix\.mkdir could run code"
+    message = "is damaged or not a file of weights" if how == "pickle 5" else r"loading posix\.mkdir could run code"
     with pytest.raises(WeightsError, match=rf"evil\.pth .*{message}"):
         read_weights(path)
     assert not trace.exists()
@@ -453,7 +454,7 @@ reading = settings(max_examples=80, deadline=None, suppress_health_check=[Health
 def test_a_file_cut_anywhere_is_called_damaged(zipped: bool, data: st.DataObject, tmp_path: Path) -> None:
     path = tmp_path / "cut.pth"
     path.write_bytes(WHOLE[zipped][: data.draw(st.integers(0, len(WHOLE[zipped]) - 1))])
-    with pytest.raises(WeightsError, match=r"cut\.pth (is damaged or no file of weights|holds more than tensors)"):
+    with pytest.raises(WeightsError, match=r"cut\.pth (is damaged or not a file of weights|holds more than tensors)"):
         read_weights(path)
 
 

@@ -16,18 +16,18 @@ from rooftop.scene.building import grouping
 
 
 @pytest.fixture(scope="session")
-def paged(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Geometry]:
-    """`paged("ball", vertices, faces)`: a geometry with a page for each group, built at the first call of that name."""
-    folder = tmp_path_factory.mktemp("paged")
+def paged(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Callable[..., Geometry]:
+    """`paged("ball", vertices, faces)`: a geometry with a page for each group, built at the first call of that name in
+    any worker."""
 
     def build(name: str, vertices: NDArray[np.float64], faces: NDArray[np.int64], **options: object) -> Geometry:
-        path: Path = folder / f"{name}.rtg"
-        if not path.exists():
+        def make(folder: Path) -> None:
             assert grouping.GROUP_BYTES > 4  # loaded by now: groups are as large as ever
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(layouts, "PAGE_BYTES", 4)
-                scene.build(vertices, faces, path, **options)  # type: ignore[arg-type]
-        return Geometry.open(path)
+                scene.build(vertices, faces, folder / f"{name}.rtg", **options)  # type: ignore[arg-type]
+
+        return Geometry.open(made_once(f"paged-{name}", make) / f"{name}.rtg")
 
     return build
 

@@ -434,7 +434,7 @@ def test_a_pool_below_the_root_pages_is_refused_before_anything_is_allocated(
 
 @pytest.mark.parametrize("pool_bytes", [0, -5, 1.5, "2GB", True])
 def test_a_pool_that_is_no_number_of_bytes_is_refused(paged_ball: Geometry, pool_bytes: Any) -> None:
-    with pytest.raises(ValueError, match=r"pool_bytes=.*expected a whole number of bytes"):
+    with pytest.raises(ValueError, match=r"pool_bytes=.*expected an integer number of bytes"):
         Renderer(alone(paged_ball), "cpu", pool_bytes=pool_bytes)
 
 
@@ -634,7 +634,7 @@ def test_needs_that_cannot_be_are_refused_with_their_place(paged_ball: Geometry,
     end = layouts.HEADER_BYTES + 5 * layouts.SECTION_BYTES
     struct.pack_into("<I", data, 24, zlib.crc32(data[layouts.HEADER_BYTES : end]))
     path.write_bytes(data)
-    with pytest.raises(GeometryFileError, match=f"section needs says of page {paged_ball.pages - 1} what cannot be"):
+    with pytest.raises(GeometryFileError, match=f"section needs has impossible values for page {paged_ball.pages - 1}"):
         Geometry.open(path)
 
 

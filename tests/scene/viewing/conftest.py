@@ -33,6 +33,6 @@ def viewer(world: scene.Scene) -> Iterator[Viewer]:
         drawing.warm_up()
         yield viewer
         viewer.shutdown()
-        serving.join(5)
+        serving.join(60)
     assert drawing.stop(60)
     assert not serving.is_alive()

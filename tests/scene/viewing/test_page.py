@@ -6,7 +6,9 @@ import base64
 import io
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from rooftop.scene.viewing.serving import Viewer
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 FLAGS += ["--disable-sync", "--no-first-run"]
+PATIENCE_S = 120  # of a machine that is busy with other tests
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or google-chrome")]
 
 Open = Callable[..., "Page"]
@@ -36,11 +39,31 @@ class Page:
         ours = (f"http://127.0.0.1:{viewer.port}/", "data:", "blob:")
         tab.on("request", lambda request: request.url.startswith(ours) or self.said.append(f"request: {request.url}"))
         tab.goto(viewer.url)
+        self.wait_for("changes > 1")  # the mode; then the canvas has its size
         self.settle()
 
+    def wait_for(self, condition: str) -> None:
+        """Until a JavaScript expression holds."""
+        ends = time.monotonic() + PATIENCE_S
+        while not self.page.evaluate(condition):
+            assert time.monotonic() < ends, f"{condition} is not so after {PATIENCE_S} s: {self.said}"
+            self.page.wait_for_timeout(20)
+
     def settle(self) -> None:
-        """Until the picture of full size is there."""
-        self.page.wait_for_selector("#picture[data-state=sharp]", timeout=60_000)
+        """Until the picture of full size is there that shows all changes. It fails where the page shows an error."""
+        picture, error = self.page.locator("#picture"), self.page.locator("#error")
+        self.wait_for("state !== 'changing'")
+        assert not error.is_visible(), error.inner_text()
+        assert picture.get_attribute("data-state") == "sharp"
+        assert picture.get_attribute("data-shown") == picture.get_attribute("data-changes")
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """What happens inside changes the picture; afterwards all of it is shown."""
+        before = self.page.evaluate("changes")
+        yield
+        self.wait_for(f"changes > {before}")
+        self.settle()
 
     def pixels(self) -> NDArray[np.int64]:
         """(H, W, 3): what the canvas shows, when it rests."""
@@ -55,6 +78,11 @@ class Page:
 
     def drag(self, right: int, down: int, button: str = "left") -> None:
         """From the middle of the picture."""
+        with self.change():
+            self.pull(right, down, button)
+
+    def pull(self, right: int, down: int, button: str = "left") -> None:
+        """As `drag`, whatever the page makes of it."""
         mouse, box = self.page.mouse, self.page.locator("#picture").bounding_box()
         x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
         mouse.move(x, y)
@@ -62,6 +90,12 @@ class Page:
         for part in (1, 2, 3):
             mouse.move(x + right * part / 3, y + down * part / 3)
         mouse.up(button=button)
+        self.wait_for("!pointers.size")
+
+    def press(self, key: str) -> None:
+        """A key that changes the picture."""
+        with self.change():
+            self.page.keyboard.press(key)
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +115,7 @@ def opened(chromium: Any, viewer: Viewer) -> Iterator[Open]:
 
     def open_(width: int = 720, height: int = 340, scheme: str = "light") -> Page:
         contexts.append(chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme))
+        contexts[-1].set_default_timeout(1e3 * PATIENCE_S)
         return Page(contexts[-1].new_page(), viewer)
 
     yield open_
@@ -120,19 +155,21 @@ def test_mouse_and_keys_move_as_the_help_says(opened: Open) -> None:
     panned = found.view()
     assert distance(panned) == pytest.approx(distance(home))
     assert np.linalg.norm(np.subtract(panned["target"], home["target"])) > 0.1
-    found.page.mouse.wheel(0, -400)
+    with found.change():
+        found.page.mouse.wheel(0, -400)
     assert distance(found.view()) == pytest.approx(distance(home) / 2)
-    found.page.keyboard.press("h")
+    found.press("h")
     assert found.view()["eye"] == pytest.approx(home["eye"])
-    found.page.keyboard.down("w")
-    found.page.wait_for_timeout(150)
-    found.page.keyboard.up("w")
+    with found.change():
+        found.page.keyboard.down("w")
+        found.page.wait_for_timeout(150)
+        found.page.keyboard.up("w")
     flown = found.view()
     ahead = np.subtract(home["target"], home["eye"]) / distance(home)
     way = np.subtract(flown["eye"], home["eye"])
     assert way @ ahead > 0.01
     np.testing.assert_allclose(way, (way @ ahead) * ahead, atol=1e-6)
-    found.page.keyboard.press("f")
+    found.press("f")
     assert found.view()["eye"] == pytest.approx(home["eye"], abs=1e-5)
     found.page.keyboard.press("o")
     found.drag(40, 0)
@@ -150,8 +187,8 @@ def test_a_double_click_sets_what_is_orbited(opened: Open) -> None:
     found = opened()
     home = found.view()
     row, column = np.argwhere(found.pixels().sum(-1) > 150)[0]  # the uppermost, of the ball
-    found.page.mouse.dblclick(float(column), float(row) + 6)
-    found.page.wait_for_timeout(300)
+    with found.change():
+        found.page.mouse.dblclick(float(column), float(row) + 6)
     view = found.view()
     assert view["eye"] == home["eye"]
     assert np.linalg.norm(view["target"]) == pytest.approx(1, abs=0.05)  # on the ball
@@ -162,23 +199,27 @@ def test_false_colours_light_and_detail(opened: Open, tmp_path: Path) -> None:
     found = opened()
     shaded = found.pixels()
     names = found.page.evaluate("[...document.getElementById('show').options].map(option => option.value)")
-    found.page.keyboard.press("7")
+    found.press("7")
     assert found.page.input_value("#show") == names[6] == "level"
     levels = found.pixels()
     assert apart(levels, shaded) > 0.03
     assert found.page.locator("#legend li").count() == 12
     drawn = found.page.evaluate("document.querySelector('#drawn td').textContent")
-    found.page.locator("#detail").fill("6")
+    with found.change():
+        found.page.locator("#detail").fill("6")
     assert apart(found.pixels(), levels) > 0.01
     assert found.page.evaluate("document.querySelector('#drawn td').textContent") != drawn
-    found.page.keyboard.press("1")
+    found.press("1")
     coarse = found.pixels()
-    found.page.locator("#light").click(position={"x": 6, "y": 36})
+    with found.change():
+        found.page.locator("#light").click(position={"x": 6, "y": 36})
     assert apart(found.pixels(), coarse) > 0.02
     assert found.page.get_attribute("#light", "title").startswith("--light ")
-    found.page.click("#lightUsual")
+    with found.change():
+        found.page.click("#lightUsual")
     assert apart(found.pixels(), coarse) < 0.001
-    found.page.locator("#fov").fill("90")
+    with found.change():
+        found.page.locator("#fov").fill("90")
     assert found.view()["fov_y_degrees"] == 90
     stages = found.page.evaluate("[...document.querySelectorAll('#stages th')].map(name => name.textContent)")
     assert {"rasterize", "hzb", "base pass", "colours", "jpeg"} <= set(stages)
@@ -199,17 +240,18 @@ def test_a_screenshot_is_the_picture_at_full_size(opened: Open) -> None:
 
 def test_a_path_is_recorded_kept_loaded_and_replayed(opened: Open, tmp_path: Path) -> None:
     found = opened()
-    home = found.view()
+    home, began = found.view(), time.monotonic()
     found.page.keyboard.press("r")
     found.drag(60, 10)
     there = found.view()
     found.page.keyboard.press("r")
+    elapsed = time.monotonic() - began
     with found.page.expect_download() as download:
         found.page.click("#download")
     path = RecordedPath.read(Path(download.value.path()))
     assert path.views[0].eye == pytest.approx(home["eye"])
     assert path.views[-1].eye == pytest.approx(there["eye"])
-    assert 0.01 < path.duration < 60
+    assert 0.01 < path.duration < elapsed
 
     other = opened()  # another tab, at home
     assert other.view()["eye"] == pytest.approx(home["eye"])
@@ -221,8 +263,7 @@ def test_a_path_is_recorded_kept_loaded_and_replayed(opened: Open, tmp_path: Pat
     (tmp_path / "none.json").write_text('{"rooftop_path": 1, "views": []}')
     other.page.set_input_files("#file", tmp_path / "path.json")
     other.page.wait_for_selector("#replay:enabled")
-    other.page.keyboard.press(" ")
-    other.page.wait_for_timeout(500)
+    other.press(" ")
     assert other.view()["eye"] == pytest.approx(there["eye"])
     assert other.said == []
     other.page.set_input_files("#file", tmp_path / "none.json")
@@ -241,13 +282,64 @@ def test_an_error_in_rendering_is_shown_and_goes_away(
 
     with monkeypatch.context() as patch:
         patch.setattr(viewer.drawing.renderer, "render", broken)
-        found.drag(20, 0)
-        found.page.wait_for_selector("#error:visible")
-        assert found.page.inner_text("#error") == "RuntimeError: the kernel is broken"
-        found.settle()
+        found.pull(20, 0)
+        found.page.wait_for_selector("#picture[data-state=failed]")
+        assert found.page.inner_text("#error:visible") == "RuntimeError: the kernel is broken"
+        with pytest.raises(AssertionError, match="the kernel is broken"):
+            found.settle()
     found.drag(20, 0)
-    found.page.wait_for_selector("#error", state="hidden")
-    found.settle()
+    assert not found.page.locator("#error").is_visible()
+
+
+def test_a_change_while_an_error_is_on_its_way_is_drawn(opened: Open) -> None:
+    found = opened()
+    first = found.pixels()
+    modes = found.page.evaluate("[...document.getElementById('show').options].map(option => option.value)")
+    held: dict[str, Any] = {}  # the first request for each of two modes
+
+    def hold(route: Any) -> None:
+        mode = route.request.post_data_json["show"]
+        if mode in (modes[1], modes[6]) and mode not in held:
+            held[mode] = route
+        else:
+            route.continue_()
+
+    def wait_for_request(mode: str) -> Any:
+        ends = time.monotonic() + PATIENCE_S
+        while mode not in held:
+            assert time.monotonic() < ends
+            found.page.wait_for_timeout(20)
+        return held[mode]
+
+    found.page.route("**/frame", hold)
+    found.page.keyboard.press("2")
+    refused = wait_for_request(modes[1])
+    found.page.keyboard.press("7")
+    refused.fulfill(status=500, json={"error": "the kernel is broken"})
+    drawn = wait_for_request(modes[6])
+    assert found.page.inner_text("#error") == "the kernel is broken"
+    assert found.page.evaluate("state") == "changing"
+    drawn.continue_()
+    found.wait_for("state === 'sharp'")
+    assert apart(found.pixels(), first) > 0.03
+
+
+def test_movement_of_a_picture_that_was_not_drawn_is_kept(opened: Open) -> None:
+    """As where the server drops it, since one that was broken off came after it."""
+    found = opened()
+    home, dropped = found.view(), []
+
+    def drop(route: Any) -> None:
+        dropped.append(route.request.post_data_json["move"])
+        route.fulfill(status=204)
+
+    found.page.route("**/frame", drop, times=1)
+    found.drag(90, 30)
+    assert list(dropped[0]) == ["orbit_degrees"]
+    assert np.linalg.norm(np.subtract(found.view()["eye"], home["eye"])) > 1
+    found.drag(-90, -30)
+    np.testing.assert_allclose(found.view()["eye"], home["eye"], atol=1e-6)
+    assert found.said == []
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
@@ -258,8 +350,8 @@ def test_it_fits_its_window_in_both_schemes(width: int, scheme: str, opened: Ope
         "(() => { const p = document.getElementById('panel'); return p.scrollWidth <= p.clientWidth })()"
     )
     assert found.page.evaluate("document.documentElement.dataset.theme") == scheme
-    found.page.click("#close")
-    found.settle()
+    with found.change():
+        found.page.click("#close")
     assert found.pixels().shape[:2] == (500, width)
     found.page.click("#open")
     assert found.page.locator("#panel").is_visible()

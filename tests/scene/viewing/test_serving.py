@@ -142,10 +142,9 @@ def test_with_a_pool_and_shadows_pictures_become_what_they_are_without(world: sc
         lights = [(0.4, 0.3, 0.85), (1.0, 0.0, 0.1)]
         for light in lights:
             asked = asking.asked({"tab": "a", "size": [48, 32], "light": list(light), "view": VIEW}, MODES)
-            for _ in range(50):
-                drawn = drawing.picture(asked)
-                if not drawn.stats["streaming"]["missing"]:
-                    break
+            ends = time.monotonic() + 120
+            while (drawn := drawing.picture(asked)).stats["streaming"]["missing"]:
+                assert time.monotonic() < ends
             assert drawn.stats["streaming"]["resident"] > 0
             found = drawing.picture(asked).image
             lit = scene.Scene()
@@ -182,6 +181,15 @@ def test_the_facts_of_the_scene(client: Client, world: scene.Scene) -> None:
     assert facts["pages"] == sum(mesh.pages for mesh in world.meshes)
     assert facts["device"] == "CPU"
     np.testing.assert_allclose(facts["bounds"], [[-1, -1, -1], [3.5, 1, 1]], atol=0.01)
+
+
+def test_a_page_does_not_begin_with_the_detail_and_light_of_another(client: Client) -> None:
+    client.frame(pixel_error=20, light=[-5, 0, 0])
+    facts = client.ask("GET", "/scene").json
+    assert facts["pixel_error"] == 1
+    usual = client.frame().pixels
+    assert np.array_equal(client.frame(pixel_error=facts["pixel_error"], light=facts["light"]).pixels, usual)
+    assert not np.array_equal(client.frame(light=[-5, 0, 0]).pixels, usual)
 
 
 def test_a_view_moves_as_it_is_asked_to_and_back(client: Client) -> None:
@@ -339,18 +347,18 @@ def test_beyond_loopback_names_of_the_machine_count(world: scene.Scene, monkeypa
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        (b"{", "no JSON"),
-        (b"\xff\xfe", "no JSON"),
-        (b"[" * 5000, "no JSON"),
+        (b"{", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 5000, "not JSON"),
         (b'{"size": [8, 8], "light": [NaN, 0, 1]}', "the request has NaN: expected finite numbers"),
         (b'{"size": [8, 8], "pixel_error": Infinity}', "the request has Infinity"),
         ([], "expected an object"),
         ({}, "size is None"),
-        ({"size": [8]}, "a list of two whole numbers"),
-        ({"size": [0, 8]}, "size is 0: expected a whole number from 1 to 16384"),
+        ({"size": [8]}, "a list of two integers"),
+        ({"size": [0, 8]}, "size is 0: expected an integer from 1 to 16384"),
         ({"size": [8, 99999]}, "size is 99999"),
         ({"size": [16384, 16384]}, "size is 16384 x 16384: expected at most 33,554,432 pixels"),
-        ({"size": [8.0, 8]}, "size is 8.0: expected a whole number"),
+        ({"size": [8.0, 8]}, "size is 8.0: expected an integer"),
         ({"size": [True, 8]}, "size is True"),
         ({"size": [8, 8], "window": [8, -8]}, "window is -8"),
         ({"size": [8, 8], "zoom": 3}, "'zoom' is not known"),
@@ -371,7 +379,7 @@ def test_beyond_loopback_names_of_the_machine_count(world: scene.Scene, monkeypa
         ({"size": [8, 8], "format": "gif"}, "format is 'gif': expected one of jpeg, png"),
         ({"size": [8, 8], "framed": 1}, "framed is 1: expected one of False, True"),
         ({"size": [8, 8], "tab": "x" * 65}, "tab is"),
-        ({"size": [8, 8], "at": [8, 0]}, "at is 8: expected a whole number from 0 to 7"),
+        ({"size": [8, 8], "at": [8, 0]}, "at is 8: expected an integer from 0 to 7"),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -438,7 +446,7 @@ def test_the_newest_picture_of_a_tab_takes_the_place_of_older_ones(viewer: Viewe
 
     def slow() -> None:
         begun.set()
-        go.wait(30)
+        go.wait(120)
 
     def ask(tab: str) -> Answer:
         client = Client(viewer, tab)
@@ -449,19 +457,20 @@ def test_the_newest_picture_of_a_tab_takes_the_place_of_older_ones(viewer: Viewe
 
     blocker = threading.Thread(target=drawing._wait, args=("blocker", slow))
     blocker.start()
-    assert begun.wait(30)
+    assert begun.wait(60)
     with ThreadPoolExecutor(3) as pool:
         older = pool.submit(ask, "same")
         while "picture same" not in drawing._waiting:
             time.sleep(0.01)
         first = drawing._waiting["picture same"]
         newer, other = pool.submit(ask, "same"), pool.submit(ask, "other")
-        assert older.result(30).status == 204
+        assert older.result(60).status == 204
         assert drawing._waiting["picture same"] is not first
         go.set()
-        assert newer.result(30).status == 200
-        assert other.result(30).status == 200
-    blocker.join(30)
+        assert newer.result(60).status == 200
+        assert other.result(60).status == 200
+    blocker.join(60)
+    assert not blocker.is_alive()
 
 
 def test_an_error_in_rendering_is_said_and_the_next_picture_is_drawn(
@@ -501,17 +510,17 @@ def test_who_waits_when_it_ends_is_let_go(world: scene.Scene) -> None:
     drawing = Drawing(world, "cpu")
     begun, go = threading.Event(), threading.Event()
     with ThreadPoolExecutor(2) as pool:
-        busy = pool.submit(drawing._wait, "busy", lambda: (begun.set(), go.wait(30)))
-        begun.wait(30)
+        busy = pool.submit(drawing._wait, "busy", lambda: (begun.set(), go.wait(120)))
+        assert begun.wait(60)
         waiting = pool.submit(drawing._wait, "waiting", lambda: None)
         while "waiting" not in drawing._waiting:
             time.sleep(0.01)
         assert not drawing.stop(0.05)  # what is being drawn cannot be broken off
         with pytest.raises(DroppedError):
-            waiting.result(5)
+            waiting.result(60)
         go.set()
-        assert busy.result(5)
-    assert drawing.stop(5)
+        assert busy.result(60)
+    assert drawing.stop(60)
     with pytest.raises(DroppedError):
         drawing._wait("late", lambda: None)
 
@@ -527,6 +536,7 @@ def test_the_command_prints_an_address_serves_and_ends(
     world: scene.Scene, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[float] = []
+    open_: list[http.client.HTTPConnection] = []
 
     def look_and_interrupt() -> None:
         printed = re.search(
@@ -539,13 +549,14 @@ def test_the_command_prints_an_address_serves_and_ends(
         body, sender = json.dumps({"size": [16, 16]}), {"Authorization": f"Bearer {printed[2]}"}
         connection.request("POST", "/frame", body, sender)
         assert connection.getresponse().read()[:3] == b"\xff\xd8\xff"  # JPEG
-        connection.close()
+        open_.append(connection)
         ended.append(time.perf_counter())
         raise KeyboardInterrupt
 
     monkeypatch.setattr("rooftop.cli.scene_view.wait_for_interrupt", look_and_interrupt)
     assert main(["scene", "view", *(str(mesh.path) for mesh in world.meshes), "--device", "cpu"]) == 0
-    assert time.perf_counter() - ended[0] < 1
+    assert time.perf_counter() - ended[0] < serving.IDLE_S / 2  # it does not wait for the connection that is open
+    open_[0].close()
     said = capsys.readouterr()
     assert "ended" in said.out
     assert said.err == ""
@@ -579,7 +590,7 @@ def test_beyond_loopback_there_is_a_warning(
     monkeypatch.setattr("rooftop.cli.scene_view.wait_for_interrupt", interrupted)
     ball = str(world.meshes[0].path)
     assert main(["scene", "view", ball, "--device", "cpu", "--host", "0.0.0.0"]) == 0
-    assert "warning: --host 0.0.0.0 lets other machines ask" in capsys.readouterr().err
+    assert "warning: --host 0.0.0.0 admits other machines" in capsys.readouterr().err
     assert main(["scene", "view", ball, "--device", "cpu"]) == 0
     assert capsys.readouterr().err == ""
 
@@ -609,5 +620,5 @@ def test_a_recorded_path_is_rendered(world: scene.Scene, tmp_path: Path, capsys:
     assert main(["scene", "render", "-o", str(tmp_path / "no.png"), *words, "--fov", "40"]) == 2
     assert "--fov does not go with --path" in capsys.readouterr().err
     assert main(["scene", "render", "-o", str(tmp_path / "no.png"), *words, "--eye", "1,2,3"]) == 2
-    assert "--path and --eye each say where the camera is" in capsys.readouterr().err
+    assert "--path and --eye each set the camera" in capsys.readouterr().err
     assert main(["scene", "render", "-o", str(tmp_path / "no.png"), *words[:3], files[0], *words[4:]]) == 2

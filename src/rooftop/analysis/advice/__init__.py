@@ -1,8 +1,8 @@
-"""What would make the step faster, and by how much: computed from what was measured, never canned.
+"""Changes that would make the step faster, and their gains: computed from measurements, never fixed texts.
 
-Each rule looks at the measured operators, predicts a gain in ms and names its evidence. Gains are predicted one at a
-time; two that save the same time (fusion and a faster kernel) do not add up. A gain that the noise of the wall time
-could hide is not offered.
+Each rule reads the measured operators, predicts a gain in ms and names its evidence. Gains are predicted one at a time;
+two that save the same time (fusion and a faster kernel) do not add up. A gain that the noise of the wall time could
+hide is not offered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rooftop.analysis.report_contents import Advice
 
 
 def advise(findings: Findings) -> list[Advice]:
-    """All advice worth giving, by falling gain, each with the interval that noise leaves it."""
+    """All useful advice, by falling gain, each with its interval from the noise."""
     advice = [item for rule in RULES for item in rule(findings)]
     least_ms = max(LEAST_GAIN * findings.summary.wall_ms, findings.noise_ms)
     worth_it = [_with_interval(item, findings) for item in advice if item.gain_ms >= least_ms]
@@ -28,7 +28,7 @@ def advise(findings: Findings) -> list[Advice]:
 
 
 def _with_interval(item: Advice, findings: Findings) -> Advice:
-    """A gain is what the wall time loses, so it is as uncertain as the wall time."""
+    """A gain reduces the wall time, so it is as uncertain as the wall time."""
     low_ms, high_ms = findings.summary.wall_low_ms, findings.summary.wall_high_ms
     if low_ms is None or high_ms is None:
         return replace(item, low_ms=None)

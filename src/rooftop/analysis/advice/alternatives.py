@@ -1,9 +1,9 @@
-"""Operators of a step in another dtype, layout or kernel, timed here and now: what advice promises is measured where it
-is given.
+"""Operators of a step in another dtype, layout or kernel, timed on this machine during the analysis: advice promises
+only measured gains.
 
 How much faster a convolution, a batch norm, a matrix product or an attention is in bfloat16 or channels last depends on
-which kernel the libraries have for it, and no model of the hardware tells that. So each is made again alone, on random
-data of the same shapes (see `repeating`).
+the libraries' kernels, and no model of the hardware predicts it. So each is repeated alone, on random data of the same
+shapes (see `repeating`).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from rooftop.analysis.report_contents import OperatorRow
 from rooftop.cost import CallSpec, TensorSpec
 from rooftop.hardware.kernel_times import Variant, kernel_times
 
-MOST_TIME, MOST_CALLS = 0.95, 40  # of the operators' time, and how many calls, that is timed again
+MOST_TIME, MOST_CALLS = 0.95, 40  # share of the operators' time, and number of calls, that are timed again
 
 
 def repeated_ratios(
     operators: Sequence[MeasuredOperator], form: Form, device: torch.device
 ) -> dict[CallSpec | None, float]:
-    """For recorded calls, the time in another dtype or layout over the time as they are.
+    """For recorded calls, the time in another dtype or layout divided by the original time.
 
-    The longest calls are timed, at most `MOST_CALLS`, together `MOST_TIME` of the time; others get the mean ratio of
-    their kind (see `_kind`). A call of whose kind none could be timed is as it was: nothing is promised of it.
+    It times the longest calls, at most `MOST_CALLS`, together `MOST_TIME` of the time; others get the mean ratio of
+    their kind (see `_kind`). If no call of its kind could be timed, a call keeps its time: no gain is promised.
 
     Args:
-        operators: those of other kinds than `_TIMED_AGAIN` are left out.
+        operators: those of other kinds than `_TIMED_AGAIN` are ignored.
         form: the other dtype or layout.
-        device: where they are timed.
+        device: the device on which they are timed.
     """
     times: Counter[CallSpec] = Counter()
     for op in operators:
@@ -99,7 +99,9 @@ _TIMED_AGAIN = {
     *("aten::native_group_norm", "aten::native_group_norm_backward"),
     *(f"aten::{name}{way}" for name in (*_POOLINGS, *_RESIZINGS) for way in ("", "_backward")),
 }
-"""Matrix work and what has kernels of its own for a dtype or layout. What others take follows from their bytes."""
+"""Matrix work, and operators with special kernels for a dtype or layout. The time of other operators follows from their
+bytes.
+"""
 
 
 MOST_NORMS = 3
@@ -107,7 +109,7 @@ MOST_NORMS = 3
 
 
 def layer_norms_ms(rows: Sequence[OperatorRow]) -> list[float]:
-    """Time in ms that the calls of rows of the table take with Rooftop's layer norm.
+    """Time in ms of the calls in these rows of the table, with Rooftop's layer norm.
 
     The longest rows are timed; others get the mean ratio of their direction.
     """

@@ -1,8 +1,8 @@
-"""What autocast would make of a step that runs in float32: which tensors would be bfloat16, and what is cast.
+"""The effect of autocast on a float32 step: the tensors that would be bfloat16, and the casts that it adds.
 
-Autocast decides operator by operator: matrix work takes bfloat16, sums and logarithms take float32, and all others take
-what they are given. So the memory of a recorded step is followed from operator to operator: what matrix work wrote is
-bfloat16 until something else is written there. Autocast has a list for each kind of device.
+Autocast decides operator by operator: matrix work takes bfloat16, sums and logarithms take float32, and all others keep
+their inputs' dtype. So the memory of a recorded step is followed from operator to operator: results of matrix work are
+bfloat16 until other values overwrite them. Autocast has a list for each kind of device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ IN_BFLOAT16 = {
     "cpu": _MATRIX_WORK,
     "cuda": _MATRIX_WORK | {"mv", "addmv", "addr", "_cudnn_rnn", "_prelu_kernel"},
 }
-"""Operators that autocast gives bfloat16. Their backward operators follow: gradients have the dtype of the outputs."""
+"""Operators that run in bfloat16 under autocast. Their backward operators follow: gradients have the dtype of the
+outputs.
+"""
 
 _LOSSES = {
     *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "nll_loss_forward", "nll_loss2d_forward"),
@@ -43,7 +45,7 @@ IN_FLOAT32 = {
         *("tan", "acos", "asin", "erfinv"),
     },
 }
-"""Operators that autocast gives float32."""
+"""Operators that run in float32 under autocast."""
 
 BY_FIRST_INPUT = {
     *("native_batch_norm", "cudnn_batch_norm", "native_batch_norm_backward", "cudnn_batch_norm_backward"),
@@ -60,8 +62,9 @@ class Recast:
 
     Attributes:
         matrix: whether it does matrix work in bfloat16.
-        bytes_ratio: bytes of its tensors, over those of now.
-        casts: elements of each tensor that is cast between float32 and bfloat16 for it, a kernel each.
+        bytes_ratio: bytes of its tensors, divided by their present bytes.
+        casts: for each tensor that it casts between float32 and bfloat16, the number of elements; each cast is a
+            kernel.
     """
 
     matrix: bool
@@ -72,12 +75,12 @@ class Recast:
 def under_autocast(records: Iterable[Record], kind: str) -> list[Recast]:
     """Each operator of a step as autocast would run it on a kind of device, "cpu" or "cuda".
 
-    Casts are counted in the forward pass. In training each has a twin in the backward pass, which casts the gradient
-    back: that is the caller's to count.
+    Casts are counted in the forward pass. In training each cast has a counterpart in the backward pass, which casts the
+    gradient back: the caller counts those.
     """
     half: set[int] = set()  # memory that would hold bfloat16
     written: set[int] = set()
-    cached: set[int] = set()  # what comes from outside the step, parameters above all, is cast once
+    cached: set[int] = set()  # tensors from outside the step, mainly parameters, are cast once
     steps = list(records)
     in_float32 = [_plain(record) in IN_FLOAT32[kind] for record in steps]
     logarithms: dict[int, int] = {}  # memory -> place
@@ -85,7 +88,7 @@ def under_autocast(records: Iterable[Record], kind: str) -> list[Recast]:
         if _plain(record) == "_log_softmax" and record.outputs:
             logarithms[record.outputs[0].memory] = place
         elif _plain(record).startswith("nll_loss") and record.phase == "forward" and record.inputs:
-            # Both are `F.cross_entropy`, which each kind of device takes in float32.
+            # Both are `F.cross_entropy`, which runs in float32 on each kind of device.
             in_float32[logarithms.get(record.inputs[0].memory, place)] = True
     return [
         _recast(record, kind, widened, half, written, cached) for record, widened in zip(steps, in_float32, strict=True)
@@ -140,15 +143,15 @@ def _write(record: Record, half: set[int], written: set[int], becomes_half: bool
             half.discard(tensor.memory)
 
 
-LAYERS, REPEATS = 64, 7  # of the chain whose launching is timed
+LAYERS, REPEATS = 64, 7  # length of the chain whose launching is timed
 
 
 def cast_host_ms(device: str, training: bool) -> float:
-    """How long the host needs for a cast of autocast, timed here: an allocation, a copy and, in training, a node of the
-    graph, which together are far more than a launch.
+    """The host's time for a cast of autocast, timed here: an allocation, a copy and, in training, a node of the graph.
+    Together they take much longer than a launch.
 
-    A chain of small products is launched as it is and under autocast, forward and (for training) backward. What else
-    the host does only adds to a time: the least of several counts.
+    It launches a chain of small products plainly and under autocast, forward and (for training) backward. Other work of
+    the host only adds to a time, so the least of several counts.
     """
     weights = [torch.zeros(16, 16, device=device, dtype=torch.float32, requires_grad=training) for _ in range(LAYERS)]
     x = torch.zeros(16, 16, device=device, dtype=torch.float32)

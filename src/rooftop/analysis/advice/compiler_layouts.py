@@ -1,11 +1,11 @@
-"""Whether torch.compile lays the images of a program out channels last. It decides by a rule of its own
-(PyTorch, torch/_inductor/graph.py, decide_layout_opt):
+"""Whether torch.compile stores a program's images channels last. It decides by its own rule (PyTorch,
+torch/_inductor/graph.py, decide_layout_opt):
 
 - CPU with oneDNN: yes, if it has a convolution. The other rules are for GPUs.
 - Training: yes, unless a convolution is grouped with several channels in each group, or a convolution with a kernel
   wider than 1 has at most half as many output channels as input channels, or all have at most 64 channels.
-- Inference: each class of convolutions has a relative time channels last, taken from PyTorch's benchmarks. Yes, if the
-  flops of the program, weighted with these times, are not more than without weights.
+- Inference: each class of convolutions has a relative time for channels last, from PyTorch's benchmarks. Yes, if the
+  program's flops, weighted with these times, do not exceed the unweighted flops.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.cost import Record
 
 TIME_CHANNELS_LAST = {"grouped": 1.358, "small": 0.783, "narrowing": 0.725, "other": 0.823}
-"""By class of convolution: time channels last over time channels first, as torch.compile assumes it."""
-FEW = 300  # nodes of a graph for each convolution, from which on it leaves the layout
+"""By class of convolution: time channels last divided by time channels first, as torch.compile assumes."""
+FEW = 300  # nodes of a graph for each convolution, from which on it keeps the layout
 
 
 def compiler_lays_out_channels_last(operators: Sequence[MeasuredOperator], on_gpu: bool) -> bool:
-    """Whether torch.compile changes the layout of a step that consists of these operators."""
+    """Whether torch.compile changes the layout of a step with these operators."""
     forward = [op.record for op in operators if op.record.phase == "forward"]
     convolutions = [r for r in forward if r.name == "aten::convolution" and r.spec is not None]
     if convolutions and not on_gpu and torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available():

@@ -1,8 +1,8 @@
 """Rules about the formats of numbers and images: bfloat16 in place of float32, channels last in place of first.
 
-Where the step ran, the operators that decide, matrix work and norms, are timed in the other format, on their own shapes
-(`alternatives`): how much faster they are, or slower, depends on which kernels the libraries have, and no model of the
-hardware tells that. All others keep their percent of roof.
+On the machine of the step, the decisive operators, matrix work and norms, are timed in the other format, on their own
+shapes (`alternatives`). Their gain depends on the libraries' kernels, and no model of the hardware predicts it. All
+others keep their percent of roof.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rooftop.cost import Cost, roof
 
 
 def half_precision(findings: Findings) -> list[Advice]:
-    """What autocast to bfloat16 saves, less the casts that it adds."""
+    """The gain of autocast to bfloat16, minus the casts that it adds."""
     ceilings = findings.ceilings
     recasts = under_autocast((op.record for op in findings.operators), ceilings.kind)
     changed = [
@@ -62,13 +62,13 @@ def half_precision(findings: Findings) -> list[Advice]:
 
 
 def _casts_ms(recast: Recast, findings: Findings) -> float:
-    """Of the casts for an operator, those of their gradients included."""
+    """Time of an operator's casts, including those of their gradients."""
     each = sum(roof(Cost(4 * elements, 2 * elements), findings.ceilings).ms for elements in recast.casts)
     return 2 * each if findings.training else each
 
 
 def _roof_ratio(op: MeasuredOperator, recast: Recast, findings: Findings) -> float:
-    """The roof under autocast over the roof of now."""
+    """The roof under autocast divided by the present roof."""
     cost = op.record.cost
     if cost is None or not cost.bytes:
         return 1.0
@@ -78,12 +78,12 @@ def _roof_ratio(op: MeasuredOperator, recast: Recast, findings: Findings) -> flo
 
 
 IMAGE_OPERATORS = ("convolution", "batch_norm", "group_norm", "pool2d", "upsample_")
-"""Parts of the names of operators whose time depends on how images lie: some have kernels of their own for channels
-last, others take longer, or copy what they get."""
+"""Parts of the names of operators whose time depends on the image layout: some have special kernels for channels last,
+others take longer or copy their input."""
 
 
 def channels_last(findings: Findings) -> list[Advice]:
-    """Operators on images of the step, timed channels last."""
+    """The step's operators on images, timed channels last."""
     after = channels_last_ms(findings)
     if not after:
         return []
@@ -102,7 +102,8 @@ def channels_last(findings: Findings) -> list[Advice]:
 def channels_last_ms(findings: Findings) -> dict[int, float]:
     """Time in ms of operators on images in channels last, by `id` of the operator.
 
-    Empty if most images already lie so, or if the operators are so near to their roof that little can be gained.
+    Empty if most images are already channels last, or if the operators are so near to their roof that little can be
+    gained.
     """
     if "channels last" not in findings.timed:
         findings.timed["channels last"] = _timed_channels_last(findings)
@@ -127,7 +128,7 @@ def _timed_channels_last(findings: Findings) -> dict[int, float]:
 
 
 def _on_image(op: MeasuredOperator) -> bool:
-    """Whether it is of images (N, C, H, W), and not of sequences or volumes."""
+    """Whether it works on images (N, C, H, W), and not on sequences or volumes."""
     return bool(op.record.inputs) and len(op.record.inputs[0].shape) == 4
 
 

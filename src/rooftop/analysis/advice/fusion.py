@@ -1,16 +1,16 @@
-"""What a compiler would put into one kernel, and the memory traffic that this leaves.
+"""The operators that a compiler would fuse into one kernel, and the remaining memory traffic.
 
-Elementwise operators, copies and reductions along rows are joined with their neighbours in the flow of the data: a
-value that one operator of a kernel writes and another reads stays in registers. Products, convolutions and attention
-stay kernels of their own, which read their inputs from memory and write their results there. So an activation between
-two products saves nothing; one beside a norm or a sum saves a write and a read.
+Elementwise operators, copies and reductions along rows are joined with their neighbours in the data flow: a value that
+one operator of a kernel writes and another reads stays in registers. Products, convolutions and attention stay separate
+kernels, which read their inputs from memory and write their results there. So an activation between two products saves
+nothing; one next to a norm or a sum saves a write and a read.
 
 For a GPU a compiler also writes the kernels of norms, sums and copies that have no neighbour to join. Many of PyTorch's
-own are far from the memory's rate there: they are written for every shape, the compiler's for this one. On a CPU
-PyTorch's own are as fast as the compiler's.
+own kernels are far below the memory's rate there: they are written for every shape, the compiler's for one. On a CPU
+PyTorch's own kernels are as fast as the compiler's.
 
 A kernel of joined operators reads each input once, and writes the results that other kernels read or the program keeps.
-A backward kernel may compute a value of the forward pass again instead of reading it, where that moves less memory.
+A backward kernel may compute a value of the forward pass again instead of reading it, if that moves less memory.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ ROW_REDUCTIONS = {
     *("_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "batch_norm_with_update"),
     *("batch_norm_backward",),
 }
-"""Reductions over part of a tensor whose results are used beside all its elements."""
+"""Reductions over part of a tensor whose results are used together with all its elements."""
 SUMS_OVER_ROWS = {
     *("native_layer_norm_backward", "_fused_rms_norm_backward", "native_batch_norm_backward", "batch_norm_backward"),
     *("cudnn_batch_norm_backward", "native_group_norm_backward"),
 }
-"""They also need sums over all rows: a second pass over what their kernel reads."""
+"""They also need sums over all rows: a second pass over the kernel's input."""
 BATCH_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "batch_norm_with_update"}
-"""Operators that also need sums over all rows when they train."""
-LONGEST_ROW_BYTES = 64 * 1024  # of a row that one block keeps on the chip; longer ones are read again
+"""Operators that also need sums over all rows in training."""
+LONGEST_ROW_BYTES = 64 * 1024  # of a row that one block keeps on the chip; longer rows are read again
 REDUCTIONS_OF_CHOICE = {"sum", "mean", "amax", "amin", "var", "var_mean"}
-"""Along rows they join their neighbours. Over columns each gets a kernel of its own."""
+"""Along rows they join their neighbours. Over columns each gets a separate kernel."""
 USUAL_SHARE = 0.85  # of the roof: what elementwise kernels usually reach
 SUMMING = 0.85
 """Share of an elementwise kernel's bandwidth that a compiled kernel reaches if it also sums over all rows."""
@@ -62,7 +62,9 @@ COPIES = {"clone", "copy_", "_to_copy", "cat", "stack", "constant_pad_nd"}
 
 @dataclass
 class Fused:
-    """How many operators would be compiled, to how many kernels, and their time before and after, in ms."""
+    """The number of operators that would be compiled, the number of resulting kernels, and their time before and after,
+    in ms.
+    """
 
     operators: int = 0
     kernels: int = 0
@@ -71,27 +73,27 @@ class Fused:
 
 
 Value = tuple[int, int]
-"""What was written into some memory: the place of the operator that wrote it (-1: before the step), and the memory."""
+"""A value in memory: the position of the operator that wrote it (-1: before the step), and the memory."""
 
 
 @dataclass
 class _Node:
-    """One operator in the flow of the data."""
+    """One operator in the data flow."""
 
     reads: dict[Value, int] = field(default_factory=dict)  # and its bytes
     writes: dict[Value, int] = field(default_factory=dict)
     joins: bool = False
     alone: bool = False  # gets a compiled kernel that no other operator joins
     elements: int = 0
-    level: int = 0  # kernels of their own on the longest way to it
+    level: int = 0  # separate kernels on the longest path to it
 
 
 def fused(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> Fused:
-    """The operators that a compiler would write kernels for, without those that would gain nothing.
+    """The operators for which a compiler would write kernels, without those that would gain nothing.
 
     Args:
-        operators: in order of execution. Without a record of their tensors (the optimizer's, those of compiled code)
-            they stay as they are.
+        operators: in order of execution. Operators without a record of their tensors (the optimizer's, those of
+            compiled code) are not fused.
     """
     nodes = _flow(operators)
     groups = _groups(nodes)
@@ -114,7 +116,7 @@ def fused(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> Fused:
 
 
 def _flow(operators: Sequence[MeasuredOperator]) -> list[_Node]:
-    """What each operator reads and writes. A view stands for the memory that it shows, and moves nothing."""
+    """The tensors that each operator reads and writes. A view counts as the memory that it shows, and moves nothing."""
     writers: dict[int, int] = {}
     nodes: list[_Node] = []
     for place, op in enumerate(operators):
@@ -140,7 +142,7 @@ def _flow(operators: Sequence[MeasuredOperator]) -> list[_Node]:
 
 
 def _gains_alone(op: MeasuredOperator) -> bool:
-    """Whether the kernel that a compiler writes for this operator alone may be faster than PyTorch's.
+    """Whether a compiler's kernel for only this operator may be faster than PyTorch's.
 
     Elementwise ones move each byte once already.
     """
@@ -183,7 +185,7 @@ def _along_rows(op: MeasuredOperator) -> bool:
 
 
 def _groups(nodes: Sequence[_Node]) -> dict[int, list[int]]:
-    """The places of the operators of each kernel that a compiler writes, by the place of its first.
+    """For each kernel that a compiler writes, the positions of its operators, by the position of the first.
 
     The operators of a group are connected, work on the same number of elements, and have no other kernel between them.
     """
@@ -225,7 +227,7 @@ class _Traffic:
         self._again: dict[tuple[int, int], bool] = {}
 
     def of(self, group: int) -> int:
-        """Bytes: each input is read once, and each result that is needed outside is written once."""
+        """Its bytes: each input is read once, and each result that is needed outside is written once."""
         read = dict[Value, int]()
         for value, size in self._read(group).items():
             source = self._group_of.get(value[0])
@@ -252,7 +254,7 @@ class _Traffic:
         return read
 
     def _is_kept(self, value: Value, group: int) -> bool:
-        """Whether a value is written: another kernel reads it, or no operator does, so that the program keeps it."""
+        """Whether a value is written: another kernel reads it, or no operator does, so the program keeps it."""
         readers = [self._group_of.get(place) for place in self._readers[value]]
         return not readers or any(
             reader is None or (reader != group and not self._computed_again(group, reader)) for reader in readers
@@ -275,7 +277,7 @@ class _Traffic:
         return known
 
     def sums_over_rows(self, group: int) -> bool:
-        """Whether an operator of the group needs sums over all rows, and so passes twice over what it reads."""
+        """Whether an operator of the group needs sums over all rows, and so reads its input twice."""
         members = [self._operators[place] for place in self._groups[group]]
         return any(_plain(op) in SUMS_OVER_ROWS or (_plain(op) in BATCH_STATISTICS and _trains(op)) for op in members)
 
@@ -297,8 +299,8 @@ def _trains(op: MeasuredOperator) -> bool:
 def _share_of_roof(operators: Sequence[MeasuredOperator], nodes: Sequence[_Node], ceilings: Ceilings) -> float:
     """The share of their roof that the best quarter of this step's elementwise operators, by bytes, reaches.
 
-    `USUAL_SHARE` where it has none. Compiled kernels are assumed to reach it as well. The slower eager kernels say
-    little about them: some are limited by arithmetic (powers in bfloat16), others by index computations.
+    `USUAL_SHARE` if there are none. Compiled kernels are assumed to reach it as well. The slower eager kernels say
+    little about compiled ones: some are limited by arithmetic (powers in bfloat16), others by index computations.
     """
     seen = []
     for op, node in zip(operators, nodes, strict=True):

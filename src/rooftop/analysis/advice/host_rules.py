@@ -11,10 +11,10 @@ from rooftop.hardware.page_faults import KEEP_MEMORY, MANY
 
 
 def launch_gap(findings: Findings) -> list[Advice]:
-    """A graph, or else a larger batch: both remove the same gap, so there is one item for it.
+    """A CUDA graph, or else a larger batch: both remove the same gap, so there is one item for it.
 
-    Replayed from a graph, a kernel follows the one before at once. Where the host waits for values of the step no graph
-    can hold it, but twice the samples cost the host as much as one, if it does not compute itself.
+    In a replayed graph, a kernel follows the previous one at once. If the host waits for values of the step, no graph
+    can hold it. But twice the samples cost the host as much as one, if it does not compute itself.
     """
     if findings.ceilings.kind != "cuda" or findings.gaps.launch_gap_ms <= 0 or not findings.summary.busy_ms:
         return []
@@ -58,7 +58,7 @@ def _larger_batch(findings: Findings) -> list[Advice]:
 
 
 def host_synchronizations(findings: Findings) -> list[Advice]:
-    """Where the host waits for a value, the device then waits for the host."""
+    """If the host waits for a value, the device then waits for the host."""
     if findings.plain is None or not findings.plain.waiting_ms:
         return []
     places = Counter(
@@ -81,7 +81,7 @@ def _short(name: str) -> str:
 
 
 def unpinned_transfers(findings: Findings) -> list[Advice]:
-    """Copies from memory that may be paged go through a buffer of the driver; from pinned memory they do not."""
+    """Copies from pageable memory go through a buffer of the driver; copies from pinned memory do not."""
     if findings.plain is None:
         return []
     rates, gain_ms, total_ms, count = findings.ceilings.transfers, 0.0, 0.0, 0
@@ -109,13 +109,11 @@ def unpinned_transfers(findings: Findings) -> list[Advice]:
 
 
 def data_loading(findings: Findings) -> list[Advice]:
-    """Batches that are not ready when the step wants them."""
+    """Batches that are not ready when the step needs them."""
     if findings.plain is None:
         return []
-    loading_ms = gain_ms = min(
-        findings.plain.loading_ms, findings.summary.wall_ms
-    )  # that of one step, maybe a slow one
-    if findings.on_gpu:  # what the GPU works meanwhile is hidden already
+    loading_ms = gain_ms = min(findings.plain.loading_ms, findings.summary.wall_ms)  # of one step, maybe a slow one
+    if findings.on_gpu:  # work that overlaps the GPU's is already hidden
         gain_ms = min(loading_ms, findings.gaps.launch_gap_ms)
     return [
         Advice(
@@ -128,7 +126,7 @@ def data_loading(findings: Findings) -> list[Advice]:
 
 
 def freed_memory(findings: Findings) -> list[Advice]:
-    """On a CPU: pages that malloc gives back to the system, and takes again, in each step."""
+    """On a CPU: pages that malloc returns to the system, and requests again, in each step."""
     faults, threads = findings.faults, findings.ceilings.threads
     if faults.count < MANY:
         return []

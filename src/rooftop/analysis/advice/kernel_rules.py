@@ -1,4 +1,4 @@
-"""Rules about kernels: which could be merged, and which are slower than others of their kind."""
+"""Rules about kernels: which could be merged, and which are slower than similar ones."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rooftop.analysis.formats import percent_text
 from rooftop.analysis.report_contents import Advice, OperatorRow
 
 CALLED_MS = 0.1
-"""Assumed on a CPU for a call of a compiled function before its kernels run: it checks its guards."""
+"""Assumed time on a CPU for a call of a compiled function before its kernels run: it checks its guards."""
 AHEAD = 0.5
-"""A host that needs less than this part of the time that the GPU will be busy stays ahead of it in the compiled step,
-too. That step launches fewer kernels, but checks guards, so its host may need longer than today's."""
+"""A host that needs less than this part of the GPU's future busy time stays ahead of it in the compiled step, too. That
+step launches fewer kernels but checks guards, so its host time may exceed today's."""
 
 
 def pointwise_fusion(findings: Findings) -> list[Advice]:
     """Operators that a compiler would join into kernels that move less memory (see `fusion`).
 
     torch.compile also changes the layout of images and pads matrix products. If the host is the bottleneck, or would be
-    once the kernels are faster, and the step can be captured, the advice is for its mode that replays a CUDA graph.
+    with faster kernels, and the step can be captured, the advice is for the mode that replays a CUDA graph.
     """
     found = fused(findings.operators, findings.ceilings)
     if not found.operators or findings.traced_more_ms is None:
@@ -60,7 +60,7 @@ def pointwise_fusion(findings: Findings) -> list[Advice]:
 
 
 def saved_by_layout_ms(findings: Findings) -> float:
-    """Time saved in convolutions and poolings if torch.compile lays images out channels last; 0 if it does not."""
+    """Time saved in convolutions and poolings if torch.compile stores images channels last; 0 if it does not."""
     if not compiler_lays_out_channels_last(findings.operators, findings.on_gpu):
         return 0.0
     after = channels_last_ms(findings)
@@ -72,13 +72,13 @@ def saved_by_layout_ms(findings: Findings) -> float:
 
 
 def saved_by_padding_ms(findings: Findings) -> float:
-    """Time saved by padding matrix products. torch.compile pads them too where that is faster."""
+    """Time saved by padding matrix products. torch.compile pads them too if that is faster."""
     after = padded_ms(findings)
     return sum(op.measured_ms - after[id(op)] for op in findings.operators if id(op) in after)
 
 
 def uneven_kernels(findings: Findings) -> list[Advice]:
-    """Shapes of one operator that are further from the roof than its better half (by time) is in this very run."""
+    """Shapes of one operator that are further from the roof than its better half (by time) in the same run."""
     families: dict[tuple[str, str], list[OperatorRow]] = defaultdict(list)
     for row in findings.rows:
         if row.percent_of_roof is not None and not row.flagged and row.bound != "launch":
@@ -106,7 +106,7 @@ def uneven_kernels(findings: Findings) -> list[Advice]:
 
 
 def layer_norms(findings: Findings) -> list[Advice]:
-    """Rooftop's layer norm, timed here and now on the shapes that the step has."""
+    """Rooftop's layer norm, timed now on the shapes of the step."""
     if findings.ceilings.kind != "cuda" or findings.plain is None:
         return []
     rows = [row for row in findings.rows if row.name in LAYER_NORMS and row.measured_ms > 0]

@@ -1,4 +1,4 @@
-"""Advice about the optimizer: PyTorch's fused kernel for it, timed here and now on parameters of the same shapes."""
+"""Advice about the optimizer: PyTorch's fused kernel for it, timed now on parameters of the same shapes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rooftop.analysis.kernel_times import watch_kernels
 from rooftop.analysis.report_contents import Advice
 
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-"""Optimizers that PyTorch 2.11 has a fused kernel for on a GPU."""
-MOST_MEMORY = 0.5  # of what is free: parameters, gradients and state are made again
+"""Optimizers for which PyTorch 2.11 has a fused kernel on a GPU."""
+MOST_MEMORY = 0.5  # of the free memory: parameters, gradients and state are allocated again
 
 
 def fused_optimizer(findings: Findings) -> list[Advice]:
-    """What `fused=True` saves."""
+    """The time that `fused=True` saves."""
     if not (findings.repeatable and findings.on_gpu) or len(findings.optimizers) != 1:
         return []
     (optimizer,) = findings.optimizers
@@ -51,9 +51,9 @@ def _can_be_fused(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def fused_step_ms(optimizer: torch.optim.Optimizer) -> float | None:
-    """Time in ms for which a step of the same optimizer, fused, keeps the GPU busy.
+    """Time in ms for which a fused step of the same optimizer keeps the GPU busy.
 
-    None if parameters of the same shapes do not fit beside those that are there.
+    None if parameters of the same shapes do not fit in addition to the existing ones.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     device = parameters[0].device
@@ -66,7 +66,7 @@ def fused_step_ms(optimizer: torch.optim.Optimizer) -> float | None:
         for group in twin.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.randn_like(parameter)
-        for _ in range(2):  # the first makes the state
+        for _ in range(2):  # the first step creates the state
             twin.step()
         times = watch_kernels(twin.step, device, step_ms=1.0, kernels=4 * len(groups))
     return times.busy_ms if times is not None else None

@@ -1,4 +1,4 @@
-"""Advice about several ranks: communication that nothing hides, and a rank that the others wait for."""
+"""Advice about several ranks: exposed communication, and a rank for which the others wait."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rooftop.analysis.report_contents import Advice
 
 
 def rank_advice(ranks: Ranks) -> list[Advice]:
-    """What would make the step of all ranks faster, by falling gain."""
+    """Advice for the step of all ranks, by falling gain."""
     rows, late = ranks.rows, ranks.slowest
     advice = [
         Advice(

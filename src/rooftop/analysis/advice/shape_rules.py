@@ -1,8 +1,8 @@
 """Rules about shapes: matrix products whose rows are not aligned to 16 bytes.
 
-The fast kernels of cuBLAS load 16 bytes at a time, and need each row of a matrix to begin at a multiple of 16 bytes. In
-half precision, rows of 50,257 elements (the vocabulary of GPT-2) do not, so a slower kernel is chosen. Padding the side
-to 50,304 adds a little arithmetic and allows the fast kernel.
+The fast cuBLAS kernels load 16 bytes at a time, and need each row of a matrix to begin at a multiple of 16 bytes. In
+half precision, rows of 50,257 elements (the vocabulary of GPT-2) do not, so cuBLAS uses a slower kernel. Padding the
+side to 50,304 adds a little arithmetic and allows the fast kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rooftop.cost import roof
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 VECTOR_BYTES = 16
 PADDED_TO = 64
-NEAR_ROOF = 0.7  # a product that reaches this part of it is left as it is
+NEAR_ROOF = 0.7  # a product that reaches this share of it gets no advice
 MOST_SHAPES = 8
 
 

@@ -1,13 +1,13 @@
-"""Graphs that were compiled for sizes that may change: which sizes each call of them ran with.
+"""Graphs compiled for dynamic sizes: the sizes of each of their calls.
 
-Such a graph has symbols where another has numbers. Their values are among the inputs of each call, as numbers or as
-sizes of tensors. While a profiler is active, each call of the compiled code runs inside an event that names them:
+Such a graph has symbols in place of numbers. Their values are among the inputs of each call, as numbers or as sizes of
+tensors. While a profiler is active, each call of the compiled code runs inside an event that names them:
 
     ## Call CompiledFxGraph rooftop graph 7 ##
         ## rooftop sizes 4,128 ##
             the kernels of the graph
 
-With the values the graph is made again with numbers, and its kernels do the work of that call.
+With these values the graph is rebuilt with numbers, and its kernels' work is that of the call.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Sizes = tuple[int, ...]
 SIZES_LABEL = "## rooftop sizes "
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _NEEDED = ("val", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", "is_gradient_acc")
-"""What is asked of a node's `meta` later."""
+"""A property to read later from a node's `meta`."""
 
 
 @dataclass(frozen=True)
 class SizeSource:
-    """Where a call tells the value of a symbol.
+    """Where a call gives the value of a symbol.
 
     Attributes:
         symbol: of sympy.
@@ -56,7 +56,7 @@ class SizeSource:
 
 
 def is_dynamic(graph: fx.Graph) -> bool:
-    """Whether it was compiled for sizes that may change."""
+    """Whether it was compiled for dynamic sizes."""
     return any(True for _ in _symbolic(graph))
 
 
@@ -69,12 +69,14 @@ def _symbolic(graph: fx.Graph) -> Iterator[Any]:
 
 
 def strides_of(tensor: Tensor) -> tuple[Any, ...]:
-    """() of a tensor that has none."""
+    """() for a tensor that has no strides."""
     return tensor.stride() if tensor.layout == torch.strided else ()
 
 
 def size_sources(graph: fx.Graph) -> tuple[SizeSource, ...] | None:
-    """Where each call tells the symbols of the graph's sizes, () if it has none; None if its inputs do not tell one."""
+    """The sources of the graph's symbols in each call, () if it has no symbols; None if its inputs do not give a
+    symbol.
+    """
     sources: dict[Any, SizeSource] = {}
     for number, node in enumerate(node for node in graph.nodes if node.op == "placeholder"):
         value = node.meta.get("val")
@@ -91,7 +93,7 @@ def size_sources(graph: fx.Graph) -> tuple[SizeSource, ...] | None:
 
 
 def naming_its_sizes(call: Callable[..., Any], sources: Sequence[SizeSource]) -> Callable[..., Any]:
-    """The compiled code, whose calls say in a profile which sizes they ran with; without a profiler it only runs."""
+    """The compiled code with calls that record their sizes in a profile; without a profiler it only runs."""
 
     def running(inputs: Sequence[Any]) -> Any:
         if not torch.autograd.profiler._is_profiler_enabled:
@@ -107,13 +109,13 @@ def naming_its_sizes(call: Callable[..., Any], sources: Sequence[SizeSource]) ->
 
 
 def named_sizes(name: str) -> Sizes | None:
-    """The sizes that an event names; None if it names none, or symbols (where compiled code was itself traced)."""
+    """The sizes that an event names; None if it names none, or names symbols (if compiled code was itself traced)."""
     found = re.fullmatch(rf"{SIZES_LABEL}(-?\d+(?:,-?\d+)*) ##", name)
     return tuple(int(size) for size in found[1].split(",")) if found else None
 
 
 def kept(graph: fx.Graph) -> fx.Graph:
-    """A copy that holds no more than is needed to make it again with numbers: neither module nor constants."""
+    """A copy with only the parts needed to rebuild it with numbers: neither module nor constants."""
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
     for node in copied.nodes:
@@ -122,10 +124,10 @@ def kept(graph: fx.Graph) -> fx.Graph:
 
 
 def with_known_sizes(graph: fx.Graph, sizes: Mapping[Any, int] | None = None) -> fx.Graph:
-    """The graph with numbers for its symbols (symbol -> number); None: those that it was compiled for.
+    """The graph with numbers for its symbols (symbol -> number); None: the numbers for which it was compiled.
 
     Raises:
-        ValueError: sizes in it depend on data, or on other symbols than those of `sizes`.
+        ValueError: its sizes depend on data, or on other symbols than those of `sizes`.
     """
     if not is_dynamic(graph):
         return graph
@@ -138,14 +140,14 @@ def with_known_sizes(graph: fx.Graph, sizes: Mapping[Any, int] | None = None) ->
 
 
 class _Numbers:
-    """Puts numbers where symbols are; tensors that shared memory share it again."""
+    """Replaces symbols by numbers; tensors that shared memory share it again."""
 
     def __init__(self, sizes: Mapping[Any, int] | None) -> None:
         self._sizes = sizes
         self._memories: dict[int, Tensor] = {}
 
     def of(self, value: Any) -> Any:
-        """A number for a symbol; for a tensor one of known sizes, where the memory of the former one is."""
+        """A number for a symbol; for a tensor, one with known sizes and the same shared memory."""
         if isinstance(value, _SYMBOLS):
             return self._number(value)
         if not isinstance(value, FakeTensor) or value.layout != torch.strided:
@@ -166,5 +168,5 @@ class _Numbers:
             return value.node.hint
         number = value.node.expr.subs(self._sizes)
         if not number.is_number:
-            raise ValueError(f"it is not known what {number} was")
+            raise ValueError(f"the value of {number} is unknown")
         return int(number)

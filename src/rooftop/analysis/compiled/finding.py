@@ -14,7 +14,7 @@ from rooftop.hardware.module_paths import inner_modules
 
 
 def has_compiled_parts(target: Callable[..., Any]) -> bool:
-    """Whether the target, what it holds, or a function that its own code names is `torch.compile`d."""
+    """Whether the target, an object that it holds, or a function that its own code names is `torch.compile`d."""
     if isinstance(target, nn.Module):
         held: list[Any] = [target]
     else:
@@ -32,7 +32,7 @@ def _is_compiled(value: Any) -> bool:
 
 
 def _of_classes(classes: set[type]) -> Iterator[Any]:
-    """Methods of modules that are not PyTorch's own, and the globals that they name."""
+    """Methods of modules outside PyTorch, and the globals that they name."""
     for kind in {base for each in classes for base in each.__mro__}:
         if kind.__module__.partition(".")[0] in ("torch", "builtins"):
             continue

@@ -1,8 +1,8 @@
-"""Compiled programs: what `torch.compile` made of them, and which of its kernels does what.
+"""Compiled programs: the graphs and kernels of `torch.compile`, and the work of each kernel.
 
 While `CompiledGraphs` is active, each graph that inductor compiles is kept together with the list of the kernels that
-inductor made of its nodes. The profiler marks each run of a graph with the graph's key, so that a kernel finds its
-graph, and in it its nodes (see `kernel_work`). A graph for sizes that may change also says with which ones it runs (see
+inductor made of its nodes. The profiler marks each run of a graph with the graph's key, which leads from a kernel to
+its graph and its nodes (see `kernel_work`). A graph for dynamic sizes also names the sizes of each run (see
 `dynamic_sizes`). Graph breaks and recompilations are collected with their lines.
 """
 
@@ -39,11 +39,11 @@ TORCH = os.path.dirname(torch.__file__) + os.sep
 GRAPH_KEY = "rooftop graph "
 SWITCHES = {
     "trace.provenance_tracking_level": 1,  # keeps which nodes are in which kernel
-    "cpp.enable_kernel_profile": True,  # on a CPU a kernel shows in the profile only if it says so itself
-    "fx_graph_cache": False,  # a graph from a cache comes without its nodes
+    "cpp.enable_kernel_profile": True,  # on a CPU a kernel appears in the profile only if it records itself
+    "fx_graph_cache": False,  # a graph from a cache has no nodes
     "fx_graph_remote_cache": False,
 }
-"""Of inductor, while it compiles what is analyzed."""
+"""Settings of inductor while it compiles the analyzed program."""
 SIZES_UNKNOWN = "its graph was compiled for sizes that may change, and with which ones it ran is not known"
 _BREAKS = "torch._dynamo.symbolic_convert.__graph_breaks"
 
@@ -53,10 +53,10 @@ class CompiledGraph:
     """A graph that inductor compiled.
 
     Attributes:
-        works: its kernels in the order of their launches; where sizes may change, for those that it was compiled for.
+        works: the work of its kernels in launch order; for dynamic sizes, at the sizes for which it was compiled.
         backward: whether it is a backward pass.
-        problem: why its kernels could not be told, "" if they could.
-        dynamic: what it takes to tell them for other sizes; None if sizes cannot change.
+        problem: why its kernels are unknown, "" if they are known.
+        dynamic: the data to compute them for other sizes; None for fixed sizes.
     """
 
     works: list[KernelWork]
@@ -65,7 +65,7 @@ class CompiledGraph:
     dynamic: DynamicGraph | None = None
 
     def at(self, sizes: Sizes | None) -> CompiledGraph:
-        """The graph as it ran with these sizes; None: the profile does not say with which."""
+        """The graph at these sizes of a run; None: the profile does not name them."""
         if self.dynamic is None:
             return self
         if sizes is None or self.dynamic.sources is None:
@@ -80,10 +80,10 @@ class DynamicGraph:
     """A graph of symbols.
 
     Attributes:
-        graph: with symbols where sizes may change.
+        graph: with symbols for dynamic sizes.
         kernels: (name, nodes) in the order of their launches.
-        sources: where a call tells its sizes; None where it does not.
-        ran: what it was at the sizes that it has run with.
+        sources: where a call gives its sizes; None if it does not.
+        ran: the works at the sizes of earlier runs.
     """
 
     graph: fx.Graph
@@ -100,13 +100,13 @@ class DynamicGraph:
             return _unreadable(error, backward)
 
 
-_numbers = itertools.count()  # of graphs, in this process: code of an earlier analysis keeps its key
+_numbers = itertools.count()  # numbers of graphs in this process: code of an earlier analysis keeps its key
 _RECORDED: dict[str, CompiledGraph] = {}
 """Graphs of all analyses: code that one of them compiled is not compiled again when another runs it."""
 
 
 def recorded_graph(key: str) -> CompiledGraph | None:
-    """The graph of that key, whichever analysis compiled it; None if none did."""
+    """The graph with that key, whichever analysis compiled it; None if there is none."""
     return _RECORDED.get(key)
 
 
@@ -159,7 +159,7 @@ class CompiledGraphs:
                 key = compiled._fx_graph_cache_key = f"{GRAPH_KEY}{next(_numbers)}"
                 graph = _graph(gm, kernels, bool(options.get("is_backward")))
                 self.graphs[key] = _RECORDED[key] = graph
-                call = getattr(compiled, "current_callable", None)  # with its CUDA graphs, where it has some
+                call = getattr(compiled, "current_callable", None)  # including its CUDA graphs, if it has any
                 if call is not None and graph.dynamic is not None and graph.dynamic.sources is not None:
                     compiled.current_callable = naming_its_sizes(call, graph.dynamic.sources)
                 return compiled
@@ -176,7 +176,7 @@ class CompiledGraphs:
         self._breaks.append((found[1] if found else "", detail or (reason[1] if reason else lines[0])))
 
     def compilation(self) -> Compilation:
-        """What was compiled, how long it took, where graphs broke and what was compiled again."""
+        """What was compiled and how long it took, graph breaks, and recompilations."""
         frames = [frame for frame in self._frames if frame.compile_id and not frame.is_runtime and frame.co_name]
         seconds = {f"{frame.co_filename}:{frame.co_firstlineno}": _seconds(frame) for frame in frames}
         breaks = [GraphBreak(line, reason, seconds.get(line, 0.0)) for line, reason in dict.fromkeys(self._breaks)]
@@ -229,7 +229,7 @@ class _Listener(logging.Handler):
 
 
 class _listening:
-    """Passes a logger's messages to a function instead of to the terminal; its settings are put back."""
+    """Passes a logger's messages to a function instead of the terminal; its settings are restored."""
 
     def __init__(self, name: str, note: Callable[[str], None]) -> None:
         self._logger, self._handler = logging.getLogger(name), _Listener(note)

@@ -1,14 +1,14 @@
 """The profile of a compiled step as operators: each event of the host with its kernels, its cost and its module.
 
-The profiler's events nest: a run of a compiled graph holds the launches of its kernels and the operators that it calls.
-From the outside in, the first event that has a cost is an operator:
+The profiler's events nest: a run of a compiled graph contains the launches of its kernels and the operators that it
+calls. From the outside in, the first event with a cost is an operator:
 
     a kernel of a compiled graph      the work that its graph knows of it (see `kernel_work`)
     an operator with a formula        made again on meta tensors (see `reconstruction`)
     an operator without               uncovered
 
-A graph that is replayed as a CUDA graph has one event and all its kernels: these are matched with the graph's list in
-order, where the names of the generated kernels are the anchors.
+A graph that is replayed as a CUDA graph has one event with all its kernels. They are matched with the graph's list in
+order; the names of the generated kernels are the anchors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rooftop.cost.accounting import counted_for, tensor_bytes, tensors_in
 from rooftop.cost.counting import counted, title_of
 
 COMPILED_REGION = "## Call CompiledFxGraph"
-"""How the profile's events of a run of a compiled graph begin."""
+"""The beginning of the names of events for a run of a compiled graph."""
 COMPILED_BEFORE = "compiled before it was analyzed: what was fused into it is not known"
 
 
@@ -70,14 +70,14 @@ def join_compiled(
     device: str,
     lists: ListedTensors = MappingProxyType({}),
 ) -> tuple[list[JoinedOperator], list[Kernel]]:
-    """The operators of a step in order of execution, and the kernels that belong to none.
+    """The operators of a step in order of execution, and the kernels that belong to no operator.
 
     Args:
-        events: of the profiler, recorded with shapes.
-        graphs: what was compiled, by key.
+        events: events of the profiler, recorded with shapes.
+        graphs: compiled graphs, by key.
         device: where it ran, for the records.
-        lists: the tensors in lists, by event (see `reconstruction.listed_tensors`); an operator whose lists are not
-            among them is uncovered.
+        lists: the tensors in lists, by event (see `reconstruction.listed_tensors`); an operator without its lists there
+            is uncovered.
     """
     host = [e for e in events if e.device_type().name != "CUDA"]
     walk = _Walk(graphs, device, lists)
@@ -89,7 +89,7 @@ def join_compiled(
 
 
 def _trees(host: Iterable[Any]) -> dict[int, list[_Event]]:
-    """Events by thread as trees, by the times at which they began and ended."""
+    """Events by thread as trees, from their begin and end times."""
     threads: dict[int, list[_Event]] = defaultdict(list)
     for e in host:
         if "::" in e.name() or e.name().startswith(("##", "Optimizer.step", "autograd::")) or GENERATED.match(e.name()):
@@ -125,7 +125,7 @@ class _Region:
 
 
 class _Walk:
-    """Collects operators from the trees, then gives each kernel to its operator."""
+    """Collects operators from the trees, then assigns each kernel to its operator."""
 
     def __init__(self, graphs: Mapping[str, CompiledGraph], device: str, lists: ListedTensors) -> None:
         self.operators: list[tuple[int, JoinedOperator]] = []  # with the time at which they began
@@ -157,7 +157,7 @@ class _Walk:
                 self._add_unseen(event, self.operators[before:], phase)
 
     def _add_unseen(self, event: _Event, seen: Sequence[tuple[int, JoinedOperator]], phase: str) -> None:
-        """Time in an unknown graph of which the profile shows no kernels: on a CPU they show only if they are asked."""
+        """Time in an unknown graph whose kernels the profile does not show: on a CPU kernels show only if requested."""
         if any(operator.record.uncovered == COMPILED_BEFORE for _, operator in seen):
             return
         record = self._record("inductor::graph", (), "", "", phase, None, COMPILED_BEFORE)
@@ -225,7 +225,9 @@ class _Walk:
             self._owners[part.source.correlation_id()] = operator
 
     def assign(self, kernels: Sequence[Kernel], host: Sequence[Any]) -> list[Kernel]:
-        """Give each kernel to the operator that launched it; those of CUDA graphs to the works of their graph."""
+        """Assign each kernel to the operator that launched it, and the kernels of CUDA graphs to the works of their
+        graph.
+        """
         replays = {e.correlation_id(): e for e in host if e.name().startswith("cudaGraphLaunch")}
         launches = {e.correlation_id(): e.start_ns() for e in host if e.name().startswith("cu")}
         spans = sorted((start, start + (op.host_ms * 1e6), op) for start, op in self.operators)  # by time, any thread
@@ -258,7 +260,7 @@ class _Walk:
         return orphans
 
     def _replayed(self, region: _Region) -> list[Kernel]:
-        """Operators of what one run of a graph replayed, from one CUDA graph or several; the kernels left over."""
+        """Operators for the replayed CUDA graphs of one run of a compiled graph; and the remaining kernels."""
         if not region.replayed:
             return []
         at_ns, graph = region.event.start_ns, region.graph
@@ -272,7 +274,7 @@ class _Walk:
             if not works:
                 orphans += members
                 continue
-            if not members:  # no part of what was captured: it ran beside it, and has an event of its own
+            if not members:  # not part of the captured work: it ran at the same time, and has its own event
                 continue
             known = len(costs) == len(works)
             names = dict.fromkeys(_shown(work.name) for work in works)
@@ -290,9 +292,9 @@ class _Walk:
 
 
 def _cost_of_launch(work: KernelWork, event: _Event) -> Cost | None:
-    """The cost of a kernel's work; what it moves is at most what its pointers hold.
+    """The cost of a kernel's work; its traffic is at most the bytes behind its pointers.
 
-    Of a kernel that only lays out an operand of a library they tell which one it is.
+    If a kernel only changes the layout of an operand for a library, the pointers show which operand it is.
     """
     pointers = _pointer_bytes(event.source) if is_generated(work.name) else None
     if pointers is None or work.uncovered:
@@ -318,7 +320,7 @@ def _pointer_bytes(event: Any) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=4096)
 def _pointer_names(file: str) -> tuple[str, ...]:
-    """The names of the pointers that a generated kernel takes: "in_ptr0", "out_ptr0", "in_out_ptr0"."""
+    """The names of a generated kernel's pointers: "in_ptr0", "out_ptr0", "in_out_ptr0"."""
     try:
         source = Path(file).read_text(encoding="utf-8")
     except OSError:
@@ -328,9 +330,10 @@ def _pointer_names(file: str) -> tuple[str, ...]:
 
 
 def aligned(works: Sequence[KernelWork], kernels: Sequence[Kernel]) -> Iterator[tuple[list[KernelWork], list[Kernel]]]:
-    """Works and the kernels that did them, both in order; generated kernels are found by their names.
+    """Works and their kernels, both in order; generated kernels are found by their names.
 
-    Between two of these, as many calls of libraries as kernels are taken one by one, otherwise all together.
+    Between two of these, library calls and kernels are matched one by one if their numbers agree, otherwise all
+    together.
     """
     ordered = sorted(kernels, key=lambda kernel: kernel.start_ns)
     between: list[KernelWork] = []
@@ -358,10 +361,10 @@ def _one_by_one(works: list[KernelWork], kernels: list[Kernel]) -> Iterator[tupl
 
 
 class _Matcher:
-    """Finds the work of each event of one run of a graph; both come in the same order.
+    """Finds the work of each event of one run of a graph; both have the same order.
 
-    A generated kernel is known by its name. A library call may be one that the graph does not know (a copy of an
-    input): it is looked for no further than to the next generated kernel, which has an event of its own.
+    A generated kernel is known by its name. A library call may be missing in the graph (a copy of an input). So it is
+    searched only up to the next generated kernel, which has its own event.
     """
 
     def __init__(self, works: Sequence[KernelWork]) -> None:
@@ -382,12 +385,12 @@ class _Matcher:
         return None
 
     def left(self) -> list[KernelWork]:
-        """Works that no event was found for."""
+        """Works for which no event was found."""
         return [work for position, work in enumerate(self._works) if position not in self._found]
 
 
 def _shown(name: str) -> str:
-    """The name of a row: generated kernels without the number that tells them apart, library calls as operators."""
+    """The name of a row: generated kernels without their distinguishing number, library calls as operators."""
     generated = GENERATED.match(name)
     if generated:
         return "inductor::" + re.sub(r"^(?:triton|cpp)_(?:poi_|per_|red_|for_|tem_)?|_\d+$", "", generated[1])

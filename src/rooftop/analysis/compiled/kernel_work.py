@@ -1,11 +1,11 @@
-"""What a kernel of a compiled graph must move and compute, from the nodes of the graph that were fused into it.
+"""Bytes and flops of a compiled graph's kernel, from the graph's nodes that were fused into it.
 
     read   each value that comes from outside the kernel, once: the part that its operators look at
     write  each value that somebody outside the kernel uses, once
-    flops  of every operator in it, also of those that another kernel computes again
+    flops  of every operator in the kernel, even if another kernel computes that operator again
 
-Inductor splits large reductions into two kernels that carry the same nodes: the second only finishes the first's
-partial results, which are no work that had to be done, so it counts what it writes.
+Inductor splits large reductions into two kernels with the same nodes. The second only finishes the first's partial
+results, which are not necessary work, so it counts only its writes.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ SCATTERS = {
     *("scatter", "scatter_add", "scatter_reduce", "index_add", "index_put", "_unsafe_index_put"),
     *("_unsafe_masked_index_put_accumulate", "as_strided_scatter", "slice_scatter", "select_scatter"),
 }
-"""Operators of which inductor may make a kernel that fills memory and one that adds to it."""
+"""Operators that inductor may split into a kernel that fills memory and one that adds to it."""
 
 
 @dataclass(frozen=True)
 class KernelWork:
-    """What one kernel of a compiled graph does.
+    """The work of one kernel of a compiled graph.
 
     Attributes:
-        name: of the kernel in the generated code: "triton_poi_fused_add_relu_3", "extern_kernels.mm".
+        name: the kernel's name in the generated code: "triton_poi_fused_add_relu_3", "extern_kernels.mm".
         cost: None if no node has a formula.
         uncovered: operators in it without a formula.
-        shapes: of what it reads from outside.
-        dtype: of the first floating-point value that it reads or writes.
+        shapes: shapes of its inputs from other kernels.
+        dtype: dtype of the first floating-point value that it reads or writes.
         scope: path of the module that its nodes share.
-        lays_out: it only lays out an operand of a library's call. Which one the graph does not tell, so the cost is
-            that of its smallest.
-        title: what reports call it, where it is a library's call whose name says too little.
+        lays_out: it only changes the layout of an operand of a library's call. The graph does not say which operand, so
+            the cost is that of its smallest.
+        title: name in reports, for a library's call whose own name is ambiguous.
     """
 
     name: str
@@ -60,7 +60,7 @@ class KernelWork:
 
 
 def _laying_out(name: str, served: Sequence[fx.Node]) -> KernelWork:
-    """A kernel that copies operands of these calls into the layout that the library wants."""
+    """A kernel that copies operands of these calls into the layout that the library needs."""
     operands = [
         min((v for n in node.all_input_nodes for v in _values(n) if v.dim() > 1), key=tensor_bytes, default=None)
         for node in served
@@ -79,15 +79,18 @@ def _laying_out(name: str, served: Sequence[fx.Node]) -> KernelWork:
 
 
 def _calls(name: str, group: list[fx.Node]) -> list[fx.Node]:
-    """Of a library's kernel the call itself: with it inductor lists what it computed before to lay operands out."""
+    """For a library's kernel, the call itself: inductor also lists the nodes that only change the layout of its
+    operands.
+    """
     plain = plain_name(name)
     return [node for node in group if plain_name(_operator(node)) == plain] or group
 
 
 def _without(group: list[fx.Node], called: Mapping[fx.Node, int], done: set[fx.Node]) -> list[fx.Node]:
-    """The group without the calls of libraries in it and without those of their operands that are done already.
+    """The group without its library calls and without their operands that are already computed.
 
-    These are in memory and only laid out; one that is not done is computed here, in the layout that is wanted.
+    These are in memory and only get another layout; an operand that is not yet computed is computed here, in the needed
+    layout.
     """
     operands = {_source(value) for node in group if node in called for value in node.all_input_nodes}
     return [node for node in group if node not in called and not (node in operands and node in done)]
@@ -115,7 +118,7 @@ def plain_name(name: str) -> str:
 
 
 def is_generated(name: str) -> bool:
-    """Whether inductor wrote the kernel; others are calls of libraries."""
+    """Whether inductor wrote the kernel; others are library calls."""
     return name.startswith(("triton_", "cpp_"))
 
 
@@ -125,18 +128,18 @@ def kernel_works(
     """The work of each kernel of a graph.
 
     Args:
-        graph: of aten operators, with fake tensors as `meta["val"]`.
+        graph: graph of aten operators, with fake tensors as `meta["val"]`.
         kernels: (name, names of the nodes fused into it), in the order in which the generated code launches them.
-        sizes: values of the symbols of a graph whose sizes may change; None: those that it was compiled for.
+        sizes: values of the symbols of a graph with dynamic sizes; None: those for which it was compiled.
 
     Raises:
-        ValueError: sizes in it depend on data, or on other symbols than those of `sizes`.
+        ValueError: its sizes depend on data, or on other symbols than those of `sizes`.
     """
     graph = with_known_sizes(graph, sizes)
     by_name = {node.name: node for node in graph.nodes}
     groups = [[by_name[name] for name in names if name in by_name] for _, names in kernels]
-    # What a library does is done there alone. Generated kernels name it as their origin too: one that adds its bias, or
-    # one that lays out its operands.
+    # The library's work is done only there. Generated kernels also name it as their origin: one that adds its bias, or
+    # one that changes the layout of its operands.
     groups = [
         group if is_generated(name) else _calls(name, group) for (name, _), group in zip(kernels, groups, strict=True)
     ]
@@ -169,7 +172,7 @@ def kernel_works(
 
 
 def _last_calls(graph: fx.Graph, called: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """For each node the last kernel of a library, by number, that must have run before it; -1 for none."""
+    """For each node the number of the last library kernel that must run before it; -1 for none."""
     after: dict[fx.Node, int] = {}
     for node in graph.nodes:
         before = (max(after[value], called.get(value, -1)) for value in node.all_input_nodes)
@@ -182,7 +185,7 @@ def _ready(
 ) -> list[fx.Node]:
     """The part of a kernel's group that it can compute.
 
-    A kernel that lays out an operand for a library names all that the library's call is made of: of that it computes
+    A kernel that lays out an operand for a library names all sources of the library's call. Of these it computes
     nothing that waits for a later call, and no reduction if it is a pointwise kernel.
     """
     members = set(group)
@@ -195,7 +198,7 @@ def _ready(
 
 
 def _leading_to(ends: Iterable[fx.Node], group: list[fx.Node], allowed: set[fx.Node]) -> list[fx.Node]:
-    """The nodes of a group from which the ends are made, the ends among them, as far as they are allowed."""
+    """The nodes of a group on which the ends depend, including the ends, among the allowed ones."""
     found: set[fx.Node] = set()
     waiting = list(ends)
     while waiting:
@@ -207,9 +210,9 @@ def _leading_to(ends: Iterable[fx.Node], group: list[fx.Node], allowed: set[fx.N
 
 
 def _take_fills_out(groups: list[list[fx.Node]]) -> dict[fx.Node, int]:
-    """Scatters that two kernels share, each with the first of them, which fills the memory that the last adds to.
+    """Move scatters that two kernels share to the first one, which fills the memory that the second adds to.
 
-    The first is left what it does besides.
+    The first keeps its other work.
     """
     sharing: dict[fx.Node, list[int]] = {}
     for number, group in enumerate(groups):
@@ -224,7 +227,7 @@ def _take_fills_out(groups: list[list[fx.Node]]) -> dict[fx.Node, int]:
 
 
 def _without_what_leads_to(end: fx.Node, group: list[fx.Node]) -> list[fx.Node]:
-    """The group without a node, what is made of it, and what only they need."""
+    """The group without a node, without the nodes that depend on it, and without those that only they need."""
     members, after = set(group), {end}
     for node in end.graph.nodes:
         if node in members and not after.isdisjoint(node.all_input_nodes):
@@ -234,11 +237,11 @@ def _without_what_leads_to(end: fx.Node, group: list[fx.Node]) -> list[fx.Node]:
 
 
 def _drop_what_is_read(generated: Sequence[bool], groups: list[list[fx.Node]]) -> None:
-    """Takes out of each group the values that an earlier kernel has written: it reads them.
+    """Removes from each group the values that an earlier kernel has written: it reads them.
 
-    Inductor names them as its origins too where it only found out later that they are better written once (the input
-    of a pooling). What nobody in its group uses is what a kernel writes, so it is written there. Of a reduction in two
-    stages both kernels may carry all nodes: the second one writes them.
+    Inductor also names them as its origins if it decided only later to write them once (the input of a pooling). A
+    value that no node of its group uses is the kernel's output, so it is written there. For a reduction in two stages
+    both kernels may have all nodes: the second one writes them.
     """
     begun: set[fx.Node] = set()
     written: set[fx.Node] = set()
@@ -265,7 +268,7 @@ class _Kernel:
     reads: dict[fx.Node, list[Tensor | int]] = field(default_factory=dict)  # source -> parts of it that are read
 
     def stored(self) -> list[fx.Node]:
-        """The nodes whose values it leaves in memory."""
+        """The nodes whose values it writes to memory."""
         return [node for node in self.group if not _is_view(node) and self._is_stored(node)]
 
     def work(self, name: str) -> KernelWork:
@@ -282,7 +285,7 @@ class _Kernel:
             share = demand.get(node, 1.0)
             flops = flops + Cost(flops={precision: int(share * count) for precision, count in cost.flops.items()})
             self._note_reads(node, cost, members, share)
-            if node.op == "placeholder":  # an input of the graph, copied into the layout that a library wants
+            if node.op == "placeholder":  # an input of the graph, copied into the layout that a library needs
                 self.reads.setdefault(node, []).extend(_values(node))
         read = sum(self._read_bytes(source, parts) for source, parts in self.reads.items())
         filled = [node for node, number in self.fills.items() if number == self.number]
@@ -301,7 +304,7 @@ class _Kernel:
         )
 
     def _untouched_bytes(self, stored: Iterable[fx.Node]) -> int:
-        """Of scatters into memory that is filled already, what they leave as it is."""
+        """Bytes that scatters into already filled memory leave unchanged."""
         untouched = 0
         for node in stored:
             if node in self.fills:
@@ -311,7 +314,7 @@ class _Kernel:
         return untouched
 
     def _is_stored(self, node: fx.Node) -> bool:
-        """Whether somebody outside uses the value, and this is the first kernel that can have written it."""
+        """Whether the value is used outside, and this is the first kernel that can have written it."""
         if node.target in _MUTATIONS:
             return True
         first, *later = self.kernels_of[node]
@@ -330,10 +333,10 @@ class _Kernel:
         return any(number not in self.kernels_of[node] for number in kernels) or not kernels
 
     def _stored_tensors(self, node: fx.Node) -> list[Tensor]:
-        """Of an operator with several results those that are used."""
+        """For an operator with several results, the used ones."""
         picked = [user for user in node.users if _is_getitem(user)]
         if isinstance(node.meta.get("val"), Tensor) or not picked:
-            # Of a value that is only looked at through views (a slice), these.
+            # For a value that is read only through views (a slice), the views.
             views = [user for user in node.users if self._uses_from_memory(user, node)]
             if views and all(_is_view(view) for view in views):
                 parts = [tensor for view in views for tensor in _values(view)]
@@ -342,7 +345,8 @@ class _Kernel:
         return [v for user in picked if any(self._uses_from_memory(u, node) for u in user.users) for v in _values(user)]
 
     def _needed(self, stored: Iterable[fx.Node], members: set[fx.Node]) -> list[fx.Node]:
-        """The nodes that are really computed here: what the stored ones depend on, up to reductions begun before."""
+        """The nodes that this kernel really computes: those on which the stored ones depend, up to reductions begun
+        before."""
         needed: dict[fx.Node, None] = {}
         waiting = list(stored)
         while waiting:
@@ -355,7 +359,7 @@ class _Kernel:
         return list(needed)
 
     def _demand(self, needed: Sequence[fx.Node], stored: Sequence[fx.Node]) -> dict[fx.Node, float]:
-        """The share of each value that somebody asks for: a slice, or a gather, makes all before it compute no more."""
+        """The share of each value that is used: before a slice or a gather, only that part is computed."""
         position = {node: number for number, node in enumerate(self.group[0].graph.nodes)} if self.group else {}
         elements: dict[fx.Node, float] = {}
         for node in stored:
@@ -382,8 +386,8 @@ class _Kernel:
                 continue
             for tensor in _values(value):
                 whole = tensor_bytes(tensor)
-                # A gather looks at no more of its table than its formula says, and no operator at more than is asked of
-                # it.
+                # A gather reads no more of its table than its formula says, and an operator no more than its users
+                # request.
                 if _is_gather(node) and value is node.args[0]:
                     others = (t for v in node.all_input_nodes if v is not value for t in _values(v))
                     least = int(share * (cost.read_bytes - distinct_bytes(others)))
@@ -433,7 +437,7 @@ _ALLOCATIONS = ("empty", "full", "arange", "iota", "zeros", "ones", "scalar_tens
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether the value is the first argument's memory seen in another way."""
+    """Whether the value is a view of the first argument's memory."""
     if node.op != "call_function" or not node.args:
         return False
     if _is_getitem(node):
@@ -472,7 +476,7 @@ def _values(node: fx.Node) -> list[Tensor]:
 
 
 def _shared_scope(nodes: Sequence[fx.Node]) -> str:
-    """The path of the innermost module that all nodes belong to ("layer1.0"), "" if there is none."""
+    """The path of the innermost module that contains all nodes ("layer1.0"), "" if there is none."""
     paths = [path for node in nodes if not _is_view(node) and (path := _path(node)) is not None]
     if not paths:
         return ""
@@ -485,8 +489,8 @@ def _shared_scope(nodes: Sequence[fx.Node]) -> str:
 
 
 def _path(node: fx.Node) -> str | None:
-    """Of the module that ran the node, "" of the outermost one, which dynamo does not name; None of what nobody wrote:
-    constants, the sums of gradients, and the copies that end a graph."""
+    """The path of the module that ran the node; "" for the outermost one, which dynamo does not name; None for nodes
+    without source code: constants, sums of gradients, and the copies at the end of a graph."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if stack:
         return module_path(str(list(stack.values())[-1][0]))

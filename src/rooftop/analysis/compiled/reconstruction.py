@@ -1,11 +1,12 @@
 """An operator that the profiler recorded, as a `Call` that cost formulas understand.
 
-Compiled code cannot be watched by a dispatch mode: with one active it is not run. The profiler still sees each operator
-that the compiled code calls, with the shapes, strides and types of its tensors and the values of its other arguments as
-text. From these the call is made again on meta tensors, which hold no data, so that its cost can be counted.
+A dispatch mode cannot watch compiled code: while one is active, compiled code does not run. The profiler still sees
+each operator that the compiled code calls, with the shapes, strides and types of its tensors and the values of its
+other arguments as text. From these the call is repeated on meta tensors, which hold no data, so that its cost can be
+counted.
 
-Of a list of tensors (`cat`, `_foreach_add_`, fused optimizers) an event tells the shapes. The types, and which tensors
-are the same, are in the profiler's tree of events alone: see `listed_tensors`.
+For a list of tensors (`cat`, `_foreach_add_`, fused optimizers), an event has the shapes. Only the profiler's tree of
+events has their types, and says which tensors are the same: see `listed_tensors`.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ DTYPES = {
     "c10::Float8_e4m3fn": torch.float8_e4m3fn,
     "c10::Float8_e5m2": torch.float8_e5m2,
 }
-"""Element types as the profiler names them."""
+"""Element types by the profiler's names."""
 
 Listed = tuple[tuple[torch.dtype, int], ...]
-"""(type, number of the tensor) of each tensor of a list; two with one number are the same."""
+"""(type, number of the tensor) for each tensor of a list; equal numbers are the same tensor."""
 ListedTensors = Mapping[int, Sequence[Listed | None]]
-"""By the correlation id of an event, for each of its arguments: what is told of a list of tensors, None of another."""
+"""By the correlation id of an event, for each of its arguments: the entries of a list of tensors, None for others."""
 
 
 def listed_tensors(results: Any) -> ListedTensors:
-    """The tensors in lists, of all events that take any.
+    """The tensors in lists, of all events that have any.
 
     Args:
-        results: of the profiler, recorded with shapes (`kineto_results`).
+        results: results of the profiler, recorded with shapes (`kineto_results`).
     """
     wanted = {event.correlation_id() for event in results.events() if "TensorList" in event.dtypes()}
     found = {}
@@ -71,18 +72,18 @@ def _listed(value: Any) -> Listed | None:
 
 
 class NotReconstructedError(Exception):
-    """The recorded event does not say enough to make the call again."""
+    """The recorded event has too little information to repeat the call."""
 
 
 def reconstructed(event: Any, lists: ListedTensors = MappingProxyType({})) -> Call:
-    """The call that an event of the profiler (recorded with shapes) stands for, made on meta tensors.
+    """The call recorded by a profiler's event (with shapes), made on meta tensors.
 
     Args:
         event: one of the profiler's flat list.
-        lists: what `listed_tensors` gave for the profile.
+        lists: result of `listed_tensors` for the profile.
 
     Raises:
-        NotReconstructedError: no operator of this name takes what was recorded.
+        NotReconstructedError: no operator with this name accepts the recorded arguments.
     """
     failures = []
     for func in _overloads(event.name()):
@@ -96,9 +97,9 @@ def reconstructed(event: Any, lists: ListedTensors = MappingProxyType({})) -> Ca
 
 
 def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the operator gives on meta tensors; None where it gives no tensor (`.item()`, optimizer steps)."""
+    """The operator's result on meta tensors; None if it returns no tensor (`.item()`, optimizer steps)."""
     if func.namespace == "c10d" or not any("Tensor" in str(result.type) for result in func._schema.returns):
-        return None  # what a collective of c10d fills is among its arguments
+        return None  # a c10d collective writes into its arguments
     if func.namespace == "_c10d_functional":  # names of groups and reductions are not recorded, and change no shape
         args = tuple("" if value is None else value for value in args)
     placed = {name: value for name, value in _ON_META.items() if name in kwargs}
@@ -107,13 +108,13 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 _ON_META: dict[str, Any] = {"device": torch.device("meta"), "pin_memory": False}
-"""What makes a tensor out of nothing (`randn`) makes it on the meta device, too: elsewhere it would take memory, and
-numbers of the program's random generator."""
+"""Operators that create tensors (`randn`) create them on the meta device, too: elsewhere they would take memory, and
+advance the program's random generator."""
 
 
 @lru_cache(maxsize=4096)
 def has_formula(name: str) -> bool:
-    """Whether the operators of this name ("aten::mm") have a cost formula."""
+    """Whether the operators with this name ("aten::mm") have a cost formula."""
     return any(formula_for(func) is not None for func in _overloads(name))
 
 
@@ -124,7 +125,7 @@ def _overloads(name: str) -> Sequence[Any]:
 
 
 def _arguments(event: Any, func: Any, lists: ListedTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by the operator's schema; the profiler records all of them, defaults included."""
+    """Arguments by the operator's schema; the profiler records all of them, including defaults."""
     schema = func._schema.arguments
     shapes, kinds = _shapes(event), list(event.dtypes())
     strides = _strides(event)
@@ -154,7 +155,7 @@ def _arguments(event: Any, func: Any, lists: ListedTensors) -> tuple[tuple[Any, 
 def _value(
     wanted: Any, kind: str, shape: Any, stride: Any, text: Any, listed: Listed | None, same: dict[int, Tensor]
 ) -> Any:
-    """One argument: a tensor, a list of tensors, or a number, a list, a flag or None from its text.
+    """One argument: a tensor, a list of tensors, or from its text a number, a list, a flag or None.
 
     `same` has the tensors of the call's lists so far, by number.
     """
@@ -175,7 +176,7 @@ def _value(
             same.setdefault(number, _meta(one, step, dtype))
         return [same[number] for _, number in listed]
     if takes_tensor:
-        if kind:  # a number where a tensor is expected: another overload
+        if kind:  # a number instead of a tensor: another overload
             raise NotReconstructedError(f"{kind} was recorded, {wanted} is expected")
         if not str(wanted).startswith("Optional["):  # the indices of `index`: a list in which some may be missing
             raise NotReconstructedError(f"an argument of type {wanted} was not recorded")
@@ -190,7 +191,7 @@ def _meta(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Te
 
 
 def _literal(text: Any, kind: str, wanted: str) -> Any:
-    if kind == "ScalarList" and "List" not in wanted:  # its numbers may not be recorded, that it is a list always is
+    if kind == "ScalarList" and "List" not in wanted:  # its numbers may not be recorded; that it is a list always is
         raise NotReconstructedError(f"a list of numbers was recorded, {wanted} is expected")
     if not isinstance(text, str):
         return text
@@ -220,7 +221,7 @@ def _strides(event: Any) -> list[Any]:
 
 
 def tensors_of(event: Any) -> Iterator[tuple[int, Tensor]]:
-    """(position among the arguments, meta tensor) of each tensor argument of an event: of a Triton launch, its
+    """(position among the arguments, meta tensor) for each tensor argument of an event; for a Triton launch, its
     pointers."""
     shapes, strides = _shapes(event), _strides(event)
     for position, kind in enumerate(event.dtypes()):

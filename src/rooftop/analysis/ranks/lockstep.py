@@ -1,13 +1,13 @@
-"""Several processes that analyze one program together, and do not hang when one of them fails.
+"""Several processes that analyze one program together, and do not hang if one of them fails.
 
 A step of a distributed program contains collectives: it ends only if every rank runs it. Measurements repeat a step as
-often as the clock asks for, which differs from rank to rank. So one rank leads: `SharedProgram.lead` measures on rank 0
-and calls the others to each of its steps.
+often as the clock requires, which differs from rank to rank. So one rank leads: `SharedProgram.lead` measures on rank 0
+and calls the others for each of its steps.
 
-Outcomes travel through the store of torch.distributed, not through a collective: a rank that has failed cannot be
-counted on to join one, but it can still say why. The first failure is the one that all ranks report; later ones are
-mostly "connection closed" at those that were waiting for it. What waits inside a collective is freed when the failed
-process ends (gloo), when a thread that watches the store aborts the communicators (NCCL), or at the group's timeout.
+Outcomes travel through the store of torch.distributed, not through a collective: a failed rank cannot be relied on to
+join a collective, but it can still report the reason. All ranks report the first failure; later ones are mostly
+"connection closed" on ranks that were waiting. A rank that waits inside a collective is freed when the failed process
+ends (gloo), when a thread that watches the store aborts the communicators (NCCL), or at the group's timeout.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from rooftop.errors import MeasurementError, RooftopError
 
 T = TypeVar("T")
 
-GLOO_TIMEOUT = timedelta(minutes=2)  # of a collective in the groups made here; only a rank that is gone takes so long
+GLOO_TIMEOUT = timedelta(minutes=2)  # of a collective in the groups created here; only a lost rank takes that long
 LEADER_TIMEOUT = timedelta(hours=2)  # between two steps of the leading rank: it may be compiling
 OUTCOME_TIMEOUT = timedelta(minutes=15)  # between the first and the last rank that finish the same work
-STORE_TIMEOUT = timedelta(seconds=10)  # to reach the store of a torchrun that is there
+STORE_TIMEOUT = timedelta(seconds=10)  # to reach the store of an existing torchrun
 WATCH_S = 0.2
 
 _STEP, _STOP = b"step", b"stop"
@@ -50,28 +50,28 @@ def several_ranks() -> bool:
 
 
 def first_rank() -> bool:
-    """Whether this process is the one that prints and writes files; also before and after torch.distributed is up."""
+    """Whether this process prints and writes files; also valid before and after torch.distributed is initialised."""
     if several_ranks():
         return dist.get_rank() == 0
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def first_to_say(message: str) -> bool:
-    """Whether no other process of the same `torchrun` has asked this of the same message; alone, True.
+    """Whether no other process of the same `torchrun` has called this for the same message; True for a single process.
 
-    Needs no process group. `torchrun` ends all ranks as soon as one has ended: the first to fail has to say why,
-    whichever rank it is. Each of several `torchrun`s asks for itself, and anew after a restart.
+    Needs no process group. `torchrun` ends all ranks as soon as one has ended. So the first rank to fail must print the
+    reason, whichever rank it is. Different `torchrun`s, and restarts, are independent.
     """
     start = "/".join(os.environ.get(name, "0") for name in ("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"))
     try:
         store = agent_store()
         return store is None or bool(store.add(f"rooftop/said/{start}/{message}", 1) == 1)
-    except RuntimeError:  # better said twice than not at all
+    except RuntimeError:  # better printed twice than not at all
         return True
 
 
 def agent_store() -> Any:
-    """The store that `torchrun` itself serves, which needs no process group; None if there is none or it is gone."""
+    """The store that `torchrun` itself serves, which needs no process group; None if there is none or it has ended."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     try:
@@ -85,13 +85,14 @@ def agent_store() -> Any:
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[torch.device]:
-    """torch.distributed as `torchrun` asks for it; ends what it began, and leaves alone what was there before.
+    """Set up torch.distributed as `torchrun` requests; end the group that was created here, and leave an existing one
+    alone.
 
     Args:
-        device: its type picks the backend: NCCL for "cuda", gloo for "cpu".
+        device: its type selects the backend: NCCL for "cuda", gloo for "cpu".
 
     Yields:
-        Where this rank runs: the GPU number LOCAL_RANK if `torchrun` started several ranks, else `device`.
+        This rank's device: the GPU number LOCAL_RANK if `torchrun` started several ranks, else `device`.
 
     Raises:
         MeasurementError: there are fewer GPUs than ranks on this machine.
@@ -124,11 +125,11 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
 
 @contextmanager
 def process_groups_kept() -> Iterator[None]:
-    """Lets the process groups that a program destroys inside live on until the end, when its variables are gone.
+    """Keeps the process groups that a program destroys inside alive until the end, when its variables are gone.
 
-    A DistributedDataParallel that outlives its group frees it with the GIL held, and so waits for gloo's threads. One
-    of these may still need the GIL to free the context that it ran in, which holds Python objects: PyTorch 2.13 hangs
-    there, rarely. A group that Python itself frees, as here, waits without the GIL.
+    A DistributedDataParallel that outlives its group frees it while holding the GIL, and so waits for gloo's threads.
+    One of these may still need the GIL to free its context, which holds Python objects: PyTorch 2.13 hangs there,
+    rarely. A group that Python itself frees, as here, waits without the GIL.
     """
     if not dist.is_available():
         yield
@@ -147,14 +148,15 @@ def process_groups_kept() -> Iterator[None]:
     ):
         yield
     if kept:
-        gc.collect()  # what uses them may be part of a cycle
+        gc.collect()  # objects that use them may be part of a cycle
         kept.clear()
 
 
 def distributed(target: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """A module as data-parallel training runs it: wrapped in DistributedDataParallel, which averages the gradients.
 
-    What is no module, is distributed already, has nothing to train or runs in one process alone is returned as it is.
+    A target is returned unchanged if it is not a module, is distributed already, has nothing to train or runs in a
+    single process.
     Every rank must call this: the wrapper sends rank 0's parameters to the others.
     """
     if not several_ranks() or not isinstance(target, nn.Module):
@@ -172,27 +174,27 @@ def _is_distributed(part: nn.Module) -> bool:
 
 
 def rank_name(device: torch.device | str) -> str:
-    """The device as a row of the table names it: with its host where there are several."""
+    """The device's name in a row of the table: with its host if there are several."""
     here, everywhere = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
     several_hosts = here is not None and here != everywhere
     return f"{socket.gethostname()}/{device}" if several_hosts else str(device)
 
 
 def barrier(device: torch.device) -> None:
-    """Wait for all ranks, on the device of a rank where the group is NCCL's."""
+    """Wait for all ranks, on a rank's device if the group is NCCL's."""
     dist.barrier(device_ids=[device.index or 0] if "nccl" in dist.get_backend() and device.type == "cuda" else None)
 
 
 def on_all_ranks(work: Callable[[], T]) -> list[T]:
-    """Do the work on every rank; every rank gets the outcomes of all, by rank.
+    """Do the work on every rank; every rank gets the outcomes of all ranks, in order.
 
-    Every rank must call this, in the same order as other calls of it. Outcomes must be picklable.
+    Every rank must call this, in the same order relative to its other calls. Outcomes must be picklable.
 
     Raises:
-        MeasurementError: it raised on some rank; names that rank and why. The rank that failed does not wait for the
-            others.
+        MeasurementError: it raised on some rank; the message has the rank and the reason. The failed rank does not wait
+            for the others.
     """
-    number = _store().add(f"rooftop/calls/{dist.get_rank()}", 1)  # the same at every rank
+    number = _store().add(f"rooftop/calls/{dist.get_rank()}", 1)  # the same on every rank
     with _watching(number):
         try:
             outcome = pickle.dumps(work())
@@ -208,7 +210,7 @@ def _exchanged(number: int, outcome: bytes) -> list[Any]:
     for other in ranks:
         try:
             store.wait([f"rooftop/{number}/{other}"], OUTCOME_TIMEOUT)
-        except Exception as error:  # the store is with rank 0, or with torchrun, and may be gone
+        except Exception as error:  # rank 0 or torchrun has the store, which may be gone
             what = f"did not finish within {OUTCOME_TIMEOUT} of rank {rank}"
             raise MeasurementError(f"rank {other} of {len(ranks)} {what} ({error})") from error
         outcomes.append(store.get(f"rooftop/{number}/{other}"))
@@ -218,11 +220,11 @@ def _exchanged(number: int, outcome: bytes) -> list[Any]:
 
 
 def _failure(number: int, error: Exception | None) -> MeasurementError:
-    """The failure that came first, as an error; records this one (at this rank) if there was none before."""
+    """The failure that came first, as an error; records this one (on this rank) if there was none before."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mine = f"rank {rank} of {ranks} failed: {_reason(error)}" if error is not None else "a rank failed"
     if isinstance(error, MeasurementError) and str(error).startswith("rank "):
-        mine = str(error)  # of an inner call: says it already
+        mine = str(error)  # an inner call's error already says it
     try:
         store = _store()
         first = store.compare_set(f"rooftop/{number}/failed", "", mine).decode()
@@ -240,7 +242,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _watching(number: int) -> Iterator[None]:
-    """With NCCL, a rank that waits in a collective for one that failed is let go: its communicators are aborted.
+    """With NCCL, aborts the communicators of a rank that waits in a collective for a failed rank, so that it continues.
 
     gloo cannot be aborted; it notices the end of the failed process by itself.
     """
@@ -248,7 +250,7 @@ def _watching(number: int) -> Iterator[None]:
         yield
         return
     done = threading.Event()
-    store = _store().clone()  # a connection of its own: the other may be waiting
+    store = _store().clone()  # a separate connection: the other may be waiting
 
     def watch() -> None:
         try:
@@ -277,18 +279,19 @@ def _store() -> Any:
 
 
 class SharedProgram(Program):
-    """A program whose step all ranks run together. Every rank makes one, of the same target (see `Program`).
+    """A program whose step all ranks run together. Every rank creates one, of the same target (see `Program`).
 
-    Outside `lead` a step is a rank's own, and every rank must call it equally often.
+    Outside `lead` each rank runs its own steps, and every rank must run equally many.
     """
 
     _announced: Iterator[str] | None = None
 
     def lead(self, work: Callable[[], T]) -> T:
-        """Rank 0 does the work; each step that it runs in it, the others run with it. All get what the work made.
+        """Rank 0 does the work; the other ranks run each of its steps with it. All ranks get the result of the work.
 
         Raises:
-            MeasurementError: a step failed on some rank, or the work on rank 0; names the rank and why.
+            MeasurementError: a step failed on some rank, or the work on rank 0; the message has the rank and the
+                reason.
         """
         run = str(_store().add(f"rooftop/runs/{dist.get_rank()}", 1))
         keys = (f"rooftop/run {run}/step {number}" for number in count())

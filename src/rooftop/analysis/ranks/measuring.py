@@ -1,10 +1,9 @@
-"""Measures a rank's part of a step: when it communicates, and what else runs meanwhile.
+"""Measures a rank's part of a step: when it communicates, and when other work runs.
 
-Where the figures come from (PyTorch 2.13): on a GPU, from its kernels: NCCL's have "nccl" in their names. On a CPU,
-from the spans "gloo:all_reduce", "gloo:broadcast", "gloo:recv", ..., which last from the call of a collective to its
-end, waiting included, also where it runs beside the operators of the calling thread; those are the other work. Time
-that Python itself spends while a collective is under way counts as exposed, and so does that of compiled CPU kernels,
-which leave no events.
+Sources of the figures (PyTorch 2.13). On a GPU, its kernels: NCCL's have "nccl" in their names. On a CPU, the spans
+"gloo:all_reduce", "gloo:broadcast", "gloo:recv", ...: they last from the call of a collective to its end, including
+waits, even if operators of the calling thread, which are the other work, run at the same time. Time of Python itself
+during a collective counts as exposed, and so does that of compiled CPU kernels, which leave no events.
 """
 
 from __future__ import annotations
@@ -31,10 +30,11 @@ RANK_WARM_UP_STEPS = 2  # DistributedDataParallel puts its buckets into their fi
 
 
 def measure_ranks(program: Program, device: torch.device, steps: int = STEPS) -> Ranks | None:
-    """Measure all ranks together; None if this process is the only one. Every rank must call this, and gets the same.
+    """Measure all ranks together; None if this process is the only one. Every rank must call this, and gets the same
+    result.
 
     Raises:
-        MeasurementError: a rank failed; names it and says why.
+        MeasurementError: a rank failed; the message has the rank and the reason.
     """
     if not several_ranks():
         return None
@@ -42,7 +42,7 @@ def measure_ranks(program: Program, device: torch.device, steps: int = STEPS) ->
 
 
 def measure_rank(program: Program, device: torch.device, steps: int = STEPS) -> RankRow:
-    """This rank's part of some steps under the profiler, which start together. Every rank must call this.
+    """This rank's part of some steps under the profiler; all ranks start together. Every rank must call this.
 
     The program's state is preserved (see `Program.preserved`).
 
@@ -140,7 +140,7 @@ def _span(event: Any) -> Interval:
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Their union, as intervals that neither overlap nor touch, in order."""
+    """Their union, as ordered intervals that neither overlap nor touch."""
     union: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -158,9 +158,9 @@ def clipped(intervals: Iterable[Interval], start: int, end: int) -> list[Interva
 
 
 def without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """What of the intervals no other one covers. Both are as `merged` gives them."""
+    """The parts of the intervals that no other interval covers. Both are results of `merged`."""
     left: list[Interval] = []
-    first = 0  # of the others, the first that may still cover something
+    first = 0  # the first of the others that may still cover something
     for start, end in intervals:
         while first < len(others) and others[first][1] <= start:
             first += 1
@@ -176,5 +176,5 @@ def without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[I
 
 
 def length(intervals: Iterable[Interval]) -> int:
-    """Of intervals that do not overlap, together."""
+    """The total length of intervals that do not overlap."""
     return sum(end - start for start, end in intervals)

@@ -1,10 +1,11 @@
-"""The ranks of a distributed step beside each other: exposed communication, stragglers, imbalance.
+"""The ranks of a distributed step compared: exposed communication, stragglers, imbalance.
 
-Communication is *exposed* while nothing else runs on the device: this part of it makes the step longer.
+Communication is *exposed* while nothing else runs on the device: this part makes the step longer.
 
-All ranks leave a collective together, so all need the same time for a step, whoever is to blame. What tells them apart
-is a rank's *own* time, the wall time without the exposed communication: a late rank finds the others waiting for it and
-has the least exposed communication and the largest own time. What the others are exposed to beyond that, they *waited*.
+All ranks leave a collective together, so all need the same time for a step, whichever rank is late. Ranks differ in
+their *own* time, the wall time without the exposed communication. A late rank finds the others waiting for it, so it
+has the least exposed communication and the largest own time. The others' exposed communication beyond that is time that
+they *waited*.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any
 from rooftop.analysis.formats import time_text
 
 LEAST_IMBALANCE = 0.10
-"""A rank that needs less than this fraction more than the mean by itself is no straggler."""
+"""A rank is no straggler if its own time exceeds the mean by less than this fraction."""
 NOISE_SPREADS = 3.0
-"""Nor is one whose excess is less than this many times what its own time varies by from step to step."""
+"""Nor if the excess is less than this many times the variation of its own time from step to step."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,12 @@ class RankRow:
     """One rank's step: medians over some steps under the profiler, in ms.
 
     Attributes:
-        rank, device: which; the device with its host where there are several.
+        rank, device: the rank, and its device, with the host if there are several.
         wall_ms: of a step.
-        busy_ms: the device works (GPU), or operators or collectives run (CPU).
-        communication_ms: collectives, sends and receives are under way.
+        busy_ms: time in which the device works (GPU), or operators or collectives run (CPU).
+        communication_ms: time in which collectives, sends and receives run.
         exposed_ms: the part of it in which nothing else runs on the device.
-        waited_ms: the part of that in which the rank waits for a later one (0 until the ranks are gathered).
+        waited_ms: the part of exposed_ms in which the rank waits for a later one (0 until the ranks are gathered).
         own_spread_ms: interquartile range of the own time over the steps.
     """
 
@@ -47,7 +48,7 @@ class RankRow:
 
     @property
     def own_ms(self) -> float:
-        """What the rank needs by itself."""
+        """The rank's time without exposed communication."""
         return self.wall_ms - self.exposed_ms
 
 
@@ -73,8 +74,8 @@ class Ranks:
 
     @property
     def straggler(self) -> int | None:
-        """The rank that the others wait for, or would if they communicated: its own time exceeds the mean by more than
-        10%, and by more than three times what any rank's own time varies by. None if there is none."""
+        """The rank for which the others wait, or would if they communicated: its own time exceeds the mean by more than
+        10%, and by more than three times the variation of any rank's own time. None if there is none."""
         excess_ms = self.slowest.own_ms - self.mean_own_ms
         noise_ms = NOISE_SPREADS * max(row.own_spread_ms for row in self.rows)
         late = len(self.rows) > 1 and self.imbalance > LEAST_IMBALANCE and excess_ms > noise_ms
@@ -82,17 +83,17 @@ class Ranks:
 
     @property
     def wall_ms(self) -> float:
-        """Of a step: the mean over the ranks."""
+        """Wall time of a step: the mean over the ranks."""
         return fmean(row.wall_ms for row in self.rows)
 
     @property
     def waited_ms(self) -> float:
-        """Of the rank that waits longest."""
+        """Waiting time of the rank that waits longest."""
         return max(row.waited_ms for row in self.rows)
 
     @property
     def transfer_ms(self) -> float:
-        """Exposed communication that is nobody's waiting: that of the rank with the least of it."""
+        """Exposed communication without waiting: that of the rank with the least."""
         return min(row.exposed_ms for row in self.rows)
 
     @property
@@ -102,7 +103,7 @@ class Ranks:
 
     @property
     def sentence(self) -> str:
-        """What the rows show, in words."""
+        """A sentence about the rows."""
         exposed = (
             f"On average {100 * self.exposed_share:.0f}% of a step is exposed communication, "
             f"{time_text(self.transfer_ms)} of it without waiting for another rank."
@@ -118,7 +119,7 @@ class Ranks:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers, with what follows from the rows."""
+        """Plain dicts, lists, strings and numbers, including the figures derived from the rows."""
         return {
             "rows": [{**asdict(row), "own_ms": row.own_ms} for row in self.rows],
             "straggler": self.straggler,
@@ -129,10 +130,10 @@ class Ranks:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Ranks:
-        """What `to_dict` gave.
+        """Read the result of `to_dict`.
 
         Raises:
-            ValueError: it is not that.
+            ValueError: other data.
         """
         try:
             names = RankRow.__dataclass_fields__
@@ -145,7 +146,7 @@ class Ranks:
 
 
 def compared(rows: Iterable[RankRow]) -> Ranks:
-    """The rows by rank, each with what it waited: its exposed communication beyond that of the least exposed rank."""
+    """The rows by rank, each with its waiting time: its exposed communication beyond that of the least exposed rank."""
     rows = sorted(rows, key=lambda row: row.rank)
     least_ms = min(row.exposed_ms for row in rows)
     return Ranks(tuple(replace(row, waited_ms=row.exposed_ms - least_ms) for row in rows))

@@ -1,9 +1,9 @@
-"""The ranks of a script, each of which records its own steps.
+"""The ranks of a script; each records its own steps.
 
-A script's steps cannot be repeated in lockstep as those of `rooftop.analyze` are. But its ranks are in step, through
-their collectives: the same steps by number are watched at all of them, and nothing is added to what they send each
-other. At the end each rank leaves its row, or why it has none, in the store of `torchrun`; the first rank waits for the
-others' rows, and names those that did not come.
+A script's steps cannot be repeated in lockstep, unlike those of `rooftop.analyze`. But its collectives keep its ranks
+in step. So the same steps, by number, are watched on all ranks, without additional communication. At the end each rank
+leaves its row, or the reason for its absence, in the store of `torchrun`. The first rank waits for the others' rows,
+and names the missing ones.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from rooftop.analysis.report import Report
 from rooftop.hardware.traces import Label, Trace
 
 STEPS_BETWEEN_WAITS = {"cpu": 1, "cuda": 2}
-"""Steps of a stretch that ends when the device is done: on a GPU each step alone would show its launches exposed."""
-ROW_TIMEOUT = timedelta(seconds=60)  # for all other ranks together to end after the first one
+"""Steps of a stretch that ends when the device is done: on a GPU each step alone would count its launches as
+exposed.
+"""
+ROW_TIMEOUT = timedelta(seconds=60)  # time for all other ranks together to end after the first one
 
 
 class RankInstrument:
@@ -48,7 +50,7 @@ class RankInstrument:
         return self
 
     def step_ended(self) -> None:
-        """Say that a step has ended, unless the block ends with it."""
+        """Report that a step has ended, unless the block ends with it."""
         self._steps += 1
         if self._steps % self._together == 0:
             self._end_stretch()
@@ -71,10 +73,10 @@ class RankInstrument:
 
 
 def gathered_rows(row: RankRow | None, why_none: str) -> tuple[Ranks | None, list[str]]:
-    """Leave this rank's row; at the first rank, also the rows of all, and a note on each rank that has none.
+    """Leave this rank's row; on the first rank, also return the rows of all, and a note on each rank without one.
 
     Args:
-        row: what was seen at this rank. why_none: the reason, if nothing was.
+        row: this rank's measurements. why_none: the reason, if there are none.
     """
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     store = agent_store() or _own_store()
@@ -107,14 +109,14 @@ def _collected(store: Any, ranks: int) -> tuple[Ranks | None, list[str]]:
 
 
 def _own_store() -> Any:
-    """The store of the program's process group, where torchrun serves none and the group is still there."""
+    """The store of the program's process group, if torchrun serves none and the group still exists."""
     if dist.is_available() and dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     return None
 
 
 def with_ranks(report: Report, ranks: Ranks) -> Report:
-    """The report of the first rank with all ranks beside it, and the advice that follows from them."""
+    """The report of the first rank with the rows of all ranks, and the advice that follows from them."""
     advice = sorted([*report.advice, *rank_advice(ranks)], key=lambda item: -item.gain_ms)
     gap = "kernel gap" if report.device["kind"] == "cuda" else "launch gap"  # NCCL's kernels keep a GPU busy
     first = ranks.rows[0]

@@ -1,1 +1,1 @@
-"""The verbs as the command line shows them: arguments, options and help. What they do is imported when it is done."""
+"""The verbs as the command line shows them: arguments, options and help. Their work is imported when they run."""

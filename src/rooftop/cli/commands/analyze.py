@@ -1,4 +1,4 @@
-"""`rooftop analyze`: how far a model is from what this machine can do, and why."""
+"""`rooftop analyze`: arguments, options and help."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Examples:
 
 
 def _known_mode(context: click.Context, option: click.Parameter, mode: str | None) -> str | None:
-    """The mode of --compile.
+    """Check the mode of --compile.
 
     Raises:
-        click.BadParameter: torch.compile has none of that name (or it is the target, which stands in its place).
+        click.BadParameter: torch.compile has no such mode, or the word is the target.
     """
     if mode is None:
         return None
@@ -37,7 +37,8 @@ def _known_mode(context: click.Context, option: click.Parameter, mode: str | Non
     modes = torch._inductor.list_mode_options()
     if mode not in modes:
         raise click.BadParameter(
-            f"{mode!r} is not one of {', '.join(modes)}{did_you_mean(mode, modes)}; without a mode put it after TARGET"
+            f"{mode!r} is not one of {', '.join(modes)}{did_you_mean(mode, modes)}; to give no mode, put --compile "
+            "after TARGET"
         )
     return mode
 
@@ -50,14 +51,16 @@ def _known_mode(context: click.Context, option: click.Parameter, mode: str | Non
     "inputs",
     multiple=True,
     metavar="SHAPE[:DTYPE[:HIGH]]|PHOTOS",
-    help="An argument of the model: a shape to fill with random data, or photographs. Repeat for several arguments.",
+    help="An input of the model: a shape, filled with random data, or photographs. Repeat for several inputs.",
 )
 @click.option("--train", is_flag=True, help="Analyze a training step: forward, backward and an SGD step.")
 @click.option(
-    "--device", default=None, metavar="cpu|cuda[:N]", help="Where to run.  [default: the GPU if there is one]"
+    "--device", default=None, metavar="cpu|cuda[:N]", help="Device to run on.  [default: the GPU if there is one]"
 )
-@click.option("--dtype", type=click.Choice(names.FLOATS), metavar="bf16|fp16|fp32|fp64", help="Cast the model to this.")
-@click.option("--channels-last", is_flag=True, help="Lay images and convolution weights out channels last.")
+@click.option(
+    "--dtype", type=click.Choice(names.FLOATS), metavar="bf16|fp16|fp32|fp64", help="Cast the model to this dtype."
+)
+@click.option("--channels-last", is_flag=True, help="Use the channels-last layout for images and convolution weights.")
 @click.option(
     "--compile",
     "compile_mode",
@@ -65,42 +68,44 @@ def _known_mode(context: click.Context, option: click.Parameter, mode: str | Non
     flag_value="default",
     callback=_known_mode,
     metavar="[MODE]",
-    help="Compile the model with torch.compile first, in this mode (default, reduce-overhead, max-autotune).",
+    help="Compile the model with torch.compile first, in MODE (default, reduce-overhead, max-autotune).",
 )
 @click.option(
     "--predict",
     "machine",
     metavar="MACHINE",
-    help="Run nothing: predict the roofs on another machine, a known one (h100, h200) or a ceilings file from there.",
+    help="Run nothing; predict the roofs on another machine: h100, h200, or a ceilings file measured there.",
 )
 @click.option(
     "--ceilings",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Compare with ceilings from this file.",
+    help="Use the ceilings in this file.",
 )
-@click.option("--trace", type=click.Path(path_type=Path), help="Also write a trace of one step for Perfetto.")
-@click.option(
-    "--counters", is_flag=True, help="Also show what the GPU's hardware counters say of each kernel (needs ncu)."
-)
+@click.option("--trace", type=click.Path(path_type=Path), help="Also write a trace of one step, for Perfetto.")
+@click.option("--counters", is_flag=True, help="Also show the GPU's hardware counters of each kernel (needs ncu).")
 @click.option("--counted-step", "step_only", is_flag=True, hidden=True)
 @json_option("the report")
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="The HTML report.  [default: rooftop-TARGET.html]"
+    "-o", "--output", type=click.Path(path_type=Path), help="Path of the HTML report.  [default: rooftop-TARGET.html]"
 )
 @click.option("--no-html", is_flag=True, help="Write no HTML report.")
 @click.option(
-    "--rows", type=click.IntRange(min=0), default=12, show_default=True, help="Operators in the printed table."
+    "--rows",
+    type=click.IntRange(min=0),
+    default=12,
+    show_default=True,
+    help="Number of operators in the printed table.",
 )
 @click.pass_obj
 @done_by("rooftop.cli.analyze:run")
 def command() -> None:
     """Show how far TARGET is from what this machine can do, and why.
 
-    TARGET is a built-in model (resnet50), package.module:callable, where the callable returns a module,
-    (module, inputs), (module, {name: input}) or (module, arguments, {name: input}), or a Python script, which is run as
-    it is, with what stands after -- as its arguments.
+    TARGET is one of three. A built-in model: resnet50. A callable, package.module:callable, that returns a module,
+    (module, inputs), (module, {name: input}) or (module, arguments, {name: input}). A Python script, which runs
+    unchanged, with the words after -- as its arguments.
 
-    Every operator is timed and set against its roof: the shortest time in which this machine could move its bytes
-    and do its arithmetic. The difference between the wall time and the roof of the whole model is split into three
+    Rooftop times every operator and compares it with its roof: the shortest time in which this machine could move its
+    bytes and do its arithmetic. The distance from the wall time to the roof of the whole model is split into three
     gaps: slow kernels, missing fusion, and waiting for the host.
     """

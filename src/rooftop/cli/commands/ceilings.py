@@ -1,4 +1,4 @@
-"""`rooftop ceilings`: what this machine can do, measured."""
+"""`rooftop ceilings`: measure what this machine can do."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from rooftop.cli.outputs import json_option
 
 EXAMPLES = """\b
 Examples:
-  rooftop ceilings                    measured once, then from the cache
-  rooftop ceilings --refresh          measure again; the best of all measurements counts
-  rooftop ceilings --forget           measure anew, without what was measured before
-  rooftop ceilings -o h200.json       keep them, to compare with on another machine
+  rooftop ceilings                    measure once, then read the cache
+  rooftop ceilings --refresh          measure again and keep the best of all measurements
+  rooftop ceilings --forget           discard earlier measurements and measure again
+  rooftop ceilings -o h200.json       save them, for --predict on another machine
 """
 
 
 @click.command(epilog=EXAMPLES)
-@click.option("--refresh", is_flag=True, help="Measure again, even if this machine was measured before.")
-@click.option("--forget", is_flag=True, help="Forget what was measured before and what raised it; measure anew.")
-@click.option("--device", metavar="cpu|cuda[:N]", help="Which device.  [default: the GPU if there is one]")
+@click.option("--refresh", is_flag=True, help="Measure again, and keep the best of all measurements.")
+@click.option("--forget", is_flag=True, help="Discard earlier measurements, and what raised them; measure again.")
+@click.option("--device", metavar="cpu|cuda[:N]", help="Device to measure.  [default: the GPU if there is one]")
 @json_option("the ceilings")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write the ceilings to this file (JSON).")
 @done_by("rooftop.cli.ceilings:run")
 def command() -> None:
     """Measure what this machine can do: bandwidth over the working set, matrix rates, launches, transfers.
 
-    Every figure is an upper bound, measured here: the best of many patterns, shapes and short bursts, and of all
-    measurements so far. They are what `rooftop analyze` compares with. Takes under 30 s, and leaves clocks and settings
-    alone.
+    Each ceiling is the best of many patterns, shapes and short bursts, and of all measurements so far. `rooftop
+    analyze` compares programs with these ceilings. Takes under 30 s. Leaves clocks and settings as they are.
     """

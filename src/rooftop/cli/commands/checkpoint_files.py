@@ -1,4 +1,4 @@
-"""`rooftop checkpoint inspect`, `convert` and `export-hf`: what a training has saved."""
+"""`rooftop checkpoint inspect`, `convert` and `export-hf`: arguments, options and help."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ out_option = click.option(
     type=click.Path(path_type=Path),
     required=True,
     metavar="OUT",
-    help="The folder to write: not there yet, or empty. It appears when all is written.",
+    help="Folder to write; it must be new or empty. It appears once it is complete.",
 )
 
 INSPECT_EXAMPLES = """\b
 Examples:
-  rooftop checkpoint inspect run/                    the last step, a line for each weight
-  rooftop checkpoint inspect run/step-00000500/      another one
-  rooftop checkpoint inspect run/ --verify           reads all of it: exit status 2 if a byte has changed
-  rooftop checkpoint inspect run/ --json             all tensors, with files and pieces, for a program
+  rooftop checkpoint inspect run/                    the last step; one line per weight
+  rooftop checkpoint inspect run/step-00000500/      another step
+  rooftop checkpoint inspect run/ --verify           read everything; exit status 2 if a byte has changed
+  rooftop checkpoint inspect run/ --json             all tensors with their files and pieces, for programs
 """
 CONVERT_EXAMPLES = """\b
 Examples:
-  rooftop checkpoint convert run/ -o whole/          one file, in which each tensor is whole
+  rooftop checkpoint convert run/ -o whole/          one file with whole tensors
   rooftop checkpoint convert run/ -o eight/ --tensor-parallel-size 8
-  rooftop checkpoint convert old-run/ -o run/        of the format with tensor-0.pt: also to have checksums
+  rooftop checkpoint convert old-run/ -o run/        from the format with tensor-0.pt; adds checksums
 
 \b
-What is written is a training that --load goes on with. In Python the safetensors library reads a whole one:
+--load resumes from the result. With one file, the safetensors library reads it in Python:
   safetensors.torch.load_file("whole/step-00000500/rank-00000.safetensors")["layers.0.mlp.up.weight"]
 """
 EXPORT_EXAMPLES = """\b
@@ -47,15 +47,15 @@ Examples:
 
 @click.command("inspect", epilog=INSPECT_EXAMPLES)
 @folder_argument
-@click.option("--verify", is_flag=True, help="Read every byte, and compare it with its checksum.")
-@json_option("what is there")
+@click.option("--verify", is_flag=True, help="Read all tensors and compare their checksums.")
+@json_option("the description")
 @done_by("rooftop.cli.checkpoint_files:run_inspect")
 def inspect_command() -> None:
-    """Show what is in a checkpoint: step, layout, model, data, tensors; and whether it is whole.
+    """Show the contents of a checkpoint (step, layout, model, data, tensors), and check that it is complete.
 
-    The optimizer's bytes of a weight are its two moments and the count of its steps. That all files are there, and are
-    as long as they should be, is always looked at; --verify compares the 4 MiB blocks of all tensors with the checksums
-    that were taken when they were written, and names the first tensor that differs.
+    It always checks that all files exist with the right length. --verify also compares every 4 MiB block of all tensors
+    with the checksum from when it was written, and names the first tensor that differs. The optimizer's bytes of a
+    weight are its two moments and its step count.
     """
 
 
@@ -68,14 +68,14 @@ def inspect_command() -> None:
     default=1,
     show_default=True,
     metavar="N",
-    help="A file for each of so many tensor parallel ranks, with what it holds; 1: all tensors whole, in one file.",
+    help="Write one file for each of N tensor parallel ranks; 1 writes whole tensors into one file.",
 )
 @done_by("rooftop.cli.checkpoint_files:run_convert")
 def convert_command() -> None:
-    """Write a checkpoint anew: whole, for other ranks, or of an older format.
+    """Convert a checkpoint: into one file, into files for other ranks, or from an older format.
 
-    Weights, moments, step, seed and data stay what they are, bit for bit. To go on in another layout needs no
-    conversion. All that is read is compared with its checksums.
+    Weights, moments, step, seed and data stay the same, bit for bit. Training resumes in another layout without
+    conversion. Everything read is compared with its checksums.
     """
 
 
@@ -87,12 +87,12 @@ def convert_command() -> None:
     type=click.Choice(names.TRAINED_DTYPES),
     default="float32",
     show_default=True,
-    help="Of what is written. Training keeps float32 also where it computes in bfloat16.",
+    help="Dtype of the exported weights. A training that computes in bfloat16 keeps float32 weights.",
 )
 @done_by("rooftop.cli.checkpoint_files:run_export")
 def export_command() -> None:
-    """Write the model of a checkpoint as Hugging Face does: config.json and safetensors.
+    """Export the model of a checkpoint in Hugging Face's format: config.json and safetensors.
 
-    Those of GPT-2 or Llama, which transformers' from_pretrained reads, rooftop generate --weights, and rooftop train
-    --init-from. A tokenizer is not part of a training: put its tokenizer.json there.
+    The folder has the format of GPT-2 or Llama. from_pretrained of transformers, `rooftop generate --weights` and
+    `rooftop train gpt --init-from` read it. A checkpoint has no tokenizer: add tokenizer.json yourself.
     """

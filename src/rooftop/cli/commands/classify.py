@@ -1,4 +1,4 @@
-"""`rooftop classify`: what is on photographs and in videos."""
+"""`rooftop classify`: arguments, options and help."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ Examples:
   rooftop classify holiday/ --batch-size 64 --json -
   rooftop classify cat.jpg --random-weights 0
   rooftop classify walk.mp4 --every 0.5
+  rooftop classify cat.jpg --weights trained/best.safetensors
 
-Weights are downloaded once, to where torchvision keeps its own; ROOFTOP_WEIGHTS_URL names a mirror.
+Weights are downloaded once, to torchvision's folder. To use a mirror, set ROOFTOP_WEIGHTS_URL.
 """
 
 
@@ -34,10 +35,8 @@ Weights are downloaded once, to where torchvision keeps its own; ROOFTOP_WEIGHTS
 @click.option(
     "--model",
     type=click.Choice(names.CLASSIFIERS),
-    default="resnet50",
-    show_default=True,
     metavar="NAME",
-    help=f"One of {', '.join(names.CLASSIFIERS)}.",
+    help=f"One of {', '.join(names.CLASSIFIERS)}.  [default: the model that --weights were trained for, or resnet50]",
 )
 @click.option(
     "--weights",
@@ -46,14 +45,16 @@ Weights are downloaded once, to where torchvision keeps its own; ROOFTOP_WEIGHTS
     "[default: DEFAULT]",
 )
 @seed_option
-@click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="Classes for each photograph.")
+@click.option(
+    "--top", type=click.IntRange(min=1), default=5, show_default=True, help="Number of classes shown per photograph."
+)
 @click.option(
     "--every",
     type=click.FloatRange(min=0, min_open=True),
     default=1.0,
     show_default=True,
     metavar="SECONDS",
-    help="From one frame of a video to the next.",
+    help="Time between the frames of a video that are classified.",
 )
 @device_option
 @dtype_option
@@ -62,8 +63,9 @@ Weights are downloaded once, to where torchvision keeps its own; ROOFTOP_WEIGHTS
 @json_option("the classes")
 @done_by("rooftop.cli.classify:run")
 def command() -> None:
-    """Show what is on photographs and in videos: the most probable classes of each, by an image model.
+    """Classify photographs and videos with an image model: show the most probable classes of each.
 
-    PATH is a photograph, a folder of photographs, or a video, of which there is a frame every second (--every). The
-    classes are the 1000 of ImageNet, or those of your own weights, which are shown by number.
+    PATH is a photograph, a folder of photographs, or a video. One frame of a video per second is classified (--every).
+    The classes are the 1000 of ImageNet, or those that a file of `rooftop train` names. For other weights of your own,
+    class numbers are shown.
     """

@@ -1,4 +1,4 @@
-"""`rooftop compare`: what changed between two reports."""
+"""`rooftop compare`: arguments, options and help."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.argument("before_path", metavar="BEFORE.json", type=FILE)
 @click.argument("after_path", metavar="AFTER.json", type=FILE)
 @click.option(
-    "--rows", type=click.IntRange(min=1), default=10, show_default=True, help="Operators, and modules, listed."
+    "--rows",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    help="Number of operators, and of modules, listed.",
 )
-@json_option("what changed")
+@json_option("the differences")
 @done_by("rooftop.cli.compare:run")
 def command() -> None:
-    """Show what changed between two reports that `rooftop analyze --json` wrote.
+    """Compare two reports that `rooftop analyze --json` wrote.
 
-    The step's figures first, then the operators and the modules whose times changed most. A wall time that changed by
-    less than the runs of one report vary is called noise.
+    Shows the figures of the step, then the operators and modules whose times changed most. A change of the wall time is
+    called noise if it is smaller than the spread of the runs within one report.
     """

@@ -1,4 +1,4 @@
-"""`rooftop crossover`: from which size on the GPU beats the CPU."""
+"""`rooftop crossover`: arguments, options and help."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ Examples:
     default="fp32",
     show_default=True,
     metavar="bf16|fp16|fp32|fp64",
-    help="Of operands and result.",
+    help="Dtype of operands and result.",
 )
-@click.option("--device", default="cuda", show_default=True, metavar="cuda[:N]", help="Which GPU.")
+@click.option("--device", default="cuda", show_default=True, metavar="cuda[:N]", help="GPU to measure.")
 @json_option("the times")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Also draw a chart (HTML).")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Also write a chart to FILE (HTML)."
+)
 @done_by("rooftop.cli.crossover:run")
 def command() -> None:
-    """Show from which size on the GPU beats the CPU, with and without the transfers between them.
+    """Find the size from which the GPU beats the CPU, with and without the transfers between them.
 
-    "GPU" has its operands on the device already; "GPU with transfers" fetches the inputs from pinned host memory,
-    brings the result back and waits for it. Sizes are elements (add), rows and columns of square matrices (matmul),
-    or rows of 1024 (linear, layer_norm). Each call allocates its result, as eager code does; above 32 MiB the CPU
-    pays for fresh memory each time. Takes about ten seconds.
+    "GPU" starts with its operands on the device. "GPU with transfers" copies the inputs from pinned host memory, copies
+    the result back and waits for it. The size counts elements (add), rows and columns of square matrices (matmul), or
+    rows of 1024 (linear, layer_norm). Each call allocates its result, as eager code does; above 32 MiB the CPU gets
+    fresh memory from the system each time. Takes about ten seconds.
     """

@@ -1,4 +1,4 @@
-"""Commands whose work is imported when it is done: their help and wrong calls appear without loading torch."""
+"""Commands that import their work when they run, so that help and wrong calls need no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def done_by(place: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator of a command, whose name and docstring it keeps; it is done by the function at "module:name"."""
+    """Decorate a command: the function at "module:name" does the work; name and docstring stay."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(command)

@@ -1,4 +1,4 @@
-"""`rooftop detect`: where things are on photographs."""
+"""`rooftop detect`: arguments, options and help."""
 
 from __future__ import annotations
 
@@ -28,11 +28,15 @@ Examples:
 
 @click.command(epilog=EXAMPLES)
 @photographs_argument
-@click.option("--model", type=click.Choice(names.DETECTORS), default="detr_resnet50", show_default=True)
+@click.option(
+    "--model",
+    type=click.Choice(names.DETECTORS),
+    help="Name of the detector.  [default: the one that --weights were trained for, or detr_resnet50]",
+)
 @click.option(
     "--weights",
     metavar="FILE",
-    help="Of facebookresearch/detr, Hugging Face or MMDetection: .pth or .safetensors.",
+    help="A .pth or .safetensors file from rooftop train, facebookresearch/detr, Hugging Face or MMDetection.",
 )
 @seed_option
 @click.option(
@@ -40,7 +44,7 @@ Examples:
     type=click.FloatRange(0, 1),
     default=0.7,
     show_default=True,
-    help="Show objects with at least this score.",
+    help="Minimum score of the objects shown.",
 )
 @click.option(
     "--output",
@@ -50,9 +54,13 @@ Examples:
     default=Path("detected"),
     show_default=True,
     metavar="FOLDER",
-    help="Where photographs with their boxes are written, as PNG.",
+    help="Folder for the photographs with boxes drawn, as PNG.",
 )
-@click.option("--size", type=click.IntRange(min=32), default=800, show_default=True, help="Pixels of the shorter side.")
+@click.option(
+    "--size",
+    type=click.IntRange(min=32),
+    help="Resize the shorter side to this many pixels.  [default: those that --weights were trained for, or 800]",
+)
 @device_option
 @dtype_option
 @batch_size_option(4)
@@ -60,7 +68,8 @@ Examples:
 @json_option("the objects")
 @done_by("rooftop.cli.detect:run")
 def command() -> None:
-    """Show where things are on photographs: the objects that a DETR finds, as a table and drawn.
+    """Detect objects on photographs with a DETR: print a table, and draw their boxes.
 
-    PATH is a photograph or a folder of photographs. The names are COCO's where the weights have its classes.
+    PATH is a photograph or a folder of photographs. Weights with COCO's classes give COCO's names; those of
+    `rooftop train` have names of their own.
     """

@@ -1,4 +1,4 @@
-"""`rooftop device`: the GPUs and the CPU of this machine."""
+"""`rooftop device`: options and help."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rooftop.cli.outputs import json_option
 @json_option("the devices")
 @done_by("rooftop.cli.device:run")
 def command() -> None:
-    """Describe the GPUs and the CPU of this machine, and the versions of what runs on them.
+    """Describe the GPUs and the CPU of this machine, and its software versions.
 
-    What the driver does not tell (in a container or a virtual machine) is shown as "-".
+    "-" stands for a value that the driver does not report, for example in a container or a virtual machine.
     """

@@ -1,4 +1,4 @@
-"""`rooftop doctor`: what works on this machine, and the command that mends what does not."""
+"""`rooftop doctor`: options and help."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from rooftop.cli.outputs import json_option
 
 EXAMPLES = """\b
 Examples:
-  rooftop doctor                      exit status 0: nothing that is needed is broken
-  rooftop doctor --json               the same, to be read by a program
-  rooftop doctor --install-kernel     first make this Python a Jupyter kernel
+  rooftop doctor                      exit status 0: everything required works
+  rooftop doctor --json               the same, for programs
+  rooftop doctor --install-kernel     first register this Python as a Jupyter kernel
 """
 
 
 @click.command(epilog=EXAMPLES)
 @json_option("the findings")
-@click.option("--install-kernel", is_flag=True, help="Make this Python a Jupyter kernel named rooftop.")
+@click.option("--install-kernel", is_flag=True, help="Register this Python as a Jupyter kernel named rooftop.")
 @click.pass_context
 @done_by("rooftop.cli.doctor:run")
 def command() -> None:
-    """Say what works on this machine and what does not, each problem with the command that mends it.
+    """Check what works on this machine, and print the command that fixes each problem.
 
-    Tiny kernels run on each GPU. Nothing is installed or changed but by --install-kernel. What is optional and absent
-    is shown with how to get it. Exit status 1 if something that is needed is broken.
+    Runs tiny kernels on each GPU. Installs and changes nothing, except with --install-kernel. Lists missing optional
+    parts and how to get them. The exit status is 1 if something required is broken.
     """

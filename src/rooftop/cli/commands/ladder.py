@@ -1,4 +1,4 @@
-"""`rooftop ladder`: the same work, rung by rung, from a first kernel to the roof."""
+"""`rooftop ladder`: arguments, options and help."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Ladders:
 
 @click.command(epilog=EXAMPLES)
 @click.argument("name", type=click.Choice(list(ALL)), metavar="|".join(ALL))
-@click.option("--size", type=int, metavar="N", help="Of the work.  [default: large on a GPU, small without]")
-@click.option("--device", metavar="cpu|cuda[:N]", help="Which device.  [default: the GPU if there is one]")
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Also write the figures (JSON).")
-@click.option("--chart", type=click.Path(path_type=Path), metavar="FILE", help="Also draw a chart (HTML).")
+@click.option("--size", type=int, metavar="N", help="Size of the work.  [default: large on a GPU, small on a CPU]")
+@click.option("--device", metavar="cpu|cuda[:N]", help="Device to measure.  [default: the GPU if there is one]")
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Also write the figures to FILE (JSON).")
+@click.option("--chart", type=click.Path(path_type=Path), metavar="FILE", help="Also write a chart to FILE (HTML).")
 @click.pass_context
 @done_by("rooftop.cli.ladder:run")
 def command() -> None:
-    """Climb a ladder: the same work, rung by rung, each rung checked, measured, and set against the roof.
+    """Measure one piece of work in ever faster versions. Each rung is checked, timed and compared with the roof.
 
-    python and memory are measured on a CPU, too; docs/speed.md explains them. The others are kernels in CUDA C++ and
-    Triton, which docs/ladder.md explains. Without a GPU these are not measured: Triton's run through its interpreter on
-    small sizes and are checked, those in CUDA C++ are compiled.
+    The ladders python and memory also run on a CPU (docs/speed.md). The others are kernels in CUDA C++ and Triton
+    (docs/ladder.md). Without a GPU these are not timed: Triton kernels run small sizes in Triton's interpreter and are
+    checked; CUDA C++ kernels are only compiled.
     """

@@ -1,4 +1,4 @@
-"""`rooftop map`: a model or your own function over many files."""
+"""`rooftop map`: arguments, options and help."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Examples:
   rooftop map resnet50 photographs/ -o classes.parquet --scheduler tcp://10.0.0.1:8786
 
 \b
-A function gets one item and returns a dict of columns, or a value; a class is made once in each worker:
+A function gets one item and returns a dict of columns, or one value. A class is instantiated once per worker:
   def caption(image):                # (3, H, W) uint8
       return {"brightness": image.float().mean().item(), "width": image.shape[2]}
 
-The same command again does what is missing. To read the results: pandas.read_parquet("classes.parquet").
+The same command again computes only the missing items. To read the results: pandas.read_parquet("classes.parquet").
 """
 
 
@@ -38,75 +38,93 @@ The same command again does what is missing. To read the results: pandas.read_pa
     type=click.Path(path_type=Path),
     required=True,
     metavar="FOLDER",
-    help="Where the Parquet parts go, such as out.parquet. What is in it is not done again.",
+    help="Folder for the Parquet parts, such as out.parquet. Items already in it are not computed again.",
 )
 @click.option(
     *("--as", "kind"),
     type=click.Choice(names.ITEM_KINDS),
-    help="What an item is: a photograph, frames of a video, points of a .npy, .bin or .ply, a line of a .txt, a row of "
-    "a .parquet, .csv or .jsonl, or the path of any file.  [default: as the names of the files say]",
+    help="Kind of item. image: a photograph. clip: frames of a video. cloud: points of a .npy, .bin or .ply. text: a "
+    "line of a .txt. row: a row of a .parquet, .csv or .jsonl. path: the path of any file.  [default: by file suffix]",
 )
 @click.option(
     "--batch",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Give a function a list of at most N items, for which it returns N results; a model, N photographs at once.",
+    help="Maximum batch size. A function then gets a list of items and returns a list of as many results.",
 )
-@click.option("--weights", metavar="NAME|FILE", help="Of a model, as of `rooftop classify` and `rooftop detect`.")
+@click.option(
+    "--weights", metavar="NAME|FILE", help="Weights of a model, as for `rooftop classify` and `rooftop detect`."
+)
 @seed_option
 @click.option(
-    "--top", type=click.IntRange(min=1), default=5, show_default=True, help="Classes of each photograph, of a model."
+    "--top",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Number of classes per photograph, for a classifier.",
 )
 @click.option(
     "--threshold",
     type=click.FloatRange(0, 1),
     default=0.7,
     show_default=True,
-    help="Objects with at least this score, of a detector.",
+    help="Minimum score of an object, for a detector.",
 )
-@click.option("--dtype", type=click.Choice(names.FLOATS), help="In which a model computes.")
-@click.option("--frames", type=click.IntRange(min=1), default=16, show_default=True, help="Of a clip.")
+@click.option("--dtype", type=click.Choice(names.FLOATS), help="Compute dtype of a model.")
+@click.option("--frames", type=click.IntRange(min=1), default=16, show_default=True, help="Frames per clip.")
 @click.option(
-    "--step", type=click.IntRange(min=1), default=1, show_default=True, help="From one frame of a clip to the next."
+    "--step",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Take every n-th frame of the video into a clip.",
 )
 @click.option(
     "--stride",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Frames from one clip to the next.  [default: clips share no frames]",
+    help="Frames from the start of one clip to the start of the next.  [default: clips do not overlap]",
 )
 @click.option(
     "--point-columns",
     type=click.IntRange(min=1),
     default=4,
     show_default=True,
-    help="Numbers of a point in a .bin of float32: 4 of KITTI, 5 of nuScenes.",
+    help="Values per point in a .bin of float32: 4 for KITTI, 5 for nuScenes.",
 )
 @click.option(
     "--workers",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Processes on this machine.  [default: one for each GPU; on the CPU one for each four cores]",
+    help="Number of processes on this machine.  [default: one per GPU; on the CPU one per four cores]",
 )
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("--scheduler", metavar="ADDRESS", help="Use the workers of this Dask scheduler instead.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Device of the workers.",
+)
+@click.option(
+    "--scheduler", metavar="ADDRESS", help="Use the workers of this Dask scheduler instead of local processes."
+)
 @click.option(
     "--timeout",
     "timeout_s",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
-    help="An item that takes longer is a row with an error.  [default: none]",
+    help="Time limit per item; a slower item becomes a row with an error.  [default: none]",
 )
-@click.option("--retry-errors", is_flag=True, help="Do items again whose row has an error.")
+@click.option("--retry-errors", is_flag=True, help="Compute items again whose row has an error.")
 @json_option("the figures")
 @done_by("rooftop.cli.map:run")
 def command() -> None:
-    """Call TARGET for every item of INPUTS, on all GPUs or cores, and write the results as Parquet while they come.
+    """Call TARGET for every item of INPUTS, on all GPUs or cores, and write the results as Parquet while it runs.
 
     TARGET is a model (resnet50, detr_resnet50, ...), my.py:function, package.module:function, or a class. INPUTS are
-    files, and folders with all below. Each item has one row: input, place (line, row or first frame in the file),
-    error, and the columns of the result. What cannot be read, raises, hangs (--timeout) or ends its process is a row
-    with an error; the first good result says the columns.
+    files, or folders, which are searched recursively. Each item has one row: input, place (line, row or first frame in
+    the file), error, and the columns of the result. The first good result sets the columns. An item becomes a row with
+    an error if it cannot be read, raises, hangs (--timeout) or kills its process.
 
-    The exit status is 0 if some item has a result, 1 if none has.
+    The exit status is 0 if at least one item has a result, else 1.
     """

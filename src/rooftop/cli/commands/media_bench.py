@@ -1,4 +1,4 @@
-"""`rooftop media bench`: frames a second of a video, by device and number of streams."""
+"""`rooftop media bench`: arguments, options and help."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Examples:
 
 
 class _Streams(click.ParamType[tuple[int, ...]]):
-    """Numbers with commas between."""
+    """Numbers separated by commas."""
 
     name = "N,N"
 
@@ -38,21 +38,29 @@ class _Streams(click.ParamType[tuple[int, ...]]):
 
 @click.command("bench", epilog=EXAMPLES)
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--device", "devices", default="cpu,cuda", show_default=True, metavar="NAME,NAME", help="What decodes.")
-@click.option("--streams", type=_Streams(), default="1,8", show_default=True, help="Readers at a time, in threads.")
+@click.option(
+    "--device", "devices", default="cpu,cuda", show_default=True, metavar="NAME,NAME", help="Devices that decode."
+)
+@click.option(
+    "--streams",
+    type=_Streams(),
+    default="1,8",
+    show_default=True,
+    help="Numbers of concurrent readers, one thread each.",
+)
 @resize_option
 @click.option(
     *("--seconds", "seconds"),
     type=click.FloatRange(min=0.1, max=600),
     default=3.0,
     show_default=True,
-    help="For each device and number of streams.",
+    help="Time per device and number of streams.",
 )
 @json_option("the rates")
 @done_by("rooftop.cli.media_bench:run_bench")
 def bench_command() -> None:
-    """Measure how many frames of FILE a second become tensors here: by the CPU, and by the GPU's NVDEC.
+    """Measure decoding speed: frames per second of FILE as tensors, by the CPU and by the GPU's NVDEC.
 
-    Every stream is a reader of its own that goes through the file again and again; the first frame of each is not
-    counted. Frames are RGB uint8 on the device that decodes.
+    Each stream is a separate reader that loops over the file. Its first frame is not counted. Frames are RGB uint8 on
+    the device that decodes.
     """

@@ -1,4 +1,4 @@
-"""`rooftop media decode`: the frames of a video as pictures, or as one array."""
+"""`rooftop media decode`: arguments, options and help."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rooftop.cli.commands.video_options import device_option, end_option, resize
 EXAMPLES = """\b
 Examples:
   rooftop media decode walk.mp4 -o frames/                          # frames/000000.png, ...
-  rooftop media decode walk.mp4 -o frames/ --every 25 --format jpg  # one a second, of 25
+  rooftop media decode walk.mp4 -o frames/ --every 25 --format jpg  # one per second at 25 fps
   rooftop media decode walk.mp4 -o walk.npy --start 2 --end 4 --resize 224x224
 """
 
@@ -24,9 +24,11 @@ Examples:
     type=click.Path(path_type=Path),
     required=True,
     metavar="DIR|FILE.npy",
-    help="A folder for a file of each frame, named by its number; or one array (T, 3, H, W) of uint8.",
+    help="A folder, with one file per frame, named by its number; or FILE.npy, one uint8 array (T, 3, H, W).",
 )
-@click.option("--every", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Take each Nth.")
+@click.option(
+    "--every", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Keep every N-th frame."
+)
 @start_option
 @end_option
 @resize_option
@@ -34,12 +36,12 @@ Examples:
 @click.option(
     *("--format", "suffix"),
     type=click.Choice(["png", "jpg", "npy"]),
-    help="Of the files in a folder: png (the default), jpg of quality 95, or npy, (3, H, W) of uint8.",
+    help="Format of the files in a folder: png (the default), jpg (quality 95), or npy (uint8, (3, H, W)).",
 )
 @done_by("rooftop.cli.media_decode:run_decode")
 def decode_command() -> None:
-    """Decode FILE into pictures, RGB and upright.
+    """Decode FILE into upright RGB pictures, or into one array.
 
-    Frames are numbered from 0 as in the video, also with --start and --every. Each file is there whole or not at all;
-    if the video is damaged, those of the frames before stay in the folder, and an array is not written.
+    Frame numbers count from 0 in the video, also with --start and --every. Each file is written completely or not at
+    all. If the video is damaged, the pictures before the damage stay, and no array is written.
     """

@@ -1,4 +1,4 @@
-"""`rooftop media ffmpeg-check` and `ffmpeg-build`: what FFmpeg can do here; FFmpeg built for NVIDIA's GPUs."""
+"""`rooftop media ffmpeg-check` and `ffmpeg-build`: options and help."""
 
 from __future__ import annotations
 
@@ -17,39 +17,52 @@ Examples:
 
 
 @click.command("ffmpeg-check", epilog="Example: rooftop media ffmpeg-check --ffmpeg /opt/ffmpeg/bin/ffmpeg")
-@click.option("--ffmpeg", type=click.Path(path_type=Path), metavar="PATH", help="The program; else the shell's ffmpeg.")
+@click.option(
+    "--ffmpeg",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="FFmpeg program to test.  [default: ffmpeg on the PATH]",
+)
 @json_option("the report")
 @done_by("rooftop.cli.media_ffmpeg:run_check")
 def check_command() -> None:
-    """Try what FFmpeg can do on this machine: decoders, encoders and filters, on GPUs and in software.
+    """Test FFmpeg's decoders, encoders and filters on this machine, on GPUs and in software.
 
-    Whatever it lists is run, and its frames are compared with those of software: "works" means right frames. Takes
-    15 s or more. Exit status 0 also where there is no GPU, 1 where there is no FFmpeg.
+    Runs each one that FFmpeg lists, and compares its frames with those of the software codecs: "works" means correct
+    frames. Takes 15 s or more. The exit status is 0 even without a GPU, and 1 without FFmpeg.
     """
 
 
 @click.command("ffmpeg-build", epilog=BUILD_EXAMPLES)
-@click.option("--source", type=click.Path(path_type=Path), required=True, metavar="DIR", help="FFmpeg's, unpacked.")
+@click.option(
+    "--source",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="DIR",
+    help="Folder of FFmpeg's unpacked source code.",
+)
 @click.option(
     "--prefix",
     type=click.Path(path_type=Path),
     required=True,
     metavar="DIR",
-    help="Where to install it: a new folder, or one that this command made.",
+    help="Folder to install into: a new one, or one that this command made.",
 )
 @click.option(
     "--headers",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="nv-codec-headers, unpacked or installed; else those that pkg-config finds.",
+    help="Folder of nv-codec-headers, unpacked or installed.  [default: found by pkg-config]",
 )
-@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Processes at a time; else one for each core.")
-@click.option("--minimal", is_flag=True, help="Video alone, from files and pipes: built in minutes.")
+@click.option(
+    "--jobs", type=click.IntRange(min=1), metavar="N", help="Number of parallel processes.  [default: one per core]"
+)
+@click.option("--minimal", is_flag=True, help="Build only video, files and pipes, which takes minutes.")
 @done_by("rooftop.cli.media_ffmpeg:run_build")
 def build_command() -> None:
-    """Build FFmpeg with cuvid, nvdec, nvenc and filters on the GPU, then try what it can do here.
+    """Build FFmpeg with cuvid, nvdec, nvenc and GPU filters, then test it.
 
-    All that is missing is named first, with the command that installs it. A build that was ended goes on where it was.
-    The prefix appears when all is built, and an older one is as it was until then; PREFIX.build beside it keeps the
-    objects and the log.
+    First lists everything missing, with the command that installs it. An interrupted build continues where it stopped.
+    PREFIX appears, or is replaced, only once the build is complete. The folder PREFIX.build keeps the objects and the
+    log.
     """

@@ -1,4 +1,4 @@
-"""`rooftop media probe`: what is in a video."""
+"""`rooftop media probe`: arguments, options and help."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rooftop.cli.outputs import json_option
 
 @click.command("probe", epilog="Example: rooftop media probe walk.mp4 --json")
 @click.argument("file", type=click.Path(path_type=Path))
-@json_option("what is there")
+@json_option("the description")
 @done_by("rooftop.cli.media_probe:run_probe")
 def probe_command() -> None:
-    """Show what is in a video: codec, size, colours, frames, times, and whether it is all there.
+    """Show what is in a video (codec, size, colours, frames, times), and check that it is complete.
 
-    One frame is decoded and all packets are read. What the file does not say and is assumed is marked so.
+    Decodes one frame and reads all packets. Marks values that the file does not state and Rooftop assumes.
     """

@@ -1,4 +1,4 @@
-"""`rooftop media transcode`: a video in another codec, size or rate, with its sound as it is."""
+"""`rooftop media transcode`: arguments, options and help."""
 
 from __future__ import annotations
 
@@ -21,20 +21,28 @@ Examples:
 @click.argument("source", metavar="IN", type=click.Path(path_type=Path))
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
 @click.option(
-    "--codec", metavar="NAME", help="FFmpeg's encoder, or auto (NVENC where it can be had); else by the suffix."
+    "--codec",
+    metavar="NAME",
+    help="Name of an FFmpeg encoder, or auto: NVENC if available.  [default: by the suffix of OUT]",
 )
 @resize_option
-@click.option("--fps", type=click.FloatRange(min=0, min_open=True), help="A constant rate, of the frames shown then.")
+@click.option(
+    "--fps",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Make the frame rate constant: show the current frame at each tick.",
+)
 @start_option
 @end_option
-@click.option("--crf", type=click.IntRange(0, 63), metavar="N", help="Quality, smaller is better; 23 is usual of x264.")
-@click.option("--no-sound", is_flag=True, help="Leave the sound out; else it is copied.")
+@click.option(
+    "--crf", type=click.IntRange(0, 63), metavar="N", help="Quality; smaller is better. x264's default is 23."
+)
+@click.option("--no-sound", is_flag=True, help="Drop the sound.  [default: copy it]")
 @device_option
 @done_by("rooftop.cli.media_transcode:run_transcode")
 def transcode_command() -> None:
-    """Encode IN anew as OUT, whose suffix names the format.
+    """Transcode IN to OUT. The suffix of OUT sets the format.
 
-    Every frame keeps its time, also at a variable rate; what the file turns is turned, and 10 bits stay 10 where the
-    encoder has them. Sound is copied packet for packet. OUT appears when it is whole, in the place of an older
-    file of that name, and not at all on an error.
+    Every frame keeps its time, also at a variable frame rate. Rotation stored in the file is applied. 10-bit video
+    stays 10-bit if the encoder supports it. Sound is copied packet for packet. OUT appears, or replaces an older file,
+    only once it is complete.
     """

@@ -1,4 +1,4 @@
-"""`rooftop predict-video`: the frames that follow a clip, beside the real ones."""
+"""`rooftop predict-video`: arguments, options and help."""
 
 from __future__ import annotations
 
@@ -18,37 +18,48 @@ Examples:
   rooftop predict-video walk.mp4 --random-weights 0 --colour --size 32x32 --json -
 """
 
-USUAL_CONTEXT = 10  # frames, as of the videos of Keras's example, of which it shows the first ten
+USUAL_CONTEXT = 10  # frames: as many as Keras's example shows its network
 
 USUAL_SIDE = 64  # pixels of the shorter side: the size on which Keras's example is trained
 
-VIDEOS = (".mp4", ".mkv", ".mov")  # what H.264 goes into
+VIDEOS = (".mp4", ".mkv", ".mov")  # containers that take H.264
 
 
 @click.command(epilog=EXAMPLES)
 @click.argument("clip", type=click.Path(path_type=Path))
-@click.option("--weights", type=click.Path(path_type=Path), metavar="FILE", help="Of Keras, torch.save or safetensors.")
+@click.option(
+    "--weights",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Weights of a ConvLSTM: a file of Keras, torch.save or safetensors.",
+)
 @seed_option
-@click.option("--frames", type=click.IntRange(min=1), default=10, show_default=True, help="How many to predict.")
+@click.option(
+    "--frames", type=click.IntRange(min=1), default=10, show_default=True, help="Number of frames to predict."
+)
 @click.option(
     "--after",
     type=float,
     metavar="SECONDS",
-    help="Predict from here on.  [default: before the last --frames frames of the clip]",
+    help="Predict from this time on.  [default: the last --frames frames of the clip]",
 )
 @click.option(
     "--context",
     type=click.IntRange(min=1),
     metavar="N",
-    help=f"Frames before that the network is shown.  [default: {USUAL_CONTEXT}, or all that there are]",
+    help=f"Number of frames before --after that the network sees.  [default: {USUAL_CONTEXT}, or all if fewer]",
 )
 @click.option(
     "--size",
     type=SizeType(),
     metavar="WxH",
-    help=f"Resize frames to this.  [default: the shorter side to {USUAL_SIDE}, if it is longer]",
+    help=f"Resize the frames.  [default: shorter side at most {USUAL_SIDE}]",
 )
-@click.option("--colour/--grey", default=None, help="Of the untrained network (grey if not given); weights tell it.")
+@click.option(
+    "--colour/--grey",
+    default=None,
+    help="Channels of an untrained network (default: grey). Weights determine it themselves.",
+)
 @device_option
 @dtype_option
 @click.option(
@@ -56,17 +67,20 @@ VIDEOS = (".mp4", ".mkv", ".mov")  # what H.264 goes into
     "--output",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help=f"The video: {', '.join(VIDEOS)}.  [default: CLIP-predicted.mp4, here]",
+    help=f"Video to write: {', '.join(VIDEOS)}.  [default: CLIP-predicted.mp4 in the current folder]",
 )
 @click.option(
-    "--picture", type=click.Path(path_type=Path), metavar="FILE", help="A .png.  [default: named as the video]"
+    "--picture",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Picture to write (.png).  [default: the name of the video]",
 )
 @json_option("the figures")
 @done_by("rooftop.cli.predict_video:run")
 def command() -> None:
-    """Predict how a clip goes on, by a ConvLSTM network, each frame from all before it.
+    """Predict the next frames of a clip with a ConvLSTM, each frame from all frames before it.
 
-    Writes a video, the real frames on the left and the predicted ones on the right, and a picture, the real ones above;
-    where the clip has ended, the real ones are black. Says how far the prediction is from the real frames, beside the
-    last frame before them repeated. Files that are there are replaced.
+    Writes a video, with the real frames left and the predicted ones right, and a picture, with the real frames above.
+    Real frames beyond the end of the clip are black. Prints the error of the prediction, and of repeating the last
+    known frame. Existing files are replaced.
     """

@@ -1,4 +1,4 @@
-"""`rooftop scene build` and `info`: virtual geometry from meshes, and what its files have."""
+"""`rooftop scene build` and `info`: arguments, options and help."""
 
 from __future__ import annotations
 
@@ -12,49 +12,50 @@ from rooftop.cli.outputs import json_option
 
 @click.command("build", epilog="Example: rooftop scene build scan.ply -o scan.rtg --normals smooth")
 @click.argument("mesh", type=click.Path(path_type=Path))
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Where to write; by default MESH with .rtg.")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), help="File to write.  [default: MESH with the suffix .rtg]"
+)
 @click.option(
     "--normals", type=click.Choice(["file", "smooth", "flat"]), default="file", show_default=True,
-    help="Of the file, if it has them; computed from the faces around each vertex; or none, so that each face has its "
-    "own.",
+    help="file: normals of the file, if it has any. smooth: computed from the faces around each vertex. flat: one "
+    "normal per face.",
 )  # fmt: skip
 @click.option(
     "--precision", type=click.FloatRange(min=0, min_open=True), metavar="LENGTH",
-    help="Positions are rounded to a grid at most this coarse, in the mesh's units. By default 1/64 of the mean edge, "
-    "or 1/16384 of the mesh if that is finer.",
+    help="Round positions to a grid of at most this spacing, in the mesh's units.  [default: 1/64 of the mean edge, or "
+    "1/16384 of the mesh if that is finer]",
 )  # fmt: skip
 @click.option(
     "--workers", type=click.IntRange(min=1), metavar="N",
-    help="Processes that work side by side; by default one for each core. The file is the same whatever their number.",
+    help="Number of parallel processes; it does not change the file.  [default: one per core]",
 )  # fmt: skip
 @click.option(
     "--lock-borders", is_flag=True,
-    help="Keep all vertices of open borders in all levels, so that tiles of a scan meet without cracks. Build each "
-    "tile with the same --precision.",
+    help="Keep all vertices of open borders in all levels, so that tiles of a scan meet without cracks. Use the same "
+    "--precision for all tiles.",
 )  # fmt: skip
 @click.option(
     "--no-textures",
     is_flag=True,
-    help="Leave out the images of materials (.glb, .gltf, .obj); their colours are kept.",
+    help="Drop the texture images of materials (.glb, .gltf, .obj); keep their base colours.",
 )
 @done_by("rooftop.cli.scene_files:run_build")
 def build_command() -> None:
-    """Build MESH (.glb, .obj, .ply, .stl and more) into a geometry file.
+    """Build a geometry file (.rtg) from MESH (.glb, .obj, .ply, .stl and more).
 
-    This is done once for each mesh, on the CPU. Several parts become one mesh, with a material
-    number each. Base colours and textures of .glb, .gltf and .obj are kept in the file, so that it needs no other file
-    beside it. What the mesh had that cannot be drawn (faces without area, faces that are there twice) is dropped,
-    and said.
+    Build each mesh once; it runs on the CPU. Several parts become one mesh, with one material number each. The file
+    includes the base colours and textures of .glb, .gltf and .obj, and needs no other file. Faces that cannot be drawn
+    (without area, or duplicates) are dropped and reported.
     """
 
 
 @click.command("info", epilog="Example: rooftop scene info scan.rtg --json")
 @click.argument("file", type=click.Path(path_type=Path))
-@json_option("what is there")
+@json_option("the description")
 @done_by("rooftop.cli.scene_files:run_info")
 def info_command() -> None:
-    """Show what is in a geometry file: its levels, how full its clusters are, pages, the tree.
+    """Show what is in a geometry file: levels, clusters, pages and the tree.
 
-    Every page is read and its checksum compared. The error of a level is how far its worst cluster is from the surface,
-    in the mesh's units.
+    Reads every page and compares its checksum. The error of a level is the largest distance of its clusters from the
+    surface, in the mesh's units.
     """

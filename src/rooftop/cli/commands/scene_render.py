@@ -1,4 +1,4 @@
-"""`rooftop scene render`: pictures of virtual geometry, and what each stage of a frame took."""
+"""`rooftop scene render`: arguments, options and help."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ from pathlib import Path
 
 import click
 
-from rooftop.cli.byte_sizes import byte_size
 from rooftop.cli.commands import names
 from rooftop.cli.commands.deferred import done_by
+from rooftop.cli.commands.scene_options import (
+    device_option,
+    files_argument,
+    instances_option,
+    pixel_error_option,
+    pool_option,
+    up_option,
+)
 from rooftop.cli.outputs import json_option
 from rooftop.cli.scene_cameras import numbers, pixels
 
@@ -24,76 +31,82 @@ Examples:
   rooftop scene render scan.rtg -o flight-{frame}.png --path path.json
 
 \b
-The keys of --camera (a list of such objects gives a picture of each):
+--camera reads a JSON object with these keys, or a list of such objects, which gives one picture each:
   {"eye": [3, 0, 1], "target": [0, 0, 0], "up": [0, 0, 1], "fov_y_degrees": 60}
   {"eye": [3, 0, 1], "target": [0, 0, 0], "view_height": 2}
   {"K": [[800, 0, 320], [0, 800, 240], [0, 0, 1]], "world_to_camera": [[1, 0, 0, 0], ...]}
-Either may have width, height and near. K and world_to_camera are OpenCV's: x to the right, y down, z forward, and the
-centre of the first pixel at 0, 0.
+Each may also have width, height and near. K and world_to_camera follow OpenCV: x right, y down, z forward, and the
+centre of the first pixel at (0, 0).
 """
 
 
 @click.command("render", epilog=EXAMPLES)
-@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
+@files_argument
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), required=True, metavar="PNG",
-    help="Where the picture is written. {show} in the name is what it shows, {frame} the number of the frame.",
+    help="Picture to write. {show} in the name stands for the value of --show, {frame} for the frame number.",
 )  # fmt: skip
 @click.option(
     "--show", "shows", type=click.Choice(names.SURFACES), multiple=True, default=("color",), show_default=True,
-    help="What to show, once or more; several stand beside each other, unless {show} is in the name.",
+    help="What to show; repeat for several. They share one picture, unless {show} is in its name.",
 )  # fmt: skip
 @click.option(
     "--orbit", callback=numbers(2, 3), metavar="AZIMUTH,ELEVATION[,DISTANCE]",
-    help="From around the scene, in degrees; from where all of it is seen, if no distance is given.  [default: -50,25]",
+    help="Camera position around the scene, in degrees. Without a distance, the whole scene is in view.  "
+    "[default: -50,25]",
 )  # fmt: skip
-@click.option("--eye", callback=numbers(3), metavar="X,Y,Z", help="Where the camera is, in world units.")
-@click.option("--target", callback=numbers(3), metavar="X,Y,Z", help="Where it looks.  [default: the scene's middle]")
+@click.option("--eye", callback=numbers(3), metavar="X,Y,Z", help="Camera position, in world units.")
 @click.option(
-    "--up", callback=numbers(3), metavar="X,Y,Z", help="Which way is up; 0,1,0 for many .glb.  [default: 0,0,1]"
+    "--target",
+    callback=numbers(3),
+    metavar="X,Y,Z",
+    help="Point that the camera looks at.  [default: the middle of the scene]",
 )
-@click.option("--fov", type=float, metavar="DEGREES", help="From the lower to the upper edge.  [default: 60]")
-@click.option("--parallel", type=float, metavar="HEIGHT", help="Rays are parallel; the picture is so many units high.")
-@click.option("--intrinsics", metavar="FX,FY,CX,CY|K.json", help="A calibrated lens without distortion, in pixels.")
+@up_option
+@click.option("--fov", type=float, metavar="DEGREES", help="Vertical field of view.  [default: 60]")
 @click.option(
-    "--pose", type=click.Path(path_type=Path), metavar="JSON", help="With --intrinsics: world_to_camera, 4 x 4."
+    "--parallel", type=float, metavar="HEIGHT", help="Orthographic view; HEIGHT of the picture in world units."
 )
-@click.option("--camera", type=click.Path(path_type=Path), metavar="JSON", help="One camera or several; keys below.")
+@click.option("--intrinsics", metavar="FX,FY,CX,CY|K.json", help="Calibrated pinhole camera, in pixels; needs --pose.")
+@click.option(
+    "--pose",
+    type=click.Path(path_type=Path),
+    metavar="JSON",
+    help="With --intrinsics: the 4 x 4 matrix world_to_camera.",
+)
+@click.option(
+    "--camera", type=click.Path(path_type=Path), metavar="JSON", help="File with one or several cameras; see below."
+)
 @click.option(
     "--path", type=click.Path(path_type=Path), metavar="JSON",
-    help="Along a path that `rooftop scene view` recorded: 30 pictures for each second, or --frames in all.",
+    help="Camera path recorded by `rooftop scene view`. Renders 30 pictures per second, or --frames in total.",
 )  # fmt: skip
-@click.option("--near", type=float, metavar="LENGTH", help="What is nearer is not shown.  [default: 1e-5 of the scene]")
-@click.option("--size", callback=pixels, metavar="WIDTHxHEIGHT", help="In pixels.  [default: 1920x1080]")
+@click.option(
+    "--near",
+    type=float,
+    metavar="LENGTH",
+    help="Near plane; nearer surfaces are not drawn.  [default: 1e-5 of the scene]",
+)
+@click.option("--size", callback=pixels, metavar="WIDTHxHEIGHT", help="Picture size in pixels.  [default: 1920x1080]")
 @click.option(
     "--frames", type=click.IntRange(min=1), metavar="N",
-    help="So many pictures in a turn around the target, numbered. Each leaves out what the one before has hidden.  "
+    help="Number of pictures in one turn around the target. Each frame culls what the frame before it hid.  "
     "[default: 1]",
 )  # fmt: skip
+@instances_option
+@pixel_error_option
+@pool_option
 @click.option(
-    "--instances", type=click.IntRange(min=1), metavar="N", help="N of them in a square on the level, FILEs in turn.",
-)  # fmt: skip
-@click.option(
-    "--pixel-error", type=click.FloatRange(min=0), default=1.0, show_default=True, metavar="PIXELS",
-    help="By how much a surface may be off in the picture; 0 draws all triangles.",
-)  # fmt: skip
-@click.option(
-    "--pool", callback=byte_size, metavar="SIZE",
-    help="Of the pages, keep no more than SIZE (2GB, 512MiB) on the device; frames load what they need.  "
-    "[default: all pages are loaded first]",
-)  # fmt: skip
-@click.option("--light", callback=numbers(3), metavar="X,Y,Z", help="From where color is lit.  [default: 0.4,0.3,0.85]")
-@click.option("--shadows", is_flag=True, help="What is lit casts shadows; --show shadow is how much light arrives.")
-@click.option("--no-occlusion", is_flag=True, help="Draw also what is hidden. The picture is the same.")
-@click.option(
-    "--device", default="auto", metavar="auto|cpu|cuda[:N]",
-    help="Where to render.  [default: auto, the GPU if there is one]",
-)  # fmt: skip
+    "--light", callback=numbers(3), metavar="X,Y,Z", help="Direction towards the light.  [default: 0.4,0.3,0.85]"
+)
+@click.option("--shadows", is_flag=True, help="Add shadows. --show shadow shows how much light arrives.")
+@click.option("--no-occlusion", is_flag=True, help="Turn occlusion culling off. The picture stays the same.")
+@device_option
 @json_option("the statistics and timings of each frame")
 @done_by("rooftop.cli.scene_render:run_render")
 def render_command() -> None:
-    """Render geometry files (FILE.rtg, which `rooftop scene build` makes) into pictures.
+    """Render geometry files (.rtg, from `rooftop scene build`) into pictures.
 
-    All FILEs are one scene, each where its coordinates put it. The first frame is drawn twice, on a GPU three times,
-    and the last time counts: by then its kernels are loaded, it knows what is hidden, and its launches are in a graph.
+    All FILEs form one scene in common coordinates. The first frame is rendered twice, on a GPU three times, and only
+    the last one is reported: by then the kernels are loaded, hidden parts are known, and the launches are in a graph.
     """

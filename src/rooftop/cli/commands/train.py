@@ -1,4 +1,4 @@
-"""`rooftop train`: a model from its first step on, alone or one rank of many under torchrun."""
+"""`rooftop train`: the group, and arguments, options and help of `train gpt`. Trains alone, or as one rank of many."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import click
 
 from rooftop.cli.commands import names
 from rooftop.cli.commands.deferred import done_by
+from rooftop.cli.commands.train_task import GROUP_EXAMPLES, Tasks
 
 DATA = "--data-path"
 WEIGHT = re.compile(names.WEIGHT, re.IGNORECASE)
-LAYERS, WIDTH, HEADS, LENGTH = 4, 256, 4, 256  # of a model that a laptop trains in minutes
+LAYERS, WIDTH, HEADS, LENGTH = 4, 256, 4, 256  # a laptop trains this model in minutes
 
 EXAMPLES = """\b
 Examples:
@@ -21,41 +22,41 @@ Examples:
   torchrun --nproc-per-node 4 -m rooftop.train gpt --data-path texts/ --tensor-parallel-size 2 --sequence-parallel
   torchrun --nproc-per-node 8 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --save run/ \\
     --train-iters 10000 --lr 4e-4 --lr-warmup-iters 500 --lr-decay-style cosine --min-lr 4e-5
-  python -m rooftop.train gpt --data-path book.txt --train-iters 200 --save run/ --save-interval 50 --keep-last 3 \
+  python -m rooftop.train gpt --data-path book.txt --train-iters 200 --save run/ --save-interval 50 --keep-last 3 \\
     --load run/
   python -m rooftop.train gpt --data-path tokens.bin --init-from gpt2/ --seq-length 512 --lr 1e-5 --save tuned/
   torchrun --nproc-per-node 2 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --micro-batch-size 4 \\
     --tensor-parallel-size 2 --sequence-parallel --tp-comm-overlap --enable-cuda-graph
-  torchrun --nproc-per-node 2 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --seq-length 65536 \
+  torchrun --nproc-per-node 2 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --seq-length 65536 \\
     --context-parallel-size 2 --recompute --eod-token 2 --reset-position-ids
 
-Ranks that the tensor, pipeline and context parallel ones leave over are data parallel: 8 processes with
---tensor-parallel-size 2 are 4 x 2, and with --pipeline-parallel-size 2 beside it 2 x 2 x 2.
-Each takes --micro-batch-size sequences at a time, and as many times as --global-batch-size needs.
+Layout: tensor, pipeline and context parallel sizes divide the ranks, and data parallelism takes the rest. 8 processes
+with --tensor-parallel-size 2 are 4 x 2 ranks; with --pipeline-parallel-size 2 as well, 2 x 2 x 2. Each data parallel
+group runs micro-batches of --micro-batch-size sequences until --global-batch-size is reached.
 
-With --context-parallel-size ranks share each sequence: each has a chunk from its front and one from its back, and they
-exchange keys and values. With --eod-token they share it so that each has as much to compute.
+Context parallelism: each rank holds one chunk from the front and one from the back of every sequence, and the ranks
+exchange keys and values. With --eod-token, each sequence is divided so that all ranks have equal work.
 
-The same seed gives the same training in every layout: initial values, dropout and data are functions of the seed and
-the place in the whole, not of the rank. So two layouts differ by the rounding of sums only, and in speed.
+Reproducibility: the same seed gives the same training in every layout. Initial values, dropout and data depend on the
+seed and the position in the whole model and batch, not on the rank. Layouts differ only in speed and in how sums round.
 
 \b
 Data, as --data-path:
   FILE.bin      tokens: with Megatron-LM's .idx beside it, llm.c's header, nanoGPT's meta.pkl, or numbers alone
-  FILE.npy      tokens, integers of one dimension; memory-mapped
-  a data set    of Hugging Face (Parquet, Arrow, save_to_disk), its column input_ids or text; needs datasets
-  another file  text: a token for each byte, a vocabulary of 256
+  FILE.npy      tokens: a 1-D array of integers, memory-mapped
+  a data set    of Hugging Face (Parquet, Arrow, save_to_disk): column input_ids or text; needs datasets
+  another file  text: each byte is a token, the vocabulary is 256
   a folder      all text files in it
-Several are mixed: --data-path 0.7 A 0.3 B gives each its share of the sequences; A B, or --data-path A --data-path B,
-shares by their sizes.
+To mix several: --data-path 0.7 A 0.3 B gives each path its share of the sequences. Without weights (A B, or
+--data-path A --data-path B) the shares follow the sizes.
 
-What is said of a step: the loss before it, the norm of its gradient, tokens a second of all ranks; MFU, the model's
-flops by the fastest matrix product that was measured on this machine; percent of roof, the time in which it could have
-done the step at best, against the time it took; memory of rank 0. Where the machine was not measured before, that is
-done first, in under 30 s; --no-roof leaves it out.
+The printed line of a step has the loss before the step, the norm of the gradient, tokens per second of all ranks, MFU,
+percent of roof, and the peak memory of rank 0. MFU: the model's flops per second over the fastest matrix product
+measured on this machine. Percent of roof: the shortest possible time of the step over the measured time. A machine
+without stored ceilings is measured first, in under 30 s; --no-roof skips that.
 
-With --save, SIGTERM lets all ranks save after the same step and end with status 143: give --save run/ --load run/, and
-the same command line goes on wherever the last one was stopped. rooftop checkpoint looks into what was saved.
+With --save, SIGTERM makes all ranks save after the same step and exit with status 143. Start with --save run/ --load
+run/, and the same command line resumes where the last run stopped. `rooftop checkpoint` shows what was saved.
 """
 
 size = partial(click.option, type=click.IntRange(min=1), metavar="N")
@@ -75,11 +76,11 @@ choice = {
 
 
 class DataPaths(click.Command):
-    """A command whose data path takes all words up to the next option, as Megatron-LM's does."""
+    """A command whose --data-path takes all words up to the next option, like Megatron-LM's."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words: list[str] = []
-        here = False  # among the words of the data path
+        here = False  # inside the words of --data-path
         for word in args:
             if word.startswith("-") and not WEIGHT.match(word):
                 here = word.partition("=")[0] == DATA
@@ -89,9 +90,9 @@ class DataPaths(click.Command):
         return super().parse_args(ctx, words)
 
 
-@click.group(epilog="Start with: rooftop train gpt --data-path book.txt")
+@click.group(cls=Tasks, epilog=GROUP_EXAMPLES)
 def command() -> None:
-    """Train a model, on one process or, under torchrun, on many."""
+    """Train a model, on one process or, under torchrun, on many, and report percent of roof."""
 
 
 @command.command(cls=DataPaths, epilog=EXAMPLES)
@@ -101,142 +102,160 @@ def command() -> None:
     required=True,
     multiple=True,
     metavar="[WEIGHT] PATH ...",
-    help="Tokens or text; several with weights, or each by its size.",
+    help="Tokens or text to train on. Several paths are mixed by the given weights, or else by their sizes.",
 )
 @click.option(
     "--token-dtype",
     type=choice["tokens"],
-    help="Of a .bin file that does not say it.  [default: found by looking at its numbers, or refused]",
+    help="Integer type of a .bin file that does not state it.  [default: detected from its numbers; an ambiguous one "
+    "is refused]",
 )
-@click.option("--preset", type=choice["presets"], metavar="NAME", help=f"One of {', '.join(names.GPTS)}.")
-@size("--num-layers", help=f"Blocks.  [default: {LAYERS}, or the preset's]")
-@size("--hidden-size", help=f"Features of a position.  [default: {WIDTH}]")
-@size("--num-attention-heads", help=f"They share the features evenly.  [default: {HEADS}]")
-@size("--seq-length", help=f"Tokens of a sequence.  [default: {LENGTH}, or the preset's most]")
-@size("--vocab-size", help=f"Tokens that there are.  [default: the preset's, or {names.BYTE_TOKENS} of text]")
+@click.option(
+    "--preset", type=choice["presets"], metavar="NAME", help=f"Architecture and sizes: {', '.join(names.GPTS)}."
+)
+@size("--num-layers", help=f"Number of transformer blocks.  [default: {LAYERS}, or the preset's]")
+@size("--hidden-size", help=f"Width of the model.  [default: {WIDTH}]")
+@size("--num-attention-heads", help=f"Attention heads; their number divides the hidden size.  [default: {HEADS}]")
+@size("--seq-length", help=f"Tokens per sequence.  [default: {LENGTH}, or the preset's maximum]")
+@size("--vocab-size", help=f"Vocabulary size.  [default: the preset's, or {names.BYTE_TOKENS} for text]")
 @click.option(
     "--eod-token",
     type=click.IntRange(min=0),
     metavar="N",
-    help="The token that ends a document. Attention then stays within each document.",
+    help="Token that ends a document. Attention then stays within each document.",
 )
 @click.option(
-    "--reset-position-ids", is_flag=True, help="Count positions from the beginning of each document (with --eod-token)."
+    "--reset-position-ids", is_flag=True, help="Restart positions at the beginning of each document (with --eod-token)."
 )
-@click.option("--eod-mask-loss", is_flag=True, help="Leave what follows --eod-token out of the loss.")
-@rate("--dropout", default=0.0, help="Probability, of the embedding and of the result of each sublayer.")
-@size("--micro-batch-size", default=1, show_default=True, help="Sequences of a rank at a time.")
-@size("--global-batch-size", help="Sequences of a step.  [default: one micro-batch a data rank]")
-@size("--train-iters", default=100, show_default=True, help="Steps, with those before --load.")
-@rate("--lr", default=3e-4, help="Learning rate of AdamW.")
+@click.option("--eod-mask-loss", is_flag=True, help="Exclude the token that follows --eod-token from the loss.")
+@rate("--dropout", default=0.0, help="Dropout probability, after the embedding and after each sublayer.")
+@size("--micro-batch-size", default=1, show_default=True, help="Sequences in one forward pass of a rank.")
+@size(
+    "--global-batch-size", help="Sequences per step, of all ranks.  [default: one micro-batch per data parallel rank]"
+)
+@size("--train-iters", default=100, show_default=True, help="Total number of steps, including those before --load.")
+@rate("--lr", default=3e-4, help="Learning rate of AdamW after warmup.")
 @click.option(
     "--lr-warmup-iters",
     type=click.IntRange(min=0),
     metavar="N",
     default=0,
     show_default=True,
-    help="Steps in which it grows to that.",
+    help="Steps of linear warmup to --lr.",
 )
 @click.option(
     "--lr-decay-style",
     type=choice["decays"],
     default="constant",
     show_default=True,
-    help="How it falls afterwards, to --min-lr.",
+    help="Learning rate schedule after warmup, down to --min-lr.",
 )
-@size("--lr-decay-iters", help="The step that has --min-lr.  [default: --train-iters]")
-@rate("--min-lr", default=0.0, help="Learning rate in the end.")
-@rate("--weight-decay", default=0.1, help="Of matrices.")
-@rate("--clip-grad", default=1.0, help="The gradient's largest norm; 0: any.")
-@number("--seed", default=0, help="Of initial values, dropout and the order of the data.")
+@size("--lr-decay-iters", help="Step at which the learning rate reaches --min-lr.  [default: --train-iters]")
+@rate("--min-lr", default=0.0, help="Final learning rate of the schedule.")
+@rate("--weight-decay", default=0.1, help="Weight decay of AdamW. Norms and biases do not decay.")
+@rate("--clip-grad", default=1.0, help="Maximum norm of the gradient; 0 turns clipping off.")
+@number("--seed", default=0, help="Seed of initial values, dropout and data order.")
 @click.option(
     "--dtype",
     type=choice["dtypes"],
-    help="In which is computed; with bfloat16 weights and optimizer are float32.  "
-    "[default: bfloat16 on GPUs, float32 without]",
+    help="Compute dtype; with bfloat16, weights and optimizer state stay float32.  "
+    "[default: bfloat16 on GPUs, float32 on CPUs]",
 )
 @click.option(
     "--recompute-granularity",
     type=choice["granularities"],
-    help="Compute in backward again what is not kept for it: less memory, slower. selective: norms, activations and "
-    "rotations, for about a third of the memory at next to no flops; full: whole blocks, for nearly all of it at a "
-    "third more flops.  [default: nothing is computed again]",
+    help="Recompute parts of forward during backward: less memory, slower. selective: norms, activations and rotary "
+    "embeddings; saves about a third of the activation memory for almost no flops. full: whole blocks; saves almost "
+    "all of it for a third more flops.  [default: no recomputation]",
 )
-@click.option("--recompute", is_flag=True, help="The same as --recompute-granularity full.")
+@click.option("--recompute", is_flag=True, help="Same as --recompute-granularity full.")
 @click.option(
     "--enable-cuda-graph",
     is_flag=True,
-    help="Launch forward and backward three times, and replay them from then on: for layers that a GPU computes faster "
-    "than Python launches them.",
+    help="Launch forward and backward three times, then replay them from a CUDA graph. Helps if the GPU computes "
+    "layers faster than Python launches them.",
 )
-@size("--tensor-parallel-size", default=1, show_default=True, help="Ranks that share each layer.")
-@click.option("--sequence-parallel", is_flag=True, help="Let these also split what is between the layers.")
+@size("--tensor-parallel-size", default=1, show_default=True, help="Number of ranks that share each layer.")
+@click.option(
+    "--sequence-parallel",
+    is_flag=True,
+    help="Tensor parallel ranks also split the activations between layers, along the sequence.",
+)
 @click.option(
     "--tp-comm-overlap",
     is_flag=True,
-    help="Let these compute the halves of a micro-batch in turn, one's exchanges beside the other's products. It has "
-    "twice the launches: give --enable-cuda-graph too.",
+    help="Tensor parallel ranks compute a micro-batch in two halves: one half communicates while the other computes. "
+    "This doubles the launches, so combine it with --enable-cuda-graph.",
 )
 @click.option(
     "--accumulate-whole-gradients",
     is_flag=True,
-    help="With --use-torch-fsdp2 and several micro-batches: sum gradients once a step. Each rank then holds those of "
-    "the whole model: faster, and 4 bytes a parameter more memory.",
+    help="With --use-torch-fsdp2 and several micro-batches: sum gradients over ranks once a step. This is faster, but "
+    "each rank holds the gradients of the whole model: 4 bytes a parameter more.",
 )
-@click.option("--use-torch-fsdp2", is_flag=True, help="Let data ranks share weights and optimizer: less memory.")
-@size("--pipeline-parallel-size", default=1, show_default=True, help="Ranks among which the layers are divided.")
+@click.option(
+    "--use-torch-fsdp2", is_flag=True, help="Shard weights and optimizer state over data parallel ranks: less memory."
+)
+@size(
+    "--pipeline-parallel-size", default=1, show_default=True, help="Number of ranks that divide the layers among them."
+)
 @click.option(
     "--pipeline-schedule",
     type=choice["schedules"],
-    help="In which order these compute micro-batches. gpipe: all forwards, then all backwards; 1f1b holds fewer; "
-    "interleaved waits less, with several stages a rank; zb-h1 and zbv fill waits with weight gradients.  "
-    "[default: 1f1b, or interleaved with the next option]",
+    help="Order in which pipeline ranks compute micro-batches. gpipe: all forwards, then all backwards. 1f1b: holds "
+    "fewer activations. interleaved: several stages per rank, shorter bubbles. zb-h1, zbv: fill bubbles with weight "
+    "gradients.  [default: 1f1b; interleaved with --num-layers-per-virtual-pipeline-stage]",
 )
 @size(
     "--num-layers-per-virtual-pipeline-stage",
-    help="Layers of a stage, on average, where a rank has several: for interleaved, whose ranks wait less the fewer "
-    "these are, and send more.",
+    help="Average number of layers per stage, if a rank has several stages (interleaved). Fewer layers mean shorter "
+    "bubbles and more communication.",
 )
-@size("--context-parallel-size", default=1, show_default=True, help="Ranks that share each sequence.")
+@size("--context-parallel-size", default=1, show_default=True, help="Number of ranks that share each sequence.")
 @click.option(
     "--cp-comm-type",
     type=choice["transports"],
-    help="How these exchange keys and values: from rank to rank beside the work (p2p), all at once (all_gather), heads "
-    "against positions (a2a), or heads among neighbours and the rest from rank to rank (a2a+p2p).  [default: the "
-    "fastest of the first three, by a measured table or a formula]",
+    help="How context parallel ranks exchange keys and values. p2p: from rank to rank, while they compute. all_gather: "
+    "all at once. a2a: heads for positions, by all-to-all. a2a+p2p: a2a among neighbours, p2p between groups.  "
+    "[default: the fastest of p2p, all_gather and a2a, by a measured table or a formula]",
 )
 @click.option(
     "--hierarchical-context-parallel-sizes",
     type=(click.IntRange(min=1), click.IntRange(min=1)),
     metavar="A P",
-    help="With a2a+p2p: how many neighbours exchange heads, and how many groups of them there are.",
+    help="With a2a+p2p: A neighbours exchange heads, in P groups. A times P is --context-parallel-size.",
 )
-@click.option("--device", type=choice["devices"], help="[default: cuda, if there is a GPU]")
-@path("--save", metavar="DIR", help="Write weights and optimizer after the last step, whole or not at all.")
-@size("--save-interval", help="And after every N steps.")
+@click.option("--device", type=choice["devices"], help="Device to train on.  [default: cuda if there is a GPU]")
+@path(
+    "--save",
+    metavar="DIR",
+    help="Folder of checkpoints. Saves weights and optimizer state after the last step, atomically.",
+)
+@size("--save-interval", help="Also save after every N steps.")
 @click.option(
     "--async-save/--no-async-save",
     default=None,
-    help="Write beside the steps that follow, from a copy in the host's memory; or wait for the disk.  "
+    help="Write checkpoints in the background from a copy in host memory; or wait for the disk.  "
     "[default: --async-save]",
 )
-@size("--keep-last", help="Leave the last N steps in --save, and remove older ones once a new one is whole.")
+@size("--keep-last", help="Keep the last N checkpoints in --save. Older ones are removed once a new one is complete.")
 @path(
     "--load",
     metavar="DIR",
-    help="Go on with what was saved there last, in any layout. Where nothing was yet, begin anew if it is also --save.",
+    help="Resume from the last checkpoint in DIR, in any layout. If DIR is also --save and still empty, start "
+    "from step 1.",
 )
 @path(
     "--init-from",
     metavar="FOLDER",
-    help="Begin from a GPT-2 or Llama of Hugging Face: its config.json, which has the sizes, and .safetensors files. "
-    "With --load only the sizes are its.",
+    help="Start from the weights of a GPT-2 or Llama of Hugging Face (config.json and .safetensors files). config.json "
+    "sets the sizes. With --load, only the sizes are used.",
 )
 @path(
     "--metrics",
     metavar="FILE",
     help="Write a line of JSON for each step: step, loss, grad_norm, tokens_per_s, percent_of_roof and more. With "
-    "--load those of steps after it are taken out, and made anew.",
+    "--load, lines of steps after the checkpoint are removed and written again.",
 )
 @click.option(
     "--distributed-timeout-minutes",
@@ -244,21 +263,21 @@ def command() -> None:
     metavar="X",
     default=10.0,
     show_default=True,
-    help="For how long ranks may wait for one that is alive: then all end, and say which it is. One that is dead or "
-    "stopped ends all in 30 s.",
+    help="Longest wait for a rank that is alive. After it, all ranks end and name that rank. A dead or stopped rank "
+    "ends all ranks within 30 s.",
 )
-@size("--log-interval", default=10, show_default=True, help="Steps between lines.")
-@click.option("--roof/--no-roof", "with_roof", default=True, help="Whether to say how far from the roof it is.")
+@size("--log-interval", default=10, show_default=True, help="Steps between printed lines.")
+@click.option("--roof/--no-roof", "with_roof", default=True, help="Report percent of roof, or skip it.")
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Check all that is given, draw the pipeline's schedule and who holds which tokens, and end. Without torchrun, "
-    "as many ranks as the sizes ask for are taken to be there.",
+    help="Check all options, draw the pipeline schedule and which rank holds which tokens, then exit. Without "
+    "torchrun, it assumes as many ranks as the sizes require.",
 )
 @done_by("rooftop.cli.train:train_gpt")
 def gpt() -> None:
-    """Train a GPT on tokens or text, and say how fast.
+    """Train a GPT on tokens or text, and report its speed.
 
-    It is GPT-2's transformer of the given sizes, or a preset. Alone it trains on one process; under torchrun each
-    process is a rank. Ranks use NCCL where there are GPUs, and gloo where there are none.
+    The model is a GPT-2 transformer of the given sizes, or a preset. Without torchrun it trains in one process; under
+    torchrun each process is a rank. Ranks communicate by NCCL on GPUs and by gloo on CPUs.
     """

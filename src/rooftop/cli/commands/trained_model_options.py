@@ -1,4 +1,4 @@
-"""Options of the verbs that run a trained model."""
+"""Options that the verbs with a trained model share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ seed_option = click.option(
     "seed",
     type=click.IntRange(0, 2**64 - 1),  # what torch.manual_seed takes
     metavar="SEED",
-    help="In place of --weights: an untrained model, to try things out. What it says means nothing.",
+    help="Use an untrained model instead of --weights, to try a command. Its results mean nothing.",
 )
 device_option = click.option(
     "--device",
@@ -38,18 +38,18 @@ device_option = click.option(
     default="auto",
     callback=_device,
     metavar="auto|cpu|cuda[:N]",
-    help="Where to run.  [default: auto, the GPU if there is one]",
+    help="Device to run on.  [default: auto, the GPU if there is one]",
 )
 dtype_option = click.option(
     "--dtype",
     type=click.Choice(names.FLOATS),
     callback=_dtype,
     metavar="bf16|fp16|fp32|fp64",
-    help="In which the model computes.  [default: bf16 on a GPU, fp32 on a CPU]",
+    help="Compute dtype of the model.  [default: bf16 on a GPU, fp32 on a CPU]",
 )
 
 skip_option = click.option(
-    "--skip-unreadable", is_flag=True, help="Leave out photographs that cannot be read, and name them at the end."
+    "--skip-unreadable", is_flag=True, help="Skip photographs that cannot be read, and list them at the end."
 )
 
 
@@ -60,5 +60,5 @@ def batch_size_option(default: int) -> Callable[[Verb], Verb]:
         type=click.IntRange(min=1),
         default=default,
         show_default=True,
-        help="Photographs at once, at most.",
+        help="Maximum number of photographs per batch.",
     )

@@ -1,4 +1,4 @@
-"""Options that the verbs below `rooftop media` share."""
+"""Options that the commands of `rooftop media` share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SizeType(click.ParamType[tuple[int, int]]):
             return value
         found = re.fullmatch(r"(\d+)x(\d+)", str(value))
         if found is None or 0 in (size := (int(found[2]), int(found[1]))):
-            self.fail(f"{value!r} is no size: expected WIDTHxHEIGHT in pixels, such as 1280x720", param, ctx)
+            self.fail(f"{value!r} is not a size: expected WIDTHxHEIGHT in pixels, such as 1280x720", param, ctx)
         from rooftop.media.decoding import MAX_PIXELS
 
         if size[0] * size[1] > MAX_PIXELS:
@@ -30,27 +30,39 @@ class SizeType(click.ParamType[tuple[int, int]]):
 def resize_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """--resize WxH, as (height, width) or None."""
     return click.option(
-        "--resize", type=SizeType(), metavar="WxH", help="Width and height of the frames, upright, in pixels."
+        "--resize", type=SizeType(), metavar="WxH", help="Resize the upright frames to this width and height in pixels."
     )(function)
 
 
 def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """--device, what decodes."""
+    """--device, which decodes."""
     option = click.option(
-        "--device", default="cpu", show_default=True, metavar="cpu|cuda|auto", help="What decodes; cuda:1 is possible."
+        "--device",
+        default="cpu",
+        show_default=True,
+        metavar="cpu|cuda|auto",
+        help="Device that decodes; cuda:1 selects a GPU.",
     )
     return option(function)
 
 
 def start_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """--start, in seconds, or None."""
-    option = click.option("--start", type=click.FloatRange(min=0), metavar="SECONDS", help="The first frame from here.")
+    option = click.option(
+        "--start",
+        type=click.FloatRange(min=0),
+        metavar="SECONDS",
+        help="Start with the first frame at or after this time.",
+    )
     return option(function)
 
 
 def end_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """--end, in seconds, or None."""
     option = click.option(
-        "--end", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="The last frame begins before."
+        "--end",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="SECONDS",
+        help="End before the first frame at or after this time.",
     )
     return option(function)

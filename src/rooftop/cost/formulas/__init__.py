@@ -1,6 +1,6 @@
 """Formulas for the operators of aten, a file for each family; importing this package registers them all.
 
-Each formula follows the operator's definition, not an implementation; tests check them against counts done by hand.
+Each formula follows the operator's definition, not an implementation; tests compare them with counts by hand.
 """
 
 from rooftop.cost.formulas import (

@@ -1,13 +1,13 @@
-"""Scaled dot-product attention: its matrix products, and the softmax of its scores; scores never go to memory.
+"""Scaled dot-product attention: its matrix products, and the softmax of its scores; scores are never written to memory.
 
-With B sequences, H query heads and P pairs of a query and a key that it may see, in dimensions D (keys) and V (values):
+With B sequences, H query heads and P pairs of a query and a visible key, in dimensions D (keys) and V (values):
 
     forward    2 B H P (D + V)          scores, weighted values
     backward   2 B H P (3 D + 2 V)      scores again; gradients of weights and values (V), of queries and keys (D)
 
-P is S_q · S_k, and under a causal mask only what lies below the diagonal: S (S + 1) / 2 for a square one (counters that
-take whole squares say about twice that). A mask given as a tensor is read and added; what it hides is a matter of its
-values, so every pair counts. Fewer key heads than query heads (grouped queries) save bytes and no flops.
+P is S_q · S_k, or under a causal mask only the part below the diagonal: S (S + 1) / 2 for a square one (tools that
+count whole squares report about twice that). A mask given as a tensor is read and added; the pairs that it hides depend
+on its values, so every pair counts. Fewer key heads than query heads (grouped queries) save bytes and no flops.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from rooftop.cost.registry import cost_of
 
 
 def visible_pairs(queries: int, keys: int, causal: bool) -> int:
-    """Pairs (i, j) of a query and a key with j ≤ i under a causal mask (aligned at the first query), else all."""
+    """Pairs (i, j) of a query and a key: those with j ≤ i under a causal mask (aligned at the first query), else
+    all."""
     if not causal:
         return queries * keys
     square = min(queries, keys)
@@ -35,7 +36,7 @@ def visible_pairs(queries: int, keys: int, causal: bool) -> int:
     *aten("_scaled_dot_product_fused_attention_overrideable"),
 )
 def attention(call: Call) -> Cost:
-    """Reads queries, keys, values and the mask; writes the output and (where asked for) each row's log-sum-exp."""
+    """Reads queries, keys, values and the mask; writes the output and, if requested, each row's log-sum-exp."""
     query, key, value, bias = call["query"], call["key"], call["value"], _bias(call)
     pairs = _pairs(call, query, key)
     dimensions = key.shape[-1] + value.shape[-1]
@@ -53,7 +54,7 @@ def attention(call: Call) -> Cost:
     *aten("_scaled_dot_product_fused_attention_overrideable_backward"),
 )
 def attention_backward(call: Call) -> Cost:
-    """The scores are computed again; then each requested gradient with the products that it needs."""
+    """The scores again, then each requested gradient with its products."""
     query, key, value, bias = call["query"], call["key"], call["value"], _bias(call)
     gradient = call["grad_out"] if "grad_out" in call else call["grad_out_"]
     mask = call.get("grad_input_mask", (True, True, True, bias is not None))
@@ -80,7 +81,7 @@ def _pairs(call: Call, query: Tensor, key: Tensor) -> int:
 
 
 def _seen(call: Call, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Keys and values but for those after the last query, which a causal mask hides from all."""
+    """Keys and values, without those after the last query, which a causal mask hides from all queries."""
     queries, keys = query.shape[2], key.shape[2]
     if not call["is_causal"] or keys <= queries:
         return [key, value]
@@ -123,7 +124,7 @@ def transformer_encoder_layer(call: Call) -> Cost:
 
 def _dense(tensor: Tensor) -> Tensor:
     if tensor.is_nested:
-        raise ValueError("the lengths in a nested tensor are values, which a cost does not look at")
+        raise ValueError("the lengths in a nested tensor are values, and a cost is computed from shapes only")
     return tensor
 
 

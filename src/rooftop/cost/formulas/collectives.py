@@ -1,7 +1,7 @@
-"""Collectives between ranks: what each rank must read and write in its own memory.
+"""Collectives between ranks: the bytes that each rank must read and write in its own memory.
 
-What must go over the links is not counted here: ceilings know bandwidths of memory, and the report of several ranks
-shows communication as time (see `rooftop.analysis.ranks.measuring`).
+Traffic over the links is not counted here: ceilings are memory bandwidths, and the report of several ranks shows
+communication as time (see `rooftop.analysis.ranks.measuring`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from rooftop.cost.accounting import FREE, Call, Cost, distinct_bytes, tensors_in
 from rooftop.cost.registry import cost_of
 
 FILLED = ("output", "output_tensor", "output_tensors", "outputs", "output_lists")
-"""Arguments that a collective of c10d only writes: its schema does not say so."""
+"""Arguments that a c10d collective only writes, although its schema does not say so."""
 TWO_SIDED = """
     _allgather_base_ _reduce_scatter_base_ allgather_ allgather_coalesced_ allgather_into_tensor_coalesced_ alltoall_
     alltoall_base_ gather_ reduce_scatter_ reduce_scatter_tensor_coalesced_ scatter_
@@ -38,19 +38,19 @@ def all_reduce(call: Call) -> Cost:
 
 @cost_of("c10d::send", "c10d::reduce_")
 def given(call: Call) -> Cost:
-    """Each tensor is read; that one rank also writes the sum is left out, as the rank is not known."""
+    """Each tensor is read; the sum that one rank also writes is not counted, since the rank is not known."""
     return Cost(distinct_bytes(tensors_in(call["tensors"])))
 
 
 @cost_of("c10d::recv_", "c10d::recv_any_source_", "c10d::broadcast_")
 def taken(call: Call) -> Cost:
-    """Each tensor is written (where a broadcast comes from it is read instead: as many bytes)."""
+    """Each tensor is written (the source of a broadcast is read instead: as many bytes)."""
     return Cost(0, distinct_bytes(tensors_in(call["tensors"])))
 
 
 @cost_of(*(f"_c10d_functional::{name}" for name in FUNCTIONAL.split()))
 def functional(call: Call) -> Cost:
-    """Each tensor that goes in is read, each that comes out written."""
+    """Each input tensor is read, each output tensor is written."""
     return Cost(distinct_bytes(call.read_tensors), distinct_bytes(call.written_tensors))
 
 

@@ -1,7 +1,7 @@
 """Convolutions: 2 · N · C_out · prod(out) · C_in / groups · prod(kernel) flops.
 
-The published convention is followed: positions where the kernel hangs over into the padding count like any other.
-A transposed convolution does as many flops for each *input* position. Each gradient costs as much as the forward pass.
+By the published convention, positions where the kernel extends into the padding count like any other. A transposed
+convolution does as many flops for each *input* position. Each gradient costs as much as the forward pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from rooftop.cost.registry import cost_of
     *aten("mkldnn_convolution slow_conv3d_forward"),
 )
 def convolution(call: Call) -> Cost:
-    """Multiply and add for each weight of each output; fused bias, sum and ReLU one each. Reads what windows touch."""
+    """Multiply and add for each weight of each output; fused bias, sum and ReLU one each. Reads count only the pixels
+    that windows touch.
+    """
     source, weight = _source(call), call["weight"]
     out: Tensor = call.results[0]
     bias, addend = call.get("bias"), call.get("z")
@@ -36,7 +38,7 @@ def convolution(call: Call) -> Cost:
 
 @cost_of(*aten("convolution_backward convolution_backward_overrideable"))
 def convolution_backward(call: Call) -> Cost:
-    """Each requested gradient with what it needs: that of the input the weight, that of the weight the input."""
+    """Each requested gradient with its operands: the weight for the input's gradient, the input for the weight's."""
     gradient, source, weight = call["grad_output"], _source(call), call["weight"]
     to_input, to_weight, to_bias = call["output_mask"]
     product = _convolution_flops(source, weight, gradient, _is_transposed(call))
@@ -69,7 +71,7 @@ def _convolution_flops(source: Tensor, weight: Tensor, out: Tensor, transposed: 
 
 
 def _source_bytes(call: Call, source: Tensor, weight: Tensor, out: Tensor) -> int:
-    """Bytes of the input that the convolution needs: what lies under its windows; transposed, all."""
+    """Bytes of the input under the convolution's windows; for a transposed convolution, all of the input."""
     if _is_transposed(call):
         return tensor_bytes(source)
     dimensions = weight.ndim - 2

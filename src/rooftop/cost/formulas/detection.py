@@ -27,8 +27,8 @@ SAMPLE = 8
 
 @cost_of("torchvision::nms")
 def nms(call: Call) -> Cost:
-    """Sorts the scores, then compares boxes. How many pairs is a matter of their values; at the least, each box that is
-    kept was compared with all others that are kept, and each that is not, once."""
+    """Sorts the scores, then compares boxes. The number of pairs depends on their values. At the least, each kept box
+    was compared with all other kept boxes, and each removed box once."""
     boxes, kept = call["dets"].shape[0], call.out.shape[0]
     pairs = kept * (kept - 1) // 2 + boxes - kept
     flops = boxes * (comparison_depth(boxes) + AREA) + pairs * OVERLAP
@@ -37,7 +37,7 @@ def nms(call: Call) -> Cost:
 
 @cost_of("torchvision::roi_align", "torchvision::ps_roi_align")
 def roi_align(call: Call) -> Cost:
-    """Each bin the mean of a grid of bilinear samples: `sampling_ratio`² of them, with 0 at least one."""
+    """Each bin is the mean of a grid of bilinear samples: `sampling_ratio`² of them; for a ratio of 0 at least one."""
     source, regions, pooled = call["input"], call["rois"], call.results[0]  # (N, C, H, W), (R, 5), (R, C, h, w)
     samples = max(call["sampling_ratio"], 1) ** 2
     read = tensor_bytes(regions) + addressed_bytes(source, pooled.numel() * samples * 4)
@@ -54,7 +54,7 @@ def roi_align_backward(call: Call) -> Cost:
 
 @cost_of("torchvision::roi_pool", "torchvision::ps_roi_pool")
 def roi_pool(call: Call) -> Cost:
-    """The maximum (or mean) of each bin, of at least one element."""
+    """The maximum (or mean) of each bin, over at least one element."""
     source, pooled = call["input"], call.results[0]
     read = tensor_bytes(call["rois"]) + addressed_bytes(source, pooled.numel())
     return Cost(read, distinct_bytes(call.written_tensors), arithmetic(pooled.numel(), [source]))
@@ -65,7 +65,7 @@ cost_of("torchvision::_roi_pool_backward", "torchvision::_ps_roi_pool_backward")
 
 @cost_of("torchvision::deform_conv2d")
 def deformable_convolution(call: Call) -> Cost:
-    """A convolution of samples: one for each tap, input channel and position, scaled by a mask where there is one."""
+    """A convolution of samples: one for each tap, input channel and position, scaled by a mask if there is one."""
     source, weight, masked = call["input"], call["weight"], call["use_mask"]
     out: Tensor = call.out  # (N, filters, h, w)
     positions = out.numel() // weight.shape[0]

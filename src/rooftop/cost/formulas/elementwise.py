@@ -1,6 +1,6 @@
 """Elementwise operators, activations and their gradients: each distinct input read once, each output written once.
 
-Broadcast operands count the elements they have, not those they are repeated to.
+Broadcast operands count their own elements, not the repeated ones.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from rooftop.cost.formulas.streaming import Flops, cover, each, streaming
 
 
 def _scaled(flops: int, of_complex: int | None = None) -> Callable[[Call], int]:
-    """One multiplication more unless the factor (`alpha` of add, `value` of addcmul) is 1; of complex numbers by a real
-    factor two."""
+    """One more multiplication unless the factor (`alpha` of add, `value` of addcmul) is 1; two for complex numbers
+    times a real factor."""
 
     def counted(call: Call) -> int:
         factor = call.get("alpha", call.get("value", 1)) != 1
@@ -25,7 +25,7 @@ def _scaled(flops: int, of_complex: int | None = None) -> Callable[[Call], int]:
 
 
 def _either(flops: int, of_complex: int) -> Callable[[Call], int]:
-    """Of real numbers, and of complex ones."""
+    """A formula that counts one thing for real numbers and another for complex ones."""
     return lambda call: of_complex if _is_complex(call) else flops
 
 
@@ -34,7 +34,7 @@ def _is_complex(call: Call) -> bool:
 
 
 def _bounds(call: Call) -> int:
-    """Comparisons of `clamp`: one for each bound that is given."""
+    """Comparisons of `clamp`: one for each given bound."""
     return (call["min"] is not None) + (call["max"] is not None)
 
 
@@ -155,7 +155,7 @@ FLOPS_PER_ELEMENT: dict[str, Flops] = UNARY | BINARY | TERNARY | ACTIVATIONS | G
 cover(FLOPS_PER_ELEMENT)
 # Both halves of the gradient follow from one element of the output's gradient: σ, grad·σ, 1 - σ, and two products.
 cover({"glu_backward": 5}, lambda flops: streaming(flops, per="grad_output"))
-# The CPU keeps exp(-|x|) in `buffer`; the definition needs x alone.
+# The CPU keeps exp(-|x|) in `buffer`; the definition needs only x.
 cover({"log_sigmoid_backward": 3}, lambda flops: streaming(flops, unread=["buffer"]))
 # Windows of a Fourier transform: a scaled position for each element, its cosines, their weighted sum.
 WINDOWS: dict[str, Flops] = {

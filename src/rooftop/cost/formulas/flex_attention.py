@@ -1,10 +1,10 @@
-"""Attention with a function of its scores and a mask of blocks (`torch.nn.attention.flex_attention`), as one kernel:
+"""Attention with a score function and a block mask (`torch.nn.attention.flex_attention`), as one kernel:
 
     forward    2 P (D + V)          scores, weighted values
     backward   2 P (3 D + 2 V)      see `attentions`
 
-for P pairs of a query and a key in the blocks that the mask keeps. A block that is kept in part counts whole: which of
-its pairs are hidden, only the mask's function tells. What the function of the scores computes is not counted.
+for P pairs of a query and a key in the blocks that the mask keeps. A partly kept block counts as a whole: only the
+mask's function knows its hidden pairs. The work of the score function is not counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rooftop.cost.formulas.streaming import arithmetic
 
 
 def forward(args: tuple[Any, ...], out: Any) -> Callable[[], Cost]:
-    """What computes the cost of `flex_attention`, once the values of its block mask can be looked at."""
+    """A function that computes the cost of `flex_attention` later, when the values of its block mask can be read."""
     query, key, value, _, block_mask, *_ = args
     output, log_sum_exp, *_ = out
     read = distinct_bytes([query, key, value, *_buffers(args[7:])])
@@ -41,7 +41,7 @@ def forward(args: tuple[Any, ...], out: Any) -> Callable[[], Cost]:
 
 
 def backward(args: tuple[Any, ...], out: Any) -> Callable[[], Cost]:
-    """The same of `flex_attention_backward`."""
+    """The same for `flex_attention_backward`."""
     query, key, value, output, log_sum_exp, gradient, _, _, _, block_mask, *_ = args
     read = distinct_bytes([query, key, value, output, log_sum_exp, gradient, *_buffers(args[12:])])
     written = distinct_bytes(tensors_in(out))
@@ -57,7 +57,7 @@ def backward(args: tuple[Any, ...], out: Any) -> Callable[[], Cost]:
 
 
 def _buffers(captured: Iterable[Any]) -> list[Tensor]:
-    """Tensors that the functions of scores and mask read."""
+    """Tensors that the score and mask functions read."""
     return [each for group in captured for each in tensors_in(group)]
 
 
@@ -66,8 +66,9 @@ def _visible_pairs(query: Tensor, key: Tensor, block_mask: tuple[Any, ...]) -> C
 
     Args:
         query, key: (B, H, S_q, D) and (B, H', S_k, D).
-        block_mask: the two lengths, then for each row of blocks how many are kept in part, their numbers, how many are
-            kept whole, their numbers, ...; last the height and the width of a block, and the mask's function.
+        block_mask: the two lengths; then for each row of blocks the number of partly kept ones, their indices, the
+            number of fully kept ones, their indices, ...; last the height and width of a block, and the mask's
+            function.
     """
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
@@ -78,7 +79,7 @@ def _visible_pairs(query: Tensor, key: Tensor, block_mask: tuple[Any, ...]) -> C
         if height >= queries and width >= keys:
             return batch * heads * queries * keys
         if any(isinstance(count, FakeTensor) for count, _ in kept):
-            raise ValueError("which blocks its mask keeps is a matter of values, which a prediction does not have")
+            raise ValueError("its mask keeps blocks by their values, and a prediction has no values")
         with _disable_current_modes():
             return sum(_of_blocks(count.cpu(), numbers.cpu()) for count, numbers in kept)
 
@@ -87,6 +88,6 @@ def _visible_pairs(query: Tensor, key: Tensor, block_mask: tuple[Any, ...]) -> C
         columns = (keys - width * numbers).clamp(0, width)
         columns = columns * (torch.arange(numbers.shape[-1]) < count.unsqueeze(-1))
         in_mask = int((columns.sum(-1) * rows).sum())
-        return in_mask * (batch // count.shape[0]) * (heads // count.shape[1])  # one mask may serve them all
+        return in_mask * (batch // count.shape[0]) * (heads // count.shape[1])  # one mask may serve all of them
 
     return pairs

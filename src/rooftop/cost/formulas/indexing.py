@@ -1,8 +1,8 @@
-"""Reads and writes at computed places: embedding, gather, scatter, index, masks.
+"""Reads and writes at computed positions: embedding, gather, scatter, index, masks.
 
-How many *different* places are touched depends on values that a cost must not look at. The convention: indices are
-taken as different, up to the size of what they point into, and masks as set everywhere. Repeated indices (a small
-vocabulary in a large batch) may therefore do better than this floor, by what their repetition saves.
+The number of *different* positions depends on values, which a cost must not read. By convention, all indices count as
+different, up to the size of the indexed dimension, and masks count as true everywhere. Repeated indices (a small
+vocabulary in a large batch) may therefore be faster than this floor, by the bytes that repetition saves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ cost_of("aten::embedding")(gathering("weight"))
 cost_of(*aten("masked_fill nonzero nonzero_static argwhere"))(streaming())
 cost_of("aten::masked_fill_")(streaming(unread=["self"]))
 cost_of("aten::repeat_interleave")(streaming())
-# The gradients of what the mask let through, one after another, and zeros.
+# The gradients of the unmasked elements, one after another, and zeros.
 cost_of("aten::masked_scatter_backward")(streaming())
 cost_of("aten::embedding_dense_backward")(streaming(1, per="grad_output"))
 
@@ -45,9 +45,9 @@ def embedding_bag(call: Call) -> Cost:
 
 @cost_of(*aten("_embedding_bag_backward _embedding_bag_dense_backward"))
 def embedding_bag_backward(call: Call) -> Cost:
-    """Adds the gradient of its bag to the row of each index; the table of gradients is written whole.
+    """Adds the gradient of its bag to the row of each index; the whole table of gradients is written.
 
-    To which bag an index belongs is said more than once (`offset2bag`, `offsets`, `bag_size`); it is read once.
+    Several arguments say to which bag an index belongs (`offset2bag`, `offsets`, `bag_size`); it is read once.
     """
     gradient, indices = call["grad"], call["indices"]  # (bags, E), (indices,)
     read = [gradient, indices, _bags(call), call["per_sample_weights"]]
@@ -57,7 +57,7 @@ def embedding_bag_backward(call: Call) -> Cost:
 
 
 def _bags(call: Call) -> Tensor:
-    """What says which bag an index belongs to; for sums PyTorch leaves the longer form empty."""
+    """The argument that says which bag an index belongs to; for sums PyTorch leaves the longer form empty."""
     bags: Tensor = call["offset2bag"]
     return bags if bags.numel() or "offsets" not in call else call["offsets"]
 
@@ -73,20 +73,20 @@ def embedding_bag_weights_backward(call: Call) -> Cost:
 
 @cost_of("aten::embedding_renorm")
 def embedding_renorm(call: Call) -> Cost:
-    """The norm of each row that is named (2 flops for each element), and its scale."""
+    """The norm of each indexed row (2 flops for each element), and its scale."""
     table, indices = call["self"], call["indices"]
     count = indices.numel() * table.shape[1]
     rows = addressed_bytes(table, count)
     return Cost(rows + tensor_bytes(indices), rows, arithmetic(3 * count, [table]))
 
 
-# Consecutive rows, as many as `lengths` says, become one; backward a gradient is repeated (and a mean divided).
+# Each run of rows, of the given `lengths`, is reduced to one; backward repeats a gradient (and divides it for a mean).
 cost_of("aten::segment_reduce")(streaming(1, per="data"))
 
 
 @cost_of("aten::_segment_reduce_backward")
 def segment_reduce_backward(call: Call) -> Cost:
-    """Of sums and means the data is not needed; extrema look for the elements that are equal to the result."""
+    """Sums and means do not need the data; extremes search for the elements that equal the result."""
     extremum = call["reduce"] not in ("sum", "mean")
     read = call.read_tensors if extremum else call.read_tensors_except("data", "output")
     flops = call["data"].numel() * (0 if call["reduce"] == "sum" else 1)
@@ -94,13 +94,14 @@ def segment_reduce_backward(call: Call) -> Cost:
 
 
 def scattering(addressed: Callable[[Call], int], flops: int = 0, *, accumulates: bool | str = False) -> Formula:
-    """A formula for an operator that writes elements of `self` at computed places.
+    """A formula for an operator that writes elements of `self` at computed positions.
 
-    In place it touches only these; otherwise it writes a whole copy of `self`, reading what is not overwritten.
+    In place it touches only these; otherwise it writes a full copy of `self`, and reads the elements that are not
+    overwritten.
 
     Args:
-        addressed: how many elements the indices address.
-        flops: for each of them, where it accumulates.
+        addressed: the number of elements that the indices address.
+        flops: per element, if it accumulates.
         accumulates: whether the old value is needed; a name: if that argument is given and true.
     """
 
@@ -124,15 +125,16 @@ def _elements_of(name: str) -> Callable[[Call], int]:
 
 
 def _rows_of_index(call: Call) -> int:
-    """Elements of the slices of `self` along `dim` that a vector of indices names."""
+    """Elements of the slices of `self` along `dim` that an index vector selects."""
     target, index = call["self"], call["index"]
     return index.numel() * target.numel() // max(target.shape[call["dim"]] if target.ndim else 1, 1)
 
 
 def _indexed_elements(call: Call) -> int:
-    """Elements that `self[indices]` addresses: the indices broadcast, times the dimensions they leave whole.
+    """Elements that `self[indices]` addresses: the broadcast indices, times the dimensions without an index.
 
-    A mask addresses as many as there are values, which its own values would tell and its shape does not.
+    A mask addresses as many elements as it has true values. Its shape does not give that number, so the number of
+    values counts.
     """
     target, indices = call["self"], [index for index in call["indices"] if index is not None]
     if any(index.dtype in (torch.bool, torch.uint8) for index in indices):

@@ -1,7 +1,7 @@
-"""Resizing and sampling on grids: each result a weighted sum of `taps` neighbours along each dimension.
+"""Resizing and sampling on grids: each result is a weighted sum of `taps` neighbours along each dimension.
 
 2 flops for each neighbour (a multiplication and an addition); nearest neighbours only move.
-Shrinking without anti-aliasing skips input: at most `taps` positions for each result along a dimension are read.
+Shrinking without anti-aliasing skips input: along a dimension, each result reads at most `taps` positions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RESIZES: dict[str, tuple[int, int]] = {
     "upsample_trilinear3d": (2, 3),
 }
 
-# Anti-aliased, where the neighbourhood widens as the image shrinks: neighbours at scale 1.
+# Anti-aliased: the neighbourhood widens as the image shrinks; these are the neighbours at scale 1.
 ANTIALIASED_RESIZES: dict[str, int] = {
     "_upsample_bicubic2d_aa": 4,
     "_upsample_bilinear2d_aa": 2,
@@ -52,7 +52,7 @@ def _resize(taps: int, dimensions: int) -> Formula:
 
 
 def _weighing(taps: int, dimensions: int) -> int:
-    """Flops of the weighted sum over a neighbourhood; of a single neighbour there is none."""
+    """Flops of the weighted sum over a neighbourhood; none for a single neighbour."""
     return 0 if taps == 1 else 2 * taps**dimensions
 
 
@@ -62,7 +62,7 @@ for _name, (_taps, _dimensions) in RESIZES.items():
 
 
 def _antialiased(taps: int) -> Formula:
-    """One dimension after the other, the cheaper order of the two."""
+    """One dimension after the other, in the cheaper order."""
 
     def formula(call: Call) -> Cost:
         is_backward = "grad_output" in call
@@ -89,7 +89,7 @@ for _name, _taps in ANTIALIASED_RESIZES.items():
 
 @cost_of(*aten("grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback cudnn_grid_sampler"))
 def grid_sampler(call: Call) -> Cost:
-    """Reads the grid, and of the input at most the neighbourhood of each grid point; 2 flops for each coordinate."""
+    """Reads the grid, and at most the neighbourhood of each grid point in the input; 2 flops for each coordinate."""
     out, grid = call.out, call["grid"]  # (N, C, *spatial), (N, *spatial, dimensions)
     taps, dimensions = _grid_taps(call), grid.shape[-1]
     flops = _weighing(taps, dimensions) * out.numel() + 2 * grid.numel()
@@ -99,7 +99,7 @@ def grid_sampler(call: Call) -> Cost:
 
 @cost_of(*aten("grid_sampler_2d_backward grid_sampler_3d_backward cudnn_grid_sampler_backward"))
 def grid_sampler_backward(call: Call) -> Cost:
-    """The gradient of the input needs the grid alone, that of the grid the input too, along each dimension."""
+    """The input's gradient needs only the grid; the grid's gradient also needs the input, along each dimension."""
     gradient, grid = call["grad_output"], call["grid"]
     taps, dimensions = _grid_taps(call), grid.shape[-1]
     mask = call.get("output_mask", (True, True))
@@ -113,7 +113,7 @@ def grid_sampler_backward(call: Call) -> Cost:
 
 
 def _grid_taps(call: Call) -> int:
-    """cuDNN has the bilinear mode alone."""
+    """cuDNN only has the bilinear mode."""
     return GRID_TAPS[call.get("interpolation_mode", 0)]
 
 
@@ -130,7 +130,7 @@ def _sampled_bytes(source: Tensor, grid: Tensor, neighbours: int) -> int:
 
 @cost_of("aten::affine_grid_generator")
 def affine_grid(call: Call) -> Cost:
-    """Each coordinate a product of a row of theta (N, d, d + 1) with a homogeneous point."""
+    """Each coordinate is a product of a row of theta (N, d, d + 1) with a homogeneous point."""
     theta: Tensor = call["theta"]
     flops = 2 * theta.shape[-1] * call.out.numel()
     return Cost(tensor_bytes(theta), tensor_bytes(call.out), arithmetic(flops, [theta]))

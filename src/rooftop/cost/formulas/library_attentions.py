@@ -1,8 +1,8 @@
 """The kernels below `scaled_dot_product_attention`, as libraries and nested tensors call them: heads after positions.
 
 Queries are (B, S, H, D), or with `cum_seq` (1, T, H, D) or (T, H, D): sequences of different lengths end to end. Their
-lengths are values, which a cost does not look at. Sequences that attend to themselves need no fewer pairs than B equal
-ones of T / B positions (the sum of squares is least when all are equal), so that many are counted.
+lengths are values, and a cost depends only on shapes. Sequences that attend to themselves need at least as many pairs
+as B equal ones of T / B positions (the sum of squares is least for equal lengths), so that number counts.
 """
 
 from __future__ import annotations
@@ -69,30 +69,30 @@ _STARTS = ("cum_seq_q", "cu_seqlens_q", "cu_seq_q")
 
 
 def _pairs(call: Call) -> int:
-    """Pairs of a query and a key that it may see, of all heads and sequences."""
+    """Pairs of a query and a visible key, of all heads and sequences."""
     query, key = call["query"], call["key"]
     starts: Tensor | None = next((call[name] for name in _STARTS if name in call), None)
     heads = query.shape[-2]
-    # No mask, positions up to its own (from the first or from the last query on).
+    # No mask; positions up to the query's own (counted from the first or from the last query).
     causal = call["is_causal"] if "is_causal" in call else call["custom_mask_type"] != 0
     left, right = _window(call, causal)
     if starts is None or starts.numel() == 0:
         return query.shape[0] * heads * windowed_pairs(query.shape[-3], key.shape[-3], left, right)
     positions, sequences = query.shape[-3], starts.numel() - 1
     if key.shape[-3] != positions or call.get("block_table") is not None or call.get("seqused_k") is not None:
-        raise ValueError("the lengths of packed sequences are values, which a cost does not look at")
+        raise ValueError("the lengths of packed sequences are values, and a cost is computed from shapes only")
     length, longer = divmod(positions, sequences)
     pairs = (sequences - longer) * windowed_pairs(length, length, left, right)
     return heads * (pairs + longer * windowed_pairs(length + 1, length + 1, left, right))
 
 
 def _window(call: Call, causal: bool) -> tuple[int | None, int | None]:
-    """How many positions before and after its own a query sees, None: all."""
+    """The number of positions before and after its own that a query sees; None: all."""
     left, right = call.get("window_size_left"), call.get("window_size_right")
     window = call.get("window_size")
     if isinstance(window, (list, tuple)):
         left, right = window
-    elif window:  # of the memory-efficient kernel: so many positions up to its own
+    elif window:  # window of the memory-efficient kernel: that many positions up to the query's own
         left = window - 1
     left = None if left is None or left < 0 else left
     right = None if right is None or right < 0 else right
@@ -101,7 +101,7 @@ def _window(call: Call, causal: bool) -> tuple[int | None, int | None]:
 
 @lru_cache(maxsize=1024)
 def windowed_pairs(queries: int, keys: int, left: int | None, right: int | None) -> int:
-    """Pairs (i, j) with i - left ≤ j ≤ i + right; None is no limit."""
+    """Pairs (i, j) with i - left ≤ j ≤ i + right; None is not a limit."""
     if left is None and right is None:
         return queries * keys
     total = 0

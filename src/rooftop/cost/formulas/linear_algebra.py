@@ -46,12 +46,12 @@ def _householder(m: int, n: int) -> float:
 
 
 def reflectors(m: int, n: int, k: int) -> float:
-    """Flops of multiplying k Householder reflectors of length m out to n columns (LAPACK's orgqr, working note 41)."""
+    """Flops of applying k Householder reflectors of length m to n columns (LAPACK's orgqr, working note 41)."""
     return 4 * m * n * k - 2 * (m + n) * k**2 + 4 * k**3 / 3
 
 
 def singular_value_flops(m: int, n: int, vectors: bool, full: bool) -> float:
-    """Of an (m, n) matrix: singular values alone, with the thin factors, or with a full left one."""
+    """Flops for an (m, n) matrix: singular values alone, with the thin factors, or with a full left factor."""
     long, short = max(m, n), min(m, n)
     if not vectors:
         return min(4 * long * short**2 - 4 * short**3 / 3, 2 * long * short**2 + 2 * short**3)
@@ -64,7 +64,7 @@ def singular_value_flops(m: int, n: int, vectors: bool, full: bool) -> float:
 
 
 def _of_matrix(count: Count, *, unread: tuple[str, ...] = ()) -> Formula:
-    """A formula for an operator on one matrix (or a batch of them), the first argument."""
+    """A formula for an operator on one matrix (or a batch of matrices), its first argument."""
 
     def formula(call: Call) -> Cost:
         matrix: Tensor = next(iter(call.arguments.values()))  # (..., m, n)
@@ -74,7 +74,7 @@ def _of_matrix(count: Count, *, unread: tuple[str, ...] = ()) -> Formula:
 
 
 def _cost(call: Call, matrix: Tensor, flops: float, read: list[Tensor], written: list[Tensor]) -> Cost:
-    """So many flops for each matrix of the batch."""
+    """That many flops for each matrix of the batch."""
     batch = matrix.numel() // max(matrix.shape[-2] * matrix.shape[-1], 1)
     total = round(batch * flops) * (4 if matrix.is_complex() else 1)
     return Cost(distinct_bytes(read), distinct_bytes(written), arithmetic(total, [matrix]))
@@ -83,13 +83,13 @@ def _cost(call: Call, matrix: Tensor, flops: float, read: list[Tensor], written:
 cost_of(*aten("cholesky linalg_cholesky_ex linalg_ldl_factor_ex"))(_of_matrix(_cholesky))
 cost_of("aten::cholesky_inverse")(_of_matrix(lambda m, n: 2 * n**3 / 3))
 cost_of(*aten("linalg_lu linalg_lu_factor_ex"))(_of_matrix(_lu))
-# The product of the diagonal on top.
+# Also the product of the diagonal.
 cost_of(*aten("_linalg_det _linalg_slogdet"))(_of_matrix(lambda m, n: _lu(m, n) + n))
 cost_of("aten::linalg_inv_ex")(_of_matrix(lambda m, n: 2 * n**3))
 cost_of("aten::geqrf")(_of_matrix(_householder))
 cost_of(*aten("_linalg_eigvals linalg_eigvals"))(_of_matrix(lambda m, n: 10 * n**3))
 cost_of("aten::linalg_eig")(_of_matrix(lambda m, n: 25 * n**3))
-# Singular values and vectors, and the product of them put together again.
+# Singular values and vectors, and their product.
 cost_of("aten::linalg_pinv")(
     _of_matrix(lambda m, n: singular_value_flops(m, n, vectors=True, full=False) + 2 * m * n * min(m, n))
 )
@@ -98,7 +98,7 @@ cost_of("aten::lu_unpack")(streaming())
 
 @cost_of("aten::linalg_qr")
 def qr(call: Call) -> Cost:
-    """R alone ("r"), with as many columns of Q as there are reflectors ("reduced"), or with all m ("complete")."""
+    """Only R ("r"), with as many columns of Q as reflectors ("reduced"), or with all m ("complete")."""
     matrix: Tensor = call["A"]
     m, n = matrix.shape[-2:]
     flops = _householder(m, n)
@@ -126,7 +126,7 @@ def apply_reflectors(call: Call) -> Cost:
 
 @cost_of("aten::_linalg_svd")
 def singular_values(call: Call) -> Cost:
-    """Without `compute_uv` the factors stay empty."""
+    """Without `compute_uv` the factors are empty."""
     matrix: Tensor = call["A"]
     m, n = matrix.shape[-2:]
     flops = singular_value_flops(m, n, vectors=call["compute_uv"], full=call["full_matrices"])
@@ -165,13 +165,13 @@ def solve_triangular(call: Call) -> Cost:
 
 @cost_of("aten::triangular_solve")
 def triangular_solve(call: Call) -> Cost:
-    """The older form, which hands out a copy of the matrix too."""
+    """The older form, which also returns a copy of the matrix."""
     return _triangular(call, call["A"], call["self"], unit=call["unitriangular"])
 
 
 def _triangular(call: Call, matrix: Tensor, right: Tensor, *, unit: bool) -> Cost:
     solution: Tensor = call.results[0]
-    copied = distinct_bytes([matrix]) if len(call.results) > 1 else 0  # all of it is read then
+    copied = distinct_bytes([matrix]) if len(call.results) > 1 else 0  # then all of it is read
     read = copied or _triangle_bytes(matrix, diagonal=not unit)
     flops = elements(solution) * matrix.shape[-1] * (4 if solution.is_complex() else 1)
     return Cost(read + distinct_bytes([right]), distinct_bytes([solution]) + copied, arithmetic(flops, [solution]))
@@ -179,7 +179,7 @@ def _triangular(call: Call, matrix: Tensor, right: Tensor, *, unit: bool) -> Cos
 
 @cost_of(*aten("_cholesky_solve_helper cholesky_solve linalg_ldl_solve linalg_lu_solve"))
 def solve_factored(call: Call) -> Cost:
-    """Two triangular solves, 2 n² k; of a Cholesky factor one triangle is read."""
+    """Two triangular solves, 2 n² k; for a Cholesky factor one triangle is read."""
     name = call.func._schema.name
     solution: Tensor = call.out
     flops = 2 * solution.numel() * _order(call) * (4 if solution.is_complex() else 1)
@@ -199,7 +199,7 @@ def _order(call: Call) -> int:
 
 @cost_of("aten::_linalg_solve_ex")
 def solve(call: Call) -> Cost:
-    """An LU factorization, which is a result too, and two triangular solves."""
+    """An LU factorization, which is also returned, and two triangular solves."""
     matrix, solution = call["A"], call.results[0]
     n = matrix.shape[-1]
     batch = matrix.numel() // max(n * n, 1)
@@ -213,7 +213,7 @@ def solve(call: Call) -> Cost:
 
 @cost_of("aten::linalg_lstsq")
 def least_squares(call: Call) -> Cost:
-    """QR, the reflectors applied to k right-hand sides, and a triangular solve; wide ones by their transpose."""
+    """QR, the reflectors applied to k right-hand sides, and a triangular solve; wide matrices use their transpose."""
     matrix, right = call["self"], call["b"]  # (..., m, n), (..., m, k) or (..., m)
     m, n = matrix.shape[-2:]
     k = right.shape[-1] if right.ndim == matrix.ndim else 1

@@ -1,4 +1,4 @@
-"""Losses: prediction and target read once; one addition more for each element where the loss is reduced."""
+"""Losses: prediction and target read once; if the loss is reduced, one more addition for each element."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GRADIENTS: dict[str, Flops] = {
 
 
 def _pointwise(flops: Flops) -> Formula:
-    """So many flops for each element, one more to reduce, one for a weight, two for a `pos_weight`."""
+    """That many flops for each element, one more to reduce, one for a weight, two for a `pos_weight`."""
 
     def total(call: Call) -> int:
         reduced = call["reduction"] != 0
@@ -45,7 +45,7 @@ cover(POINTWISE, _pointwise)
 # For each class: subtract from the target's score, add the margin, clamp, add up.
 cost_of("aten::multi_margin_loss")(streaming(4, per="self"))
 cost_of("aten::multi_margin_loss_backward")(streaming(4, per="self"))
-# The same for each target; how many there are is a matter of values, so one is counted.
+# The same for each target; the number of targets depends on values, so one is counted.
 cost_of("aten::multilabel_margin_loss_forward")(streaming(4, per="self"))
 cost_of("aten::multilabel_margin_loss_backward")(streaming(4, per="self"))
 cover(GRADIENTS)
@@ -53,7 +53,7 @@ cover(GRADIENTS)
 
 @cost_of(*aten("nll_loss_forward nll_loss2d_forward"))
 def nll_loss(call: Call) -> Cost:
-    """Picks one log-probability for each target, weighs and adds it: only what is picked is read."""
+    """Picks one log-probability for each target, weighs and adds it; only the picked ones are read."""
     log_probability: Tensor = call["self"]  # (N, C) or (N, C, H, W)
     target, weight = call["target"], call["weight"]
     picked = target.numel() * log_probability.element_size()
@@ -71,8 +71,8 @@ cost_of(*aten("nll_loss_backward nll_loss2d_backward"))(streaming(1, per="target
 
 
 CTC_STATE = 9
-"""Of a state of the CTC recursion: log(exp(a) + exp(b) + exp(c)) + log-probability: maximum 2, three differences with
-their exponentials counted as one, 2 additions, logarithm and the last addition 2."""
+"""Flops of a state of the CTC recursion: log(exp(a) + exp(b) + exp(c)) + log-probability: maximum 2, three differences
+with their exponentials counted as one, 2 additions, logarithm and the last addition 2."""
 
 
 @cost_of("aten::_ctc_loss")
@@ -103,10 +103,10 @@ def ctc_loss_backward(call: Call) -> Cost:
 
 @cost_of("aten::_cudnn_ctc_loss")
 def ctc_loss_and_gradient(call: Call) -> Cost:
-    """Both recursions at once, as cuDNN writes the gradient with the loss; S is the labels' number of a sequence."""
+    """Both recursions at once, as cuDNN writes the gradient with the loss; S is the number of labels of a sequence."""
     log_probability, targets = call["log_probs"], call["targets"]  # (T, N, C), (N, S) or those of all sequences
     steps, batch, _ = log_probability.shape
-    states = steps * (2 * targets.numel() + batch)  # 2 S + 1 of each sequence
+    states = steps * (2 * targets.numel() + batch)  # 2 S + 1 for each sequence
     flops = (2 * CTC_STATE + 3) * states + 6 * log_probability.numel()
     return Cost(
         distinct_bytes(call.read_tensors),
@@ -123,14 +123,15 @@ CHUNKED_LINEAR_LOSSES = (
 
 @cost_of(*CHUNKED_LINEAR_LOSSES)
 def chunked_linear_cross_entropy(call: Call) -> Cost:
-    """`F.linear_cross_entropy` with options: the logits of some samples at a time, which need not go to memory.
+    """`F.linear_cross_entropy` with options: it computes the logits of some samples at a time, and need not write them
+    to memory.
 
-    A product for the logits, and one for each gradient of input and weight that is made beside the loss.
+    One product for the logits, and one for each gradient (of input and weight) that is computed with the loss.
     """
     samples, weight, bias = call["input"], call["linear_weight"], call["linear_bias"]
     logits = prod(samples.shape[:-1]) * prod(weight.shape[:-1])
     gradients = [call.get(f"compute_{of}_grad", False) for of in ("input", "linear_weight", "linear_bias")]
-    # Of each logit: softmax, the bias; of its gradient: minus the target's share, the sum for the bias.
+    # For each logit: softmax and bias; for its gradient: minus the target's share, and the sum for the bias.
     pointwise = SOFTMAX_FLOPS + (bias is not None) + any(gradients) + gradients[2]
     flops = merged(
         matrix_flops(samples, logits * samples.shape[-1] * (1 + gradients[0] + gradients[1])),

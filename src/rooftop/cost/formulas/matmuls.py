@@ -1,6 +1,6 @@
 """Matrix products: 2 m n k flops, every operand moved once.
 
-A sparse factor counts by its stored elements: 2 nnz n flops with a dense (k, n), of which the rows addressed are read.
+A sparse factor counts by its stored elements: 2 nnz n flops with a dense (k, n), of which the addressed rows are read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rooftop.cost.registry import cost_of
 
 
 def matrix_flops(left: Tensor, products: int) -> dict[str, int]:
-    """Flops of so many multiply-adds in the precision of `left`; a complex one is four real ones."""
+    """Flops of that many multiply-adds in the precision of `left`; a complex multiply-add counts as four real ones."""
     return {matrix_precision(left): (8 if left.is_complex() else 2) * products} if products else {}
 
 
@@ -38,11 +38,12 @@ def product(call: Call) -> Cost:
 
 @cost_of(*aten("_addmm_activation _sparse_addmm addbmm addmm addmv baddbmm sspaddmm"))
 def product_and_sum(call: Call) -> Cost:
-    """`beta * self + alpha * (left @ right)`: with beta 0, `self` is not read; a factor of 1 is no multiplication."""
+    """`beta * self + alpha * (left @ right)`: with beta 0, `self` is not read; a factor of 1 is not a
+    multiplication."""
     left, right = call.read_tensors_except("self")  # (..., m, k), (..., k, n) or (k,)
     products = multiply_adds(left, right, call.out)
     if call.func._schema.name.startswith("aten::addbmm"):
-        products *= left.shape[0]  # the batch is summed too
+        products *= left.shape[0]  # the sum includes the batch
     beta, alpha = call["beta"], call["alpha"]
     epilogue = (beta != 0) + (beta not in (0, 1)) + (alpha != 1)
     if "use_gelu" in call:
@@ -58,7 +59,7 @@ cost_of("aten::addr")(streaming(2))
 
 @cost_of(*aten("_scaled_mm _scaled_mm_v2"))
 def scaled_product(call: Call) -> Cost:
-    """fp8 operands, scaled on the way out."""
+    """fp8 operands, with scaled results."""
     left: Tensor = call["self"]  # (m, k)
     epilogue = 2 + (call["bias"] is not None)
     flops = merged(
@@ -88,8 +89,8 @@ def products(call: Call) -> Cost:
 
 @cost_of("aten::_trilinear")
 def trilinear(call: Call) -> Cost:
-    """Sums of products of three tensors (`nn.Bilinear`): one multiply-add for each combination of their dimensions;
-    the third factor comes in after the longest sum."""
+    """Sums of products of three tensors (`nn.Bilinear`): one multiply-add for each combination of their dimensions; the
+    third factor is multiplied in after the longest sum."""
     first, second, third = call["i1"], call["i2"], call["i3"]
     sizes = torch.broadcast_shapes(
         *(
@@ -101,7 +102,7 @@ def trilinear(call: Call) -> Cost:
 
 
 def _expanded(tensor: Tensor, dimensions: Sequence[int]) -> tuple[int, ...]:
-    """The shape with a dimension of one at each of these places of the result."""
+    """The shape with dimensions of size one at these positions of the result."""
     sizes = list(tensor.shape)
     for dimension in sorted(dimensions):
         sizes.insert(dimension, 1)
@@ -110,7 +111,7 @@ def _expanded(tensor: Tensor, dimensions: Sequence[int]) -> tuple[int, ...]:
 
 @cost_of(*aten("linear mkldnn_linear"))
 def linear(call: Call) -> Cost:
-    """Whole where a back end has it whole: nested tensors, opaque layouts."""
+    """A linear layer that a back end computes as one operator: nested tensors, opaque layouts."""
     source, weight, bias = call.read_tensors[0], call["weight"], call["bias"]  # (..., k), (n, k), (n,)
     flops = merged(
         matrix_flops(source, source.numel() * weight.shape[0]),
@@ -121,7 +122,7 @@ def linear(call: Call) -> Cost:
 
 @cost_of("aten::linear_backward")
 def linear_backward(call: Call) -> Cost:
-    """Gradients of the input (needs the weights), of the weights (needs the input), of the bias (a sum)."""
+    """Gradients of the input (needs the weights), of the weights (needs the input), and of the bias (a sum)."""
     source, gradient, weight = call["self"], call["grad_output"], call["weight"]
     to_input, to_weight, to_bias = call["output_mask"]
     flops = merged(

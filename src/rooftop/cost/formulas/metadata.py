@@ -1,6 +1,6 @@
-"""Operators that touch no element: views, allocations, questions about a tensor.
+"""Operators that touch no element: views, allocations, queries about a tensor.
 
-They are listed by name, so that an operator nobody thought of counts as uncovered and never as free.
+They are listed by name, so that an unlisted operator counts as uncovered and never as free.
 """
 
 from __future__ import annotations
@@ -46,5 +46,5 @@ OUTSIDE_ATEN = """
 
 @cost_of(*aten(VIEWS), *aten(ALLOCATIONS), *aten(QUESTIONS), *OUTSIDE_ATEN.split())
 def metadata(call: Call) -> Cost:
-    """Nothing moves and nothing is computed."""
+    """No bytes and no flops."""
     return FREE

@@ -14,7 +14,7 @@ from rooftop.cost.formulas.sparse_operands import addressed_bytes, index_bytes, 
 from rooftop.cost.formulas.streaming import aten, elements, streaming
 from rooftop.cost.registry import Formula, cost_of
 
-# Only written: of the tensor that names the shape (`zeros_like`, `fill_`) nothing is read.
+# Only writes: the tensor that gives the shape (`zeros_like`, `fill_`) is not read.
 FILLS = """
     arange eye fft_fftfreq fft_rfftfreq fill full full_like linspace logspace new_full new_ones new_zeros ones
     ones_like range scalar_tensor tril_indices triu_indices zero zeros zeros_like
@@ -39,12 +39,12 @@ VIEW_GRADIENTS = "diagonal_backward select_backward slice_backward"
 cost_of(*aten(FILLS))(streaming(unread=["self"]))
 cost_of(*aten(COPIES))(streaming())
 cost_of(*aten(VIEW_GRADIENTS))(streaming())
-cost_of(*aten("copy"))(streaming(unread=["self"]))  # `self` only says where to
-# Looks at the mask only for whether its ones are on the left.
+cost_of(*aten("copy"))(streaming(unread=["self"]))  # `self` only gives the positions
+# Reads the mask only to check whether its ones are on the left.
 cost_of("aten::_nested_tensor_from_mask_left_aligned")(streaming(1, per="mask", unread=["t"]))
-# The weights, one after another in the layout of cuDNN.
+# The weights, one after another in cuDNN's layout.
 cost_of("aten::_cudnn_rnn_flatten_weight")(streaming())
-# Elements that were repeated are added up again.
+# The gradients of repeated elements are added up.
 cost_of(*aten("unfold_backward"))(streaming(1, per="grad_in"))
 cost_of(*aten("col2im"))(streaming(1, per="self"))
 cost_of(
@@ -54,12 +54,13 @@ cost_of(
 
 
 def gathering(table: str) -> Formula:
-    """A formula for an operator that picks elements: of `table` at most as many are read as there are results."""
+    """A formula for an operator that picks elements: it reads at most as many elements of `table` as there are
+    results."""
 
     def formula(call: Call) -> Cost:
         source: Tensor = call[table]
         picked = addressed_bytes(source, elements(call.out))
-        if is_sparse(source):  # the indices say which values are meant
+        if is_sparse(source):  # the indices select the values
             picked = index_bytes(source) + value_bytes(call.out)
         return Cost(picked + distinct_bytes(call.read_tensors_except(table)), tensor_bytes(call.out))
 
@@ -74,7 +75,7 @@ cost_of(*aten("constant_pad_nd diagonal_copy narrow_copy select_copy slice_copy 
 
 @cost_of("aten::tril", "aten::triu")
 def triangle(call: Call) -> Cost:
-    """Reads the triangle that is kept, writes the whole matrix (in place: the triangle that is cleared)."""
+    """Reads the kept triangle, and writes the whole matrix (in place: the cleared triangle)."""
     matrix: Tensor = call["self"]  # (..., rows, columns)
     rows, columns = matrix.shape[-2:]
     if call.func._schema.name.startswith("aten::tril"):
@@ -89,5 +90,5 @@ def triangle(call: Call) -> Cost:
 
 @lru_cache(maxsize=1024)
 def _elements_below(rows: int, columns: int, diagonal: int) -> int:
-    """Elements of a matrix strictly below its diagonal number `diagonal`."""
+    """Elements of a matrix strictly below its diagonal with the number `diagonal`."""
     return sum(min(max(row + diagonal, 0), columns) for row in range(rows))

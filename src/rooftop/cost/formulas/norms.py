@@ -1,9 +1,10 @@
-"""Normalizations. Per element: sum 1, sum of squares 2 (var = E[x²] - E[x]², the least that statistics take whichever
-way an implementation finds numerically better), centring 1, scaling by 1/σ 1, weight 1, bias 1.
-Of a batch norm the constants of a channel fold into one multiplication and one addition.
+"""Normalizations. Per element: sum 1, sum of squares 2 (var = E[x²] - E[x]² has the fewest flops, although
+implementations use numerically better formulas), centring 1, scaling by 1/σ 1, weight 1, bias 1.
+The constants of a channel in batch norm combine to one multiplication and one addition.
 
-The few operations on each row's statistics are left out. A backward pass recomputes x̂ = (x - mean)/σ from x (2 flops),
-adds 2 for the gradient of the weight (multiply, add), 1 for the bias, and for the input, with g = gradient · weight,
+The few operations on each row's statistics are not counted. A backward pass recomputes x̂ = (x - mean)/σ from x (2
+flops), adds 2 for the gradient of the weight (multiply, add), 1 for the bias, and for the input, with g = gradient ·
+weight,
 
     dx = (g - mean(g) - x̂ mean(g x̂)) / σ        8 with a weight: 1 + 1 + 2 + 4
 """
@@ -27,7 +28,7 @@ def _affine_flops(call: Call) -> int:
 
 @cost_of(*aten("native_layer_norm native_group_norm"))
 def row_norm(call: Call) -> Cost:
-    """Normalizes rows (of a layer, of a group of channels); the rows' mean and 1/σ are results too."""
+    """Normalizes rows (of a layer, of a group of channels); the rows' mean and 1/σ are also results."""
     return streaming(_STATISTICS_FLOPS + _CENTRING_FLOPS + _affine_flops(call), per="input")(call)
 
 
@@ -43,10 +44,11 @@ def rms_norm(call: Call) -> Cost:
     *aten("native_batch_norm"),
 )
 def batch_norm(call: Call) -> Cost:
-    """In training: statistics of the batch, and the running ones brought up to date. Else: the running ones applied.
+    """In training: statistics of the batch, and the update of the running ones. Otherwise the running statistics are
+    applied.
 
-    Some overloads change the running statistics without saying so in their schema.
-    `reserve` is workspace of a back end, no part of the definition.
+    Some overloads change the running statistics although their schema does not say so.
+    `reserve` is workspace of a back end, not part of the definition.
     """
     source: Tensor = call["input"]
     running = [call.get("running_mean"), call.get("running_var")]
@@ -66,7 +68,8 @@ def batch_norm(call: Call) -> Cost:
 
 @cost_of(*aten("batch_norm_backward cudnn_batch_norm_backward native_batch_norm_backward"))
 def batch_norm_backward(call: Call) -> Cost:
-    """In training through the batch's statistics. Else these are constants: dx = g · weight / σ."""
+    """In training, the gradient passes through the batch's statistics. Otherwise these are constants: dx = g · weight /
+    σ."""
     gradient = call["grad_out"] if "grad_out" in call else call["grad_output"]
     training = call.get("train", call.get("update", True))
     prefix = "save" if training else "running"
@@ -98,10 +101,10 @@ def _norm_backward(
     *,
     statistics_depend: bool = True,
 ) -> Cost:
-    """Each requested gradient (input, weight, bias) with what it needs.
+    """Each requested gradient (input, weight, bias) with its operands.
 
     Args:
-        mean: None for RMS norms, which subtract none.
+        mean: None for RMS norms, which subtract no mean.
         statistics_depend: whether the statistics are functions of the input, so that gradients flow through them.
     """
     to_input, to_weight, to_bias = output_mask

@@ -1,7 +1,7 @@
 """Optimizer steps: operators on lists of tensors (`_foreach_*`), and whole steps in one operator (`_fused_*`).
 
-Every tensor of every list counts, each once. What a fused step changes without needing to (gradients, unless they are
-unscaled on the way) is not counted as written, whatever the schema allows.
+Every tensor of every list counts once. Unnecessary changes by a fused step (of gradients, unless they are unscaled) do
+not count as written, whatever the schema allows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ for _name in FOREACH_ARITHMETIC.split():
 cost_of("aten::_foreach_clone")(streaming())
 cost_of(*aten("_foreach_copy _foreach_zero"))(streaming(unread=["self"]))
 
-# Multiply by 1/scale and look for infinities.
+# Multiply by 1/scale and check for infinities.
 cost_of("aten::_amp_foreach_non_finite_check_and_unscale")(streaming(2, per="self"))
 cost_of("aten::_amp_update_scale")(streaming(2))
 
@@ -35,7 +35,7 @@ class FusedStep:
     """One fused optimizer.
 
     Attributes:
-        states: lists that are read and written, besides the parameters.
+        states: lists that are read and written besides the parameters.
         flops: for each element of the parameters.
     """
 
@@ -75,7 +75,7 @@ FUSED_STEPS: dict[str, FusedStep] = {
 
 @cost_of(*(f"aten::{name}" for name in FUSED_STEPS))
 def fused_step(call: Call) -> Cost:
-    """One step of all parameters: the flops of the rule for each, and one for the loss scale where there is one."""
+    """One step of all parameters: the rule's flops for each, and one for the loss scale if there is one."""
     step = FUSED_STEPS[call.func._schema.name.removeprefix("aten::").removesuffix("_")]
     states = [tensor for name in step.states(call) for tensor in tensors_in(call[name])]
     parameters, gradients = call["self"], call["grads"]

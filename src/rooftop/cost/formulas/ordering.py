@@ -10,7 +10,7 @@ from rooftop.cost.registry import cost_of
 
 
 def comparison_depth(count: int) -> int:
-    """Comparisons of a binary search among so many: log₂, rounded up."""
+    """Comparisons of a binary search among `count` values: log₂, rounded up."""
     return max(count - 1, 0).bit_length()
 
 
@@ -39,8 +39,8 @@ def binary_search(call: Call) -> Cost:
 def histogram(call: Call) -> Cost:
     """(..., D) points: a binary search among the edges of each dimension, and one addition for each point.
 
-    Bins given by their number need their bounds first, two comparisons for each coordinate, and are found by a
-    subtraction and a division.
+    If only the number of bins is given, their bounds are computed first, with two comparisons for each coordinate; a
+    subtraction and a division then find the bin.
     """
     points: Tensor = call["self"]
     bins, name = call["bins"], call.func._schema.name
@@ -58,7 +58,7 @@ def histogram(call: Call) -> Cost:
     return Cost(distinct_bytes(read), distinct_bytes(call.written_tensors), arithmetic(flops, read))
 
 
-# One comparison for each element is the least that selects; `unique` needs to have seen each of them too.
+# Selection needs at least one comparison for each element; `unique` must also compare each of them.
 cost_of(
     *aten("kthvalue median mode nanmedian topk _unique _unique2 unique_consecutive unique_dim unique_dim_consecutive")
 )(streaming(1, per="self"))

@@ -1,6 +1,6 @@
-"""Pooling: the input read once (what lies under a window of it), one flop for each place in each window.
+"""Pooling: the input under the windows is read once, and each position in each window is one flop.
 
-Maximum: a comparison each; average: an addition each, the last of them the division.
+Maximum: one comparison each; average: one addition each, with the division in place of the last.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rooftop.cost.registry import cost_of
     *aten("mkldnn_max_pool2d mkldnn_max_pool3d"),
 )
 def pool(call: Call) -> Cost:
-    """One addition or comparison for each element of each window; reads what some window touches."""
+    """One addition or comparison for each element of each window; reads only elements under a window."""
     source: Tensor = call["self"]  # (N, C, *spatial) or (C, *spatial)
     pooled: Tensor = call.results[0]
     kernel = _kernel(call)
@@ -33,26 +33,26 @@ def pool(call: Call) -> Cost:
 
 @cost_of(*aten("avg_pool2d_backward avg_pool3d_backward"))
 def average_pool_backward(call: Call) -> Cost:
-    """Spreads each gradient over its window; of the input only the shape is needed."""
+    """Spreads each gradient over its window; needs only the shape of the input."""
     return streaming(prod(_kernel(call)), per="grad_output", unread=["self"])(call)
 
 
 def _kernel(call: Call) -> list[int]:
-    """Window size along each spatial dimension, which the operator's name counts ("avg_pool2d")."""
+    """Window size along each spatial dimension; the operator's name gives their number ("avg_pool2d")."""
     name = call.func._schema.name
     return per_dimension(call["kernel_size"], next(d for d in (1, 2, 3) if f"pool{d}d" in name))
 
 
 @cost_of(*aten("fractional_max_pool2d fractional_max_pool3d"))
 def fractional_pool(call: Call) -> Cost:
-    """Windows at random places, as many as there are results; they may leave some of the input out."""
+    """Windows at random positions, one per result; they may skip some of the input."""
     source, pooled = call["self"], call.results[0]
     taps = prod(per_dimension(call["kernel_size"], len(call["output_size"])))
     read = addressed_bytes(source, pooled.numel() * taps) + tensor_bytes(call["random_samples"])
     return Cost(read, distinct_bytes(call.written_tensors), arithmetic(pooled.numel() * taps, [source]))
 
 
-# Windows side by side: each element is seen once.
+# Adjacent windows: each element is read once.
 cost_of(*aten("_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool2d adaptive_avg_pool3d"))(
     streaming(1, per="self")
 )
@@ -60,7 +60,7 @@ cost_of(*aten("adaptive_max_pool2d adaptive_max_pool3d"))(streaming(1, per="self
 cost_of(*aten("_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward adaptive_avg_pool3d_backward"))(
     streaming(1, unread=["self"])
 )
-# A gradient goes where its index says; the input is not needed.
+# A gradient goes to the position of its index; the input is not needed.
 cost_of(
     *aten("adaptive_max_pool2d_backward adaptive_max_pool3d_backward"),
     *aten("max_pool2d_with_indices_backward max_pool3d_with_indices_backward"),

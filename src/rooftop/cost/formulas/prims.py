@@ -1,5 +1,5 @@
-"""Operators of compiled graphs (conversions, ranges, the random numbers of inductor) and of forward-mode derivatives,
-which PyTorch takes apart into elementwise primitives.
+"""Operators of compiled graphs (conversions, ranges, inductor's random numbers) and of forward-mode derivatives, which
+PyTorch decomposes into elementwise primitives.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ELEMENTWISE = """
     log10 log1p log2 lt maximum minimum mul ne neg nextafter pow reciprocal remainder round rsqrt sign signbit sin sinh
     sqrt sub tan tanh trunc where
 """
-"""Named as in aten, whose flops they have."""
+"""Named as in aten, with the same flops."""
 
 for _name in ELEMENTWISE.split():
     cost_of(f"prims::{_name}")(streaming((UNARY | BINARY | TERNARY)[_name]))

@@ -1,11 +1,11 @@
-"""Quantized tensors: converting to and from integers, and products of them; a byte for each element.
+"""Quantized tensors: conversion to and from integers, and their products; one byte per element.
 
     quantize     round(x / scale + zero) between two bounds      5 flops
     dequantize   (q - zero) * scale                              2 flops
 
-A quantized operator dequantizes what it reads, computes, and quantizes what it writes. Products of integers count in
-`fp32`, as all integer arithmetic does: their own peak is not measured. Weights packed in an object are read once, a
-byte (or what the format keeps) each; the biases and scales beside them are a matter of the packing and left out.
+A quantized operator dequantizes its inputs, computes, and quantizes its outputs. Products of integers count in `fp32`,
+as all integer arithmetic does: their own peak is not measured. Weights packed in an object are read once, one byte each
+(or the format's size); their biases and scales are part of the packing and not counted.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ def _quantized(names: str) -> list[str]:
 
 
 cost_of(*aten("quantize_per_channel quantize_per_tensor"))(streaming(QUANTIZE))
-cost_of("aten::quantize_per_tensor_dynamic")(streaming(QUANTIZE + 2))  # after a look at minimum and maximum
+cost_of("aten::quantize_per_tensor_dynamic")(streaming(QUANTIZE + 2))  # after computing minimum and maximum
 cost_of("aten::dequantize")(streaming(DEQUANTIZE))
 cost_of(*aten("_make_per_channel_quantized_tensor _make_per_tensor_quantized_tensor int_repr"))(streaming())
 
-# Quantized and back at once; a second result says which elements lay between the bounds.
+# Quantized and dequantized at once; a second result says which elements were within the bounds.
 FAKE = QUANTIZE + DEQUANTIZE
 cost_of(
     *aten("_fake_quantize_per_tensor_affine_cachemask_tensor_qparams fake_quantize_per_channel_affine_cachemask"),
     *aten("fake_quantize_per_tensor_affine_cachemask"),
     *aten("_fake_quantize_learnable_per_channel_affine _fake_quantize_learnable_per_tensor_affine"),
 )(streaming(FAKE))
-# The observer takes minimum and maximum, and moves its averages by a few flops.
+# The observer computes minimum and maximum, and updates its averages with a few flops.
 cost_of("aten::_fused_moving_avg_obs_fq_helper", "aten::_fused_moving_avg_obs_fq_helper_functional")(
     streaming(FAKE + 2)
 )
-# Between the bounds the gradient passes, and adds to those of scale and zero point.
+# Within the bounds the gradient passes, and is added to the gradients of scale and zero point.
 cost_of(
     *aten("_fake_quantize_learnable_per_channel_affine_backward"),
     *aten("_fake_quantize_learnable_per_tensor_affine_backward"),
@@ -89,13 +89,13 @@ def _pointwise(flops: int) -> Formula:
 
 for _name, _flops in POINTWISE.items():
     cost_of(f"quantized::{_name}")(_pointwise(_flops))
-# Integers keep their order: no need to dequantize.
+# Integers keep their order, so they need no dequantization.
 cost_of(*_quantized("clamp relu6 threshold"))(streaming(2))
 cost_of(*_quantized("cat cat_relu"))(streaming())
 
 
 def _integer_product(call: Call, products: int, weight_bytes: int, epilogue: int) -> Cost:
-    """Products in the type of the input, the epilogue for each result."""
+    """Products in the input's type, and the epilogue for each result."""
     source = call.read_tensors[0]
     flops = merged(matrix_flops(source, products), arithmetic(epilogue * call.out.numel(), [call.out]))
     return Cost(distinct_bytes(call.read_tensors) + weight_bytes, tensor_bytes(call.out), flops)
@@ -103,7 +103,7 @@ def _integer_product(call: Call, products: int, weight_bytes: int, epilogue: int
 
 @cost_of(*_quantized("linear linear_dynamic linear_relu linear_relu_dynamic linear_dynamic_fp16"))
 def linear(call: Call) -> Cost:
-    """(..., k) by packed (n, k) weights: a byte each, or two in float16."""
+    """(..., k) times packed (n, k) weights: a byte each, or two in float16."""
     source: Tensor = call["X"]
     depth, width = source.shape[-1], call.out.shape[-1]
     size = 2 if call.func._schema.name.endswith("fp16") else 1
@@ -113,7 +113,7 @@ def linear(call: Call) -> Cost:
 
 @cost_of(*_quantized("conv1d conv1d_relu conv2d conv2d_relu conv3d conv3d_relu"))
 def convolution(call: Call) -> Cost:
-    """2 c k flops for each result; the packed weights tell their shape (filters, c, *kernel)."""
+    """2 c k flops for each result; the packed weights give their shape (filters, c, *kernel)."""
     packed: Any = call["packed_weight"] if "packed_weight" in call else call["weight"]
     name = call.func._schema.name
     dimensions = 3 if "3d" in name else 2  # one dimension is packed as two
@@ -131,7 +131,7 @@ def max_pool(call: Call) -> Cost:
 
 @cost_of(*_quantized("embedding_bag_byte_rowwise_offsets embedding_bag_4bit_rowwise_offsets"))
 def embedding_bag(call: Call) -> Cost:
-    """Rows of bytes (or half bytes) and their scale: each dequantized, and added to its bag."""
+    """Rows of bytes (or half bytes) and their scale: each element is dequantized, and added to its bag."""
     table, indices = call["weight"], call["indices"]  # (rows, bytes of a row)
     width = call.out.shape[-1]
     weights = call["per_sample_weights"]
@@ -147,7 +147,7 @@ def embedding_bag(call: Call) -> Cost:
     *aten("_weight_int8pack_mm _mixed_dtypes_linear _dyn_quant_matmul_4bit"),
 )
 def weight_only(call: Call) -> Cost:
-    """(..., k) in floating point by (n, k) integer weights, each of which is scaled (and shifted) once."""
+    """(..., k) in floating point times (n, k) integer weights; each weight is scaled (and shifted) once."""
     source = call.read_tensors[0]
     depth, width = source.shape[-1], call.out.shape[-1]
     shifts = call.func._schema.name not in ("aten::_weight_int8pack_mm", "aten::_mixed_dtypes_linear")
@@ -164,14 +164,14 @@ cost_of(*aten("_convert_weight_to_int4pack _convert_weight_to_int4pack_for_cpu _
 
 @cost_of("onednn::qlinear_pointwise", "mkldnn::_linear_pointwise")
 def fused_linear(call: Call) -> Cost:
-    """A linear layer of the compiler's CPU back end with what follows it in one operator (counted as one flop)."""
+    """A linear layer of the compiler's CPU back end, fused with the operation after it (which counts as one flop)."""
     source = call["X"] if "X" in call else call["qx"]
     return _fused(call, source, call.out.numel() * source.shape[-1])
 
 
 @cost_of("onednn::qconv_pointwise", "onednn::qconv2d_pointwise", "mkldnn::_convolution_pointwise")
 def fused_convolution(call: Call) -> Cost:
-    """A convolution of the compiler's CPU back end with what follows it."""
+    """A convolution of the compiler's CPU back end, fused with the operation after it."""
     source, weight = (call["X"], call["W"]) if "X" in call else (call["qx"], call["qw"])
     return _fused(call, source, call.out.numel() * prod(weight.shape[1:]))
 
@@ -186,7 +186,7 @@ def _fused(call: Call, source: Tensor, products: int) -> Cost:
 
 @cost_of("mkl::_mkl_linear")
 def packed_linear(call: Call) -> Cost:
-    """A float32 linear layer; the same weights come packed and plain, and are read once."""
+    """A float32 linear layer; the same weights are passed packed and plain, and are read once."""
     source, weight, bias = call["X"], call["ORI_W"], call["B"]
     flops = merged(
         matrix_flops(source, call.out.numel() * source.shape[-1]),

@@ -1,4 +1,4 @@
-"""Random numbers and dropout. A draw counts as one flop; what the generator itself does is left out."""
+"""Random numbers and dropout. A draw counts as one flop; the generator's own work is not counted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rooftop.cost.accounting import Call, Cost
 from rooftop.cost.formulas.streaming import aten, streaming
 from rooftop.cost.registry import cost_of
 
-# Filled with draws: of the tensor that names the shape nothing is read.
+# Filled with random numbers: the tensor that gives the shape is not read.
 cost_of(
     *aten("cauchy exponential geometric log_normal normal_ normal_functional rand rand_like randint randint_like"),
     *aten("randn randn_like random randperm uniform"),

@@ -1,7 +1,7 @@
 """Recurrent networks: single LSTM and GRU cells, and whole layers in one operator.
 
-An LSTM cell per hidden unit: sums of its four gates, three sigmoids and two tanh, and c' = f c + i g, h = o tanh(c').
-A layer reads its weights once for all time steps; two flops for each gate and product stand for sums and activations.
+An LSTM cell, per hidden unit: sums of its four gates, three sigmoids and two tanh, and c' = f c + i g, h = o tanh(c').
+A layer reads its weights once for all time steps; two flops for each gate and product count for sums and activations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rooftop.cost.registry import cost_of
 
 
 def _additions(call: Call) -> int:
-    """Of one gate: the products of input and hidden state, and two biases."""
+    """Additions of one gate: the products of input and hidden state, and two biases."""
     return 1 + 2 * (call["input_bias"] is not None)
 
 
@@ -28,7 +28,7 @@ cost_of("aten::_thnn_fused_gru_cell_backward")(streaming(16, per="grad_hy"))
 
 @cost_of(*aten("_cudnn_rnn mkldnn_rnn_layer"))
 def recurrent_layers(call: Call) -> Cost:
-    """Output and last states are written; the workspace for a backward pass belongs to the back end."""
+    """Writes output and last states; the workspace for a backward pass belongs to the back end."""
     weights, states = _weights(call), _arguments(call, "hx", "cx", "hx_", "cx_")
     read = [call["input"], *weights, *states]
     return Cost(distinct_bytes(read), distinct_bytes(call.results[:3]), _layer_flops(call["input"], weights))
@@ -36,7 +36,7 @@ def recurrent_layers(call: Call) -> Cost:
 
 @cost_of(*aten("_cudnn_rnn_backward mkldnn_rnn_layer_backward"))
 def recurrent_layers_backward(call: Call) -> Cost:
-    """Gradients of inputs and of weights: each as many products as the forward pass."""
+    """Gradients of inputs and of weights: each needs as many products as the forward pass."""
     weights = _weights(call)
     states = _arguments(call, "hx", "cx", "hx_", "cx_tmp", "output", "grad_output", "grad_hy", "grad_cy")
     flops = _layer_flops(call["input"], weights)
@@ -52,7 +52,7 @@ def _arguments(call: Call, *names: str) -> list[Tensor]:
 
 
 def _weights(call: Call) -> list[Tensor]:
-    """Matrices and biases; `weight_buf` is the same memory laid out for the back end."""
+    """Matrices and biases; `weight_buf` is the same memory in the back end's layout."""
     return _arguments(call, "weight", "weight0", "weight1", "weight2", "weight3", "weight4")
 
 

@@ -71,7 +71,7 @@ cover({"allclose": 4, "equal": 1}, lambda flops: streaming(flops, per="self"))
 
 @cost_of("aten::_local_scalar_dense")
 def item(call: Call) -> Cost:
-    """`.item()`: one element, read to the host."""
+    """`.item()`: the host reads one element."""
     return Cost(call["self"].element_size(), 0)
 
 
@@ -83,14 +83,14 @@ def assertion(call: Call) -> Cost:
 
 @cost_of("aten::trace")
 def trace(call: Call) -> Cost:
-    """Adds the diagonal, and reads only that."""
+    """Adds the diagonal, and reads only the diagonal."""
     diagonal = min(call["self"].shape)
     return Cost(diagonal * call["self"].element_size(), tensor_bytes(call.out), arithmetic(diagonal, [call.out]))
 
 
 @cost_of("aten::_euclidean_dist")
 def euclidean_distances(call: Call) -> Cost:
-    """Distances of all pairs of rows by |x|² + |y|² - 2 x·y: a product, and a few flops around it."""
+    """Distances of all pairs of rows by |x|² + |y|² - 2 x·y: a product, and a few more flops."""
     left, right = call["x1"], call["x2"]  # (..., m, d), (..., n, d)
     pointwise = 2 * (left.numel() + right.numel()) + 4 * call.out.numel()  # two sums, a scale, a root
     flops = merged(matrix_flops(left, call.out.numel() * left.shape[-1]), arithmetic(pointwise, [left]))
@@ -99,7 +99,7 @@ def euclidean_distances(call: Call) -> Cost:
 
 @cost_of("aten::_pdist_forward")
 def pair_distances(call: Call) -> Cost:
-    """The same for each pair of different rows once: subtract, power, add for each coordinate, and a root."""
+    """The same once for each pair of different rows: subtract, power, add for each coordinate, and a root."""
     points: Tensor = call["self"]
     flops = call.out.numel() * (3 * points.shape[-1] + 1)
     return Cost(tensor_bytes(points), tensor_bytes(call.out), arithmetic(flops, [points]))

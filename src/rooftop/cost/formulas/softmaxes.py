@@ -12,7 +12,7 @@ from rooftop.cost.formulas.streaming import cover, each, streaming
 from rooftop.cost.registry import cost_of
 
 SOFTMAX_FLOPS = 5
-"""Of one element, forward; attention counts its scores with it too."""
+"""Flops of one element, forward; attention uses it for its scores too."""
 
 SOFTMAX_BACKWARD_FLOPS = 4
 

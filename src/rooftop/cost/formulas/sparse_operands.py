@@ -1,7 +1,7 @@
-"""What a sparse operand changes: flops by stored element, and of the dense operands only what is addressed is moved.
+"""Counting with sparse operands: flops count stored elements, and only the addressed part of dense operands is moved.
 
-Which places the indices address is a matter of their values, which a cost does not look at. As in `indexing`, they are
-taken as different, up to the size of what they point into. Indices count wherever a tensor's pattern is read or made.
+The positions of the indices depend on their values, which a cost does not read. As in `indexing`, all indices count as
+different, up to the size of the indexed dimension. Indices count wherever a tensor's pattern is read or written.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from rooftop.cost.accounting import Call, distinct_bytes, is_sparse, parts, stor
 
 
 def addressed_bytes(dense: Tensor, count: int) -> int:
-    """Bytes of so many elements of a tensor, at most of all."""
+    """Bytes of `count` elements of a tensor, at most of all its elements."""
     return min(count * dense.element_size(), tensor_bytes(dense))
 
 
 def value_bytes(sparse: Tensor) -> int:
-    """Bytes of the values alone."""
+    """Bytes of only the values."""
     return tensor_bytes(parts(sparse)[-1])
 
 
 def index_bytes(sparse: Tensor) -> int:
-    """Bytes of the indices alone."""
+    """Bytes of only the indices."""
     return distinct_bytes(parts(sparse)[:-1])
 
 
 def new_bytes(written: Sequence[Tensor], read: Sequence[Tensor]) -> int:
-    """Bytes of results that are not memory of the operands: a conversion may keep the values where they are."""
+    """Bytes of results in new memory: a conversion may reuse the memory of the values."""
     return distinct_bytes([*read, *written]) - distinct_bytes(read)
 
 
 def multiply_adds(left: Tensor, right: Tensor, out: Tensor) -> int:
     """Products in `left @ right`, (..., m, k) @ (..., k, n) or (..., m, k) @ (k,).
 
-    Of two sparse ones the count is a matter of where the elements lie; each stored result needs at least one.
+    For two sparse operands the count depends on the positions of the elements; each stored result needs at least one.
     """
     if is_sparse(left) and is_sparse(right):
         return stored_elements(out)
@@ -50,8 +50,8 @@ def multiply_adds(left: Tensor, right: Tensor, out: Tensor) -> int:
 
 
 def factor_bytes(left: Tensor, right: Tensor, *addends: Tensor) -> int:
-    """Bytes of both factors, of a dense one the rows (right) or columns (left) that the sparse one addresses, and of
-    what is added to the product."""
+    """Bytes of both factors and of the summand. Of a dense factor, those of the rows (right) or columns (left) that the
+    sparse one addresses."""
     if is_sparse(left) == is_sparse(right):
         return distinct_bytes([left, right, *addends])
     if is_sparse(left):
@@ -63,8 +63,8 @@ def factor_bytes(left: Tensor, right: Tensor, *addends: Tensor) -> int:
 
 
 def _lines(sparse: Tensor, dimension: int) -> int:
-    """Rows (-2) or columns (-1), in all matrices of a batch, that have a stored element: at most one for each of them,
-    or for each row or column of each block."""
+    """Rows (-2) or columns (-1), in all matrices of a batch, that have a stored element: at most one per element, or
+    one per row or column of each block."""
     values = parts(sparse)[-1]
     if sparse.layout in (torch.sparse_bsr, torch.sparse_bsc):  # (..., blocks, rows, columns)
         stored = values.numel() // (values.shape[-2] * values.shape[-1]) * values.shape[dimension]
@@ -74,11 +74,11 @@ def _lines(sparse: Tensor, dimension: int) -> int:
 
 
 def elementwise_bytes(call: Call, read: Sequence[Tensor], written: Sequence[Tensor]) -> tuple[int, int]:
-    """Bytes read and written by an operator that goes through its tensors once, some of them sparse.
+    """Bytes that an operator reads and writes if it reads each tensor once, and some tensors are sparse.
 
-    A sparse result needs of a dense operand the elements that it has a place for; a dense tensor that is changed in
-    place changes at the places of the sparse operand. What a sparse tensor that is changed in place held before can no
-    longer be seen: it is taken to have held what it holds now.
+    A sparse result needs only the elements of a dense operand at its own positions. A dense tensor that is changed in
+    place changes at the positions of the sparse operand. The earlier content of a sparse tensor that was changed in
+    place is not available: its size is assumed to equal the present one.
     """
     target = written[0]
     sparse = [tensor for tensor in read if is_sparse(tensor)]
@@ -90,10 +90,10 @@ def elementwise_bytes(call: Call, read: Sequence[Tensor], written: Sequence[Tens
     if not is_sparse(target):
         places = sum(map(stored_elements, sparse))
         return distinct_bytes(sparse) + sum(addressed_bytes(t, places) for t in dense), addressed_bytes(target, places)
-    if any(tensor is not target for tensor in sparse):  # its elements were in one operand or the other, or in both
+    if any(tensor is not target for tensor in sparse):  # its elements were in one operand, the other, or both
         overwritten = all(tensor is not target for tensor in sparse)
         return distinct_bytes(sparse if overwritten else [target]), tensor_bytes(target)
-    # The pattern stays: a number is applied to the values as they lie, a dense operand is looked up by the indices.
+    # The pattern stays: a number is applied to the values directly, and a dense operand is read at the indices.
     lookup = index_bytes(target) if any(tensor.ndim for tensor in dense) else 0
     read_bytes = value_bytes(target) * len(sparse)
     return read_bytes + lookup + sum(addressed_bytes(t, stored_elements(target)) for t in dense), value_bytes(target)

@@ -1,8 +1,8 @@
 """Operators of sparse tensors: conversions, merging, masks, reductions, and products with a sparse result.
 
-Sparse operands of ordinary operators (`mm`, `add`, `relu`) are counted by these operators' own formulas, with the help
-of `sparse_operands`; here is what only sparse tensors have. Wrapping indices and values in a tensor moves nothing
-(`metadata`); converting moves what the result does not share with the operand.
+The formulas of ordinary operators (`mm`, `add`, `relu`) count their sparse operands with the help of `sparse_operands`.
+This file has the operators that only sparse tensors have. Wrapping indices and values in a tensor moves nothing
+(`metadata`). A conversion moves everything that the result does not share with the operand.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rooftop.cost.registry import cost_of
 
 @cost_of(*aten("_coalesce"))
 def coalesce(call: Call) -> Cost:
-    """Sorts the nnz coordinates (nnz log₂ nnz comparisons) and adds the values that meet at one of them."""
+    """Sorts the nnz coordinates (nnz log₂ nnz comparisons) and adds values with the same coordinates."""
     scattered: Tensor = call["self"]
     entries = scattered._nnz()
     additions = stored_elements(scattered) - stored_elements(call.out)
@@ -39,9 +39,10 @@ def coalesce(call: Call) -> Cost:
 
 @cost_of(*aten("_to_sparse _to_sparse_bsc _to_sparse_bsr _to_sparse_csc _to_sparse_csr"))
 def to_sparse(call: Call) -> Cost:
-    """Of a dense tensor each element is compared with zero; between sparse layouts what both can share stays.
+    """From a dense tensor, each element is compared with zero; between sparse layouts, shared parts stay.
 
-    Coordinates become compressed rows by a count of each row's entries: columns and values may be the same memory.
+    Coordinates become compressed rows by counting the entries of each row; columns and values may stay in the same
+    memory.
     """
     source: Tensor = call["self"]
     if not is_sparse(source):
@@ -52,7 +53,7 @@ def to_sparse(call: Call) -> Cost:
 
 cost_of("aten::_to_dense")(streaming())
 cost_of(*aten("_convert_indices_from_coo_to_csr _convert_indices_from_csr_to_coo _spdiags"))(streaming())
-# Pointers ascend, indices lie inside the shape: one comparison for each of them.
+# Checks that pointers ascend and indices are inside the shape: one comparison each.
 cost_of("aten::_validate_compressed_sparse_indices")(streaming(1, per="plain_idx"))
 cost_of("aten::copy_sparse_to_sparse")(streaming(unread=["self"]))
 cost_of("aten::_sparse_broadcast_to")(streaming())
@@ -60,7 +61,7 @@ cost_of("aten::_sparse_broadcast_to")(streaming())
 
 @cost_of(*aten("sparse_mask _sparse_mask_projection"))
 def sparse_mask(call: Call) -> Cost:
-    """Picks the elements for which the mask has a place; the mask's values do not matter."""
+    """Picks the elements at the positions of the mask; the mask's values do not matter."""
     source, mask = call["self"], call["mask"]
     picked = tensor_bytes(source) if is_sparse(source) else addressed_bytes(source, stored_elements(call.out))
     return Cost(picked + index_bytes(mask), tensor_bytes(call.out))
@@ -71,13 +72,13 @@ cost_of(*aten("_sparse_csr_prod _sparse_csr_sum _sparse_sum"))(streaming(1, per=
 
 @cost_of("aten::_sparse_sum_backward")
 def sum_backward(call: Call) -> Cost:
-    """Repeats the gradient at each place of the operand, whose values are not needed."""
+    """Repeats the gradient at each position of the operand, whose values are not needed."""
     gradient: Tensor = call["grad"]
     read = distinct_bytes([gradient, *parts(call["self"])[:-1]])
     return Cost(read, new_bytes([call.out], [gradient]))
 
 
-# Absent elements count as minus infinity: a softmax of those that are stored.
+# Absent elements count as minus infinity: a softmax of the stored ones.
 cost_of(*aten("_sparse_log_softmax _sparse_softmax"))(streaming(SOFTMAX_FLOPS))
 cost_of(*aten("_sparse_log_softmax_backward_data _sparse_softmax_backward_data"))(
     streaming(SOFTMAX_BACKWARD_FLOPS, unread=["self"])
@@ -86,7 +87,7 @@ cost_of(*aten("_sparse_log_softmax_backward_data _sparse_softmax_backward_data")
 
 @cost_of("aten::sparse_sampled_addmm")
 def sampled_product(call: Call) -> Cost:
-    """`beta * self + alpha * (mat1 @ mat2)` where `self` has elements: 2 k flops for each of them."""
+    """`beta * self + alpha * (mat1 @ mat2)` at the elements of `self`: 2 k flops per element."""
     pattern, left, right = call["self"], call["mat1"], call["mat2"]  # (m, n) sparse, (m, k), (k, n)
     beta, alpha = call["beta"], call["alpha"]
     count, depth = stored_elements(call.out), left.shape[-1]
@@ -99,7 +100,7 @@ def sampled_product(call: Call) -> Cost:
 
 @cost_of("aten::_sparse_mm_reduce_impl")
 def product_reduced(call: Call) -> Cost:
-    """A product whose sums are maxima, minima or means; of the extrema the positions are results too."""
+    """A product whose sums are maxima, minima or means; for extremes, the positions are also results."""
     left, right = call["self"], call["other"]  # (m, k) sparse, (k, n)
     count = stored_elements(left) * right.shape[-1]
     division = elements(call.results[0]) if call["reduce"] == "mean" else 0
@@ -109,7 +110,7 @@ def product_reduced(call: Call) -> Cost:
 
 @cost_of("aten::_sparse_mm_reduce_impl_backward")
 def product_reduced_backward(call: Call) -> Cost:
-    """Of the matrix's values (needs the other factor) and of the other factor (needs the values)."""
+    """Gradients of the matrix's values (needs the other factor) and of the other factor (needs the values)."""
     left, gradient, right = call["self"], call["grad_out"], call["weight"]  # (m, k) sparse, (m, n), (k, n)
     wanted = call["output_mask"]
     count = stored_elements(left) * right.shape[-1]
@@ -121,7 +122,7 @@ def product_reduced_backward(call: Call) -> Cost:
 
 @cost_of(*aten("_sparse_semi_structured_mm _sparse_semi_structured_addmm"))
 def semi_structured_product(call: Call) -> Cost:
-    """Two of four elements of each row of (m, k) are kept, as (m, k / 2) and their places: half the products."""
+    """Two of four elements of each row of (m, k) are kept, as (m, k / 2) and their positions: half the products."""
     kept = call["mat1"]
     epilogue = (call["beta"] != 0) + (call["beta"] not in (0, 1)) + (call["alpha"] != 1) if "beta" in call else 0
     flops = merged(
@@ -144,7 +145,7 @@ def semi_structured_linear(call: Call) -> Cost:
 
 @cost_of("aten::_cslt_sparse_mm")
 def compressed_product(call: Call) -> Cost:
-    """The same with the kept elements and their places in one buffer, from whose size k cannot be told."""
+    """The same, with the kept elements and their positions in one buffer, whose size does not give k."""
     depth = call["dense_B"].shape[0]  # (k, n)
     epilogue = (call["bias"] is not None) + (call["alpha"] is not None)
     flops = merged(

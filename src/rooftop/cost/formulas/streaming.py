@@ -1,13 +1,14 @@
-"""The formula that most operators share: their tensors stream through once.
+"""The formula that most operators share: they read and write their tensors once.
 
     read  = distinct bytes of the input tensors, but for those of which the definition only needs the shape
     write = distinct bytes of the output tensors
     flops = constant × elements (of the output, or of a named argument) + constant × elements of the output
 
-Of sparse tensors the elements are those that are stored, and the bytes are `sparse_operands`' matter.
+For sparse tensors, elements are the stored ones, and `sparse_operands` counts the bytes.
 
-A family then is a table: operator, flops per element. Conventions for the constants: addition, multiplication,
-comparison and each transcendental function (also sigmoid and erf) are 1; moving, selecting (`where`) and converting, 0.
+A family is then a table: operator, flops per element. Conventions for the constants: addition, multiplication,
+comparison and each transcendental function (also sigmoid and erf) are 1; moving, selecting (`where`) and converting are
+0.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rooftop.cost.formulas.sparse_operands import elementwise_bytes
 from rooftop.cost.registry import Formula, cost_of
 
 Flops = int | Callable[[Call], int]
-"""Flops per element; a function where they depend on the arguments."""
+"""Flops per element; a function if they depend on the arguments."""
 
 
 def streaming(
@@ -41,8 +42,8 @@ def streaming(
     Args:
         flops: for each element of `per`.
         per: argument whose elements count (all its tensors if it is a list), None: the first result.
-        and_per_result: flops on top for each element of the first result.
-        unread: arguments of which only the shape is needed, or that are overwritten unseen.
+        and_per_result: additional flops for each element of the first result.
+        unread: arguments of which only the shape is needed, or that are overwritten before they are read.
     """
     unread = tuple(unread)
 
@@ -51,7 +52,7 @@ def streaming(
         sparse = [tensor for tensor in read if is_sparse(tensor)]
         count = 0
         if flops:
-            # A dense result changes where a sparse operand has elements.
+            # A dense result changes at the elements of a sparse operand.
             counted = call[per] if per is not None else call.results[0]
             counted = sparse if per is None and sparse and not is_sparse(written[0]) else counted
             count += (flops if isinstance(flops, int) else flops(call)) * elements(counted)
@@ -72,28 +73,28 @@ def each(names: str, flops: Flops) -> dict[str, Flops]:
 
 
 def cover(table: Mapping[str, Flops], make: Callable[[Flops], Formula] = streaming) -> None:
-    """Register the operators of aten in a table (name to flops per element) with the formulas that `make` makes."""
+    """Register the aten operators of a table (name to flops per element) with the formulas that `make` returns."""
     for name, flops in table.items():
         cost_of(f"aten::{name}")(make(flops))
 
 
 def aten(names: str) -> list[str]:
-    """Schema names of operators of aten, from their names between spaces."""
+    """Schema names of aten operators, from their names between spaces."""
     return [f"aten::{name}" for name in names.split()]
 
 
 def elements(value: Any) -> int:
-    """Elements of a tensor (of a sparse one those stored), of all tensors in a list; a number is one."""
+    """Elements of a tensor (for a sparse one the stored ones), or of all tensors in a list; a number counts as one."""
     return 1 if isinstance(value, (bool, int, float, complex)) else sum(map(stored_elements, tensors_in(value)))
 
 
 def requested(results: Sequence[Any], output_mask: Sequence[bool]) -> list[Any]:
-    """The results that a mask asks for; some implementations return memory for the others too."""
+    """The results that a mask requests; some implementations return memory for the others too."""
     return [result for result, wanted in zip(results, output_mask, strict=False) if wanted]
 
 
 def arithmetic(count: int, tensors: Iterable[Tensor | None]) -> dict[str, int]:
-    """So many flops outside matrix units: in fp64 if any tensor is, else in fp32."""
+    """That many flops outside matrix units: in fp64 if any tensor is fp64, else in fp32."""
     if not count:
         return {}
     precisions = {precision_of(tensor.dtype) for tensor in tensors if tensor is not None}

@@ -1,4 +1,4 @@
-"""Fourier transforms: the data once in and once out, and the operations of the split-radix algorithm.
+"""Fourier transforms: the data read once and written once, and the operations of the split-radix algorithm.
 
 A complex transform of n elements takes 4 n log₂ n - 6 n + 8 real operations (Yavne 1968), a real one half as many;
 several dimensions are transformed one after another. The scale of a norm is folded into the last factors.

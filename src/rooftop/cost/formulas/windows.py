@@ -1,4 +1,4 @@
-"""How much of its input a sliding window touches: all of it, unless the stride is longer than the window.
+"""How much of its input a sliding window touches: all, unless the stride is longer than the window.
 
 A 1x1 convolution of stride 2 needs a quarter of its input, and its floor must not charge for the rest.
 """
@@ -22,11 +22,11 @@ def touched_bytes(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> int:
-    """Bytes of `tensor` (N, C, *spatial) that lie under some window.
+    """Bytes of `tensor` (N, C, *spatial) under at least one window.
 
     Args:
-        windows: how many windows there are along each spatial dimension.
-        kernel, stride, padding, dilation: of each spatial dimension.
+        windows: the number of windows along each spatial dimension.
+        kernel, stride, padding, dilation: for each spatial dimension.
     """
     spatial = tensor.shape[-len(windows) :]
     touched = prod(map(_touched, spatial, windows, kernel, stride, padding, dilation))
@@ -34,13 +34,13 @@ def touched_bytes(
 
 
 def per_dimension(values: int | Sequence[int], dimensions: int) -> list[int]:
-    """PyTorch lets one number stand for all dimensions."""
+    """Expand a single number to all dimensions, as PyTorch does."""
     values = [values] if isinstance(values, int) else list(values)
     return values * dimensions if len(values) == 1 else values
 
 
 @lru_cache(maxsize=4096)
 def _touched(size: int, windows: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
-    """Positions out of `size` that lie under one of the windows along one dimension."""
+    """Positions out of `size` along one dimension that are under a window."""
     places = (w * stride - padding + k * dilation for w in range(windows) for k in range(kernel))
     return len({place for place in places if 0 <= place < size})

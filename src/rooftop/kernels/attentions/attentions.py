@@ -1,41 +1,35 @@
-"""Scaled dot-product attention by the fastest of the back ends that PyTorch ships, with the log-sum-exp of its rows.
+"""Scaled dot-product attention by the fastest of PyTorch's back ends, with the log-sum-exp of its rows.
 
 softmax(Q K^T scale + mask) V, and L = log(sum(exp(...))) of each row. The back ends are flash (Dao 2023,
 "FlashAttention-2"), cuDNN's fused kernels and the memory-efficient ones (Rabe and Staats 2021). Bound by flops from a
-few hundred positions on. `attention_plan` says which of them does a call, and why.
+few hundred positions on. `attention_plan` says which back end computes a call, and why.
 
-A gradient of L: with P the probabilities, dS = P (dO V^T - delta + dL), delta = rowsum(dO O). The back ends compute
-delta from dO and O, which they use for nothing else, so they are given an O' with rowsum(dO O') = delta - dL:
+The gradient with respect to L: with P the probabilities, dS = P (dO V^T - delta + dL), delta = rowsum(dO O). The back
+ends compute delta from dO and O, and use O for nothing else. So they get an O' with rowsum(dO O') = delta - dL:
 
     O' = O - dL dO / |dO|^2
 
-Where dO is nothing beside dL (or 0), one of its elements becomes dL / 2^40 and that of O' -2^40: their product is all
-that matters. Both need the range of bfloat16 or float32; in float16 such a gradient is refused.
+If dO is negligible next to dL (or 0), one of its elements becomes dL / 2^40 and that element of O' becomes -2^40: only
+their product matters. Both need the range of bfloat16 or float32; in float16 the gradient with respect to L raises.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal, overload
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.cost import Cost, distinct_bytes, matrix_precision, precision_of
 from rooftop.cost.formulas.attentions import visible_pairs
 from rooftop.kernels.attentions.plans import AttentionPlan, Direction, plan_of, shape_of
 from rooftop.kernels.attentions.states import MOST_FEATURES, like_rows, row_places, rows_tile, unit_features
 from rooftop.kernels.attentions.tables import MERGE_BACKWARD
 from rooftop.kernels.operands.checks import check_dtype, check_finite, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
-from rooftop.launch.operators import (
-    differentiable,
-    in_pytorch,
-    no_second_derivative,
-    no_tangents,
-    operator,
-    without_autocast,
-)
+from rooftop.launch.operators import declare, no_second_derivative, no_tangents, without_autocast
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import launch, require_triton
 
@@ -46,7 +40,8 @@ from rooftop.launch.triton_launch import launch, require_triton
 def attention_reference(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(out (B, H, S_q, D_v), L (B, H, S_q)) in plain PyTorch, float32 or float64 inside. Without keys 0 and -inf."""
+    """(out (B, H, S_q, D_v), L (B, H, S_q)) in plain PyTorch, float32 or float64 inside. Without keys the results are 0
+    and -inf."""
     scores, _, values = scores_of(query, key, value, mask, is_causal, scale)
     lse = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -math.inf)
     return (_probabilities(scores, lse) @ values).to(query.dtype), lse
@@ -64,7 +59,7 @@ def attention_backward_reference(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dquery, dkey, dvalue, dscores), the last of (B, H, S_q, S_k)."""
+    """(dquery, dkey, dvalue, dscores); dscores is (B, H, S_q, S_k)."""
     scores, keys, values = scores_of(query, key, value, mask, is_causal, scale)
     weights, gradient = _probabilities(scores, lse), dout.to(scores.dtype)
     dweights = gradient @ values.mT
@@ -92,7 +87,7 @@ def scores_of(
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """0 where nothing may be seen; exp(scores - lse) would be less exact by the rounding of lse."""
+    """0 where the mask hides a key; exp(scores - lse) would lose accuracy by the rounding of lse."""
     return scores.softmax(-1).masked_fill((lse == -math.inf)[..., None], 0.0)
 
 
@@ -110,11 +105,11 @@ def kv_of_groups(gradient: Tensor, like: Tensor) -> Tensor:
 # ---- implementations -------------------------------------------------------------------------------------------
 
 aten = torch.ops.aten
-ALIGNMENT = 16  # bytes of a load of the back ends, which take it for granted where a row is a multiple of them
+ALIGNMENT = 16  # bytes of the back ends' loads: they rely on rows that are multiples of it
 
 
 def _aligned_rows(x: Tensor) -> Tensor:
-    """The features of a row side by side; rows of a multiple of 16 bytes that far apart, too."""
+    """The tensor with contiguous features in each row, and rows at distances that are a multiple of 16 bytes."""
     x, size = unit_features(x), x.element_size()
     strides = [stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
     apart = x.shape[-1] * size % ALIGNMENT == 0 and any(stride * size % ALIGNMENT for stride in strides)
@@ -144,7 +139,7 @@ def _forward(
     keys, values = (_for_heads(t, query.shape[1]) for t in (key, value))
     found = aten._scaled_dot_product_efficient_attention(query, keys, values, bias, True, 0.0, is_causal, scale=scale)
     lse = found[1].narrow(-1, 0, query.shape[2])  # it pads rows to a multiple of 32
-    if mask is not None:  # of a row that sees nothing it says +inf or 0, by the version of PyTorch
+    if mask is not None:  # for a row that attends to nothing it is +inf or 0, depending on PyTorch's version
         sees = (mask if mask.dtype == torch.bool else mask != -math.inf).any(-1)
         lse = lse.masked_fill(~sees, -math.inf)
     return found[0], lse.contiguous()
@@ -167,14 +162,15 @@ def _backward(
     dout = dout if 0 not in dout.stride() else dout.contiguous()
     tensors = (_at_aligned_address(t) for t in (dout, query, key, value, out))
     dout, query, key, value, out = (_aligned_rows(t) for t in tensors)
-    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of the dropout that there is not
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # a placeholder for the dropout, which is absent
     lengths = (None, None, query.shape[2], key.shape[2])
     if backend == "flash":
         return *aten._scaled_dot_product_flash_attention_backward(
             dout, query, key, value, out, lse, *lengths, 0.0, is_causal, seed, seed, scale=scale
         ), None
     if backend == "cudnn":
-        # PyTorch keeps its plans by the strides of the inputs alone: both must lie as its forward would have left them.
+        # PyTorch caches its plans by the strides of the inputs alone: both must have the strides that its forward would
+        # have given them.
         dout, out = (_in_order_of(t, query) for t in (dout, out))
         return *aten._scaled_dot_product_cudnn_attention_backward(
             dout, query, key, value, out, lse.unsqueeze(-1), seed, seed, None, *lengths, 0.0, is_causal, scale=scale
@@ -193,14 +189,14 @@ def _backward(
 
 
 def _in_order_of(x: Tensor, query: Tensor) -> Tensor:
-    """x with its elements in memory in the order of those of the query, which has the same shape."""
+    """x with its elements in memory in the order of the query's elements; the shapes are equal."""
     target = torch.empty_like(query)
     same = all(a == b for a, b, n in zip(x.stride(), target.stride(), x.shape, strict=True) if n > 1)
     return x if same else target.copy_(x)
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """A mask as what is added to the scores, (B, H, S_q, S_k); its rows begin at multiples of 16 elements."""
+    """A mask as a bias on the scores, (B, H, S_q, S_k); its rows begin at multiples of 16 elements."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -229,80 +225,124 @@ def _with_lse_gradient(dout: Tensor, dlse: Tensor, out: Tensor) -> tuple[Tensor,
 LIMIT = 2.0**40
 
 
-# ---- registration ----------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------
 
 
-@operator("attention")
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    plan = plan_of(shape_of(query, key, value, mask, is_causal), query.device, "forward")
-    query, key, value = (_at_aligned_address(t) for t in (query, key, value))
-    return _forward(plan.backend, query, key, value, mask, is_causal, scale)
+class Kept(NamedTuple):
+    """What backward needs."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    out: Tensor
+    lse: Tensor
+    is_causal: bool
+    scale: float
 
 
-@torch.library.register_fake("rooftop::attention")
-def _(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    plan = plan_of(shape_of(query, key, value, mask, is_causal), query.device, "forward")
-    if plan.backend != "reference":
-        return _forward(plan.backend, query, key, value, mask, is_causal, scale)
-    wide = accumulator_dtype(query.dtype)
-    shape = query.shape[:3]
-    return query.new_empty((*shape, value.shape[3])), query.new_empty(shape, dtype=wide)
+class Attention(NamedTuple):
+    """(out (B, H, S_q, D_v), the log-sum-exp of each row (B, H, S_q))."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        plan = plan_of(shape_of(*self[:5]), self.query.device, "forward")
+        query, key, value = (_at_aligned_address(t) for t in self[:3])
+        return _forward(plan.backend, query, key, value, *self[3:])
+
+    def fake(self) -> tuple[Tensor, Tensor]:
+        query, value = self.query, self.value
+        plan = plan_of(shape_of(*self[:5]), query.device, "forward")
+        if plan.backend != "reference":
+            return _forward(plan.backend, *self)
+        shape, wide = query.shape[:3], accumulator_dtype(query.dtype)
+        return query.new_empty((*shape, value.shape[3])), query.new_empty(shape, dtype=wide)
+
+    def in_pytorch(self) -> tuple[Tensor, Tensor]:
+        return attention_reference(*self)
+
+    def keep(self, made: tuple[Tensor, Tensor]) -> Kept:
+        query, key, value, mask, is_causal, scale = self
+        return Kept(query, key, value, mask, *made, is_causal, scale)
+
+    @staticmethod
+    def gradients(
+        kept: Kept, wanted: Sequence[bool], dout: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if dlse is not None and kept.query.dtype == torch.float16 and kept.query.device.type == "cuda":
+            raise NotImplementedError(
+                "attention: the gradient of the log-sum-exp needs the range of bfloat16 or float32; "
+                "float16 has not got it"
+            )
+        dout = torch.zeros_like(kept.out) if dout is None else dout
+        dquery, dkey, dvalue, dmask = _attention_backward(dout, dlse, *kept, wanted[3])
+        return dquery, dkey, dvalue, dmask if wanted[3] else None
+
+    def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
+        """Flops: scores and weighted values; 5 for a pair's softmax, and the mask."""
+        flops = _flops(self, self.query.shape[3] + self.value.shape[3], 5)
+        return Cost(distinct_bytes(self[:4]), distinct_bytes(made), flops)
 
 
-in_pytorch("attention", attention_reference)
+class AttentionBackward(NamedTuple):
+    """(dquery, dkey, dvalue, dmask); the last is empty unless `mask_gradient`."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    out: Tensor
+    lse: Tensor
+    is_causal: bool
+    scale: float
+    mask_gradient: bool
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dout, dlse, query, key, value, mask, out, lse, is_causal, scale, mask_gradient = self
+        plan = plan_of(shape_of(query, key, value, mask, is_causal), query.device, "backward")
+        found: tuple[Tensor, Tensor, Tensor, Tensor | None]
+        if plan.backend == "reference":
+            found = attention_backward_reference(dout, dlse, query, key, value, mask, lse, is_causal, scale)
+        else:
+            if dlse is not None:
+                dout, out = _with_lse_gradient(dout, dlse, out)
+            found = _backward(plan.backend, dout, *self[2:6], out, *self[7:])
+        dquery, dkey, dvalue = (_laid_out(t, like) for t, like in zip(found[:3], (query, key, value), strict=True))
+        return dquery, dkey, dvalue, _mask_gradient(found[3], mask if mask_gradient else None, query)
+
+    def fake(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        query, mask = self.query, self.mask
+        shape = mask.shape if mask is not None and self.mask_gradient else (0,)
+        dmask = query.new_empty(shape, dtype=_mask_dtype(mask, query))
+        return like_rows(query), like_rows(self.key), like_rows(self.value), dmask
+
+    def cost(self, made: tuple[Tensor, ...]) -> Cost:
+        """Flops: the scores again, gradients of queries and keys, of values and weights; 6 for a pair's softmax."""
+        flops = _flops(self, 3 * self.query.shape[3] + 2 * self.value.shape[3], 6)
+        written = made if self.mask is not None and self.mask_gradient else made[:3]
+        return Cost(distinct_bytes(self[:8]), distinct_bytes(written), flops)
 
 
-@operator("attention_backward")
-def _attention_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    mask_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    plan = plan_of(shape_of(query, key, value, mask, is_causal), query.device, "backward")
-    found: tuple[Tensor, Tensor, Tensor, Tensor | None]
-    if plan.backend == "reference":
-        found = attention_backward_reference(dout, dlse, query, key, value, mask, lse, is_causal, scale)
-    else:
-        if dlse is not None:
-            dout, out = _with_lse_gradient(dout, dlse, out)
-        arguments = (dout, query, key, value, mask, out, lse, is_causal, scale, mask_gradient)
-        found = _backward(plan.backend, *arguments)
-    dquery, dkey, dvalue = (_laid_out(t, like) for t, like in zip(found[:3], (query, key, value), strict=True))
-    return dquery, dkey, dvalue, _mask_gradient(found[3], mask if mask_gradient else None, query)
-
-
-@torch.library.register_fake("rooftop::attention_backward")
-def _(
-    dout: Tensor,
-    dlse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    mask_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dmask = query.new_empty(mask.shape if mask is not None and mask_gradient else (0,), dtype=_mask_dtype(mask, query))
-    return like_rows(query), like_rows(key), like_rows(value), dmask
+_attention = declare("attention", Attention)
+_attention_backward = declare(
+    "attention_backward",
+    AttentionBackward,
+    derivative=no_second_derivative(
+        "attention", "torch.nn.functional.scaled_dot_product_attention with its math back end"
+    ),
+)
 
 
 def _laid_out(gradient: Tensor | None, like: Tensor) -> Tensor:
-    """A gradient in the order of memory that the fake implementation promises: that of its input."""
+    """A gradient in the memory order that the fake implementation promises: that of its input."""
     assert gradient is not None
     target = like_rows(like)
     return gradient if gradient.stride() == target.stride() else target.copy_(gradient)
@@ -313,73 +353,21 @@ def _mask_dtype(mask: Tensor | None, query: Tensor) -> torch.dtype:
 
 
 def _mask_gradient(dscores: Tensor | None, mask: Tensor | None, query: Tensor) -> Tensor:
-    """Summed over what the mask was repeated along; nothing where none is wanted."""
+    """Summed over the dimensions in which the mask was broadcast; empty if it is not needed."""
     if mask is None or dscores is None:
         return query.new_empty(0, dtype=_mask_dtype(mask, query))
     wide = dscores.dtype if dscores.dtype == torch.float64 else torch.float32
     return dscores.to(wide).sum_to_size(mask.shape).to(mask.dtype, copy=True).contiguous()
 
 
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
-    query, key, value, mask, is_causal, scale = inputs
-    ctx.save_for_backward(query, key, value, mask, *output)
-    ctx.rest = (is_causal, scale)  # type: ignore[attr-defined]
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(
-    ctx: torch.autograd.function.FunctionCtx, dout: Tensor | None, dlse: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    if dout is None and dlse is None:
-        return (None,) * 6
-    query, key, value, mask, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
-    is_causal, scale = ctx.rest  # type: ignore[attr-defined]
-    if dlse is not None and query.dtype == torch.float16 and query.device.type == "cuda":
-        raise NotImplementedError(
-            "attention: the gradient of the log-sum-exp needs the range of bfloat16 or float32; float16 has not got it"
-        )
-    if dout is None:
-        dout = torch.zeros_like(out)
-    wanted = ctx.needs_input_grad[3]  # type: ignore[attr-defined]
-    arguments = (query, key, value, mask, out, lse, is_causal, scale, wanted)
-    dquery, dkey, dvalue, dmask = _attention_backward(dout, dlse, *arguments)
-    return dquery, dkey, dvalue, dmask if wanted else None, None, None
-
-
-differentiable("attention", _differentiate, _save)
-differentiable(
-    "attention_backward",
-    no_second_derivative("attention", "torch.nn.functional.scaled_dot_product_attention with its math back end"),
-)
-
-
-@cost_of("rooftop::attention")
-def _forward_cost(call: Call) -> Cost:
-    """Scores and weighted values; of a pair's softmax 5 operations, and the mask."""
-    query, value = call["query"], call["value"]
-    flops = _flops(call, query.shape[3] + value.shape[3], 5)
-    read = distinct_bytes([query, call["key"], value, call["mask"]])
-    return Cost(read, distinct_bytes(call.out), flops)
-
-
-@cost_of("rooftop::attention_backward")
-def _backward_cost(call: Call) -> Cost:
-    """The scores again, gradients of queries and keys, of values and weights; of a pair's softmax 6 operations."""
-    query, value, mask = call["query"], call["value"], call["mask"]
-    flops = _flops(call, 3 * query.shape[3] + 2 * value.shape[3], 6)
-    read = [call[name] for name in ("dout", "dlse", "query", "key", "value", "mask", "out", "lse")]
-    written = [*call.out[:3], call.out[3] if mask is not None and call["mask_gradient"] else None]
-    return Cost(distinct_bytes(read), distinct_bytes(written), flops)
-
-
-def _flops(call: Call, products: int, others: int) -> dict[str, int]:
-    """Of so many multiplications with addition and so many other operations a pair."""
-    query, key = call["query"], call["key"]
+def _flops(call: Attention | AttentionBackward, products: int, others: int) -> dict[str, int]:
+    """Flops of `products` products (multiplication and addition) and `others` other operations per pair."""
+    query = call.query
     batches, heads, queries, _ = query.shape
-    pairs = batches * heads * visible_pairs(queries, key.shape[2], call["is_causal"])
+    pairs = batches * heads * visible_pairs(queries, call.key.shape[2], call.is_causal)
     flops = {matrix_precision(query): 2 * pairs * products}
     pointwise = precision_of(query.dtype)
-    flops[pointwise] = flops.get(pointwise, 0) + pairs * (others + (call["mask"] is not None))
+    flops[pointwise] = flops.get(pointwise, 0) + pairs * (others + (call.mask is not None))
     return flops
 
 
@@ -440,23 +428,24 @@ def attention(
     enable_gqa: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention; arguments as of `torch.nn.functional.scaled_dot_product_attention`, without dropout.
+    """Attention, with the arguments of `torch.nn.functional.scaled_dot_product_attention` but without dropout.
 
     Args:
         query: (B, H, S_q, D), bfloat16, float16, float32 or float64, any strides.
         key, value: (B, H, S_k, D) and (B, H, S_k, D_v), or with `enable_gqa` fewer heads that divide H.
-        attn_mask: broadcastable to (B, H, S_q, S_k): numbers are added, of booleans False excludes. Not together with
-            `is_causal`.
-        is_causal: a query sees the keys up to its own position, counted from the first.
-        scale: of the scores; 1 / sqrt(D) if not given.
+        attn_mask: broadcastable to (B, H, S_q, S_k). Numbers are added; in a boolean mask, False excludes a key. Not
+            together with `is_causal`.
+        is_causal: a query attends to the keys up to its own position, counted from the first.
+        scale: factor of the scores; 1 / sqrt(D) if not given.
         enable_gqa: each head of the keys serves a group of heads of the queries.
-        return_lse: also give the logarithm of the sum of exponentials of each row's scores, which
-            `merge_attention_states` takes. Gradients pass through it, too (on a GPU not in float16).
+        return_lse: also return the log-sum-exp of each row's scores, which `merge_attention_states` takes. Gradients
+            pass through it, too (not in float16 on a GPU).
 
     Returns:
-        (B, H, S_q, D_v), or that and (B, H, S_q) in float32 (float64 for float64). Rows that may see nothing are 0 and
-        -inf. Under autocast in its dtype, as PyTorch's. The bits of gradients may differ from run to run, unless
-        `torch.use_deterministic_algorithms(True)`: the back ends add up gradients of queries or keys atomically.
+        (B, H, S_q, D_v), or that and (B, H, S_q) in float32 (float64 for float64). Rows that may attend to nothing are
+        0 and -inf. Under autocast, computed in autocast's dtype, as PyTorch does. The bits of gradients may differ from
+        run to run, unless `torch.use_deterministic_algorithms(True)`: the back ends add up gradients of queries or keys
+        atomically.
 
     Raises:
         TypeError: no dense tensors, or dtypes that do not fit.
@@ -488,7 +477,7 @@ def attention_plan(
     enable_gqa: bool = False,
     direction: Direction = "forward",
 ) -> AttentionPlan:
-    """Which back end `attention` of the same arguments takes, and why; `direction` is "forward" or "backward".
+    """Say which back end `attention` uses for the same arguments, and why; `direction` is "forward" or "backward".
 
     Raises:
         TypeError, ValueError: as `attention`; another direction.
@@ -512,7 +501,7 @@ def _under_autocast(
 
 
 def _padded(x: Tensor) -> Tensor:
-    """With zeros after the features, up to a multiple of eight."""
+    """The tensor with zeros after the features, up to a multiple of eight."""
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x
 
 

@@ -1,30 +1,31 @@
-"""Attention of one new position of each sequence to keys and values that lie in pages.
+"""Attention of one new position of each sequence to paged keys and values.
 
-softmax(q K^T scale) V over the positions that a table of pages gives each sequence: Kwon et al. 2023, "Efficient Memory
-Management for Large Language Model Serving with PagedAttention". Bound by memory: each page is read once, by all query
-heads that share its head of keys (Ainslie et al. 2023, "GQA"). One sequence has too few heads to fill a GPU, so its
-positions are split among programs, and their results are merged by their log-sum-exps in float32 (Dao et al. 2023,
-"Flash-Decoding for long-context inference").
+softmax(q K^T scale) V over the positions that a page table lists for each sequence: Kwon et al. 2023, "Efficient Memory
+Management for Large Language Model Serving with PagedAttention". Bound by memory: all query heads that share a key head
+read each page once (Ainslie et al. 2023, "GQA"). One sequence has too few heads to fill a GPU. So programs share its
+positions, and merge their results by log-sum-exps in float32 (Dao et al. 2023, "Flash-Decoding for long-context
+inference").
 
-For inference: it has no gradient. How many positions there are stands in a tensor, and the launch does not depend on
-it: a CUDA graph can be replayed while sequences grow.
+For inference: it has no gradient. The number of positions is in a tensor, and the launch does not depend on it: a CUDA
+graph can be replayed while sequences grow.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.cost import Cost, distinct_bytes, precision_of
 from rooftop.kernels.attentions.tables import MOST_SPLITS, PROGRAMS_PER_PROCESSOR, paged_config
 from rooftop.kernels.operands.checks import check_same_dtype, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, INDICES, accumulator_dtype
 from rooftop.kernels.operands.launch_data import Constants, power_of_two
 from rooftop.kernels.operands.references import without_kernels
-from rooftop.launch.operators import no_tangents, operator
+from rooftop.launch.operators import declare, no_tangents
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
@@ -52,14 +53,14 @@ def paged_attention_reference(
     seen = seen[:, None, None]
     grouped = query.to(inside).unflatten(1, (key.shape[1], -1))  # (B, H_k, G, D)
     scores = torch.where(there, grouped @ key.mT * scale, torch.nan).masked_fill(~seen, -torch.inf)  # (B, H_k, G, T)
-    weights = torch.where(seen, scores.softmax(-1), 0.0)  # zeros where nothing is seen
+    weights = torch.where(seen, scores.softmax(-1), 0.0)  # zeros for sequences without positions
     found = (weights @ torch.where(seen.mT, value, 0.0)).flatten(1, 2)
     wrong = (lengths < 0) | (lengths > room)
     return found.masked_fill(wrong[:, None, None], torch.nan).to(query.dtype)
 
 
 def _gathered(stored: Tensor, pages: Tensor) -> Tensor:
-    """The positions (B, H_k, W * P, D) of pages (B, W), in their order; any for a page that is not there."""
+    """The positions (B, H_k, W * P, D) of pages (B, W), in order; arbitrary values for a page outside the cache."""
     found = stored[pages.long().clamp(0, stored.shape[0] - 1)]  # (B, W, H_k, P, D)
     return found.transpose(1, 2).flatten(2, 3)
 
@@ -77,8 +78,8 @@ def _attend_one_by_one(
     window: int | None,
     out: Tensor,
 ) -> None:
-    """As the reference, of pages and lengths that were checked, also as numbers: each sequence reads its own positions
-    alone."""
+    """Like the reference, for pages and lengths that were checked and are also given as numbers: each sequence reads
+    only its own positions."""
     _, kv_heads, page, width = keys.shape
     for row, length in enumerate(lengths):
         if length == 0:
@@ -94,7 +95,7 @@ def _attend_one_by_one(
 
 
 def _side_by_side(stored: Tensor, own: Sequence[int]) -> Tensor:
-    """The positions (H_k, T, D) in the pages `own` of (N, H_k, P, D); those of a new cache follow each other."""
+    """The positions (H_k, T, D) in the pages `own` of (N, H_k, P, D); in a new cache they are contiguous."""
     if len(own) == 1:
         return stored[own[0]]
     in_a_row = own == list(range(own[0], own[0] + len(own)))
@@ -109,12 +110,12 @@ MOST_FEATURES = 256
 
 
 def splits_of(programs: int, room: int, tile: int, multiprocessors: int) -> int:
-    """Into how many parts the positions of a sequence are split.
+    """Number of parts into which the positions of a sequence are split.
 
     Args:
-        programs: that there are without splitting.
+        programs: number of programs without splitting.
         room: the most positions that a sequence can have.
-        tile: positions that a program reads at once.
+        tile: positions that a program reads in one step.
         multiprocessors: of the GPU.
     """
     wanted = -(-PROGRAMS_PER_PROCESSOR * multiprocessors // max(1, programs))
@@ -139,7 +140,7 @@ def _attend(
         return
     batch, heads, width = query.shape
     count, kv_heads, page = keys.shape[:3]
-    if 0 in (count, page, pages.shape[1]):  # there is no position at all
+    if 0 in (count, page, pages.shape[1]):  # there are no positions at all
         out.copy_(torch.where(lengths == 0, 0.0, torch.nan)[:, None, None].expand_as(out))
         return
     if numbers is not None and query.dtype != torch.float64:
@@ -174,49 +175,42 @@ def _attend(
         launch(merge_splits, (batch * heads,), out.device, partial, partial_lse, out, PARTS=parts, **constants)
 
 
-# ---- registration ----------------------------------------------------------------------------------------------
+# ---- operator --------------------------------------------------------------------------------------------------
 
 
-@operator("paged_attention")
-def _paged_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    pages: Tensor,
-    lengths: Tensor,
-    scale: float,
-    positions: int | None,
-    window: int | None = None,
-) -> Tensor:
-    out = query.new_empty(query.shape)
-    _attend(query, keys, values, pages, lengths, scale, window, out)
-    return out
+class PagedAttention(NamedTuple):
+    """(B, H, D), as `paged_attention`; `positions`: their number, for the cost, if known."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    pages: Tensor
+    lengths: Tensor
+    scale: float
+    positions: int | None
+    window: int | None = None
+
+    def run(self) -> Tensor:
+        out = self.fake()
+        _attend(*self[:6], self.window, out)
+        return out
+
+    def fake(self) -> Tensor:
+        return self.query.new_empty(self.query.shape)
+
+    def cost(self, made: Tensor) -> Cost:
+        """Flops: two products; scale, maximum, subtraction, exponential and sum of each pair. It counts only the
+        positions in the pages that are attended to."""
+        query, keys, _, pages, lengths, _, positions, _ = self
+        (batch, heads, width), kv_heads = query.shape, keys.shape[1]
+        seen = batch if positions is None else positions
+        read = distinct_bytes([query, lengths]) + 2 * seen * kv_heads * width * keys.element_size()
+        read += -(-seen // max(1, keys.shape[2])) * pages.element_size()
+        pairs = seen * heads
+        return Cost(read, distinct_bytes([made]), {precision_of(query.dtype): pairs * (4 * width + 5)})
 
 
-@torch.library.register_fake("rooftop::paged_attention")
-def _(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    pages: Tensor,
-    lengths: Tensor,
-    scale: float,
-    positions: int | None,
-    window: int | None = None,
-) -> Tensor:
-    return query.new_empty(query.shape)
-
-
-@cost_of("rooftop::paged_attention")
-def _cost(call: Call) -> Cost:
-    """Two products; scale, maximum, subtraction, exponential and sum of each pair. Of pages, what is attended to."""
-    query, keys = call["query"], call["keys"]
-    (batch, heads, width), kv_heads = query.shape, keys.shape[1]
-    seen = batch if call["positions"] is None else call["positions"]
-    read = distinct_bytes([query, call["lengths"]]) + 2 * seen * kv_heads * width * keys.element_size()
-    read += -(-seen // max(1, keys.shape[2])) * call["pages"].element_size()
-    pairs = seen * heads
-    return Cost(read, distinct_bytes([call.out]), {precision_of(query.dtype): pairs * (4 * width + 5)})
+_paged_attention = declare("paged_attention", PagedAttention)
 
 
 # ---- public ----------------------------------------------------------------------------------------------------
@@ -238,23 +232,25 @@ def paged_attention(
 
     Args:
         query: (B, H, D), bfloat16, float16, float32 or float64; D up to 256.
-        keys, values: (N, H_k, P, D) each, N pages of P positions, dtype of the queries; H is a multiple of H_k, and
-            query heads h * H / H_k and those that follow share head h. What is not attended to may hold anything.
-        pages: (B, W) int32 or int64, the pages of each sequence in their order.
-        lengths: (B,) int32 or int64, how many positions each attends to, up to W * P; 0: none, and the result is 0.
-        scale: of the scores; None: 1 / sqrt(D).
-        positions: the sum of `lengths`, or with a window of what each has of it, if it is known: the cost is then
-            counted by it, and else as if each sequence had one position, which is the least. The result does not depend
-            on it.
-        window: of its positions a sequence attends to the last ones, at most so many; None: to all.
+        keys, values: (N, H_k, P, D) each, N pages of P positions, with the dtype of the queries. H is a multiple of
+            H_k; the H / H_k query heads from h * H / H_k on share key head h. Positions that no query attends to may
+            hold any values.
+        pages: (B, W) int32 or int64, the pages of each sequence in order.
+        lengths: (B,) int32 or int64, the number of positions that each query attends to, up to W * P; with 0 the result
+            is 0.
+        scale: factor of the scores; None: 1 / sqrt(D).
+        positions: the sum of `lengths`, or with a window the sum of the positions inside each window, if known. The
+            cost counts these. Without it, the cost counts one position per sequence, the least possible. The result
+            does not depend on it.
+        window: each query attends to at most the last `window` positions; None: to all.
 
     Returns:
         (B, H, D), dtype of the queries; scores, softmax and merging are float32 (float64 for float64).
 
     Raises:
         TypeError: no dense tensors, or dtypes that do not fit.
-        ValueError: shapes or devices that do not fit; on the CPU also pages that are not there and lengths that the
-            table has no pages for. On a GPU the result of such a sequence is NaN.
+        ValueError: shapes or devices that do not fit; on the CPU also pages outside the cache, and lengths beyond the
+            page table. On a GPU the result of a sequence with such an error is NaN.
         NotImplementedError: a tensor that needs a gradient, or forward-mode differentiation.
     """
     tensors = {"query": query, "keys": keys, "values": values, "pages": pages, "lengths": lengths}
@@ -305,7 +301,7 @@ def _check(tensors: dict[str, Tensor]) -> None:
 
 
 def _checked_values(keys: Tensor, pages: Tensor, lengths: Tensor) -> tuple[list[list[int]], list[int]]:
-    """Pages and lengths as numbers, after the lengths and the pages that they reach were checked."""
+    """Pages and lengths as numbers, after checks of the lengths and of the pages that they reach."""
     count, page, room = keys.shape[0], keys.shape[2], pages.shape[1] * keys.shape[2]
     numbers: list[int] = lengths.tolist()
     if numbers and (min(numbers) < 0 or max(numbers) > room):

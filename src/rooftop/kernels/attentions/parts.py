@@ -1,8 +1,8 @@
-"""Attention to a part of the keys, and its gradients given what all keys make: for results that are merged.
+"""Attention to a part of the keys, and its gradients from the merged results of all keys: for results that are merged.
 
-Forward gives a part's result and log-sum-exp, which `merge_attention_states` puts together. Backward takes the merged
-ones: with L over all keys, exp(S - L) are the probabilities of the whole row, and rowsum(dO O) is that of the whole
-row. So nothing of a part is kept. Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv:2310.01889).
+Forward returns a part's result and log-sum-exp, which `merge_attention_states` merges. Backward takes the merged ones:
+with L over all keys, exp(S - L) are the probabilities of the whole row, and rowsum(dO O) is the sum of the whole row.
+So backward needs no result of a part. Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv:2310.01889).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def attention_part(
 
     Args:
         query: (B, H, S_q, D). key, value: (B, H_k, S_k, D), where H_k divides H.
-        mask: (S_q, S_k) bool, True where a query sees a key; None: all. is_causal: as of `attention`.
+        mask: (S_q, S_k) bool, True where a query attends to a key; None: all. is_causal: as in `attention`.
         scale: of the scores.
     """
     with torch.no_grad():

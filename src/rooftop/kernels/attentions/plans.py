@@ -1,4 +1,4 @@
-"""Which of PyTorch's back ends does an attention: of those that can do it the fastest, by a table from an H200."""
+"""Choose PyTorch's back end for an attention: the fastest that can compute it, by a table from an H200."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Shape:
-    """What the choice depends on."""
+    """The properties of a call that the choice depends on."""
 
     query: tuple[int, int, int, int]  # B, H, S_q, D
     key_heads: int
@@ -30,7 +30,7 @@ class Shape:
 
 
 def shape_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Shape:
-    """Of a call with query (B, H, S_q, D), key (B, H_k, S_k, D) and value (B, H_k, S_k, D_v)."""
+    """The shape of a call with query (B, H, S_q, D), key (B, H_k, S_k, D) and value (B, H_k, S_k, D_v)."""
     batches, heads, queries, features = query.shape
     shape = (batches, heads, queries, features)
     return Shape(shape, key.shape[1], key.shape[2], value.shape[3], query.dtype, is_causal, mask is not None)
@@ -38,7 +38,7 @@ def shape_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_
 
 @dataclass(frozen=True)
 class Rule:
-    """The first back end, in its order, that can do the call is taken; a rule is for calls within all its limits."""
+    """A rule for calls within all its limits: it takes the first back end, in its order, that can compute the call."""
 
     direction: Direction
     order: tuple[str, ...]
@@ -49,9 +49,10 @@ class Rule:
     dtype: torch.dtype | None = None
 
 
-# Measured on an H200 at 64 to 16384 positions of 32 to 128 features (benchmarks/results/h200/tune_attentions.json):
-# cuDNN's kernels, which use its matrix instructions, are the fastest, causal or not, forward and backward; then
-# flash-2, which does not use them, then the memory-efficient ones. Of few positions with few features these are first.
+# Measured on an H200 at 64 to 16384 positions of 32 to 128 features (benchmarks/results/h200/tune_attentions.json).
+# cuDNN's kernels, which use the GPU's matrix instructions, are the fastest, causal or not, forward and backward. Next
+# is flash-2, which does not use these instructions, then the memory-efficient ones. The memory-efficient ones come
+# first for few positions with few features.
 _CUDNN_FIRST, _EFFICIENT_FIRST = ("cudnn", "flash", "efficient"), ("efficient", "cudnn", "flash")
 RULES = (
     Rule("forward", _CUDNN_FIRST, capability=(9, 0), least_positions=128),
@@ -68,12 +69,12 @@ RULES = (
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Which back end does a call.
+    """The back end that computes a call.
 
     Attributes:
         backend: "flash", "cudnn", "efficient", or "reference" (plain PyTorch).
-        reason: why this one.
-        refused: why not, of each that was not taken because it cannot.
+        reason: why this one was chosen.
+        refused: for each back end that cannot compute the call, why not.
     """
 
     backend: str
@@ -82,7 +83,7 @@ class AttentionPlan:
 
 
 def plan_of(shape: Shape, device: torch.device, direction: Direction) -> AttentionPlan:
-    """The plan for a call on that device; a back end that `torch.nn.attention.sdpa_kernel` disables is not taken."""
+    """The plan for a call on that device; it excludes back ends that `torch.nn.attention.sdpa_kernel` disables."""
     if device.type != "cuda":
         return AttentionPlan("reference", f"on {device.type}")
     capability = _capability(device)
@@ -109,7 +110,7 @@ def _applies(rule: Rule, shape: Shape, capability: tuple[int, int]) -> bool:
 
 
 def _refusal(name: str, shape: Shape, capability: tuple[int, int]) -> str | None:
-    """Why a back end cannot do a call, None if it can."""
+    """Why a back end cannot compute a call; None if it can."""
     for asks, why in _LIMITS[name]:
         if not asks(shape, capability):
             return why

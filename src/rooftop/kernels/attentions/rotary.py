@@ -1,25 +1,26 @@
-"""Rotary position embeddings: each pair (a, b) of a head's features, turned by an angle that grows with the position.
+"""Rotary position embeddings: rotate each pair (a, b) of a head's features by an angle that grows with the position.
 
 (a, b) -> (a cos - b sin, b cos + a sin). Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position
 Embedding". Pairs are (i, i + R / 2), as in GPT-NeoX and Llama, or neighbours (2 i, 2 i + 1), as in the paper. Bound by
-memory: queries and keys are read and written once, in one kernel, and the tables once for each group of heads. The
+memory: one kernel reads and writes queries and keys once, and reads the tables once for each group of heads. The
 gradient is the rotation by the negative angle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.cost import Cost, distinct_bytes, precision_of
 from rooftop.kernels.attentions.tables import ROTARY, RotaryConfig
 from rooftop.kernels.operands.checks import check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import Constants, power_of_two
 from rooftop.kernels.operands.references import by_reference
-from rooftop.launch.operators import differentiable, in_pytorch, no_tangents, operator
+from rooftop.launch.operators import declare, no_tangents
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import launch, require_triton
 
@@ -45,7 +46,7 @@ def rope_reference(
 
 
 def _looked_up(table: Tensor, places: Tensor) -> Tensor:
-    """The rows of a table (B or 1, T, P) at (B, S) places, NaN where it has none."""
+    """The rows of a table (B or 1, T, P) at the positions (B, S); NaN for positions outside the table."""
     positions = table.shape[1]
     if positions == 0:
         return table.new_full((places.shape[0], 1, places.shape[1], table.shape[2]), torch.nan)
@@ -61,7 +62,7 @@ MOST_PAIRS = ROTARY[-1].pairs
 
 
 def rotary_config(pairs: int) -> RotaryConfig:
-    """The parameters for heads of so many pairs, at most `MOST_PAIRS`."""
+    """Launch parameters for heads of up to `MOST_PAIRS` pairs."""
     return next(config for config in ROTARY if pairs <= config.pairs)
 
 
@@ -77,7 +78,7 @@ def _rotate(
     interleaved: bool,
     conjugate: bool,
 ) -> None:
-    """Fills y of each of one or two (x, y), (B, H, S, D); x and y may be the same."""
+    """Fills y for one or two pairs (x, y), (B, H, S, D); x and y may be the same."""
     x, y = tensors[0]
     if by_reference(x):
         for source, target in tensors:
@@ -108,111 +109,98 @@ def _rotate(
 
 
 def _like(x: Tensor) -> Tensor:
-    """Memory for a result: in the order of x where its heads are whole, else contiguous."""
+    """Memory for a result: with x's strides if its heads are not interleaved, else contiguous."""
     return torch.empty_like(x) if x.stride(-1) == 1 else x.new_empty(x.shape)
 
 
-# ---- registration ----------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------
 
 
-@operator("rope")
-def _rope(
-    x: Tensor,
-    other: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    starts: Tensor | None,
-    offset: int,
-    interleaved: bool,
-    conjugate: bool,
-) -> tuple[Tensor, Tensor]:
-    y, other_y = _like(x), _like(other) if other is not None else x.new_empty(0)
-    tensors = [(x, y)] if other is None else [(x, y), (other, other_y)]
-    _rotate(tensors, cos, sin, starts, offset, interleaved, conjugate)
-    return y, other_y
+class Rope(NamedTuple):
+    """x and other, rotated; `conjugate`: by the negative angles."""
+
+    x: Tensor
+    other: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    starts: Tensor | None
+    offset: int
+    interleaved: bool
+    conjugate: bool
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        x, other = self[:2]
+        y, other_y = self.fake()
+        _rotate([(x, y)] if other is None else [(x, y), (other, other_y)], *self[2:])
+        return y, other_y
+
+    def fake(self) -> tuple[Tensor, Tensor]:
+        return _like(self.x), self.x.new_empty(0) if self.other is None else _like(self.other)
+
+    def in_pytorch(self) -> tuple[Tensor, Tensor]:
+        x, other, tables = self.x, self.other, self[2:]
+        return rope_reference(x, *tables), x.new_empty(0) if other is None else rope_reference(other, *tables)
+
+    def keep(self, made: tuple[Tensor, Tensor]) -> tuple[Any, ...]:
+        """Shapes and dtypes of x and other, and all other arguments."""
+        return (*(None if t is None else (t.shape, t.dtype) for t in self[:2]), *self[2:])
+
+    @staticmethod
+    def gradients(
+        kept: tuple[Any, ...], wanted: Sequence[bool], dy: Tensor | None, dother: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """A rotation is linear, and its transpose is the rotation back. So second derivatives are correct as well."""
+        (shape, dtype), of_other, *tables, conjugate = kept
+        if dy is None:
+            assert dother is not None
+            dy = dother.new_zeros(shape, dtype=dtype)
+        if of_other is None:
+            dother = None
+        elif dother is None:
+            dother = dy.new_zeros(of_other[0], dtype=of_other[1])
+        arguments: list[Any] = [dy, dother, *tables, not conjugate]
+        dx, dother_x = _rope(*arguments)
+        return dx, None if of_other is None else dother_x
+
+    def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
+        return _cost(*self[:5], made if self.other is not None else made[:1])
 
 
-@torch.library.register_fake("rooftop::rope")
-def _(
-    x: Tensor,
-    other: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    starts: Tensor | None,
-    offset: int,
-    interleaved: bool,
-    conjugate: bool,
-) -> tuple[Tensor, Tensor]:
-    return _like(x), _like(other) if other is not None else x.new_empty(0)
+class RopeInPlace(NamedTuple):
+    """Rotates x and other in place."""
+
+    x: Tensor
+    other: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    starts: Tensor | None
+    offset: int
+    interleaved: bool
+
+    def run(self) -> None:
+        tensors = [(t, t) for t in self[:2] if t is not None]
+        _rotate(tensors, *self[2:], conjugate=False)
+
+    def fake(self) -> None:
+        return None
+
+    def cost(self, made: None) -> Cost:
+        return _cost(*self[:5], self[:2])
 
 
-def _by_reference(
-    x: Tensor,
-    other: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    starts: Tensor | None,
-    offset: int,
-    interleaved: bool,
-    conjugate: bool,
-) -> tuple[Tensor, Tensor]:
-    tables = (cos, sin, starts, offset, interleaved, conjugate)
-    return rope_reference(x, *tables), x.new_empty(0) if other is None else rope_reference(other, *tables)
+_rope = declare("rope", Rope)
+_rope_in_place = declare("rope_", RopeInPlace, mutates=("x", "other"))
 
 
-in_pytorch("rope", _by_reference)
-
-
-@operator("rope_", mutates=("x", "other"))
-def _rope_in_place(
-    x: Tensor, other: Tensor | None, cos: Tensor, sin: Tensor, starts: Tensor | None, offset: int, interleaved: bool
-) -> None:
-    tensors = [(t, t) for t in (x, other) if t is not None]
-    _rotate(tensors, cos, sin, starts, offset, interleaved, False)
-
-
-@torch.library.register_fake("rooftop::rope_")
-def _(
-    x: Tensor, other: Tensor | None, cos: Tensor, sin: Tensor, starts: Tensor | None, offset: int, interleaved: bool
-) -> None:
-    return None
-
-
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
-    _, other, cos, sin, starts, offset, interleaved, conjugate = inputs
-    ctx.save_for_backward(cos, sin, starts)  # type: ignore[arg-type]
-    ctx.rest = (other is not None, offset, interleaved, conjugate)  # type: ignore[attr-defined]
-
-
-def _differentiate(ctx: torch.autograd.function.FunctionCtx, dy: Tensor, dother: Tensor) -> tuple[Tensor | None, ...]:
-    """A rotation is linear, and its transpose is the rotation back: the second derivative is right, too."""
-    cos, sin, starts = ctx.saved_tensors  # type: ignore[attr-defined]
-    both, offset, interleaved, conjugate = ctx.rest  # type: ignore[attr-defined]
-    dx, dother_x = _rope(dy, dother if both else None, cos, sin, starts, offset, interleaved, not conjugate)
-    return dx, dother_x if both else None, None, None, None, None, None, None
-
-
-differentiable("rope", _differentiate, _save)
-
-
-@cost_of("rooftop::rope")
-def _cost(call: Call) -> Cost:
-    """Four products and two sums a pair; of the tables, the rows of S positions."""
-    return _moved(call, list(call.out) if call["other"] is not None else [call.out[0]])
-
-
-@cost_of("rooftop::rope_")
-def _cost_in_place(call: Call) -> Cost:
-    return _moved(call, [t for t in (call["x"], call["other"]) if t is not None])
-
-
-def _moved(call: Call, written: list[Tensor]) -> Cost:
-    x, other, cos = call["x"], call["other"], call["cos"]
+def _cost(
+    x: Tensor, other: Tensor | None, cos: Tensor, sin: Tensor, starts: Tensor | None, written: Sequence[Tensor | None]
+) -> Cost:
+    """Flops: four products and two sums a pair. Bytes of the tables: the rows of S positions."""
     (batches, heads, positions, _), pairs = x.shape, cos.shape[-1]
-    rows = positions * (batches if cos.shape[0] > 1 or call["starts"] is not None else 1)
-    table_bytes = min(rows, cos.shape[0] * cos.shape[1]) * pairs * (cos.element_size() + call["sin"].element_size())
+    rows = positions * (batches if cos.shape[0] > 1 or starts is not None else 1)
+    table_bytes = min(rows, cos.shape[0] * cos.shape[1]) * pairs * (cos.element_size() + sin.element_size())
     rotated = batches * positions * pairs * (heads + (other.shape[1] if other is not None else 0))
-    read = distinct_bytes([x, other, call["starts"]]) + table_bytes
+    read = distinct_bytes([x, other, starts]) + table_bytes
     return Cost(read, distinct_bytes(written), {precision_of(x.dtype): 6 * rotated})
 
 
@@ -233,21 +221,21 @@ def rope(
 
     Args:
         x: (B, H, S, D), bfloat16, float16, float32 or float64; any strides (the transposed view of (B, S, H, D) is
-            read and written as it lies). (H, S, D) and (S, D) are taken as well.
-        cos, sin: (T, R / 2), or (B, T, R / 2) for tables of each sequence, T positions and R <= D features that are
-            rotated; what follows them is copied. Half or single precision (float64 x: any). They get no gradient.
-        interleaved: whether pairs are neighbours (2 i, 2 i + 1) and not (i, i + R / 2).
-        offset: of the first position of x in the tables, one for all sequences or (B,) integers.
+            read and written as it lies). (H, S, D) and (S, D) are accepted as well.
+        cos, sin: (T, R / 2), or (B, T, R / 2) for one table per sequence: T positions, and R <= D rotated features. The
+            other features are copied. Half or single precision (float64 x: any). The tables get no gradient.
+        interleaved: whether pairs are neighbours (2 i, 2 i + 1) instead of (i, i + R / 2).
+        offset: position of x's first row in the tables, one for all sequences or (B,) integers.
         inplace: write the result to x; without autograd only.
 
     Returns:
-        Like x (in place: x). The arithmetic is float32 (float64 for float64). Positions that the tables do not have
-        raise where that is known (an int, or tensors on the CPU), and are NaN where it is not.
+        Like x (in place: x). The arithmetic is float32 (float64 for float64). Positions outside the tables raise if
+        they are known (an int, or tensors on the CPU); otherwise the result is NaN.
 
     Raises:
         TypeError: no dense tensors, or dtypes that do not fit.
-        ValueError: shapes, devices or positions that do not fit; in place: memory that overlaps, or x that autograd
-            watches.
+        ValueError: shapes, devices or positions that do not fit. In place: memory that overlaps, or an x that autograd
+            tracks.
         NotImplementedError: tables that require a gradient, or forward-mode differentiation.
     """
     return _apply("rope", (x,), cos, sin, interleaved, offset, inplace)[0]
@@ -264,7 +252,7 @@ def rope_pair(
     offset: int | Tensor = 0,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`rope` of queries (B, H, S, D) and keys (B, H_k, S, D) in one kernel; H_k may be another number of heads."""
+    """`rope` of queries (B, H, S, D) and keys (B, H_k, S, D) in one kernel; H_k may differ from H."""
     query, key = _apply("rope_pair", (query, key), cos, sin, interleaved, offset, inplace)
     return query, key
 
@@ -281,13 +269,13 @@ def _apply(
     _check(name, tensors, cos, sin, offset, inplace)
     no_tangents(name, *tensors, instead="the formula in plain PyTorch")
     whole = [t.reshape((1,) * (4 - t.dim()) + t.shape) if not inplace else _unsqueezed(t) for t in tensors]
-    tables = [t if t.dim() == 3 else t[None] for t in (cos, sin)]
+    cos, sin = (t if t.dim() == 3 else t[None] for t in (cos, sin))
     starts, first = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
     other = whole[1] if len(whole) > 1 else None
     if inplace:
-        _rope_in_place(whole[0], other, *tables, starts, first, interleaved)
+        _rope_in_place(whole[0], other, cos, sin, starts, first, interleaved)
         return list(tensors)
-    rotated = _rope(whole[0], other, *tables, starts, first, interleaved, False)
+    rotated = _rope(whole[0], other, cos, sin, starts, first, interleaved, False)
     return [y.reshape(x.shape) for x, y in zip(tensors, rotated, strict=False)]
 
 

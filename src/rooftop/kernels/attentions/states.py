@@ -1,26 +1,31 @@
-"""Attention over parts of the keys, put together: outputs weighted by their log-sum-exps.
+"""Merging of attention over parts of the keys: outputs weighted by their log-sum-exps.
 
 out = (e^lse_a out_a + e^lse_b out_b) / e^lse with lse = log(e^lse_a + e^lse_b) is attention over the keys of both. The
-merge is associative and commutative, and (0, -inf), where nothing was attended, changes nothing. Milakov and Gimelshein
-2018, "Online normalizer calculation for softmax"; Liu et al. 2023, "Ring Attention with Blockwise Transformers". Bound
-by memory: forward reads two outputs and writes one, backward reads three and writes two.
+merge is associative and commutative, and (0, -inf), the result of attention to no keys, changes nothing. Milakov and
+Gimelshein 2018, "Online normalizer calculation for softmax"; Liu et al. 2023, "Ring Attention with Blockwise
+Transformers". Bound by memory: forward reads two outputs and writes one; backward reads three and writes two.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.cost import Cost, distinct_bytes, precision_of
 from rooftop.kernels.attentions.tables import MERGE_BACKWARD, MERGE_FORWARD
 from rooftop.kernels.operands.checks import check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import Constants, ElementsConfig, power_of_two
 from rooftop.kernels.operands.references import by_reference
-from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import declare, no_second_derivative, no_tangents
 from rooftop.launch.strides import merged
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import launch, require_triton
+
+PLAIN = "the formula in plain PyTorch"
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -57,7 +62,7 @@ def _weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _weighted(weight: Tensor, values: Tensor) -> Tensor:
-    """What has no weight counts for nothing, whatever it is."""
+    """A value with weight 0 adds nothing, even if it is infinite or NaN."""
     return torch.where(weight == 0, 0.0, weight * values)
 
 
@@ -68,18 +73,20 @@ MOST_FEATURES = 8192
 
 
 def rows_tile(config: ElementsConfig, width: int) -> Constants:
-    """Launch parameters for rows of so many elements."""
+    """Launch parameters for rows of `width` elements."""
     block = power_of_two(width)
     return {"WIDTH": width, "BLOCK": block, "ROWS": max(1, config.elements // block), "num_warps": config.warps}
 
 
-# ---- implementations -------------------------------------------------------------------------------------------
+# ---- rows ------------------------------------------------------------------------------------------------------
 
 
 def row_places(*tensors: Tensor) -> tuple[int, int, list[int]]:
-    """(heads, positions, strides of batch, head and position of each tensor (B, H, S, D)) to find a row by its number.
+    """(heads, positions, strides of batch, head and position of each tensor (B, H, S, D)): they locate a row by its
+    number.
 
-    Where the rows of each are one distance apart, each is a batch of its own: Triton does not divide by what is 1.
+    If the rows of each tensor are equally spaced, each row is a batch of its own: Triton needs no division by sizes of
+    1.
     """
     sizes = tensors[0].shape[:3]
     distances = [merged(sizes, t.stride()[:3]) for t in tensors]
@@ -89,14 +96,116 @@ def row_places(*tensors: Tensor) -> tuple[int, int, list[int]]:
 
 
 def unit_features(x: Tensor) -> Tensor:
-    """The features of a row side by side; rows may lie anywhere."""
+    """The tensor with contiguous features in each row; the rows may have any strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def like_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory in the order of x (B, H, S, D) where its features are side by side, else contiguous."""
+    """Memory with the strides of x (B, H, S, D) if its features are contiguous, else contiguous."""
     dtype = dtype or x.dtype
     return torch.empty_like(x, dtype=dtype) if x.stride(-1) == 1 else x.new_empty(x.shape, dtype=dtype)
+
+
+# ---- operators -------------------------------------------------------------------------------------------------
+
+
+class MergeAttentionStates(NamedTuple):
+    """(out, lse) of both parts, (B, H, S, D) and (B, H, S)."""
+
+    out_a: Tensor
+    lse_a: Tensor
+    out_b: Tensor
+    lse_b: Tensor
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        out, lse = self.fake()
+        _merge(*self, out, lse)
+        return out, lse
+
+    def fake(self) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(self.out_a.dtype, self.out_b.dtype)
+        return like_rows(self.out_a, dtype), self.lse_a.new_empty(self.lse_a.shape)
+
+    def in_pytorch(self) -> tuple[Tensor, Tensor]:
+        return merge_reference(*self)
+
+    @staticmethod
+    def gradients(
+        kept: MergeAttentionStates, wanted: Sequence[bool], dout: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return _states_backward(torch.zeros_like(kept.out_a) if dout is None else dout, dlse, *kept)
+
+    def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
+        return _cost(self, *made)
+
+
+class MergeAttentionStatesBackward(NamedTuple):
+    """(dout_a, dlse_a, dout_b, dlse_b)."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    out_a: Tensor
+    lse_a: Tensor
+    out_b: Tensor
+    lse_b: Tensor
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        results = self.fake()
+        if by_reference(self.lse_a):
+            for target, value in zip(results, merge_backward_reference(*self), strict=True):
+                target.copy_(value)
+            return results
+        require_triton()
+        from rooftop.kernels.attentions.triton_kernels.states import merge_backward
+
+        if self.lse_a.numel() == 0:
+            return results
+        dout, out_a, out_b = (unit_features(t) for t in (self.dout, self.out_a, self.out_b))
+        dlse, lse_a, lse_b = (None if t is None else t.contiguous() for t in (self.dlse, self.lse_a, self.lse_b))
+        tile = rows_tile(MERGE_BACKWARD, out_a.shape[3])
+        tensors = (dout, dlse, out_a, lse_a, out_b, lse_b, *results)
+        heads, positions, strides = row_places(dout, out_a, out_b, results[0], results[2])
+        sizes = (self.lse_a.numel(), heads, positions, *strides)
+        grid = (-(-self.lse_a.numel() // tile["ROWS"]),)
+        launch(merge_backward, grid, out_a.device, *tensors, *sizes, HAS_DLSE=dlse is not None, **tile)
+        return results
+
+    def fake(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dlse_a, dlse_b = (lse.new_empty(lse.shape) for lse in (self.lse_a, self.lse_b))
+        return like_rows(self.out_a), dlse_a, like_rows(self.out_b), dlse_b
+
+    def cost(self, made: tuple[Tensor, ...]) -> Cost:
+        """Flops: for each element, two products for the gradients and three operations for their difference; for each
+        row, the weights again."""
+        flops = 5 * self.dout.numel() + 15 * self.lse_a.numel()
+        return Cost(distinct_bytes(self), distinct_bytes(made), {precision_of(self.lse_a.dtype): flops})
+
+
+class MergeAttentionStatesInPlace(NamedTuple):
+    """(out, lse) becomes the merge of both parts, in place."""
+
+    out: Tensor
+    lse: Tensor
+    part: Tensor
+    part_lse: Tensor
+
+    def run(self) -> None:
+        _merge(*self, self.out, self.lse)  # a row is read before it is written
+
+    def fake(self) -> None:
+        return None
+
+    def cost(self, made: None) -> Cost:
+        return _cost(self, self.out, self.lse)
+
+
+_states = declare("merge_attention_states", MergeAttentionStates)
+_states_backward = declare(
+    "merge_attention_states_backward",
+    MergeAttentionStatesBackward,
+    derivative=no_second_derivative("merge_attention_states", PLAIN),
+)
+_states_in_place = declare("merge_attention_states_", MergeAttentionStatesInPlace, mutates=("out", "lse"))
 
 
 def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -117,133 +226,10 @@ def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tens
     launch(merge_forward, (-(-lse.numel() // tile["ROWS"]),), out.device, *tensors, *sizes, **tile)
 
 
-def _merge_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    out_a: Tensor,
-    lse_a: Tensor,
-    out_b: Tensor,
-    lse_b: Tensor,
-    results: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> None:
-    if by_reference(lse_a):
-        values = merge_backward_reference(dout, dlse, out_a, lse_a, out_b, lse_b)
-        for target, value in zip(results, values, strict=True):
-            target.copy_(value)
-        return
-    require_triton()
-    from rooftop.kernels.attentions.triton_kernels.states import merge_backward
-
-    if lse_a.numel() == 0:
-        return
-    dout, out_a, out_b = (unit_features(t) for t in (dout, out_a, out_b))
-    tile = rows_tile(MERGE_BACKWARD, out_a.shape[3])
-    whole = [t.contiguous() if t is not None else None for t in (dlse, lse_a, lse_b)]
-    tensors = (dout, whole[0], out_a, whole[1], out_b, whole[2], *results)
-    heads, positions, strides = row_places(dout, out_a, out_b, results[0], results[2])
-    sizes = (lse_a.numel(), heads, positions, *strides)
-    grid = (-(-lse_a.numel() // tile["ROWS"]),)
-    launch(merge_backward, grid, out_a.device, *tensors, *sizes, HAS_DLSE=dlse is not None, **tile)
-
-
-# ---- registration ----------------------------------------------------------------------------------------------
-
-
-def _merged_memory(out_a: Tensor, lse_a: Tensor, out_b: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(out_a.dtype, out_b.dtype)
-    return like_rows(out_a, dtype), lse_a.new_empty(lse_a.shape)
-
-
-def _gradient_memory(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return like_rows(out_a), lse_a.new_empty(lse_a.shape), like_rows(out_b), lse_b.new_empty(lse_b.shape)
-
-
-@operator("merge_attention_states")
-def _states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = _merged_memory(out_a, lse_a, out_b)
-    _merge(out_a, lse_a, out_b, lse_b, out, lse)
-    return out, lse
-
-
-@torch.library.register_fake("rooftop::merge_attention_states")
-def _(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    return _merged_memory(out_a, lse_a, out_b)
-
-
-in_pytorch("merge_attention_states", merge_reference)
-
-
-@operator("merge_attention_states_", mutates=("out", "lse"))
-def _states_in_place(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    _merge(out, lse, part, part_lse, out, lse)  # a row is read before it is written
-
-
-@torch.library.register_fake("rooftop::merge_attention_states_")
-def _(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    return None
-
-
-@operator("merge_attention_states_backward")
-def _states_backward(
-    dout: Tensor, dlse: Tensor | None, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results = _gradient_memory(out_a, lse_a, out_b, lse_b)
-    _merge_backward(dout, dlse, out_a, lse_a, out_b, lse_b, results)
-    return results
-
-
-@torch.library.register_fake("rooftop::merge_attention_states_backward")
-def _(
-    dout: Tensor, dlse: Tensor | None, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _gradient_memory(out_a, lse_a, out_b, lse_b)
-
-
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
-    ctx.save_for_backward(*inputs)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(
-    ctx: torch.autograd.function.FunctionCtx, dout: Tensor | None, dlse: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    out_a, lse_a, out_b, lse_b = ctx.saved_tensors  # type: ignore[attr-defined]
-    if dout is None and dlse is None:
-        return None, None, None, None
-    if dout is None:
-        dout = torch.zeros_like(out_a)
-    return _states_backward(dout, dlse, out_a, lse_a, out_b, lse_b)  # type: ignore[no-any-return]
-
-
-PLAIN = "the formula in plain PyTorch"
-differentiable("merge_attention_states", _differentiate, _save)
-differentiable("merge_attention_states_backward", no_second_derivative("merge_attention_states", PLAIN))
-
-
-@cost_of("rooftop::merge_attention_states")
-def _forward_cost(call: Call) -> Cost:
-    """Two products and a sum an element; maximum, exponentials, sum, logarithm and divisions a row."""
-    out, lse = call.out
+def _cost(read: Sequence[Tensor], out: Tensor, lse: Tensor) -> Cost:
+    """Flops: two products and a sum an element; maximum, exponentials, sum, logarithm and divisions a row."""
     flops = 3 * out.numel() + 11 * lse.numel()
-    return Cost(distinct_bytes(call.read_tensors), distinct_bytes([out, lse]), {precision_of(lse.dtype): flops})
-
-
-@cost_of("rooftop::merge_attention_states_")
-def _in_place_cost(call: Call) -> Cost:
-    """As of `merge_attention_states`."""
-    out, lse = call["out"], call["lse"]
-    flops = 3 * out.numel() + 11 * lse.numel()
-    return Cost(distinct_bytes(call.read_tensors), distinct_bytes([out, lse]), {precision_of(lse.dtype): flops})
-
-
-@cost_of("rooftop::merge_attention_states_backward")
-def _backward_cost(call: Call) -> Cost:
-    """Two products for the gradients, three operations for their difference an element; the weights again a row."""
-    lse = call["lse_a"]
-    flops = 5 * call["dout"].numel() + 15 * lse.numel()
-    return Cost(distinct_bytes(call.read_tensors), distinct_bytes(call.out), {precision_of(lse.dtype): flops})
+    return Cost(distinct_bytes(read), distinct_bytes([out, lse]), {precision_of(lse.dtype): flops})
 
 
 # ---- public ----------------------------------------------------------------------------------------------------
@@ -251,16 +237,16 @@ def _backward_cost(call: Call) -> Cost:
 
 @recorded_whole
 def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of two parts, from what `attention(..., return_lse=True)` gives for each.
+    """Attention over the keys of two parts, from the results of `attention(..., return_lse=True)` for each part.
 
     Args:
         out_a, out_b: (B, H, S, D), bfloat16, float16, float32 or float64, any strides.
-        lse_a, lse_b: (B, H, S), the logarithm of the sum of exponentials of each row's scores; float32, or float64 with
-            float64 outputs. -inf: nothing was attended, and that row of the output counts for nothing.
+        lse_a, lse_b: (B, H, S), the log-sum-exp of each row's scores; float32, or float64 with float64 outputs. -inf
+            means attention to no keys: the merge ignores that row of the output.
 
     Returns:
-        (out, lse). The output has the wider of both dtypes, so that one accumulated in float32 stays so; where nothing
-        was attended at all it is 0. The arithmetic is that of the log-sum-exps.
+        (out, lse). The output has the wider of both dtypes, so that one accumulated in float32 stays float32. It is 0
+        for rows that attend to no keys in either part. The arithmetic is done in the dtype of the log-sum-exps.
 
     Raises:
         TypeError: no dense tensors, or dtypes that do not fit.
@@ -269,20 +255,19 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
     """
     _check(out_a, lse_a, out_b, lse_b)
     no_tangents("merge_attention_states", out_a, lse_a, out_b, lse_b, instead=PLAIN)
-    out, lse = _states(out_a, lse_a, out_b, lse_b)
-    return out, lse
+    return _states(out_a, lse_a, out_b, lse_b)
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge a part into what is there, in place, without gradients.
+    """Merge a part into `out` and `lse`, in place and without gradients.
 
     Args:
-        out, lse: (B, H, S, D) and (B, H, S); views whose features are side by side.
+        out, lse: (B, H, S, D) and (B, H, S); views with contiguous features.
         part, part_lse: of the same shapes.
     """
     rows = lse.contiguous()
     with torch.no_grad():
-        torch.ops.rooftop.merge_attention_states_(out, rows, part, part_lse)
+        _states_in_place(out, rows, part, part_lse)
         if rows is not lse:
             lse.copy_(rows)
 

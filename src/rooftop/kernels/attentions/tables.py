@@ -9,8 +9,8 @@ from rooftop.kernels.operands.launch_data import ElementsConfig, power_of_two
 # ---- merging partial results ---------------------------------------------------------------------------------------
 
 
-# The fastest of those measured on an H200, of 128 features in half precision: a thread holds 16 elements of each tensor
-# forward, 8 backward, as they were loaded and as float32.
+# The fastest of the parameters measured on an H200, with 128 features in half precision: a thread holds 16 elements of
+# each tensor forward and 8 backward, both as loaded and as float32.
 MERGE_FORWARD = ElementsConfig(elements=1024, warps=1)
 MERGE_BACKWARD = ElementsConfig(elements=1024, warps=4)
 
@@ -19,8 +19,8 @@ MERGE_BACKWARD = ElementsConfig(elements=1024, warps=4)
 
 @dataclass(frozen=True)
 class WindowConfig:
-    """Windows of up to `positions` and heads of up to `features`: positions that a program has as queries, warps, and
-    windows whose loads are in flight at once (of backward, whose programs take one after another)."""
+    """Parameters for windows of up to `positions` and heads of up to `features`: a program's query positions, warps,
+    and windows whose loads are in flight at once (backward only, where a program computes one window after another)."""
 
     positions: int
     features: int
@@ -30,23 +30,23 @@ class WindowConfig:
     measured: bool = field(default=True, compare=False)  # or predicted
 
 
-# Not measured yet, but chosen by the compiler's report for sm_90. Forward: no spills of half precision; of windows of
-# more than 64 positions, a program has 16 of the queries. Backward: no spills of half precision with plain scores.
-# Cosine attention and float32 spill some hundred bytes a thread in backward, with 4, 8 and 16 warps alike.
+# Not measured yet, but chosen by the compiler's report for sm_90. Forward: no spills in half precision; for windows of
+# more than 64 positions, a program has 16 query positions. Backward: no spills in half precision with plain scores.
+# Cosine attention and float32 spill a few hundred bytes a thread in backward, with 4, 8 and 16 warps alike.
 WINDOW_FORWARD = (
     WindowConfig(positions=64, features=64, queries=64, warps=4, measured=False),
     WindowConfig(positions=64, features=128, queries=64, warps=8, measured=False),
     WindowConfig(positions=256, features=64, queries=16, warps=4, measured=False),
 )
 WINDOW_BACKWARD = (WindowConfig(positions=64, features=64, queries=64, warps=8, measured=False),)
-WINDOW_PROGRAMS_PER_SM = 4  # of backward, whose sums over windows each program writes once
+WINDOW_PROGRAMS_PER_SM = 4  # for backward: each program writes its sums over windows once
 
 # ---- rotary embeddings ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RotaryConfig:
-    """Of heads of up to `pairs` rotated pairs: positions and heads that a program works on, and warps."""
+    """Launch parameters for heads of up to `pairs` rotated pairs: positions and heads per program, and warps."""
 
     pairs: int
     positions: int
@@ -55,8 +55,8 @@ class RotaryConfig:
     measured: bool = field(default=True, compare=False)  # or predicted
 
 
-# Not measured yet: each thread has 16 bytes of both halves of a head in half precision, of as many heads as a program
-# works on. What a longer head needs in registers is taken from the positions.
+# Not measured yet: each thread holds 16 bytes of both halves of a head in half precision, for each of the program's
+# heads. A longer head needs more registers, so its programs take fewer positions.
 ROTARY = (
     RotaryConfig(pairs=16, positions=64, heads=2, warps=4, measured=False),
     RotaryConfig(pairs=32, positions=32, heads=4, warps=4, measured=False),
@@ -71,7 +71,7 @@ ROTARY = (
 
 @dataclass(frozen=True)
 class PagedConfig:
-    """Of one program: query heads, positions of a tile, warps, and tiles on their way at once."""
+    """Launch parameters of a program: query heads, positions of a tile, warps, and tiles in flight."""
 
     rows: int
     keys: int
@@ -80,16 +80,17 @@ class PagedConfig:
     measured: bool = field(default=True, compare=False)  # or predicted
 
 
-TILE_BYTES = 16384  # of the keys of a tile, and of its values: 64 positions of 128 features in half precision
+TILE_BYTES = 16384  # bytes of a tile's keys, and as many of its values: 64 positions of 128 features in half precision
 MOST_KEYS = 64
-MOST_SUMS = 8192  # query heads times features of a program, as far as registers go
+MOST_SUMS = 8192  # query heads times features of a program, limited by registers
 
 
 def paged_config(group: int, width: int, element_bytes: int) -> PagedConfig:
-    """For one query head of each head of keys by sums in registers, for several by matrix products, of 16 rows or more.
+    """For one query head per key head the kernel sums in registers; for several it uses matrix products of 16 rows or
+    more.
 
-    Not measured yet: they compile for sm_90 without spills. Products in float32 are sums in registers too, which take
-    the smallest tiles.
+    Not measured yet: they compile for sm_90 without spills. Products in float32 are sums in registers too, and use the
+    smallest tiles.
     """
     block = max(16, power_of_two(width))
     keys = max(16, min(MOST_KEYS, TILE_BYTES // (block * element_bytes)))
@@ -103,5 +104,7 @@ def paged_config(group: int, width: int, element_bytes: int) -> PagedConfig:
 
 
 PROGRAMS_PER_PROCESSOR = 4
-"""Into how many the positions are split, where there are that many tiles: what keeps its memory busy."""
+"""The number of parts that the positions are split into, if there are as many tiles: enough to keep the GPU's memory
+busy.
+"""
 MOST_SPLITS = 128

@@ -1,15 +1,15 @@
-"""Shifted-window attention with relative position bias, of a map of packed queries, keys and values.
+"""Shifted-window attention with relative position bias, over a map of packed queries, keys and values.
 
     softmax(scale Q K^T + bias + mask) V          within each window and head
     softmax(c Q K^T / (|Q| |K|) + bias + mask) V  with cosine attention
 
 Liu et al. 2021, "Swin Transformer", sections 3.1 and 3.2; cosine attention: Liu et al. 2022, "Swin Transformer V2". The
-map is shifted cyclically before it is cut, so that a window at its end holds parts that are no neighbours: pairs of two
-parts get a mask of -100, as in the origin. Neither the shift, nor the cut, nor the padding of a map that windows do not
-divide exists in memory: a program reads the positions of its window where they lie. Bound by bytes at the sizes of Swin
-(49 positions of 32 features): forward reads the map and writes a third as much.
+map is shifted cyclically before it is cut, so a window at its end holds parts that are not neighbours. Pairs of
+positions from two parts get a mask of -100, as in the original. The shift, the cut into windows and the padding never
+exist in memory: a program reads the positions of its window directly from the map. Bound by bytes at the sizes of Swin
+(49 positions of 32 features): forward reads the map and writes a third as many bytes.
 
-Backward computes the weights again and keeps nothing but the inputs. Deterministic: no atomics.
+Backward computes the weights again and keeps only the inputs. Deterministic: no atomics.
 """
 
 from __future__ import annotations
@@ -17,29 +17,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.cost import Cost, distinct_bytes, matrix_precision, precision_of
 from rooftop.kernels.attentions.tables import WINDOW_BACKWARD, WINDOW_FORWARD, WINDOW_PROGRAMS_PER_SM, WindowConfig
 from rooftop.kernels.operands.checks import check_finite, check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import WordConstants, power_of_two
 from rooftop.kernels.operands.references import by_reference
-from rooftop.launch.operators import (
-    differentiable,
-    in_pytorch,
-    no_second_derivative,
-    no_tangents,
-    operator,
-    without_autocast,
-)
+from rooftop.launch.operators import declare, no_second_derivative, no_tangents, without_autocast
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
-MASKED = -100.0  # what the origin adds where parts are no neighbours: nearly, not exactly, nothing
-SHORTEST = 1e-12  # of the lengths that vectors are divided by, as torch.nn.functional.normalize has it
+MASKED = -100.0  # added to scores between parts that are not neighbours: their weight becomes nearly 0, not exactly 0
+PLAIN = "the formula in PyTorch (rooftop.kernels.attentions.window_attentions.window_attention_reference)"
+SHORTEST = 1e-12  # least norm that vectors are divided by, as in torch.nn.functional.normalize
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -56,7 +51,9 @@ def window_attention_reference(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """(B, H, W, C) in plain PyTorch; float32 inside, or float64 for float64. Weights are dropped as torch drops."""
+    """(B, H, W, C) in plain PyTorch; float32 inside, or float64 for float64. Dropout of weights uses PyTorch's random
+    numbers.
+    """
     query, key, value = _cut_heads(query_key_value, padding, heads, window, shift)
     mask = _shift_mask(query_key_value, window, shift)
     weights = _weights(*_scaled(query, key, cosine_scale, scale), bias, mask)
@@ -78,11 +75,13 @@ def window_attention_backward_reference(
     shift: Sequence[int],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the first four arguments; of padding and cosine_scale without elements where there are none."""
+    """Gradients of the first four arguments; the gradients of padding and cosine_scale have no elements if these are
+    absent.
+    """
     query, key, value = _cut_heads(query_key_value, padding, heads, window, shift)
     left, right, factor = _scaled(query, key, cosine_scale, scale)
     weights = _weights(left, right, factor, bias, _shift_mask(query_key_value, window, shift))
-    windows = _cut(dout, None, window, shift)  # (B, windows, N, C): nothing comes from beyond the map
+    windows = _cut(dout, None, window, shift)  # (B, windows, N, C): no gradient comes from outside the map
     gradient = windows.unflatten(-1, (heads, -1)).transpose(2, 3).to(weights.dtype)
     dweights = gradient @ value.mT
     dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True))  # (B, windows, heads, N, N)
@@ -135,7 +134,7 @@ def _joined(windows: Tensor, like: Tensor, window: Sequence[int], shift: Sequenc
 
 
 def _windows(x: Tensor, window: Sequence[int]) -> tuple[int, int]:
-    """How many windows (down, across) cover a map (B, H, W, channels)."""
+    """The number of windows (down, across) that cover a map (B, H, W, channels)."""
     return -(-x.shape[1] // window[0]), -(-x.shape[2] // window[1])
 
 
@@ -144,13 +143,13 @@ def _on_map(padded: Tensor, like: Tensor) -> Tensor:
 
 
 def _shift_mask(x: Tensor, window: Sequence[int], shift: Sequence[int]) -> Tensor | None:
-    """(windows, 1, N, N): MASKED where one of a pair was moved from the other end of the map and the other not."""
+    """(windows, 1, N, N): MASKED for pairs of which only one was shifted over from the other end of the map."""
     if not any(shift):
         return None
     (down, across), (high, wide) = _windows(x, window), window
     rows = torch.arange(down * high, device=x.device) >= down * high - shift[0]
     columns = torch.arange(across * wide, device=x.device) >= across * wide - shift[1]
-    parts = 2 * rows[:, None] + columns.to(torch.int64)  # (H, W): which of four
+    parts = 2 * rows[:, None] + columns.to(torch.int64)  # (H, W): which of four parts
     part = _cut(parts[None, :, :, None], None, window, (0, 0))[0]  # (windows, N, 1)
     return MASKED * (part != part.mT)[:, None]
 
@@ -158,7 +157,7 @@ def _shift_mask(x: Tensor, window: Sequence[int], shift: Sequence[int]) -> Tenso
 def _scaled(
     query: Tensor, key: Tensor, cosine_scale: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor | float]:
-    """(left, right, factor): what scores are products of."""
+    """(left, right, factor): scores are products of left and right, times factor."""
     if cosine_scale is None:
         return query, key, scale
     normalize = torch.nn.functional.normalize
@@ -183,7 +182,7 @@ def _through_normalizing(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def config_of(table: Sequence[WindowConfig], positions: int, features: int) -> WindowConfig | None:
-    """The parameters for windows of so many positions; None where the kernels do not take them."""
+    """Launch parameters for windows of `positions` positions; None if the kernels do not support them."""
     return next((c for c in table if positions <= c.positions and features <= c.features), None)
 
 
@@ -205,7 +204,7 @@ def _constants(x: Tensor, padding: Tensor | None, cosine_scale: Tensor | None, s
 
 
 def _block(size: int) -> int:
-    """The next power of two; 16 at least, which matrix instructions need."""
+    """The next power of two; at least 16, which matrix instructions need."""
     return max(16, power_of_two(size))
 
 
@@ -227,17 +226,17 @@ class Sizes:
 
 
 def _sizes(x: Tensor, heads: int, window: Sequence[int], shift: Sequence[int], scale: float) -> Sizes:
-    """Of a call of the operator, which may be traced at one size of the map and run at another."""
+    """The sizes of a call of the operator, which may be traced at one map size and run at another."""
     return Sizes(heads, window, _moved(x, window, shift), scale)
 
 
 def _moved(x: Tensor, window: Sequence[int], shift: Sequence[int]) -> list[int]:
-    """How far the map is shifted: not at all where one window covers it."""
+    """The distance by which the map is shifted: 0 where one window covers it."""
     return [s if size > w else 0 for s, size, w in zip(shift, x.shape[1:3], window, strict=True)]
 
 
 def _config(table: Sequence[WindowConfig], x: Tensor, sizes: Sizes) -> WindowConfig | None:
-    """None: by the reference."""
+    """Launch parameters; None if the reference computes it."""
     if by_reference(x):
         return None
     return config_of(table, sizes.window[0] * sizes.window[1], x.shape[3] // (3 * sizes.heads))
@@ -298,149 +297,105 @@ def _backward(
 
 
 def _contiguous(x: Tensor, bias: Tensor, padding: Tensor | None, cosine_scale: Tensor | None) -> tuple[Tensor, ...]:
-    """Memory of all; what is not there is not read."""
+    """Contiguous copies where needed; an absent argument becomes empty memory that is not read."""
     return tuple((bias if t is None else t).contiguous() for t in (x, bias, padding, cosine_scale))
 
 
-# ---- registration ----------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------
 
 
-@operator("window_attention")
-def _window_attention(
-    query_key_value: Tensor,
-    bias: Tensor,
-    padding: Tensor | None,
-    cosine_scale: Tensor | None,
-    heads: int,
-    window: Sequence[int],
-    shift: Sequence[int],
-    scale: float,
-) -> Tensor:
-    return _forward(query_key_value, bias, padding, cosine_scale, _sizes(query_key_value, heads, window, shift, scale))
+class WindowAttention(NamedTuple):
+    """(B, H, W, C) from packed queries, keys and values (B, H, W, 3 C)."""
+
+    query_key_value: Tensor
+    bias: Tensor
+    padding: Tensor | None
+    cosine_scale: Tensor | None
+    heads: int
+    window: Sequence[int]
+    shift: Sequence[int]
+    scale: float
+
+    def run(self) -> Tensor:
+        return _forward(*self[:4], self._sizes())
+
+    def fake(self) -> Tensor:
+        x = self.query_key_value
+        return x.new_empty((*x.shape[:3], x.shape[3] // 3))
+
+    def in_pytorch(self) -> Tensor:
+        return window_attention_reference(*self[:4], *self._sizes().all)
+
+    def _sizes(self) -> Sizes:
+        return _sizes(self.query_key_value, *self[4:])
+
+    @staticmethod
+    def gradients(kept: WindowAttention, wanted: Sequence[bool], dout: Tensor) -> list[Tensor | None]:
+        found = _window_attention_backward(dout, *kept)
+        return [None if given is None else each for given, each in zip(kept[:4], found, strict=True)]
+
+    def cost(self, made: Tensor) -> Cost:
+        """Flops: scores and weighted values; 5 for a pair's softmax, and the bias; for a shifted map the mask.
+
+        Cosine attention: 3 operations for each element of queries and keys, and the scale of its head for each pair.
+        """
+        cosine = self.cosine_scale is not None
+        flops = _flops(self.query_key_value, self._sizes(), 2, 6 + cosine, 6 * cosine)
+        return Cost(distinct_bytes(self[:4]), distinct_bytes([made]), flops)
 
 
-@torch.library.register_fake("rooftop::window_attention")
-def _(
-    query_key_value: Tensor,
-    bias: Tensor,
-    padding: Tensor | None,
-    cosine_scale: Tensor | None,
-    heads: int,
-    window: Sequence[int],
-    shift: Sequence[int],
-    scale: float,
-) -> Tensor:
-    return query_key_value.new_empty((*query_key_value.shape[:3], query_key_value.shape[3] // 3))
+class WindowAttentionBackward(NamedTuple):
+    """Gradients of the map, the bias, the padding and the scale of cosine attention; empty for absent ones."""
+
+    dout: Tensor
+    query_key_value: Tensor
+    bias: Tensor
+    padding: Tensor | None
+    cosine_scale: Tensor | None
+    heads: int
+    window: Sequence[int]
+    shift: Sequence[int]
+    scale: float
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return _backward(*self[:5], self._sizes())
+
+    def fake(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x, bias, *vectors = self[1:5]
+        to_padding, to_scale = (bias.new_empty(0) if t is None else t.new_empty(t.shape) for t in vectors)
+        return x.new_empty(x.shape), bias.new_empty(bias.shape), to_padding, to_scale
+
+    def _sizes(self) -> Sizes:
+        return _sizes(self.query_key_value, *self[5:])
+
+    def cost(self, made: tuple[Tensor, ...]) -> Cost:
+        """Flops: scores again, gradients of weights, queries, keys, values; 6 for a pair's softmax, 2 for the bias.
+
+        Cosine attention: 5 more operations for each element of queries and keys, and 3 more for each pair.
+        """
+        cosine = self.cosine_scale is not None
+        flops = _flops(self.query_key_value, self._sizes(), 5, 8 + 4 * cosine, 16 * cosine)
+        written = [each for given, each in zip(self[1:5], made, strict=True) if given is not None]
+        return Cost(distinct_bytes(self[:5]), distinct_bytes(written), flops)
 
 
-def _by_reference(
-    query_key_value: Tensor,
-    bias: Tensor,
-    padding: Tensor | None,
-    cosine_scale: Tensor | None,
-    heads: int,
-    window: Sequence[int],
-    shift: Sequence[int],
-    scale: float,
-) -> Tensor:
-    sizes = _sizes(query_key_value, heads, window, shift, scale)
-    return window_attention_reference(query_key_value, bias, padding, cosine_scale, *sizes.all)
+_window_attention = declare("window_attention", WindowAttention)
+_window_attention_backward = declare(
+    "window_attention_backward", WindowAttentionBackward, derivative=no_second_derivative("window_attention", PLAIN)
+)
 
 
-in_pytorch("window_attention", _by_reference)
-
-
-@operator("window_attention_backward")
-def _window_attention_backward(
-    dout: Tensor,
-    query_key_value: Tensor,
-    bias: Tensor,
-    padding: Tensor | None,
-    cosine_scale: Tensor | None,
-    heads: int,
-    window: Sequence[int],
-    shift: Sequence[int],
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _backward(
-        dout, query_key_value, bias, padding, cosine_scale, _sizes(query_key_value, heads, window, shift, scale)
-    )
-
-
-@torch.library.register_fake("rooftop::window_attention_backward")
-def _(
-    dout: Tensor,
-    query_key_value: Tensor,
-    bias: Tensor,
-    padding: Tensor | None,
-    cosine_scale: Tensor | None,
-    heads: int,
-    window: Sequence[int],
-    shift: Sequence[int],
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    to_vectors = [bias.new_empty(0) if t is None else t.new_empty(t.shape) for t in (padding, cosine_scale)]
-    return query_key_value.new_empty(query_key_value.shape), bias.new_empty(bias.shape), to_vectors[0], to_vectors[1]
-
-
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:  # type: ignore[type-arg]
-    ctx.save_for_backward(*inputs[:4])
-    ctx.rest = inputs[4:]  # type: ignore[attr-defined]
-
-
-def _differentiate(ctx: torch.autograd.function.FunctionCtx, dout: Tensor) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors  # type: ignore[attr-defined]
-    found = _window_attention_backward(dout, *tensors, *ctx.rest)  # type: ignore[attr-defined]
-    gradients = [None if tensor is None else each for tensor, each in zip(tensors, found, strict=True)]
-    return *gradients, None, None, None, None
-
-
-PLAIN = "the formula in PyTorch (rooftop.kernels.attentions.window_attentions.window_attention_reference)"
-differentiable("window_attention", _differentiate, _save)
-differentiable("window_attention_backward", no_second_derivative("window_attention", PLAIN))
-
-
-@cost_of("rooftop::window_attention")
-def _forward_cost(call: Call) -> Cost:
-    """Scores and weighted values; of a pair's softmax 5 operations, and the bias; of a shifted map the mask.
-
-    Cosine attention: 3 operations for each element of queries and keys, and the scale of its head for each pair.
-    """
-    cosine = call["cosine_scale"] is not None
-    flops = _flops(call, 2, 6 + _is_shifted(call) + cosine, 6 * cosine)
-    return Cost(distinct_bytes([call[name] for name in INPUTS]), distinct_bytes([call.out]), flops)
-
-
-@cost_of("rooftop::window_attention_backward")
-def _backward_cost(call: Call) -> Cost:
-    """Scores again, gradients of weights, queries, keys and values; of a pair's softmax 6 operations, bias, its sum.
-
-    Cosine attention: 5 more operations for each element of queries and keys, and 3 more for each pair.
-    """
-    cosine = call["cosine_scale"] is not None
-    flops = _flops(call, 5, 8 + _is_shifted(call) + 4 * cosine, 16 * cosine)
-    read = [call["dout"], *(call[name] for name in INPUTS)]
-    given = (call["padding"] is not None, cosine)
-    written = [*call.out[:2], *(each for each, is_given in zip(call.out[2:], given, strict=True) if is_given)]
-    return Cost(distinct_bytes(read), distinct_bytes(written), flops)
-
-
-INPUTS = ("query_key_value", "bias", "padding", "cosine_scale")
-
-
-def _is_shifted(call: Call) -> bool:
-    return any(_moved(call["query_key_value"], call["window"], call["shift"]))
-
-
-def _flops(call: Call, products: int, of_pair: int, of_element: int) -> dict[str, int]:
-    """Matrix products, other operations for each pair of positions, and for each element of the queries."""
-    x, window, heads = call["query_key_value"], call["window"], call["heads"]
+def _flops(x: Tensor, sizes: Sizes, products: int, of_pair: int, of_element: int) -> dict[str, int]:
+    """Flops of matrix products, of other operations for each pair of positions (and a shifted map's mask), and of
+    operations for each element of the queries."""
+    window, heads = sizes.window, sizes.heads
     down, across = _windows(x, window)
     positions = x.shape[0] * down * across * window[0] * window[1]
     pairs, width = positions * heads * window[0] * window[1], x.shape[3] // 3
     flops = {matrix_precision(x): 2 * products * pairs * (width // max(1, heads))}
     precision = precision_of(x.dtype)
-    flops[precision] = flops.get(precision, 0) + of_pair * pairs + of_element * positions * width
+    others = (of_pair + any(sizes.shift)) * pairs + of_element * positions * width
+    flops[precision] = flops.get(precision, 0) + others
     return flops
 
 
@@ -460,32 +415,36 @@ def window_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention within windows of a map that is shifted cyclically by (-h, -w) before it is cut and back after it.
+    """Attention within windows of a map. The map is shifted cyclically by (-h, -w) before it is cut into windows, and
+    shifted back afterwards.
 
     Args:
-        query_key_value: (B, H, W, 3 C), bfloat16, float16, float32 or float64: of each position the queries of all
-            heads, then the keys, then the values, as `torch.nn.Linear(C, 3 * C)` gives them. Any H and W: a map that
-            windows do not divide is padded below and on the right, and what lies there is seen, as in the origin.
+        query_key_value: (B, H, W, 3 C), bfloat16, float16, float32 or float64. Each position has the queries of all
+            heads, then the keys, then the values, as `torch.nn.Linear(C, 3 * C)` returns them. H and W are arbitrary: a
+            map that windows do not divide is padded below and on the right. Queries attend to the padding, as in the
+            original.
         bias: (heads, N, N), N = h * w positions of a window row by row: added to the scores of queries (second
-            dimension) and keys (third). A floating point dtype, its own.
-        heads: which share C evenly.
-        window: (h, w) of a window in positions.
-        shift: (h, w), from 0 to below the window's. Where one window covers the map there is none, as in the origin.
-        padding: (3 C,), queries, keys and values of positions beyond the map: the bias of the linear layer, where the
-            origin pads in front of it. None: zeros.
-        cosine_scale: (heads,), makes it cosine attention: products of queries and keys of length 1, times this.
-        scale: of the products of queries and keys otherwise; 1 / sqrt(C / heads) if not given.
-        dropout: probability with which a weight, of a query and a key in a window and head, is set to zero, the others
-            divided by 1 - dropout. Above 0 it is plain PyTorch, in which the weights of all windows are in memory.
+            dimension) and keys (third). Its floating point dtype may differ.
+        heads: the number of heads, which divides C.
+        window: (h, w), the size of a window in positions.
+        shift: (h, w), each at least 0 and below the window's size. If one window covers the map, it is not shifted, as
+            in the original.
+        padding: (3 C,), queries, keys and values of positions in the padding: the bias of the linear layer, because the
+            original model pads before that layer. None: zeros.
+        cosine_scale: (heads,), selects cosine attention: products of queries and keys of length 1, times this.
+        scale: factor of the products of queries and keys otherwise; 1 / sqrt(C / heads) if not given.
+        dropout: probability with which the weight of a query and a key, in a window and head, is set to zero; the
+            others are divided by 1 - dropout. Above 0 plain PyTorch computes it, with the weights of all windows in
+            memory.
 
     Returns:
         (B, H, W, C), contiguous, of query_key_value's dtype. The arithmetic is float32 (float64 for float64); the
-        matrix products take half precision as it is. Under autocast query_key_value is cast to its dtype.
+        matrix products read half precision without conversion. Under autocast query_key_value is cast to its dtype.
 
     Raises:
         TypeError: no dense tensors, or dtypes that do not fit.
         ValueError: shapes or devices that do not fit, a shift beyond the window, both scales, one that is not finite,
-            or a dropout that is no probability.
+            or a dropout that is not a probability.
         NotImplementedError: forward-mode differentiation, or a second derivative, without dropout.
     """
     _check(query_key_value, bias, heads, window, shift, padding, cosine_scale, scale)
@@ -501,8 +460,7 @@ def window_attention(
     if dropout > 0:
         moved = _moved(query_key_value, window, shift)
         return window_attention_reference(*tensors, heads, window, moved, factor, dropout)
-    result: Tensor = _window_attention(*tensors, heads, list(window), list(shift), factor)
-    return result
+    return _window_attention(*tensors, heads, list(window), list(shift), factor)
 
 
 def _check(

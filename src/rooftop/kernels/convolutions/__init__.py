@@ -1,1 +1,1 @@
-"""Convolutions with what follows them, and max pools: windows over images."""
+"""Convolutions fused with the operations that follow them, and max pools: windows over images."""

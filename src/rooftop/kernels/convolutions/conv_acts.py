@@ -1,25 +1,25 @@
-"""Convolutions with what follows them: y = activation(conv2d(x, weight, bias) + residual).
+"""Convolutions fused with the operations that follow them: y = activation(conv2d(x, weight, bias) + residual).
 
-What a network consists of once its batch norms are folded (He et al. 2016, "Deep Residual Learning": the sum with the
-shortcut comes before the activation). Bound by the tensor cores where windows are 3 x 3, by memory where they are
-1 x 1: there a pass of its own for bias, sum and activation moves more bytes than the convolution. Here they are applied
-to the float32 sums before they are stored, in an implicit product of matrices (Chetlur et al. 2014, "cuDNN", section
-3): channels last and half precision. Deterministic: no atomics touch a sum.
+A network consists of these once its batch norms are folded (He et al. 2016, "Deep Residual Learning": the sum with the
+shortcut comes before the activation). Bound by the tensor cores for windows of 3 x 3, and by memory for 1 x 1: there a
+separate pass for bias, sum and activation moves more bytes than the convolution. Here the kernel applies them to the
+float32 sums before it stores them, in an implicit product of matrices (Chetlur et al. 2014, "cuDNN", section 3):
+channels last and half precision. Deterministic: no atomics touch a sum.
 
-`tables.py` chooses by the shape which kernel with which parameters, or cuDNN or cuBLAS, and `conv_act_plan`
-says what is taken and why; `launches.py` does it.
+`tables.py` chooses by the shape a kernel and its parameters, or cuDNN or cuBLAS. `conv_act_plan` says what was chosen
+and why; `launches.py` launches it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.cost import Cost, distinct_bytes, matrix_precision, precision_of
 from rooftop.kernels.convolutions.launches import forward, plan_of
 from rooftop.kernels.convolutions.tables import ConvPlan, Geometry
 from rooftop.kernels.operands.activations import (
@@ -33,16 +33,16 @@ from rooftop.kernels.operands.autocasting import under_autocast
 from rooftop.kernels.operands.checks import check_choice, check_same_dtype, check_shape, check_tensors, two_integers
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.launch.operators import (
-    differentiable,
-    in_pytorch,
+    declare,
     keeps_for_backward,
+    no_second_derivative,
     no_tangents,
-    operator,
     without_autocast,
 )
 from rooftop.launch.symbolic import recorded_whole
 
 Pair = int | Sequence[int]
+Options = tuple[Sequence[int], Sequence[int], Sequence[int], int]  # stride, padding, dilation, groups
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -50,7 +50,9 @@ Pair = int | Sequence[int]
 def conv_act_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, geometry: Geometry, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """(y, what was activated) in plain PyTorch; what follows the convolution is float32, or float64 for float64."""
+    """(y, input of the activation) in plain PyTorch; the operations after the convolution are float32, or float64 for
+    float64.
+    """
     g = geometry
     values = functional.conv2d(x, weight, bias, g.stride, g.padding, g.dilation, g.groups)
     values = values.to(accumulator_dtype(x.dtype))
@@ -59,29 +61,104 @@ def conv_act_reference(
     return activated(values, activation).to(x.dtype), values.to(x.dtype)
 
 
-# ---- registration ----------------------------------------------------------------------------------------------
+# ---- operator --------------------------------------------------------------------------------------------------
 
 
-@operator("conv_act")
-def _conv_act(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, stride: Sequence[int],
-    padding: Sequence[int], dilation: Sequence[int], groups: int, activation: str, keep: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    geometry = _geometry(x, weight, stride, padding, dilation, groups)
-    plan = plan_of(x, weight, bias, residual, geometry, activation, keep)
-    if plan.backend == "reference":
-        return _by_reference(x, weight, bias, residual, stride, padding, dilation, groups, activation, keep)
-    y, before = forward(plan, x, weight, bias, residual, geometry, activation, keep)
-    return _in_format(y, before, x, weight, keep)
+class Kept(NamedTuple):
+    """What backward needs. `saved` is the result of the activation if `of_output`, else its input. It is None without
+    an activation, and in a traced program, which keeps bias and residual instead."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    saved: Tensor | None
+    options: Options
+    biased: list[int] | None  # the bias's shape
+    activation: str
+    of_output: bool
 
 
-def _by_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, stride: Sequence[int],
-    padding: Sequence[int], dilation: Sequence[int], groups: int, activation: str, keep: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    geometry = _geometry(x, weight, stride, padding, dilation, groups)
-    y, before = conv_act_reference(x, weight, bias, residual, geometry, activation)
-    return _in_format(y, before.clone() if before is y else before, x, weight, keep)
+class ConvAct(NamedTuple):
+    """(y, input of the activation); the latter is empty if it is not kept."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int
+    activation: str
+    keep_: bool
+
+    @property
+    def geometry(self) -> Geometry:
+        return _geometry(self.x, self.weight, *self[4:8])
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        tensors, geometry = self[:4], self.geometry
+        plan = plan_of(*tensors, geometry, self.activation, self.keep_)
+        if plan.backend == "reference":
+            return self.in_pytorch()
+        y, before = forward(plan, *tensors, geometry, self.activation, self.keep_)
+        return _in_format(y, before, self.x, self.weight, self.keep_)
+
+    def fake(self) -> tuple[Tensor, Tensor]:
+        shape = (self.x.shape[0], self.weight.shape[0], *self.geometry.out)
+        y = self.x.new_empty(shape).to(memory_format=_format_of(self.x, self.weight))
+        return y, torch.empty_like(y) if self.keep_ else self.x.new_empty(0)
+
+    def in_pytorch(self) -> tuple[Tensor, Tensor]:
+        y, before = conv_act_reference(*self[:4], self.geometry, self.activation)
+        return _in_format(y, before.clone() if before is y else before, self.x, self.weight, self.keep_)
+
+    def keep(self, made: tuple[Tensor, Tensor]) -> Kept:
+        y, before = made
+        needed = self.activation not in OF_OUTPUT
+        again = needed and not self.keep_  # of a traced program
+        saved = None if self.activation == "none" or again else before if self.keep_ else y
+        bias, residual = (self.bias, self.residual) if again else (None, None)
+        biased = None if self.bias is None else [self.weight.shape[0]]
+        of_output = not needed and not self.keep_
+        return Kept(self.x, self.weight, bias, residual, saved, self[4:8], biased, self.activation, of_output)
+
+    @staticmethod
+    def gradients(kept: Kept, wanted: Sequence[bool], dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph: the saved tensor does not record how it depends on x
+            no_second_derivative("conv_act", "torch.nn.functional.conv2d")()
+        x, weight, bias, residual, saved, options, biased, activation, of_output = kept
+        dz = dy
+        if activation != "none":
+            saved = _activated(x, weight, bias, residual, *options) if saved is None else saved
+            dz = activation_backward_reference(dy, saved, activation, of_output).to(dy.dtype)
+        dx = dweight = dbias = None
+        if any(wanted[:3]):
+            stride, padding, dilation, groups = options
+            dx, dweight, dbias = torch.ops.aten.convolution_backward(
+                dz, x, weight, biased, stride, padding, dilation, False, [0, 0], groups, list(wanted[:3])
+            )
+        return dx, dweight, dbias, dz if wanted[3] else None
+
+    def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
+        """The convolution, and for each result bias, residual and activation. Counts reads only of the pixels that
+        windows touch.
+        """
+        from rooftop.cost.formulas.windows import touched_bytes
+
+        (x, weight, bias, residual), y = self[:4], made[0]
+        each = FORWARD_FLOPS[self.activation] + (bias is not None) + (residual is not None)
+        product = matrix_precision(x, convolution=True)
+        flops: dict[str, int] = {product: 2 * y.numel() * (weight.numel() // max(weight.shape[0], 1))}
+        precision = precision_of(x.dtype)
+        flops[precision] = flops.get(precision, 0) + each * y.numel()
+        windows = (y.shape[2:], weight.shape[2:], self.stride, self.padding, self.dilation)
+        read = touched_bytes(x, *windows) + distinct_bytes([weight, bias, residual])
+        return Cost(read, distinct_bytes(made), flops)
+
+
+_conv_act = declare("conv_act", ConvAct, slopes=1)
 
 
 def _in_format(y: Tensor, before: Tensor, x: Tensor, weight: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
@@ -92,22 +169,10 @@ def _in_format(y: Tensor, before: Tensor, x: Tensor, weight: Tensor, keep: bool)
     )
 
 
-@torch.library.register_fake("rooftop::conv_act")
-def _(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, stride: Sequence[int],
-    padding: Sequence[int], dilation: Sequence[int], groups: int, activation: str, keep: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    geometry = _geometry(x, weight, stride, padding, dilation, groups)
-    shape = (x.shape[0], weight.shape[0], *geometry.out)
-    y = x.new_empty(shape).to(memory_format=_format_of(x, weight))
-    return y, torch.empty_like(y) if keep else x.new_empty(0)
-
-
-in_pytorch("conv_act", _by_reference)
-
-
 def _format_of(x: Tensor, weight: Tensor) -> torch.memory_format:
-    """Of the result: channels last if that of x or of the weights is, and could be another."""
+    """The memory format of the result: channels last if x or the weights are, and if its shape allows another
+    format.
+    """
     for t in (x, weight):
         if t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous():
             return torch.channels_last
@@ -125,73 +190,12 @@ def _geometry(
     )
 
 
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
-    x, weight, bias, residual, stride, padding, dilation, groups, activation, keep = inputs
-    y, before = output
-    ctx.options = (stride, padding, dilation, groups)  # type: ignore[attr-defined]
-    needed = activation not in OF_OUTPUT
-    ctx.activation, ctx.of_output = activation, not needed and not keep  # type: ignore[attr-defined]
-    again = needed and not keep  # of a traced program
-    ctx.biased = None if bias is None else [weight.shape[0]]  # type: ignore[attr-defined]
-    saved = None if activation == "none" or again else before if keep else y
-    ctx.save_for_backward(x, weight, saved, *((bias, residual) if again else (None, None)))  # type: ignore[arg-type]
-    ctx.mark_non_differentiable(before)
-    ctx.set_materialize_grads(False)  # no zeros for what was activated
-
-
-def _differentiate(
-    ctx: torch.autograd.function.FunctionCtx, dy: Tensor | None, _before: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return (None,) * 10
-    if torch.is_grad_enabled():  # create_graph: what was saved does not know how it depends on x
-        raise NotImplementedError(
-            "conv_act has no second derivative: for one, use torch.nn.functional.conv2d in the part that is "
-            "differentiated twice"
-        )
-    x, weight, saved, bias, residual = ctx.saved_tensors  # type: ignore[attr-defined]
-    for_x, for_weight, for_bias, for_residual, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
-    dz = dy
-    if ctx.activation != "none":  # type: ignore[attr-defined]
-        if saved is None:
-            saved = _activated(x, weight, bias, residual, *ctx.options)  # type: ignore[attr-defined]
-        dz = activation_backward_reference(dy, saved, ctx.activation, ctx.of_output).to(dy.dtype)  # type: ignore[attr-defined]
-    dx = dweight = dbias = None
-    if for_x or for_weight or for_bias:
-        stride, padding, dilation, groups = ctx.options  # type: ignore[attr-defined]
-        dx, dweight, dbias = torch.ops.aten.convolution_backward(
-            dz, x, weight, ctx.biased, stride, padding, dilation, False, [0, 0], groups,  # type: ignore[attr-defined]
-            [for_x, for_weight, for_bias],
-        )  # fmt: skip
-    return dx, dweight, dbias, dz if for_residual else None, *(None,) * 6
-
-
 @without_autocast
 def _activated(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *options: Any) -> Tensor:
-    """What is activated."""
+    """The input of the activation."""
     stride, padding, dilation, groups = options
     before = functional.conv2d(x, weight, bias, stride, padding, dilation, groups)
     return before if residual is None else before + residual
-
-
-differentiable("conv_act", _differentiate, _save)
-
-
-@cost_of("rooftop::conv_act")
-def _cost(call: Call) -> Cost:
-    """The convolution, and for each result bias, residual and activation. Reads what windows touch."""
-    from rooftop.cost.formulas.windows import touched_bytes
-
-    x, weight, bias, residual = call["x"], call["weight"], call["bias"], call["residual"]
-    y: Tensor = call.results[0]
-    each = FORWARD_FLOPS[call["activation"]] + (bias is not None) + (residual is not None)
-    product = matrix_precision(x, convolution=True)
-    flops: dict[str, int] = {product: 2 * y.numel() * (weight.numel() // max(weight.shape[0], 1))}
-    precision = precision_of(x.dtype)
-    flops[precision] = flops.get(precision, 0) + each * y.numel()
-    windows = (y.shape[2:], weight.shape[2:], call["stride"], call["padding"], call["dilation"])
-    read = touched_bytes(x, *windows) + distinct_bytes([weight, bias, residual])
-    return Cost(read, distinct_bytes(call.out), flops)
 
 
 # ---- public ----------------------------------------------------------------------------------------------------
@@ -210,9 +214,9 @@ def conv_act(
     groups: int = 1,
     activation: str | None = None,
 ) -> Tensor:
-    """activation(conv2d(input, weight, bias) + residual); arguments as of `torch.nn.functional.conv2d`.
+    """activation(conv2d(input, weight, bias) + residual), with the arguments of `torch.nn.functional.conv2d`.
 
-    Fastest where input and weight are channels last in half precision, as `.to(memory_format=torch.channels_last)`
+    It is fastest if input and weight are channels last in half precision, as `.to(memory_format=torch.channels_last)`
     makes them.
 
     Args:
@@ -220,8 +224,8 @@ def conv_act(
         weight: (O, C / groups, KH, KW), same dtype.
         bias: (O,), same dtype.
         residual: (N, O, OH, OW), the result's shape, same dtype; under autocast of any of these dtypes.
-        stride, padding, dilation: a number, or one for lines and one for pixels of a line.
-        groups: of channels that do not see each other.
+        stride, padding, dilation: a number, or one for lines and one for the pixels of a line.
+        groups: number of channel groups, each convolved separately.
         activation: None (or "none"), "relu", "gelu", "gelu_tanh" (as `gelu(approximate="tanh")`), "silu" or "sigmoid".
 
     Returns:
@@ -254,9 +258,8 @@ def conv_act_plan(
     groups: int = 1,
     activation: str | None = None,
 ) -> ConvPlan:
-    """How `conv_act` with these arguments is computed, and why; arguments and errors are the same.
-
-    Nothing is computed. As in the call, it matters whether a gradient will be needed.
+    """Say how `conv_act` with these arguments is computed, and why, without computing it. Arguments and errors are the
+    same. As in the call, it matters whether a gradient will be needed.
     """
     prepared = _prepared("conv_act_plan", input, weight, bias, residual, stride, padding, dilation, groups, activation)
     x, weight, bias, residual, later, geometry, after = prepared
@@ -265,7 +268,7 @@ def conv_act_plan(
 
 
 def _keeps(activation: str, tensors: Sequence[Tensor | None]) -> bool:
-    """Whether backward will need what is activated, and not only the result."""
+    """Whether backward will need the input of the activation, and not only the result."""
     return activation not in OF_OUTPUT and keeps_for_backward(*tensors)
 
 
@@ -276,8 +279,8 @@ def _prepared(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, stride: Pair, padding: Pair,
     dilation: Pair, groups: int, activation: str | None,
 ) -> Prepared:  # fmt: skip
-    """The arguments, checked and cast as autocast says; a residual that is to be added later, since under autocast one
-    of another dtype makes the sum wider, as in PyTorch; the shapes; the activation's name."""
+    """The arguments, checked and cast as autocast says; a residual to be added later; the shapes; the activation's
+    name. Under autocast a residual of another dtype makes the sum wider, as in PyTorch, so it is added later."""
     check_tensors(name, FLOATS, ("bias", "residual"), input=x, weight=weight, bias=bias, residual=residual)
     after = "none" if activation is None else activation
     check_choice(name, "activation", after, ACTIVATIONS, "None or ")

@@ -1,6 +1,6 @@
-"""How the kernels of `triton_kernels/conv_acts.py` are launched, and the libraries with what they lack.
+"""Launch the kernels of `triton_kernels/`, and complete the libraries' convolutions with the operations that they lack.
 
-`forward` does as a plan says. The plans are those of `tables.py`; `conv_acts.py` has the operator.
+`forward` and `max_pool` follow the plans of `tables.py`; `conv_acts.py` and `max_pools.py` have the operators.
 """
 
 from __future__ import annotations
@@ -18,20 +18,25 @@ from rooftop.kernels.convolutions.tables import (
     FINISH_COLUMNS,
     FINISH_ELEMENTS,
     FINISH_WARPS,
+    GROUP_BYTES,
     LEAST_CHANNELS,
     PACK_ELEMENTS,
     PACK_WARPS,
     ConvPlan,
     ConvTile,
     Geometry,
+    PoolPlan,
     Problem,
     choose,
+    choose_pool,
+    packing,
 )
 from rooftop.kernels.matmuls import launches as matmul_launches
 from rooftop.kernels.matmuls import tables as matmul_tables
 from rooftop.kernels.operands.activations import ACTIVATIONS
 from rooftop.kernels.operands.dtypes import HALVES
 from rooftop.kernels.operands.launch_data import capability, power_of_two
+from rooftop.kernels.operands.references import without_kernels
 from rooftop.kernels.operands.strided_rows import unit
 from rooftop.launch.counters import counters
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
@@ -39,26 +44,18 @@ from rooftop.launch.triton_launch import INTERPRETED, launch, processors, requir
 if TYPE_CHECKING:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-GROUP_BYTES = 16  # what a tensor descriptor's strides and addresses are multiples of
-
 
 def plan_of(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, geometry: Geometry, activation: str,
     keep: bool,
 ) -> ConvPlan:  # fmt: skip
-    """`keep`: what is activated is written, too."""
-    if x.dtype == torch.float64:
-        return ConvPlan("reference", None, "float64")
-    if x.device.type != "cuda" and not INTERPRETED:
-        return ConvPlan("reference", None, f"no kernels for {x.device.type}")
-    if geometry.rows == 0:
-        return ConvPlan("library", None, "there are no images")
-    if keep:
-        return ConvPlan("library", None, "the gradient needs what is activated")
+    """The plan that `choose` makes for a call; `keep`: the kernel also writes the input of the activation."""
+    kernels = x.is_cuda or INTERPRETED
     return choose(
         Problem(
-            geometry, activation, residual is not None, x.dtype in HALVES,
-            x.is_contiguous(memory_format=torch.channels_last), copied(x, weight, residual, geometry),
+            geometry, residual is not None, keep, x.dtype, x.device.type, kernels,
+            x.is_contiguous(memory_format=torch.channels_last),
+            kernels and not keep and copied(x, weight, residual, geometry),
             has_cudnn(x) and activation == "relu", processors(x), capability(x.device),
         )
     )  # fmt: skip
@@ -70,7 +67,7 @@ def has_cudnn(x: Tensor) -> bool:
 
 
 def copied(x: Tensor, weight: Tensor, residual: Tensor | None, geometry: Geometry) -> bool:
-    """Whether tensor descriptors can say where all operands are: channels in groups of 16 bytes, whole strides."""
+    """Whether tensor descriptors can describe all operands: channels in groups of 16 bytes, whole strides."""
     group = GROUP_BYTES // x.element_size()
     aligned = all(t.data_ptr() % GROUP_BYTES == 0 for t in (x, weight, residual) if t is not None)
     if geometry.groups > 1 or geometry.out_channels % group or not aligned:
@@ -87,7 +84,9 @@ def forward(
     plan: ConvPlan, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, geometry: Geometry,
     activation: str, keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(y (N, O, OH, OW), what was activated or nothing) as `plan` says; y lies as its back end leaves it."""
+    """(y (N, O, OH, OW), input of the activation or nothing) as `plan` says; y has the memory layout that its back end
+    gives it.
+    """
     nothing = x.new_empty(0)
     bias = bias.contiguous() if bias is not None else None
     if plan.backend == "library":
@@ -115,7 +114,7 @@ def forward(
 
 
 def _as_product(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, activation: str) -> Tensor:
-    """1 x 1 without a residual: as linear_act makes it."""
+    """A 1 x 1 convolution without a residual, computed as `linear_act` does."""
     rows = x.permute(0, 2, 3, 1).reshape(geometry.rows, geometry.channels)
     matrix = weight.reshape(geometry.out_channels, geometry.channels)
     plan = matmul_tables.plan_of(rows, matrix, bias, activation, None, False)
@@ -124,7 +123,7 @@ def _as_product(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geomet
 
 
 def _by_cudnn(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, g: Geometry) -> Tensor:
-    """relu, alone or after a sum."""
+    """cuDNN's fused call: relu, alone or after a sum."""
     if residual is None:
         return torch.cudnn_convolution_relu(x, weight, bias, g.stride, g.padding, g.dilation, g.groups)
     return torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, g.stride, g.padding, g.dilation, g.groups)
@@ -133,7 +132,7 @@ def _by_cudnn(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor |
 def _by_library(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, g: Geometry, activation: str, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """PyTorch adds a bias in a pass of its own: here one pass does all that follows."""
+    """PyTorch adds a bias in a separate pass; here one pass does all the operations after the convolution."""
     before = functional.conv2d(x, weight, None, g.stride, g.padding, g.dilation, g.groups)
     if bias is None and residual is None and activation == "none":
         return before, before.clone() if keep else x.new_empty(0)
@@ -145,7 +144,7 @@ def _by_library(
 
 
 def dense(t: Tensor) -> Tensor:
-    """Contiguous or channels last; as it is, if it is either."""
+    """The tensor, contiguous or channels last; itself if it is either."""
     return t if t.is_contiguous(memory_format=torch.channels_last) else t.contiguous()
 
 
@@ -180,12 +179,12 @@ def finish(
 
 @dataclass(frozen=True)
 class Boxes:
-    """An image as the kernels that copy boxes see it: five dimensions, (N, H / SH, SH, W / SW, SW C), any strides.
+    """An image as the kernels that copy boxes address it: five dimensions, (N, H / SH, SH, W / SW, SW C), any strides.
 
     Attributes:
         base: the memory.
         shape, strides: of the five dimensions.
-        geometry: of the convolution of this image; `out` is of the whole result, as the kernels see it.
+        geometry: of the convolution of this image; `out` is the size of the whole result in the kernels' terms.
     """
 
     base: Tensor
@@ -197,14 +196,16 @@ class Boxes:
 
 
 def boxes_of(x: Tensor, geometry: Geometry) -> Boxes:
-    """x, channels last; its channels are in whole groups of 16 bytes, and its strides divide its size."""
+    """The boxes of x, channels last. Its channels are whole groups of 16 bytes, and the convolution's strides divide
+    its size.
+    """
     batch, channels, height, width = x.shape
     (down, right), line = geometry.stride, width * channels
     if geometry.pointwise:  # one line of all pixels
         shape, strides = (1, 1, 1, geometry.rows, channels), (*(geometry.rows * channels,) * 3, channels, 1)
         return Boxes(x, shape, strides, geometry, 1, (1, geometry.rows))
     if geometry.taps == 1 and geometry.padding == (0, 0):  # only the pixels that are needed
-        plain = replace(geometry, stride=(1, 1))
+        plain = geometry._replace(stride=(1, 1))
         shape = (batch, geometry.out[0], 1, geometry.out[1], channels)
         strides = (height * line, down * line, down * line, right * channels, 1)
         return Boxes(x, shape, strides, plain, batch, geometry.out)
@@ -216,19 +217,14 @@ def boxes_of(x: Tensor, geometry: Geometry) -> Boxes:
 def packed(x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Boxes, Tensor]:
     """An image of few channels, and its weights, packed so that one line of a window is one run of memory.
 
-    Pixels get so many channels that the windows of neighbours begin whole groups of 16 bytes apart, and lines the
-    padding to their left and right: then KW pixels of CHANNELS are as one pixel of KW * CHANNELS, a power of 2, and the
-    window is KH x 1. Overlapping windows are overlapping strides.
+    Each pixel gets so many channels that the windows of neighbours begin a whole number of 16-byte groups apart. Lines
+    get the padding at their left and right. Then KW pixels of CHANNELS act as one pixel of KW * CHANNELS, a power of 2,
+    and the window is KH x 1. Overlapping strides make overlapping windows.
     """
-    group = GROUP_BYTES // x.element_size()
-    step = geometry.stride[1]
-    if geometry.dilation[1] > 1 and geometry.kernel[1] > 1:
-        # Taps of a line are not neighbours: pixels of a whole group, one tap at a time.
-        return _widened(x, weight, geometry, 2 * group)
-    pixel = group // math.gcd(group, step)
-    while pixel < geometry.channels:
-        pixel *= 2
-    run = max(2 * group, power_of_two(geometry.kernel[1] * pixel))
+    pixel, run, _ = packing(geometry, x.element_size())
+    if pixel == run:
+        return _widened(x, weight, geometry, pixel)
+    group, step = GROUP_BYTES // x.element_size(), geometry.stride[1]
     down = geometry.stride[0]
     lines = -(-geometry.height // down) * down
     pixels = -(-((geometry.out[1] - 1) * step + run // pixel) // group) * group
@@ -237,24 +233,24 @@ def packed(x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Boxes, Tensor
     line = pixels * pixel
     shape = (geometry.batch, lines // down, down, geometry.out[1], run)
     strides = (lines * line, down * line, line, step * pixel, 1)
-    seen = replace(
-        geometry, channels=run, kernel=(geometry.kernel[0], 1), stride=(down, 1), padding=(geometry.padding[0], 0)
+    seen = geometry._replace(
+        channels=run, kernel=(geometry.kernel[0], 1), stride=(down, 1), padding=(geometry.padding[0], 0)
     )
     return Boxes(image, shape, strides, seen, geometry.batch, geometry.out), weights
 
 
 def _widened(x: Tensor, weight: Tensor, geometry: Geometry, channels: int) -> tuple[Boxes, Tensor]:
-    """With more channels, which are zero; also lines and pixels to whole strides."""
+    """The image with more channels, which are zero, and with lines and pixels padded to whole strides."""
     down, right = geometry.stride
     height, width = -(-geometry.height // down) * down, -(-geometry.width // right) * right
     image = _pack(x, height, width, channels, 0).permute(0, 3, 1, 2)
     weights = _pack(weight, *geometry.kernel, channels, 0)
-    boxes = boxes_of(image, replace(geometry, channels=channels, height=height, width=width))
+    boxes = boxes_of(image, geometry._replace(channels=channels, height=height, width=width))
     return replace(boxes, out=geometry.out), weights
 
 
 def _pack(source: Tensor, height: int, width: int, pixel: int, left: int) -> Tensor:
-    """(N, C, H, W) of any strides as (N, height, width, pixel), `left` pixels to the right; zeros beyond."""
+    """(N, C, H, W) of any strides as (N, height, width, pixel), shifted `left` pixels to the right; zeros elsewhere."""
     from rooftop.kernels.convolutions.triton_kernels.conv_acts import conv_act_pack
 
     batch, channels, source_height, source_width = source.shape
@@ -272,8 +268,8 @@ def _pack(source: Tensor, height: int, width: int, pixel: int, left: int) -> Ten
 
 @cache
 def box_of(pixels: int, batch: int, lines: int, line: int) -> tuple[int, int, int]:
-    """(images, lines, pixels of a line), powers of 2 with that product, that cover a result with the fewest boxes; of
-    those the one with the longest lines in the fewest images, whose copies are of neighbours."""
+    """(images, lines, pixels of a line), powers of 2 with that product, that cover a result with the fewest boxes.
+    Among equals it takes the one with the longest lines in the fewest images, whose copies are contiguous."""
     powers = [1 << exponent for exponent in range(pixels.bit_length())]
     boxes = [(pixels // (h * w), h, w) for h in powers for w in powers if h * w <= pixels]
     boxes = [box for box in boxes if max(box) <= 256]  # what TMA copies at a time
@@ -288,36 +284,37 @@ def _copied(
 
     boxes, weights = packed(x, weight, g) if g.channels < LEAST_CHANNELS else (boxes_of(x, g), weight)
     g, (lines, pixels) = boxes.geometry, boxes.out
-    depth = min(tile.depth, g.channels)
-    assert g.channels % depth == 0, f"{tile} leaves channels out of {g.channels}"
+    assert g.channels % tile.depth == 0, f"{tile} leaves channels out of {g.channels}"
     box = box_of(tile.rows, boxes.batch, lines, pixels)
     part = _part_of(box, tile.parts)
     tiles = -(-boxes.batch // box[0]) * -(-lines // box[1]) * -(-pixels // box[2]) * -(-g.out_channels // tile.columns)
     result = (boxes.batch, lines, pixels, g.out_channels)
     arguments = (
-        _described(boxes.base, boxes.shape, boxes.strides, (box[0], box[1], 1, box[2], depth)),
-        _described(weights, (g.out_channels, g.taps * g.channels), (g.taps * g.channels, 1), (tile.columns, depth)),
+        _described(boxes.base, boxes.shape, boxes.strides, (box[0], box[1], 1, box[2], tile.depth)),
+        _described(
+            weights, (g.out_channels, g.taps * g.channels), (g.taps * g.channels, 1), (tile.columns, tile.depth)
+        ),
         _described_result(y, result, (*part, tile.columns)),
         _described_result(residual, result, (*part, tile.columns)) if residual is not None else None,
         bias,
     )
     constants = _constants(tile, g, bias, residual, activation) | {
-        "BLOCKS": g.channels // depth, "DEPTH": depth, "BATCH": box[0], "HEIGHT": box[1], "WIDTH": box[2],
+        "BLOCKS": g.channels // tile.depth, "DEPTH": tile.depth, "BATCH": box[0], "HEIGHT": box[1], "WIDTH": box[2],
         "PARTS": tile.parts,
     }  # fmt: skip
     if tile.kernel == "persistent":
         grid = (min(tiles, tile.programs_per_sm * processors(x)),)
         launch(conv_act_persistent, grid, x.device, *arguments, *result, **constants)
         return
-    split, sums, arrived = _shared_sums(tile, g.taps * g.channels // depth, tiles, x.device)
+    sums, arrived = _shared_sums(tile, tiles, x.device)
     launch(
-        conv_act_single, (tiles * split,), x.device, *arguments, sums, arrived, *result,
-        **constants, **_early(tile), SPLIT=split,
+        conv_act_single, (tiles * tile.split,), x.device, *arguments, sums, arrived, *result,
+        **constants, **_early(tile), SPLIT=tile.split,
     )  # fmt: skip
 
 
 def _part_of(box: tuple[int, int, int], parts: int) -> tuple[int, int, int]:
-    """A box cut in equal parts that follow one another in the order of its pixels."""
+    """A box cut in equal parts, which follow one another in the order of its pixels."""
     images, lines, pixels = box
     while parts > 1:
         if images > 1:
@@ -353,13 +350,13 @@ def _gathered(
     from rooftop.kernels.convolutions.triton_kernels.conv_acts import conv_act_gathered
 
     tiles = -(-g.rows // tile.rows) * -(-g.out_channels // tile.columns)
-    split, sums, arrived = _shared_sums(tile, -(-g.taps * g.channels // tile.depth), tiles, x.device)
+    sums, arrived = _shared_sums(tile, tiles, x.device)
     line = g.width * g.channels
     reach = (g.batch * g.height + sum(g.padding) + g.kernel[0] * g.dilation[0]) * line
     launch(
-        conv_act_gathered, (tiles * split,), x.device, x, weight, y, residual, bias, sums, arrived,
+        conv_act_gathered, (tiles * tile.split,), x.device, x, weight, y, residual, bias, sums, arrived,
         g.rows, g.out_channels, g.height, g.width, *g.out, g.height * line, line, g.channels,
-        CHANNELS=g.channels, DEPTH=tile.depth, ROWS=tile.rows, SPLIT=split, WIDE=reach >= 1 << 31,
+        CHANNELS=g.channels, DEPTH=tile.depth, ROWS=tile.rows, SPLIT=tile.split, WIDE=reach >= 1 << 31,
         **_constants(tile, g, bias, residual, activation), **_early(tile),
     )  # fmt: skip
 
@@ -394,13 +391,31 @@ def _early(tile: ConvTile) -> dict[str, bool]:
     return {"EARLY": True, "launch_pdl": True} if tile.early and not INTERPRETED else {"EARLY": False}
 
 
-def _shared_sums(
-    tile: ConvTile, steps: int, tiles: int, device: torch.device
-) -> tuple[int, Tensor | None, Tensor | None]:
-    """(parts of K, none of them empty; memory for their sums; zeros with which their programs count each other)."""
-    split = -(-steps // -(-steps // tile.split))
-    if split == 1:
-        return 1, None, None
-    sums = torch.empty(split * tiles * tile.rows * tile.columns, dtype=torch.float32, device=device)
+def _shared_sums(tile: ConvTile, tiles: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """(memory for the sums of parts of K; zeroed counters with which the parts' programs count arrivals)."""
+    if tile.split == 1:
+        return None, None
+    sums = torch.empty(tile.split * tiles * tile.rows * tile.columns, dtype=torch.float32, device=device)
     arrived = counters(device, tiles)
-    return split, sums, arrived if arrived is not None else torch.zeros(tiles, dtype=torch.int32, device=device)
+    return sums, arrived if arrived is not None else torch.zeros(tiles, dtype=torch.int32, device=device)
+
+
+# ---- max pooling -----------------------------------------------------------------------------------------------
+
+
+def pool_plan_of(x: Tensor, geometry: Geometry) -> PoolPlan:
+    """The plan that `choose_pool` makes for a call."""
+    last = x.is_contiguous(memory_format=torch.channels_last)
+    return choose_pool(geometry, x.dtype, x.device.type, not without_kernels(x.device), last)
+
+
+def max_pool(plan: PoolPlan, x: Tensor) -> Tensor:
+    """(N, C, OH, OW), channels last like x."""
+    require_triton()
+    from rooftop.kernels.convolutions.triton_kernels import max_pools
+
+    batch, channels, height, width = x.shape
+    lines, pixels = plan.sizes
+    y = x.new_empty((batch, lines, pixels, channels))
+    launch(max_pools.max_pool, plan.grid, x.device, x, y, height, width, lines, pixels, channels, **plan.constants)
+    return y.permute(0, 3, 1, 2)

@@ -1,18 +1,21 @@
-"""Which kernel makes a convolution with what follows it, with which parameters, or a library: by the shape.
+"""Choose by the shape the kernel and its parameters, or the library, for a convolution and the operations after it.
 
-`MEASURED_ON_HOPPER` says what a GPU measured (`benchmarks/tuning/conv_acts.py` prints its lines); a call takes what was
-fastest for the nearest shape of its kind. Where none is near, `_predicted` says what should be. Nothing is timed when a
-program starts.
+`MEASURED_ON_HOPPER` holds the measurements of a GPU (`benchmarks/tuning/conv_acts.py` prints its lines). A call takes
+the fastest choice for the nearest measured shape of its kind. If none is near, `_predicted` says what should be
+fastest. Nothing is timed when a program starts.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from rooftop.kernels.operands.launch_data import power_of_two
+import torch
+
+from rooftop.kernels.operands.dtypes import HALVES
+from rooftop.kernels.operands.launch_data import Constants, power_of_two
 
 # ---- what can be chosen ----------------------------------------------------------------------------------------
 
@@ -22,17 +25,19 @@ Backend = Literal["persistent", "single", "gathered", "product", "cudnn", "libra
 
 @dataclass(frozen=True)
 class ConvTile:
-    """How a kernel makes a convolution.
+    """How a kernel computes a convolution.
 
     Attributes:
-        kernel: persistent programs that copy boxes (TMA), one box a program, or one with pointers.
-        rows, columns, depth: pixels and channels of a tile of the result, and channels of a tap at a time; powers of 2.
-        warps, stages: of a program, and how many steps are on their way to shared memory.
-        group: rows of tiles in a band that shares operands in L2.
-        parts: of a tile's pixels, finished one after the other (not gathered).
-        split: parts of K that are summed apart (not persistent).
+        kernel: persistent programs that copy boxes (TMA), programs that copy one box each, or programs that load by
+            pointers.
+        rows, columns, depth: pixels and channels of a tile of the result, and channels of a tap in each step; powers of
+            2.
+        warps, stages: warps of a program, and the number of steps that are loaded to shared memory at a time.
+        group: rows of tiles in a band, whose operands L2 holds.
+        parts: parts of a tile's pixels, finished one after the other (not gathered).
+        split: parts of K that are summed separately (not persistent); none of them is empty.
         programs_per_sm: how many persistent programs an SM holds: with two, one computes while the other finishes.
-        early: whether it is launched while the kernel before may still run, and waits for it (not persistent).
+        early: whether it is launched while the previous kernel may still run, and waits for it (not persistent).
     """
 
     kernel: Kernel
@@ -52,10 +57,9 @@ class ConvTile:
         return f"{self.rows} x {self.columns} x {self.depth}, {self.warps} warps, {self.stages} stages{split}"
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """The shapes of a convolution: x (batch, channels, height, width), weight (out_channels, channels / groups,
-    *kernel); the rest for lines and pixels of a line."""
+class Geometry(NamedTuple):
+    """The shapes of a convolution: x (batch, channels, height, width) and weight (out_channels, channels / groups,
+    *kernel). The others are pairs for lines and the pixels of a line. A tuple, since each call makes and hashes one."""
 
     batch: int
     channels: int
@@ -90,14 +94,14 @@ class Geometry:
 
     @property
     def pointwise(self) -> bool:
-        """Whether it is a product of matrices: each pixel by itself, all of them."""
+        """Whether the convolution is a product of matrices: each pixel by itself, and all pixels."""
         return self.taps == 1 and self.stride == (1, 1) and self.padding == (0, 0) and self.groups == 1
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What is taken for convolutions near `shape`: (rows, out channels, channels, taps, stride, whether there is a
-    residual). `ms`: of the best; `library_ms`: of cuDNN and one more pass, measured beside it."""
+    """The choice for convolutions near `shape`: (rows, out channels, channels, taps, stride, whether there is a
+    residual). `ms`: time of the fastest; `library_ms`: time of cuDNN and one more pass, measured in the same run."""
 
     shape: tuple[int, int, int, int, int, bool]
     backend: Backend
@@ -112,9 +116,9 @@ class ConvPlan:
 
     Attributes:
         backend: "persistent", "single" or "gathered" (one Triton kernel), "product" (as `linear_act`), "cudnn" (one
-            call of cuDNN's), "library" (cuDNN, and one pass for what follows), "reference" (plain PyTorch).
+            call of cuDNN), "library" (cuDNN, and one pass for the operations after it), "reference" (plain PyTorch).
         tile: the kernel's parameters.
-        reason: why.
+        reason: why this plan was chosen.
     """
 
     backend: Backend
@@ -189,29 +193,34 @@ MEASURED_ON_HOPPER: tuple[Entry, ...] = (
     Entry((50176, 1024, 256, 1, 1, True), "cudnn", None, 0.08275, 0.1266),
 )
 NEAR = 2.0  # sum of the logarithms (base 2) of three ratios: rows, out channels and channels
-# Few pixels were not measured yet. Two programs of 128 x 128 an SM, as linear_act: one computes while the other stores.
+# Few pixels were not measured yet. Two programs of 128 x 128 an SM, as in linear_act: one computes while the other
+# stores.
 MANY = ConvTile("persistent", 128, 128, 64, 4, 3, group=16, parts=2, programs_per_sm=2)
-MANY_ADDED = replace(MANY, parts=4)  # what is added is staged in shared memory, too
+MANY_ADDED = replace(MANY, parts=4)  # the residual is staged in shared memory, too
 FEW = ConvTile("single", 64, 64, 64, 4, 4, early=True)
 MOST_PARTS, LEAST_STEPS = 8, 4  # of K; of a part
 
 # ---- choice ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """What the choice depends on.
 
     Attributes:
-        half, channels_last: of x.
-        copied: whether tensor descriptors can say where x and the result are (`launches.copied`).
-        cudnn: whether cuDNN has one call for it: relu alone or after a sum, on a GPU.
+        residual: whether one is added.
+        keep: whether the kernel also writes the input of the activation.
+        device, kernels: the device type, and whether Triton's kernels run on it.
+        channels_last: whether x is channels last.
+        copied: whether tensor descriptors can describe x and the result (`launches.copied`).
+        cudnn: whether cuDNN has one call for all of it: relu alone or after a sum, on a GPU.
     """
 
     geometry: Geometry
-    activation: str
     residual: bool
-    half: bool
+    keep: bool
+    dtype: torch.dtype
+    device: str
+    kernels: bool
     channels_last: bool
     copied: bool
     cudnn: bool
@@ -221,13 +230,21 @@ class Problem:
 
 @cache
 def choose(problem: Problem) -> ConvPlan:
-    """The plan for a convolution on a GPU."""
+    """The plan for a convolution."""
     geometry = problem.geometry
-    library: Backend = "cudnn" if problem.cudnn and problem.half and problem.channels_last else "library"
-    if not problem.half:
+    if problem.dtype == torch.float64:
+        return ConvPlan("reference", None, "float64")
+    if not problem.kernels:
+        return ConvPlan("reference", None, f"no kernels for {problem.device}")
+    if geometry.rows == 0:
+        return ConvPlan("library", None, "there are no images")
+    if problem.keep:
+        return ConvPlan("library", None, "the gradient needs what is activated")
+    if problem.dtype not in HALVES:
         return ConvPlan("library", None, "float32")
     if not problem.channels_last:
         return ConvPlan("library", None, "x is not channels last")
+    library: Backend = "cudnn" if problem.cudnn else "library"
     if geometry.groups > 1:
         return ConvPlan(library, None, f"{geometry.groups} groups")
     if geometry.rows >= 1 << 31:
@@ -239,12 +256,14 @@ def choose(problem: Problem) -> ConvPlan:
         return _predicted(problem, library)
     if entry.backend == "cudnn":
         return ConvPlan(library, None, _reason(entry))
-    tile = _fitted(entry.tile, problem) if entry.tile else None
+    tile = fitted(entry.tile, problem) if entry.tile else None
     return ConvPlan(tile.kernel if tile else entry.backend, tile, _reason(entry))
 
 
 def _nearest(problem: Problem) -> Entry | None:
-    """The nearest measured shape of the same kind, if it is near: as many taps, the same stride, a residual or none."""
+    """The nearest measured shape of the same kind, if it is near: as many taps, the same stride, and a residual in both
+    or neither.
+    """
     found = [(_distance(entry, problem), entry) for entry in MEASURED_ON_HOPPER if _same_kind(entry, problem)]
     distance, entry = min(found, key=lambda pair: pair[0], default=(math.inf, None))
     return entry if distance <= NEAR else None
@@ -254,7 +273,7 @@ def _same_kind(entry: Entry, problem: Problem) -> bool:
     geometry = problem.geometry
     *_, taps, stride, residual = entry.shape
     same = (taps, (stride, stride), residual) == (geometry.taps, geometry.stride, problem.residual)
-    return same and (entry.backend != "product" or geometry.pointwise)  # padding makes it none
+    return same and (entry.backend != "product" or geometry.pointwise)  # padding makes it no matrix product
 
 
 def _distance(entry: Entry, problem: Problem) -> float:
@@ -270,24 +289,31 @@ def _predicted(problem: Problem, library: Backend) -> ConvPlan:
     if not problem.copied:
         return ConvPlan(library, None, f"{reason}, and x cannot be copied in boxes")
     if -(-geometry.rows // 128) * -(-geometry.out_channels // 128) >= problem.sms:
-        return ConvPlan("persistent", _fitted(MANY_ADDED if problem.residual else MANY, problem), reason)
+        return ConvPlan("persistent", fitted(MANY_ADDED if problem.residual else MANY, problem), reason)
     tiles = -(-geometry.rows // FEW.rows) * -(-geometry.out_channels // FEW.columns)
     steps = geometry.taps * -(-geometry.channels // FEW.depth)
     most = max(1, min(MOST_PARTS, steps // LEAST_STEPS, problem.sms // tiles))
     tile = replace(FEW, split=1 << (most.bit_length() - 1))
-    return ConvPlan("single", _fitted(tile, problem), reason)
+    return ConvPlan("single", fitted(tile, problem), reason)
 
 
-def _fitted(tile: ConvTile, problem: Problem) -> ConvTile:
-    """The tile with no more channels of a tap, and of the result, than there are; gathered where nothing is copied."""
+def fitted(tile: ConvTile, problem: Problem) -> ConvTile:
+    """The tile for launch: with no more channels in a tap and in the result than the convolution has, and no empty part
+    of K. It is gathered if nothing is copied."""
     geometry = problem.geometry
     kernel: Kernel = tile.kernel if problem.copied else "gathered"
     least = 16 if kernel == "gathered" else 64  # of an operand of a tensor core's instruction
     columns = min(tile.columns, max(least, power_of_two(geometry.out_channels)))
-    split = 1 if kernel == "persistent" else tile.split
-    depth = tile.depth
-    if kernel != "gathered" and geometry.channels >= LEAST_CHANNELS:
-        depth = math.gcd(geometry.channels, depth)
+    if kernel == "gathered":
+        depth, steps = tile.depth, -(-geometry.taps * geometry.channels // tile.depth)
+    else:
+        packed = geometry.channels < LEAST_CHANNELS
+        (_, channels, taps) = (
+            packing(geometry, problem.dtype.itemsize) if packed else (0, geometry.channels, geometry.taps)
+        )
+        depth = math.gcd(channels, tile.depth)
+        steps = taps * channels // depth
+    split = 1 if kernel == "persistent" else -(-steps // -(-steps // tile.split))
     return replace(tile, kernel=kernel, columns=columns, split=split, depth=depth)
 
 
@@ -297,14 +323,28 @@ def _reason(entry: Entry) -> str:
     return f"{entry.ms:.4g} ms at {shape}, {entry.library_ms:.4g} ms with cuDNN and another pass"
 
 
-LEAST_CHANNELS = 8  # fewer are packed into groups (`launches.packed`)
+LEAST_CHANNELS = 8  # fewer channels are packed into groups (`launches.packed`)
+GROUP_BYTES = 16  # a tensor descriptor's strides and addresses are multiples of this
+
+
+def packing(geometry: Geometry, element_bytes: int) -> tuple[int, int, int]:
+    """(channels of a pixel, channels of a tap, taps) of an image of few channels and of its weights, after packing."""
+    group = GROUP_BYTES // element_bytes
+    if geometry.dilation[1] > 1 and geometry.kernel[1] > 1:
+        # The taps of a line are not contiguous: pixels of a whole group, one tap at a time.
+        return 2 * group, 2 * group, geometry.taps
+    pixel = group // math.gcd(group, geometry.stride[1])
+    while pixel < geometry.channels:
+        pixel *= 2
+    return pixel, max(2 * group, power_of_two(geometry.kernel[1] * pixel)), geometry.kernel[0]
+
 
 # ---- max pools -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """Lines and pixels of a result, channels, and warps of a program."""
+    """Lines and pixels of a program's part of the result, its channels, and its warps."""
 
     lines: int
     pixels: int
@@ -314,7 +354,58 @@ class PoolConfig:
 
 # Measured on an H200 (benchmarks/results/h200/tune_max_pools.json): within 3% of the fastest at the three sizes timed.
 MAX_POOL = PoolConfig(lines=2, pixels=8, channels=64, warps=4)
+MOST_TAPS = 25  # elements of a window: the kernel has a load for each
 
-# ---- what follows a library, and packing ---------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """How a call of `max_pool2d` is computed.
+
+    Attributes:
+        backend: "kernel", or "reference" (plain PyTorch).
+        reason: why this plan was chosen.
+        sizes: lines of the result, and pixels of each.
+        grid, constants: of the kernel.
+    """
+
+    backend: Literal["kernel", "reference"]
+    reason: str
+    sizes: tuple[int, int] = (0, 0)
+    grid: tuple[int, ...] = ()
+    constants: Constants = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.backend}: {self.reason}"
+
+
+@cache
+def choose_pool(geometry: Geometry, dtype: torch.dtype, device: str, kernels: bool, channels_last: bool) -> PoolPlan:
+    """The plan for a max pool of an input with these channels; `kernels`: whether Triton's kernels run on the
+    device.
+    """
+    if dtype == torch.float64:
+        return PoolPlan("reference", "float64")
+    if not kernels:
+        return PoolPlan("reference", f"no kernels for {device}")
+    if not channels_last:
+        return PoolPlan("reference", "x is not channels last")
+    if geometry.taps > MOST_TAPS:
+        return PoolPlan("reference", f"a window has {geometry.taps} elements, more than {MOST_TAPS}")
+    if geometry.batch == 0:
+        return PoolPlan("reference", "there are no images")
+    config, (lines, pixels) = MAX_POOL, geometry.out
+    block = min(config.channels, power_of_two(geometry.channels))
+    boxes = geometry.batch * -(-lines // config.lines) * -(-pixels // config.pixels)
+    constants: Constants = {
+        f"{name.upper()}_{side}": size
+        for name in ("kernel", "stride", "padding", "dilation")
+        for side, size in zip("HW", getattr(geometry, name), strict=True)
+    }
+    constants |= {"HEIGHT": config.lines, "WIDTH": config.pixels, "CHANNELS": block, "num_warps": config.warps}
+    why = f"x is channels last, and a window has {geometry.taps} elements, at most {MOST_TAPS}"
+    return PoolPlan("kernel", why, geometry.out, (boxes, -(-geometry.channels // block)), constants)
+
+
+# ---- passes after a library's convolution, and packing ---------------------------------------------------------------
 FINISH_ELEMENTS, FINISH_COLUMNS, FINISH_WARPS = 2048, 512, 4
 PACK_ELEMENTS, PACK_WARPS = 4096, 4

@@ -1,11 +1,11 @@
 """Elementwise expressions of broadcast tensors, each in one kernel: y = f(a, b, ...), element by element.
 
 A Python function is traced once into a tree (`expressions.py`), from which a Triton kernel is written
-(`expression_sources.py`). Bound by memory: every input is read once and every result written once, whatever is computed
-between; intermediate values stay in float32 registers. The gradient is the tree's symbolic derivative, again an
-expression and again one kernel, so it has derivatives of its own. The gradient of a broadcast input is summed in that
-kernel, so that it is not stored at full size; of much it makes partial sums, which a second kernel adds. Deterministic:
-no atomics.
+(`expression_sources.py`). Memory-bound: the kernel reads every input once and writes every result once, whatever the
+function computes. Intermediate values stay in float32 registers. The gradient is the tree's symbolic derivative: again
+an expression and one kernel, so it has derivatives of its own. That kernel also sums the gradient of a broadcast input,
+so it is not stored at full size. For large inputs it makes partial sums, which a second kernel adds. Deterministic: no
+atomics.
 """
 
 from __future__ import annotations
@@ -14,34 +14,33 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.cost import Cost, distinct_bytes, precision_of
+from rooftop.kernels.elementwise import launches
 from rooftop.kernels.elementwise.expression_types import Types, computed_in, summand, wrapped
 from rooftop.kernels.elementwise.expressions import (
     DTYPES,
     NAMES,
     OPERATIONS,
     Expression,
-    apply,
     argument,
     arguments_of,
-    derivatives,
     text_of,
     topological,
 )
-from rooftop.kernels.elementwise.launches import launch_program, layout_of, merged_dims, source_for
 from rooftop.kernels.elementwise.programs import (
     Argument,
     Number,
     Plan,
-    Program,
     empty,
+    gradients_of,
+    kept_dims,
     planned,
     program_of,
     shape_of,
@@ -50,9 +49,8 @@ from rooftop.kernels.elementwise.programs import (
 )
 from rooftop.kernels.operands.checks import not_dense
 from rooftop.kernels.operands.references import without_kernels
-from rooftop.launch.operators import by_formula, differentiable, in_pytorch, operator
+from rooftop.launch.operators import declare
 from rooftop.launch.symbolic import recorded_whole
-from rooftop.launch.triton_launch import require_triton
 
 MOST_TENSORS = 8
 Function = Callable[..., Any]
@@ -63,7 +61,7 @@ Function = Callable[..., Any]
 def fused_reference(
     outputs: Sequence[Expression], results: Sequence[torch.dtype], types: Types, arguments: Sequence[Argument | None]
 ) -> list[Tensor]:
-    """The trees' values in plain PyTorch, each node in the dtype that a kernel computes it in."""
+    """The trees' values in plain PyTorch, each node in the dtype in which a kernel computes it."""
     device = next(each.device for each in arguments if isinstance(each, Tensor))
     values: dict[int, Argument] = {}
 
@@ -75,7 +73,7 @@ def fused_reference(
             number = torch.full((), float(value), dtype=torch.float64, device=device)
         else:
             number = torch.full((), wrapped(int(value), torch.int64), dtype=torch.int64, device=device)
-        return number.to(rounded_to or dtype).to(dtype)  # half precision where it is compared
+        return number.to(rounded_to or dtype).to(dtype)  # comparisons use the value rounded to half precision
 
     for node in topological(outputs):
         typed = types[id(node)]
@@ -101,60 +99,150 @@ def fused_reference(
     return [operand(node, dtype) for node, dtype in zip(outputs, results, strict=True)]
 
 
-# ---- implementations -------------------------------------------------------------------------------------------
+# ---- operator --------------------------------------------------------------------------------------------------
 
 
-def _run(tensors: Sequence[Tensor], numbers: Sequence[Number], text: str) -> list[Tensor]:
-    """Results, in the order of the program's outputs."""
-    plan, arguments = planned(tensors, numbers, text)
-    shapes = [shape_of(arguments, used) for used in plan.used]
+class Kept(NamedTuple):
+    """What a program's backward needs besides its tensors.
+
+    Attributes:
+        numbers, program: the operator's arguments.
+        wanted: (number, dtype) of the arguments that get a gradient.
+        likes: examples of the outputs' shapes and devices.
+        summed: shapes of the summed outputs before the sum.
+    """
+
+    numbers: list[Number]
+    program: str
+    wanted: tuple[tuple[int, torch.dtype], ...]
+    likes: dict[int, tuple[torch.Size, torch.device]]
+    summed: dict[int, torch.Size]
+
+    def gradients(self, tensors: Sequence[Tensor | None], given: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Gradients by argument, summed to its shape, from those of outputs of one shape."""
+        plan = gradients_of(self.program, tuple((i, g.dtype) for i, g in given.items()), self.wanted)
+        computed: Iterator[Tensor] = iter(())
+        if plan.program:
+            program = program_of(self.program)
+            tensor_of = dict(zip(program.places("t"), tensors, strict=True))
+            tensor_of |= {len(program.kinds) + i: g for i, g in given.items()}
+            numbers = [n for i, n in zip(program.places("n"), self.numbers, strict=True) if i in plan.used]
+            full = next(iter(given.values())).shape
+            marks = zip(self.wanted, plan.passed, plan.there, strict=True)
+            fresh = [i for (i, _), passed, there in marks if there and passed is None]
+            kinds, _, trees = plan.program.partition(":")
+            sums = "".join(f" {n}={kept}" for n, i in enumerate(fresh) if (kept := kept_dims(self.likes[i][0], full)))
+            used = [t for i in plan.used if (t := tensor_of.get(i)) is not None]
+            computed = iter(_fused(used, numbers, f"{kinds}{sums}:{trees}"))
+        found = {}
+        for (i, _), passed, there in zip(self.wanted, plan.passed, plan.there, strict=True):
+            if there:
+                shape, device = self.likes[i]
+                gradient = next(computed).reshape(shape) if passed is None else given[passed].sum_to_size(shape)
+                found[i] = gradient.to(device)
+        return found
+
+
+class FusedProgram(NamedTuple):
+    """The results of a program, in the order of its outputs."""
+
+    tensors: list[Tensor]
+    numbers: list[bool | int | float]
+    program: str
+
+    def run(self) -> list[Tensor]:
+        plan, arguments = planned(*self)
+        shapes = [shape_of(arguments, used) for used in plan.used]
+        results = _memory(plan, arguments, shapes)
+        if plan.double or without_kernels(results[0].device):
+            for result, value in zip(results, _values(plan, arguments, shapes), strict=True):
+                result.copy_(value)
+        else:
+            launches.run(plan, arguments, shapes, results)
+        return results
+
+    def fake(self) -> list[Tensor]:
+        plan, arguments = planned(*self)
+        return _memory(plan, arguments, [shape_of(arguments, used) for used in plan.used])
+
+    def in_pytorch(self) -> list[Tensor]:
+        plan, arguments = planned(*self)
+        values = _values(plan, arguments, [shape_of(arguments, used) for used in plan.used])
+        return [value.to(dtype) for value, dtype in zip(values, plan.results, strict=True)]
+
+    def formula(self) -> list[Tensor]:
+        return self.in_pytorch()
+
+    def keep(self, made: list[Tensor]) -> tuple[Any, ...]:
+        """The tensors (None for those that no gradient needs), and the other values."""
+        program = program_of(self.program)
+        tensor_of = dict(zip(program.places("t"), self.tensors, strict=True))
+        wanted = tuple((i, t.dtype) for i, t in tensor_of.items() if t.requires_grad)
+        floating = tuple((i, y.dtype) for i, y in enumerate(made) if y.is_floating_point())
+        used = gradients_of(self.program, floating, wanted).used
+        needed = (t if i in used else None for i, t in tensor_of.items())
+        likes = {i: (tensor_of[i].shape, tensor_of[i].device) for i, _ in wanted}
+        arguments = program.arguments(self.tensors, self.numbers)
+        summed = {
+            i: shape_of(arguments, arguments_of([y]))
+            for i, (y, kept) in enumerate(zip(program.outputs, program.kept, strict=True))
+            if kept
+        }
+        return *needed, Kept(self.numbers, self.program, wanted, likes, summed)
+
+    @staticmethod
+    def gradients(
+        kept: tuple[Any, ...], wanted: Sequence[Any], slopes: list[Tensor | None]
+    ) -> tuple[list[Tensor | None], list[None] | None]:
+        tensors, rest = kept[:-1], kept[-1]
+        groups: list[
+            dict[int, Tensor]
+        ] = []  # one shape per group, so that sums do not compute smaller outputs repeatedly
+        for i, slope in enumerate(slopes):
+            if slope is not None:
+                slope = slope.expand(rest.summed[i]) if i in rest.summed else slope
+                group = next((each for each in groups if next(iter(each.values())).shape == slope.shape), None)
+                if group is None:
+                    groups.append(group := {})
+                group[i] = slope
+        sums: dict[int, Tensor] = {}
+        for group in groups:
+            for i, gradient in rest.gradients(tensors, group).items():
+                sums[i] = sums[i] + gradient if i in sums else gradient
+        return [sums.get(i) for i in program_of(rest.program).places("t")], None if rest.numbers else []
+
+    def cost(self, made: list[Tensor]) -> Cost:
+        """Each operation once for each element of its operands' common shape: a value that is broadcast later is
+        computed once. A sum costs one addition per element."""
+        plan, arguments = planned(*self)
+        flops: Counter[str] = Counter()
+        for node in topological(plan.outputs):
+            if node.operands and OPERATIONS[node.operation].flops:
+                used = [i for i in arguments_of([node]) if isinstance(arguments[i], Tensor)]
+                elements = math.prod(shape_of(arguments, used)) if used else 1
+                flops[precision_of(plan.types[id(node)].common)] += OPERATIONS[node.operation].flops * elements
+        for node, kept, needed in zip(plan.outputs, plan.kept, plan.used, strict=True):
+            if kept:
+                flops[precision_of(plan.types[id(node)].common)] += math.prod(shape_of(arguments, needed))
+        read_of = {i for each in plan.used for i in each}
+        read = [each for i, each in enumerate(arguments) if i in read_of and isinstance(each, Tensor)]
+        return Cost(distinct_bytes(read), distinct_bytes(made), dict(flops))
+
+
+_fused = declare("fused", FusedProgram)
+
+
+def _memory(plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Memory for the results; the shapes are those of their elements before the sum."""
     like = next(each for each in arguments if isinstance(each, Tensor))
-    found = [
-        _result(shape, kept, arguments, used, dtype, like)
+    return [
+        empty(summed_shape(shape, kept), None if kept else strides_of(shape, arguments, used), dtype, like)
         for shape, kept, used, dtype in zip(shapes, plan.kept, plan.used, plan.results, strict=True)
     ]
-    if plan.double or without_kernels(like.device):
-        _run_reference(plan, arguments, shapes, found)
-        return found
-    require_triton()
-    stored = {shape: y for y, shape, kept in zip(found, shapes, plan.kept, strict=True) if not kept}
-    full: list[Tensor] = []  # the results; for those that are summed, something of the shape and strides of before
-    for y, shape, kept, used in zip(found, shapes, plan.kept, plan.used, strict=True):
-        if kept and shape not in stored:
-            stored[shape] = empty(shape, strides_of(shape, arguments, used), y.dtype, like.to("meta"))
-        full.append(stored[shape] if kept else y)
-    for shape, strides in dict.fromkeys((y.shape, y.stride()) for y in full):
-        chosen = [i for i, y in enumerate(full) if y.shape == shape and y.stride() == strides]
-        if math.prod(shape):
-            y = full[chosen[0]]
-            launch_program(plan, tuple(chosen), arguments, y, [found[i] for i in chosen])
-        else:
-            for i in chosen:
-                found[i].zero_()
-    return found
-
-
-def _result(
-    shape: torch.Size,
-    kept: str,
-    arguments: Sequence[Argument | None],
-    used: Sequence[int],
-    dtype: torch.dtype,
-    like: Tensor,
-) -> Tensor:
-    """Memory for a result whose elements have this shape before they are summed to the dimensions `kept`."""
-    return empty(summed_shape(shape, kept), None if kept else strides_of(shape, arguments, used), dtype, like)
-
-
-def _run_reference(
-    plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[torch.Size], results: Sequence[Tensor]
-) -> None:
-    for result, value in zip(results, _values(plan, arguments, shapes), strict=True):
-        result.copy_(value)
 
 
 def _values(plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """The results in plain PyTorch, those that are summed perhaps wider than they are stored."""
+    """The results in plain PyTorch; summed ones may be wider than they are stored."""
     nodes = [summand(y, plan.types) if kept else y for y, kept in zip(plan.outputs, plan.kept, strict=True)]
     dtypes = [computed_in(dtype) if kept else dtype for dtype, kept in zip(plan.results, plan.kept, strict=True)]
     values = fused_reference(nodes, dtypes, plan.types, arguments)
@@ -165,172 +253,6 @@ def _values(plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[t
     return found
 
 
-# ---- registration ----------------------------------------------------------------------------------------------
-
-
-@operator("fused")
-def _fused(tensors: list[Tensor], numbers: list[bool | int | float], program: str) -> list[Tensor]:
-    return _run(tensors, numbers, program)
-
-
-@torch.library.register_fake("rooftop::fused")
-def _(tensors: list[Tensor], numbers: list[bool | int | float], program: str) -> list[Tensor]:
-    plan, arguments = planned(tensors, numbers, program)
-    like = next(each for each in arguments if isinstance(each, Tensor))
-    return [
-        _result(shape_of(arguments, used), kept, arguments, used, dtype, like)
-        for kept, used, dtype in zip(plan.kept, plan.used, plan.results, strict=True)
-    ]
-
-
-def _by_reference(tensors: list[Tensor], numbers: list[bool | int | float], program: str) -> list[Tensor]:
-    """What `_run` computes, by PyTorch's operators."""
-    plan, arguments = planned(tensors, numbers, program)
-    values = _values(plan, arguments, [shape_of(arguments, used) for used in plan.used])
-    return [value.to(dtype) for value, dtype in zip(values, plan.results, strict=True)]
-
-
-in_pytorch("fused", _by_reference)
-
-
-@dataclass(frozen=True)
-class _Gradients:
-    """How the gradients by some arguments follow from those of some outputs of one shape.
-
-    Attributes:
-        passed: for each argument the output whose gradient is its own as it is; None where it must be computed.
-        there: for each argument whether it has a gradient at all.
-        used: numbers of the arguments that the computation needs; the gradient of output i comes after the program's
-            own arguments, plus i.
-        program: computes those that are there and not passed; "" where none is.
-    """
-
-    passed: tuple[int | None, ...]
-    there: tuple[bool, ...]
-    used: tuple[int, ...]
-    program: str
-
-
-@functools.lru_cache(maxsize=1024)
-def _gradients_of(
-    text: str, outputs: tuple[tuple[int, torch.dtype], ...], wanted: tuple[tuple[int, torch.dtype], ...]
-) -> _Gradients:
-    """From the gradients of `outputs` by the arguments `wanted`, both as (number, dtype)."""
-    program = program_of(text)
-    first = len(program.kinds)
-    given = [argument(first + i) for i, _ in outputs]
-    found = derivatives([program.outputs[i] for i, _ in outputs], given, [i for i, _ in wanted])
-    passed, computed = [], []
-    for gradient, (_, dtype) in zip(found, wanted, strict=True):
-        same = next((i for each, (i, d) in zip(given, outputs, strict=True) if each is gradient and d == dtype), None)
-        passed.append(same)
-        if gradient is not None and same is None:
-            computed.append(apply(NAMES[dtype], gradient))
-    used = arguments_of(computed)
-    kinds = "".join(kind if i in used else "-" for i, kind in enumerate(program.kinds + "t" * len(program.outputs)))
-    there = tuple(each is not None for each in found)
-    return _Gradients(tuple(passed), there, tuple(used), f"{kinds}: {text_of(computed)}" if computed else "")
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    tensors, numbers, text = inputs
-    program = program_of(text)
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*(y for y in output if not y.is_floating_point()))
-    tensor_of = dict(zip(_places(program, "t"), tensors, strict=True))
-    ctx.wanted = tuple((i, t.dtype) for i, t in tensor_of.items() if t.requires_grad)
-    floating = tuple((i, y.dtype) for i, y in enumerate(output) if y.is_floating_point())
-    used = _gradients_of(text, floating, ctx.wanted).used
-    ctx.save_for_backward(*(t if i in used else None for i, t in tensor_of.items()))
-    ctx.numbers, ctx.text, ctx.count = numbers, text, len(tensors)
-    ctx.likes = {i: (t.shape, t.device) for i, t in tensor_of.items() if t.requires_grad}
-    arguments = program.arguments(tensors, numbers)
-    ctx.summed = {  # shapes before
-        i: shape_of(arguments, arguments_of([y]))
-        for i, (y, kept) in enumerate(zip(program.outputs, program.kept, strict=True))
-        if kept
-    }
-
-
-def _differentiate(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
-    program = program_of(ctx.text)
-    places = _places(program, "t")
-    tensors = dict(zip(places, ctx.saved_tensors, strict=True))
-    groups: list[dict[int, Tensor]] = []  # of one shape each: sums must not repeat smaller outputs
-    for i, gradient in enumerate(gradients):
-        if gradient is not None:
-            gradient = gradient.expand(ctx.summed[i]) if i in ctx.summed else gradient
-            group = next((each for each in groups if next(iter(each.values())).shape == gradient.shape), None)
-            if group is None:
-                groups.append(group := {})
-            group[i] = gradient
-    sums: dict[int, Tensor] = {}
-    for outputs in groups:
-        for i, gradient in _gradients(ctx, program, tensors, outputs).items():
-            sums[i] = sums[i] + gradient if i in sums else gradient
-    return [sums.get(i) for i in places], None if ctx.numbers else [], None
-
-
-def _gradients(ctx: Any, program: Program, tensors: dict[int, Tensor], given: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Gradients by argument, summed to its shape, from those of outputs of one shape."""
-    plan = _gradients_of(ctx.text, tuple((i, g.dtype) for i, g in given.items()), ctx.wanted)
-    computed = iter(())  # type: ignore[var-annotated]
-    if plan.program:
-        all_tensors = tensors | {len(program.kinds) + i: g for i, g in given.items()}
-        numbers = [n for i, n in zip(_places(program, "n"), ctx.numbers, strict=True) if i in plan.used]
-        full = next(iter(given.values())).shape
-        fresh = [i for (i, _), p, there in zip(ctx.wanted, plan.passed, plan.there, strict=True) if there and p is None]
-        kinds, _, trees = plan.program.partition(":")
-        sums = "".join(f" {n}={kept}" for n, i in enumerate(fresh) if (kept := _kept(ctx.likes[i][0], full)))
-        text = f"{kinds}{sums}:{trees}"
-        computed = iter(_fused([all_tensors[i] for i in plan.used if i in all_tensors], numbers, text))
-    found = {}
-    for (i, _), passed, there in zip(ctx.wanted, plan.passed, plan.there, strict=True):
-        if there:
-            shape, device = ctx.likes[i]
-            gradient = next(computed).reshape(shape) if passed is None else given[passed].sum_to_size(shape)
-            found[i] = gradient.to(device)
-    return found
-
-
-def _kept(shape: torch.Size, full: torch.Size) -> str:
-    """The dimensions of `full` that a tensor broadcast to it has (1) and that its gradient is summed over (0); "" if
-    none is."""
-    missing = len(full) - len(shape)
-    kept = [size == 1 for size in full[:missing]] + [a == b for a, b in zip(shape, full[missing:], strict=True)]
-    return "" if all(kept) else "".join("1" if keep else "0" for keep in kept)
-
-
-def _places(program: Program, kind: str) -> list[int]:
-    """Numbers of the arguments of a kind."""
-    return [i for i, each in enumerate(program.kinds) if each == kind]
-
-
-by_formula("fused", _by_reference)
-differentiable("fused", _differentiate, _save)
-
-
-@cost_of("rooftop::fused")
-def _cost(call: Call) -> Cost:
-    """Each operation once for each element of its operands' common shape: what is broadcast later is computed once.
-    Of sums an addition of each element."""
-    plan, arguments = planned(call["tensors"], call["numbers"], call["program"])
-    flops: dict[str, int] = {}
-    for node in topological(plan.outputs):
-        if node.operands and OPERATIONS[node.operation].flops:
-            used = [i for i in arguments_of([node]) if isinstance(arguments[i], Tensor)]
-            elements = math.prod(shape_of(arguments, used)) if used else 1
-            precision = precision_of(plan.types[id(node)].common)
-            flops[precision] = flops.get(precision, 0) + OPERATIONS[node.operation].flops * elements
-    for node, kept, needed in zip(plan.outputs, plan.kept, plan.used, strict=True):
-        if kept:
-            precision = precision_of(plan.types[id(node)].common)
-            flops[precision] = flops.get(precision, 0) + math.prod(shape_of(arguments, needed))
-    read_of = {i for each in plan.used for i in each}
-    read = [each for i, each in enumerate(arguments) if i in read_of and isinstance(each, Tensor)]
-    return Cost(distinct_bytes(read), distinct_bytes(call.out), flops)
-
-
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
@@ -338,7 +260,7 @@ class Fused:
     """A function of tensors that runs as one kernel; made by `fused`.
 
     Attributes:
-        names: of its arguments.
+        names: names of the arguments.
         text: its expression, with arguments a0, a1, ... in their order.
     """
 
@@ -347,7 +269,7 @@ class Fused:
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError) as error:  # torch's own
-            raise TypeError(f"fused: {function!r} does not say what its arguments are: use lambda x: ...") from error
+            raise TypeError(f"fused: {function!r} has no readable signature: use lambda x: ...") from error
         if any(each.kind not in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters):
             raise TypeError("fused: the function must have positional arguments only, without * and **")
         self.names = tuple(each.name for each in parameters)
@@ -365,7 +287,7 @@ class Fused:
         return f"fused({', '.join(self.names)}: {self.text})"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Pickled by its name where it has one, as functions are; that of a decorated function is this object's."""
+        """Pickled by name if it has one, as functions are; the name of a decorated function refers to this object."""
         found: Any = sys.modules.get(self.function.__module__)
         for name in self.function.__qualname__.split("."):
             found = getattr(found, name, None)
@@ -375,8 +297,8 @@ class Fused:
         """The results for tensors and numbers in the function's arguments.
 
         Returns:
-            A tensor, or a tuple of tensors where the function returns one. Each has the shape that the tensors it
-            depends on broadcast to, PyTorch's dtype, and the memory layout of the first tensor of that shape.
+            A tensor, or a tuple of tensors if the function returns one. Each has the shape to which the tensors that it
+            depends on broadcast, PyTorch's dtype, and the memory layout of the first tensor of that shape.
 
         Raises:
             TypeError: wrong arguments, or dtypes for which an operation has no meaning.
@@ -387,18 +309,13 @@ class Fused:
         return run_text(self.text, self.names, self.single, *arguments)
 
     def source(self, *arguments: Argument, **keywords: Argument) -> str:
-        """The Triton source of the kernel for such arguments (tensors may be on any device, `meta` too)."""
+        """The Triton source of the kernel for these arguments (tensors may be on any device, also `meta`)."""
         values = self._bound(arguments, keywords)
         kinds = "".join("t" if isinstance(each, Tensor) else "n" for each in values)
         tensors = [each for each in values if isinstance(each, Tensor)]
         numbers = [each for each in values if not isinstance(each, Tensor)]
         plan, bound = planned(tensors, numbers, f"{kinds}: {self.text}")
-        shape = shape_of(bound, plan.used[0])
-        y = empty(shape, strides_of(shape, bound, plan.used[0]), plan.results[0], tensors[0].to("meta"))
-        of = {i: bound[i] for i in sorted(plan.used[0]) if isinstance(bound[i], Tensor)}
-        layout = layout_of(merged_dims(y, list(of.values())), of, len(bound), y)
-        same = tuple(i for i, used in enumerate(plan.used) if shape_of(bound, used) == shape)
-        return source_for(plan, same, layout)[0]
+        return launches.source_like(plan, bound)
 
     def _bound(self, arguments: tuple[Argument, ...], keywords: dict[str, Argument]) -> tuple[Argument, ...]:
         """All arguments in order, from positions, keywords and defaults."""
@@ -417,15 +334,15 @@ class Fused:
 
 @recorded_whole
 def run_text(text: str, names: Sequence[str], single: bool, *arguments: Argument) -> Any:
-    """What `Fused` computes, by its text: a call that torch.fx can write down.
+    """Compute what `Fused` computes, from the program's text: torch.fx can record such a call.
 
     Args:
         text: the expression, with arguments a0, a1, ...
-        names: of the arguments, for messages.
-        single: whether it has one result, which is then no tuple.
+        names: the arguments' names, for messages.
+        single: whether there is one result, which is then returned without a tuple.
 
     Raises:
-        TypeError, ValueError: as of `Fused`.
+        TypeError, ValueError: as in `Fused`.
     """
     tensors: list[Tensor] = []
     numbers: list[Number] = []
@@ -447,8 +364,8 @@ def run_text(text: str, names: Sequence[str], single: bool, *arguments: Argument
     text = f"{kinds}{autocast}: {text}"
     if torch._C._get_tracing_state() is None:
         found = _fused(tensors, numbers, text)
-    else:  # torch.jit.trace knows no operators that take lists of numbers
-        found = _by_reference(tensors, numbers, text)
+    else:  # torch.jit.trace does not support operators that take lists of numbers
+        found = FusedProgram(tensors, numbers, text).in_pytorch()
     return found[0] if single else tuple(found)
 
 
@@ -459,7 +376,7 @@ def _refusal(name: str, given: Tensor) -> TypeError:
 
 
 def fused(function: Function) -> Fused:
-    """Makes one kernel of an elementwise function of tensors; also as a decorator.
+    """Compile an elementwise function of tensors into one kernel; also a decorator.
 
         @fused
         def gated(x, gate, bias, scale=1.0):
@@ -468,13 +385,13 @@ def fused(function: Function) -> Fused:
         y = gated(x, gate, bias, scale=0.5)
 
     Args:
-        function: of up to 8 tensors that broadcast, and of numbers, which may differ at each call without anything
-            being compiled again. It is called once, with expressions in place of tensors, and may use operators,
-            comparisons, casts (`.to(dtype)`, `.float()`) and elementwise functions of torch and torch.nn.functional:
-            abs, add, addcdiv, addcmul, ceil, clamp, cos, div, elu, erf, exp, expm1, floor, gelu, hardtanh, isnan,
-            leaky_relu, lerp, log, log1p, log2, logical_*, maximum, minimum, mul, neg, pow, reciprocal, relu, round,
-            rsqrt, sigmoid, sign, silu, sin, softplus, sqrt, square, sub, tanh, trunc, where. It returns one
-            expression or a tuple of them.
+        function: takes up to 8 tensors that broadcast, and numbers. Numbers may differ from call to call without
+            recompilation. It is called once, with expressions in place of tensors. It may use operators, comparisons,
+            casts (`.to(dtype)`, `.float()`) and elementwise functions of torch and torch.nn.functional: abs, add,
+            addcdiv, addcmul, ceil, clamp, cos, div, elu, erf, exp, expm1, floor, gelu, hardtanh, isnan, leaky_relu,
+            lerp, log, log1p, log2, logical_*, maximum, minimum, mul, neg, pow, reciprocal, relu, round, rsqrt, sigmoid,
+            sign, silu, sin, softplus, sqrt, square, sub, tanh, trunc, where. It returns one expression or a tuple of
+            them.
 
     Returns:
         A callable with the same arguments. dtypes are promoted as PyTorch promotes them; half precision is computed in
@@ -482,7 +399,7 @@ def fused(function: Function) -> Fused:
         fullgraph=True, and used under autocast.
 
     Raises:
-        TypeError: the function uses what is not elementwise, or a tensor that is not its argument.
+        TypeError: the function uses an operation that is not elementwise, or a tensor that is not its argument.
     """
     return Fused(function)
 
@@ -506,7 +423,7 @@ _GELU_TANH = fused(lambda input: torch.nn.functional.gelu(input, approximate="ta
 
 @recorded_whole
 def add(input: Tensor, other: Argument, *, alpha: Number = 1) -> Tensor:
-    """input + alpha * other, broadcast; arguments, dtypes and errors as of `torch.add`."""
+    """input + alpha * other, broadcast, with the arguments, dtypes and errors of `torch.add`."""
     if type(alpha) is int and alpha == 1:
         return _ADD(input, other)
     return _ADD_SCALED(input, other, alpha)
@@ -514,7 +431,7 @@ def add(input: Tensor, other: Argument, *, alpha: Number = 1) -> Tensor:
 
 @recorded_whole
 def axpy(a: Argument, x: Tensor, y: Argument) -> Tensor:
-    """a * x + y, broadcast, rounded once; `a` a number or a tensor."""
+    """a * x + y, broadcast, rounded once; `a` is a number or a tensor."""
     return _AXPY(x, y, a)
 
 

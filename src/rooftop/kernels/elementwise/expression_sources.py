@@ -1,8 +1,8 @@
-"""Triton source of one kernel for an elementwise expression, for dtypes and a class of memory layouts.
+"""Write the Triton source of one kernel for an elementwise expression, for given dtypes and a class of memory layouts.
 
-Two forms: flat, where every tensor is walked through alike, and tiles of rows and columns, where some are broadcast or
-strided, or results are summed. What a layout's class says (which tensors move along which dimensions, which lie element
-beside element) is written out in the source; sizes and strides are arguments.
+A kernel has one of two forms. The flat form steps through all tensors alike. The tiled form has rows and columns, for
+tensors that are broadcast or strided and for results that are summed. The source depends on the class of layouts: which
+tensors move along which dimensions, and whose elements are contiguous. Sizes and strides are arguments.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from rooftop.kernels.operands.dtypes import HALVES
 
 @dataclass(frozen=True)
 class Access:
-    """How a tensor's memory is walked through.
+    """How a kernel steps through a tensor's memory.
 
     Attributes:
-        outer: whether it moves, for each dimension but the last.
-        column: along the last dimension: 0 not at all, 1 from element to neighbour, 2 in larger steps, 3 around
-            `period` numbers again and again, which a table has from each of them on (`stores.py`).
+        outer: for each dimension but the last, whether the tensor moves along it.
+        column: the step along the last dimension: 0 none, 1 to the next element, 2 larger steps, 3 repeating over
+            `period` numbers, for which a table has a copy from each start (`stores.py`).
     """
 
     outer: tuple[bool, ...]
@@ -45,15 +45,16 @@ class Access:
 
 @dataclass(frozen=True)
 class Layout:
-    """The class of layouts that a kernel is for.
+    """The class of layouts that a kernel serves.
 
     Attributes:
-        accesses: one for each argument after dimensions were merged; None of a number, or of what is not used.
-        wide: whether offsets pass 2^31.
-        sums: for each output what a program sums it over, "rows" or "columns"; "" where it is stored as it is. A kernel
-            that sums over rows loops over the tiles below each other.
-        stored: how the result lies, where it is the caller's memory (`stores.py`).
-        lines: whether each program there has elements of one row, and not a tile of rows and columns.
+        accesses: one for each argument, after dimensions were merged; None for a number or an unused argument.
+        wide: whether offsets exceed 2^31.
+        sums: for each output the axis over which a program sums, "rows" or "columns"; "" if the output is stored
+            without a sum. A kernel that sums over rows loops over the tiles of a column.
+        stored: layout of the result in the caller's memory (`stores.py`).
+        lines: whether each program of a stored kernel computes elements of one row, instead of a tile of rows and
+            columns.
     """
 
     accesses: tuple[Access | None, ...]
@@ -74,10 +75,10 @@ def source_of(
 
     Args:
         outputs: trees whose values have one shape.
-        results: the dtypes that they are stored in.
-        types: of all nodes.
-        kinds: of the arguments.
-        layout: which of them lie how.
+        results: the dtypes in which they are stored.
+        types: the types of all nodes.
+        kinds: the kinds of the arguments.
+        layout: the layouts of the arguments.
     """
     body = Body(types, layout, precise=not all(dtype in HALVES for dtype in results))
     used = arguments_of(outputs)
@@ -88,7 +89,8 @@ def source_of(
 
 
 def module_of(lines: Sequence[str]) -> str:
-    """The source of a module of these lines, with what they call of `operands/triton_kernels/scalars.py`."""
+    """The source of a module with these lines and with the functions of `operands/triton_kernels/scalars.py` that they
+    call."""
     called = set(re.findall(r"\b\w+(?=\()", "\n".join(lines)))
     helpers = ", ".join(name for name in _HELPERS if name in called)
     imported = [f"from rooftop.kernels.operands.triton_kernels.scalars import {helpers}"] if helpers else []
@@ -96,13 +98,13 @@ def module_of(lines: Sequence[str]) -> str:
 
 
 def kernel_name(outputs: Sequence[Expression]) -> str:
-    """As profiles show it: fused_mul_sigmoid_add."""
+    """The kernel's name in profiles: fused_mul_sigmoid_add."""
     names = dict.fromkeys(n.operation for n in topological(outputs) if n.operands)
     return "_".join(["fused", *[name for name in names if name not in ("common", "base")][-5:]])
 
 
 def compiled(source: str, name: str) -> Any:
-    """The Triton kernel of a source; Triton reads the source again through `linecache`."""
+    """The Triton kernel compiled from a source; Triton reads the source again through `linecache`."""
     file = f"<rooftop {name} {abs(hash(source)):x}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     module: dict[str, Any] = {"__name__": "rooftop.kernels.fused_kernels"}
@@ -117,7 +119,7 @@ def _flat(
     body: Body, outputs: Sequence[Expression], results: Sequence[torch.dtype], names: list[str], numbers: list[str],
     used: list[int],
 ) -> list[str]:  # fmt: skip
-    """The kernel that walks through all tensors alike, and the function of one of its blocks."""
+    """The kernel that steps through all tensors alike, and the function of one of its blocks."""
     steps = [f"a{i}_step" for i in used if (access := body.layout.accesses[i]) and access.column == 2]
     arguments = ", ".join([*names, "elements", *steps])
     for i in used:
@@ -131,11 +133,11 @@ def _flat(
 
 
 def flat_kernel(name: str, arguments: str, numbers: list[str], says: str, lines: Sequence[str]) -> list[str]:
-    """The function of one block, `lines` of what its lanes do, and the kernel that calls it with a mask or without.
+    """The function of one block, whose lanes run `lines`, and the kernel that calls it with or without a mask.
 
     Args:
-        arguments: of both, with commas, among them `elements`.
-        numbers: those of the arguments that are plain numbers.
+        arguments: the arguments of both, separated by commas, including `elements`.
+        numbers: the arguments that are plain numbers.
         says: the kernel's docstring.
     """
     return [
@@ -149,7 +151,7 @@ def flat_kernel(name: str, arguments: str, numbers: list[str], says: str, lines:
 
 
 def block_function(arguments: str, lines: Sequence[str]) -> list[str]:
-    """The function of the lanes from `start` on, of which there are `elements` altogether."""
+    """The function of the lanes from `start` on; there are `elements` in total."""
     return [
         "@triton.jit",
         f"def block({arguments}, start, BLOCK: tl.constexpr, FULL: tl.constexpr):",
@@ -162,7 +164,7 @@ def block_function(arguments: str, lines: Sequence[str]) -> list[str]:
 
 
 def calls_of_block(arguments: str) -> list[str]:
-    """What calls it."""
+    """The lines that call the block function."""
     return [
         "if start + BLOCK <= elements:  # no mask: the widest loads, whatever divides the number of elements",
         f"    block({arguments}, start, BLOCK, True)",
@@ -178,7 +180,7 @@ def _tiles(
     """The kernel in tiles of rows and columns."""
     layout = body.layout
     dims = layout.outer_dims
-    sizes = [f"size{d}" for d in range(1, dims)]  # of all outer dimensions but the first
+    sizes = [f"size{d}" for d in range(1, dims)]  # sizes of all outer dimensions but the first
     accesses = {i: access for i in used if (access := layout.accesses[i])}
     strides = [name for i, access in accesses.items() for name in stride_names(i, access)]
 
@@ -212,13 +214,13 @@ def _tiles(
 
 
 def index_lines(dims: int, needed: Sequence[int]) -> list[str]:
-    """Lines that say where in outer dimensions, of `dims`, a row is."""
+    """Lines that compute a row's indices in the outer dimensions `dims`."""
     divided = {d: "".join(f" // size{later}" for later in range(dims - 1, d, -1)) for d in needed}
     return [f"index{d} = row{by}" + (f" % size{d}" if d else "") for d, by in divided.items()]
 
 
 def columns_of_tile(wide: str) -> list[str]:
-    """Lines of a kernel in tiles that say which columns a program has."""
+    """Lines of a tiled kernel that compute a program's columns."""
     return [
         "    columns = units * UNIT",
         "    blocks = tl.cdiv(columns, COLUMNS)",
@@ -228,7 +230,7 @@ def columns_of_tile(wide: str) -> list[str]:
 
 
 def _rows(lines: list[str], down: list[int], wide: str) -> list[str]:
-    """A tile's lines; where outputs are summed over rows, for all tiles of a program, and then their sums."""
+    """A tile's lines. If outputs are summed over rows, they loop over all tiles of a program, and their sums follow."""
     if not down:
         return [f"    {line}" for line in [f"row = part{wide} * ROWS + tl.arange(0, ROWS)", *lines]]
     return [
@@ -245,7 +247,7 @@ def _rows(lines: list[str], down: list[int], wide: str) -> list[str]:
 
 
 def stride_names(number: int, access: Access) -> list[str]:
-    """The strides of a tensor that the kernel in tiles takes, in order."""
+    """The strides of a tensor that the tiled kernel takes, in order."""
     outer = [f"a{number}_stride{d}" for d, moves in enumerate(access.outer) if moves]
     return outer + ([f"a{number}_step"] if access.column == 2 else [])
 
@@ -301,7 +303,7 @@ class Body:
             operands = [self._operand(each, compute, rounded_to=common) for each in node.operands]
         else:
             operands = [self._operand(each, compute) for each in node.operands]
-        if compute == torch.float32 and node.operation != "pow":  # a plain number beside a tensor is float32 anyway
+        if compute == torch.float32 and node.operation != "pow":  # next to a tensor a plain number is float32 already
             plain = [_plain(each, text) for each, text in zip(node.operands, operands, strict=True)]
             if sum(a != b for a, b in zip(plain, operands, strict=True)) < min(2, len(operands)):
                 operands = plain
@@ -310,16 +312,16 @@ class Body:
         elif not common.is_floating_point and node.operation in ("floor", "ceil", "trunc", "round"):
             template = "{0}"
         elif node.operation == "neg" and common.is_floating_point:
-            template = "{0} * -1.0"  # Triton's -x is 0 - x, and so of 0.0 not -0.0
+            template = "{0} * -1.0"  # Triton's -x is 0 - x, and so for 0.0 not -0.0
         elif node.operation == "div" and common == torch.float64:
-            template = "{0} / {1}"  # correctly rounded as it is
+            template = "{0} / {1}"  # this division rounds correctly
         else:
             template = _TEMPLATES[node.operation]
         ones = _literal(255 if common == torch.uint8 else -1, common) if "{ones}" in template else ""
         return template.format(*operands, precise=self.precise, ones=ones)
 
     def _operand(self, node: Expression, dtype: torch.dtype, rounded_to: torch.dtype | None = None) -> str:
-        """A node's value in a dtype. `rounded_to`: what PyTorch rounds a number to before it compares."""
+        """A node's value in a dtype. `rounded_to`: the dtype to which PyTorch rounds a number before a comparison."""
         half = rounded_to if rounded_to in HALVES else None
         if node.operation == "constant":
             value = node.value
@@ -343,12 +345,12 @@ class Body:
 
 
 def _plain(node: Expression, text: str) -> str:
-    """The number alone of `tl.full((), number, dtype)`."""
+    """The number alone, from `tl.full((), number, dtype)`."""
     return text.split(", ")[1] if node.operation == "constant" and text.startswith("tl.full") else text
 
 
 def _cast(text: str, has: torch.dtype, dtype: torch.dtype) -> str:
-    """A value in another dtype; booleans are what differs from 0."""
+    """A value in another dtype; for booleans, whether it differs from 0."""
     if dtype == torch.float64 and has in _UP_TO_32_BITS:
         return f"double_of({text})"
     return f"({text} != 0)" if dtype == torch.bool else f"{text}.to({_tl(dtype)})"
@@ -358,7 +360,7 @@ _UP_TO_32_BITS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 
 def _literal(value: int | float | bool, dtype: torch.dtype) -> str:
-    """A number of a dtype; integers wrap around."""
+    """The literal of a number in a dtype; integers wrap around."""
     if not dtype.is_floating_point:
         number = int(value) if dtype == torch.bool else wrapped(int(value), dtype)
         return f"tl.full((), {number}, {_tl(dtype)})"
@@ -367,7 +369,7 @@ def _literal(value: int | float | bool, dtype: torch.dtype) -> str:
 
 
 def _tl(dtype: torch.dtype) -> str:
-    """Triton's name of a dtype."""
+    """Triton's name for a dtype."""
     return "tl.int1" if dtype == torch.bool else f"tl.{NAMES[dtype]}"
 
 

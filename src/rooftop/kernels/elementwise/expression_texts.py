@@ -1,10 +1,11 @@
-"""Elementwise expressions read from text: `t0 = sigmoid(a1); a0 * t0 + 3` gives the tree that `text_of` writes so.
+"""Parse elementwise expressions from text: `t0 = sigmoid(a1); a0 * t0 + 3` gives the tree for which `text_of` writes
+this text.
 
-Grammar: statements `t0 = expression` separated by `;` and at last one expression or several with commas between them.
-In expressions arguments a0, a1, ..., names defined before, numbers, inf, nan, True, False, operators and calls by
-`OPERATIONS`, parentheses; operators bind as in Python, comparisons are not chained. Reading evaluates nothing, and uses
-two stacks instead of recursion (Dijkstra 1961, the shunting-yard algorithm): expressions may be nested as deep as
-memory holds, whatever the caller's stack.
+Grammar: statements `t0 = expression`, separated by `;`, and last one expression or several, separated by commas.
+Expressions contain arguments a0, a1, ..., names defined before, numbers, inf, nan, True, False, operators, calls of
+`OPERATIONS` and parentheses. Operators bind as in Python; comparisons are not chained. The parser evaluates nothing,
+and uses two stacks instead of recursion (Dijkstra 1961, the shunting-yard algorithm). So expressions may be nested as
+deep as memory allows, whatever the caller's stack.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def parse(text: str) -> tuple[Expression, ...]:
     """The trees of a text's results.
 
     Raises:
-        ValueError: it is not in the grammar, which the module's docstring says.
+        ValueError: the text is not in the grammar of the module's docstring.
     """
     *statements, last = text.split(";")
     names: dict[str, Expression] = {}
@@ -51,15 +52,15 @@ _TOKEN = re.compile(
 )
 _LEVELS = ("< <= > >= == !=", "|", "^", "&", "+ -", "* /", "prefix", "**")
 _BINDING = {symbol: level for level, symbols in enumerate(_LEVELS, 1) for symbol in symbols.split()}
-"""How strongly operators bind, as in Python; "prefix" are those of one operand."""
+"""How strongly operators bind, as in Python; "prefix" is for operators with one operand."""
 _WORDS = {"inf": math.inf, "nan": math.nan, "True": True, "False": False}
 
 
 class _Waiting(NamedTuple):
     """An operator, a call or a parenthesis that waits for operands.
 
-    `operation`: "" of a parenthesis that is no call. `binding`: 0 of calls and parentheses. `before`: how many values
-    there were.
+    `operation`: "" for a parenthesis that is not a call. `binding`: 0 for calls and parentheses. `before`: the number
+    of values on the stack before it.
     """
 
     operation: str
@@ -69,7 +70,7 @@ class _Waiting(NamedTuple):
 
 
 class _Reader:
-    """Reads expressions with commas between them from left to right."""
+    """Parses expressions, separated by commas, from left to right."""
 
     def __init__(self, text: str, names: dict[str, Expression]) -> None:
         self.text, self.names = text, names
@@ -77,7 +78,7 @@ class _Reader:
         self.waiting: list[_Waiting] = []
 
     def expressions(self) -> list[Expression]:
-        """All of the text."""
+        """All expressions of the text."""
         needs_operand = True
         for kind, token in self._tokens():
             needs_operand = self._start(kind, token) if needs_operand else self._continue(token)
@@ -87,7 +88,7 @@ class _Reader:
         return self.values
 
     def _tokens(self) -> Iterator[tuple[str, str]]:
-        """(kind, text) of each; the parenthesis of a call belongs to its name."""
+        """(kind, text) of each token; the parenthesis of a call belongs to its name."""
         position = 0
         while position < len(self.text):
             match = _TOKEN.match(self.text, position)
@@ -97,7 +98,7 @@ class _Reader:
             yield match.lastgroup, match[match.lastgroup]
 
     def _start(self, kind: str, token: str) -> bool:
-        """Where an operand is needed; whether one still is."""
+        """Handle a token where an operand is expected. Returns whether an operand is still expected."""
         if kind == "call":
             if token not in OPERATIONS:
                 self._refuse("an operation", repr(token))
@@ -112,7 +113,7 @@ class _Reader:
         return True
 
     def _continue(self, token: str) -> bool:
-        """Where an operand is complete; whether another one is needed."""
+        """Handle a token after a complete operand. Returns whether another operand is expected."""
         if token in _BINDING:
             binding = _BINDING[token]
             self._apply_waiting(binding + (token == "**" or binding == 1))  # powers group from the right
@@ -137,7 +138,7 @@ class _Reader:
         self.waiting.append(_Waiting(operation, arity, binding, len(self.values)))
 
     def _apply_waiting(self, binding: int) -> None:
-        """Operators that bind as strongly, the last one first."""
+        """Apply the waiting operators that bind at least as strongly, the last one first."""
         while self.waiting and self.waiting[-1].binding >= binding:
             self._apply(self.waiting.pop())
 
@@ -156,7 +157,7 @@ class _Reader:
                 return constant(float(token))
             if len(token) > 20:
                 raise ValueError(
-                    f"fused: a number of {len(token)} digits is none that a tensor can hold: write a float"
+                    f"fused: a number of {len(token)} digits is more than a tensor can hold: write a float"
                 )
             return constant(int(token))
         if token in self.names:
@@ -172,5 +173,5 @@ class _Reader:
 
 
 def _shown(text: str) -> str:
-    """The text as errors show it: the beginning of a long one."""
+    """The text as errors show it: only the beginning of a long one."""
     return repr(text if len(text) <= 80 else f"{text[:77]}...")

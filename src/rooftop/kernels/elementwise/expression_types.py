@@ -1,8 +1,8 @@
 """Dtypes of elementwise expressions, as PyTorch promotes them.
 
-Tensors with dimensions decide; those without, and then numbers, only where they are of a higher category (bool,
-integer, floating point): `torch.result_type`. What PyTorch stores in half precision between two operators is kept in
-float32 here, as in any fused kernel; integers wrap around as PyTorch's do.
+Tensors with dimensions decide the result's dtype. Tensors without dimensions, and then numbers, only count if their
+category is higher (bool, integer, floating point), as in `torch.result_type`. PyTorch rounds to half precision between
+two operators; here values stay float32, as in any fused kernel. Integers wrap around as in PyTorch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rooftop.kernels.elementwise.expressions import DTYPES, OPERATIONS, Expressi
 from rooftop.kernels.operands.dtypes import HALVES
 
 TENSOR, SINGLE, NUMBER = 2, 1, 0
-"""Ranks of operands: with dimensions, a tensor without dimensions, a Python number."""
+"""Ranks of operands: tensors with dimensions, tensors without, Python numbers."""
 OF_BOOLS = ("add", "mul", "maximum", "minimum", "clamp_min", "clamp_max", "sign", "common", "base")
-"""What is "promoted" and has a meaning for booleans."""
+"""Operations with "promoted" typing that are also defined for booleans."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,15 @@ class Kind:
 
 @dataclass(frozen=True)
 class Typed:
-    """Of a node: what it gives, and the dtype that its operands are cast to (those of `where` but the condition)."""
+    """The types of a node: its result's dtype, and the dtype to which its operands are cast (except the condition of
+    `where`)."""
 
     kind: Kind
     common: torch.dtype
 
     @property
     def inside(self) -> torch.dtype:
-        """The dtype that its value has until it is stored."""
+        """The dtype of its value until it is stored."""
         return computed_in(self.kind.dtype)
 
 
@@ -47,23 +48,25 @@ Types = dict[int, Typed]  # by id of the node
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """float32 for half precision, else the same."""
+    """float32 for half precision, else the dtype itself."""
     return torch.float32 if dtype in HALVES else dtype
 
 
 def summand(node: Expression, types: Types) -> Expression:
-    """What is added up in float32 for a result: half precision is rounded to after the sum."""
+    """The value that is added up in float32 for a result: half precision results are rounded after the sum."""
     if DTYPES.get(node.operation) in HALVES and types[id(node.operands[0])].inside == torch.float32:
         return node.operands[0]
     return node
 
 
 OF_LIMITS = ("maximum", "minimum", "clamp_min", "clamp_max", "where")
-"""What gives its operands back: a number that is none of the dtype would be another one, where sums only wrap."""
+"""Operations that return an operand: an integer outside the dtype's range would become another number, while in sums it
+only wraps.
+"""
 
 
 def limits_of(outputs: Sequence[Expression], types: Types) -> list[tuple[Expression, torch.dtype]]:
-    """Plain numbers (constants, arguments) that must be within the range of integers as they are."""
+    """Plain numbers (constants, arguments) that must be within the range of an integer dtype."""
     return [
         (each, common)
         for node in topological(outputs)
@@ -74,7 +77,7 @@ def limits_of(outputs: Sequence[Expression], types: Types) -> list[tuple[Express
 
 
 def check_limit(value: int | float | bool, dtype: torch.dtype) -> None:
-    """ValueError where a tensor of integers cannot hold the number."""
+    """Raise ValueError if an integer tensor cannot hold the number."""
     if dtype == torch.bool:
         return
     limits = torch.iinfo(dtype)
@@ -84,13 +87,13 @@ def check_limit(value: int | float | bool, dtype: torch.dtype) -> None:
 
 
 def wrapped(value: int, dtype: torch.dtype) -> int:
-    """An integer as a tensor of integers holds it: modulo 2^bits."""
+    """An integer as an integer tensor holds it: modulo 2^bits."""
     limits = torch.iinfo(dtype)
     return (value - limits.min) % (1 << limits.bits) + limits.min
 
 
 def number_kind(value: bool | int | float) -> Kind:
-    """As torch sees a Python number: bool, int64 or the default dtype."""
+    """The kind of a Python number in torch: bool, int64 or the default dtype."""
     if isinstance(value, (bool, torch.SymBool)):
         return Kind(torch.bool, NUMBER)
     return Kind(torch.int64 if isinstance(value, (int, torch.SymInt)) else torch.get_default_dtype(), NUMBER)
@@ -101,11 +104,11 @@ def types_of(outputs: Sequence[Expression], arguments: Sequence[Kind | None], au
 
     Args:
         outputs: the trees.
-        arguments: their kinds, by number.
-        autocast: whether autocast of a GPU is on.
+        arguments: their kinds, by argument number.
+        autocast: whether a GPU's autocast is on.
 
     Raises:
-        TypeError: an operation that has no meaning for its operands' dtypes.
+        TypeError: an operation that is not defined for its operands' dtypes.
     """
     types: Types = {}
     for node in topological(outputs):
@@ -123,7 +126,7 @@ def types_of(outputs: Sequence[Expression], arguments: Sequence[Kind | None], au
 
 
 def _type_of(name: str, operands: list[Kind], autocast: bool) -> Typed:
-    """The type of an operation of operands of these kinds."""
+    """The type of an operation on operands of these kinds."""
     operation, rank = OPERATIONS[name], max(each.rank for each in operands)
     if name in DTYPES:
         return Typed(Kind(DTYPES[name], rank), DTYPES[name])
@@ -163,7 +166,7 @@ def _type_of(name: str, operands: list[Kind], autocast: bool) -> Typed:
 
 
 def promoted(operands: Sequence[Kind]) -> torch.dtype:
-    """The dtype of an operation of these."""
+    """The result dtype of an operation on these operands."""
     found: torch.dtype | None = None
     for rank in (TENSOR, SINGLE, NUMBER):
         dtypes = [each.dtype for each in operands if each.rank == rank]
@@ -178,5 +181,5 @@ def promoted(operands: Sequence[Kind]) -> torch.dtype:
 
 
 def _category(dtype: torch.dtype) -> int:
-    """0 of booleans, 1 of integers, 2 of floating point."""
+    """0 for booleans, 1 for integers, 2 for floating point."""
     return 2 if dtype.is_floating_point else 0 if dtype == torch.bool else 1

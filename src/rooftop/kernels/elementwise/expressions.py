@@ -1,8 +1,9 @@
 """Elementwise expressions as trees: traced from a Python function, differentiated.
 
-A function of tensors that is called with `Expression`s in their place gives the tree of what it computes: operators,
-methods and torch's own functions (through `__torch_function__`) each add a node. Equal nodes are one object, so what a
-function computes twice is in the tree once. No walk over a tree is recursive: it may be as deep as memory holds.
+A function of tensors is called with `Expression`s in place of the tensors. It returns the tree of its computation:
+operators, methods and torch's own functions (through `__torch_function__`) each add a node. Equal nodes are one object,
+so a value that a function computes twice is in the tree once. No traversal of a tree is recursive, so its depth is
+limited only by memory.
 """
 
 from __future__ import annotations
@@ -32,18 +33,19 @@ Gradients = tuple["Expression | None", ...]
 
 @dataclass(frozen=True)
 class Operation:
-    """What a node does.
+    """The properties of an operation.
 
     Attributes:
-        typing: how its dtype follows from its operands' ("promoted", "float", "compared", "bitwise", "where",
-            "scaled": that of the first; "nearest": int32; "bits": float64; or the name of the dtype that is cast
-            to).
+        typing: how the result's dtype follows from those of the operands: "promoted", "float", "compared", "bitwise",
+            "where", "scaled" (that of the first), "nearest" (int32), "bits" (float64), or the name of the dtype of a
+            cast.
         arity: number of operands.
-        apply: the same in PyTorch, of tensors of one dtype.
-        gradients: (gradient of the result, result, *operands) to those of the operands; None: no gradient at all.
-        flops: of one element.
-        symbol: how it is written where that is not as a function's name.
-        autocast: computed in float32 under autocast on a GPU, as PyTorch's.
+        apply: the same operation in PyTorch, on tensors of one dtype.
+        gradients: from (gradient of the result, result, *operands), the gradients of the operands; None: no gradient at
+            all.
+        flops: flops of one element.
+        symbol: its notation, if that is not a function's name.
+        autocast: whether it is computed in float32 under autocast on a GPU, as in PyTorch.
     """
 
     typing: str
@@ -56,7 +58,7 @@ class Operation:
 
 
 def _operations() -> dict[str, Operation]:
-    """The table; a function, since gradients are made of expressions."""
+    """The table of operations; it is a function because the gradients are expressions."""
     return {
         "add": Operation("promoted", 2, torch.add, lambda g, y, a, b: (g, g), symbol="+"),
         "sub": Operation("promoted", 2, torch.sub, lambda g, y, a, b: (g, -g), symbol="-"),
@@ -147,12 +149,12 @@ DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-"""Dtypes of tensors and casts, by the names that they have in texts."""
+"""Dtypes of tensors and casts, by their names in texts."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def _first(a: Tensor, b: Tensor) -> Tensor:
-    """a, once it has the dtype of both."""
+    """a, in the common dtype of both operands."""
     return a
 
 
@@ -163,8 +165,8 @@ def _gradients_of_power(g: Expression, y: Expression, a: Expression, b: Expressi
 
 
 def _nearest(a: Tensor) -> Tensor:
-    """The lower 32 bits of the nearest integer, of two the even one, for |a| up to 2^22 in float32, 2^51 in float64: of
-    larger ones kernels give others."""
+    """The lower 32 bits of the nearest integer; ties go to the even one. For |a| up to 2^22 in float32 and 2^51 in
+    float64; above that, kernels give other bits."""
     return a.round().to(torch.int64).to(torch.int32)
 
 
@@ -176,12 +178,12 @@ def _gradient_of_cast(name: str) -> Callable[..., Gradients] | None:
 
 
 class Expression:
-    """A node: an argument, a constant, or an operation of other nodes. Used as a tensor is, element by element.
+    """A node: an argument, a constant, or an operation on other nodes. It is used like a tensor, element by element.
 
     Attributes:
         operation: "argument", "constant" or a key of `OPERATIONS`.
-        operands: the nodes that it is computed from.
-        value: of a constant; of an argument its number.
+        operands: the nodes from which it is computed.
+        value: a constant's value, or an argument's number.
     """
 
     __slots__ = ("__weakref__", "operands", "operation", "value")
@@ -247,11 +249,11 @@ class Expression:
 
 
 def _node(operation: str, operands: Operands, value: Any = None) -> Expression:
-    """The one node of this kind."""
+    """The unique node with these properties."""
     key = (operation, tuple(map(id, operands)), type(value), repr(value))
     found = _NODES.get(key)
     if found is None:
-        with _lock:  # two nodes of one kind would have half of a gradient each
+        with _lock:  # two equal nodes would get half of a gradient each
             found = _NODES.get(key)
             if found is None:
                 found = object.__new__(Expression)
@@ -266,7 +268,7 @@ os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_i
 
 
 def argument(number: int) -> Expression:
-    """The argument of that number: a tensor, or a Python number."""
+    """The argument with that number: a tensor, or a Python number."""
     return _node("argument", (), number)
 
 
@@ -277,7 +279,7 @@ def constant(value: int | float | bool) -> Expression:
         ValueError: an integer of more than 64 bits.
     """
     if type(value) is int and not -(1 << 63) <= value < 1 << 64:
-        raise ValueError(f"fused: a number of {value.bit_length()} bits is none that a tensor can hold: write a float")
+        raise ValueError(f"fused: a number of {value.bit_length()} bits is more than a tensor can hold: write a float")
     return _node("constant", (), value)
 
 
@@ -299,22 +301,22 @@ def _as_expression(operation: str, value: Any) -> Expression:
     if isinstance(value, numbers.Real):  # NumPy's
         return constant(int(value) if isinstance(value, numbers.Integral) else float(value))
     if isinstance(value, Tensor):
-        raise TypeError(f"fused: {operation} of a tensor that is no argument of the function: make it one")
+        raise TypeError(f"fused: {operation} of a tensor that is not an argument of the function: make it one")
     raise TypeError(f"fused: {operation} needs tensors and numbers, got {type(value).__name__}")
 
 
 def where(condition: Any, a: Any, b: Any) -> Expression:
-    """As torch.where, element by element."""
+    """`torch.where`, element by element."""
     return apply("where", condition, a, b)
 
 
 def equal(a: Any, b: Any) -> Expression:
-    """As torch.eq, element by element."""
+    """`torch.eq`, element by element."""
     return apply("eq", a, b)
 
 
 def topological(outputs: Iterable[Expression]) -> list[Expression]:
-    """All nodes under these, operands before what uses them, each once."""
+    """All nodes below these, operands before the nodes that use them, each once."""
     return trees.topological(outputs, _OPERANDS)
 
 
@@ -333,7 +335,9 @@ MOST_DEPTH = 16  # of parentheses
 
 
 def text_of(outputs: Sequence[Expression]) -> str:
-    """The canonical text: what is used more than once gets a name, then the results, separated by commas."""
+    """The canonical text: values that are used more than once get a name; then come the results, separated by
+    commas.
+    """
     nodes = topological(outputs)
     uses: dict[int, int] = {}
     for node in nodes:
@@ -353,7 +357,7 @@ def text_of(outputs: Sequence[Expression]) -> str:
 
 
 def _text_of_node(node: Expression, operands: list[str]) -> str:
-    """With parentheses around operators and negative numbers."""
+    """The text of a node, with parentheses around operators and negative numbers."""
     if node.operation == "argument":
         return f"a{node.value}"
     if node.operation == "constant":
@@ -373,9 +377,9 @@ def _bare(text: str) -> str:
 
 
 def _power(a: Any, b: Any) -> Expression:
-    """Small constant powers as products, as PyTorch has them."""
+    """Small constant powers as products, as PyTorch computes them."""
     if type(b) in (int, float) and b in (1, 2, 3, 4):
-        a = apply("base", a, type(b)(1))  # powers of booleans are integers, those with a float exponent floating point
+        a = apply("base", a, type(b)(1))  # a power of booleans is an integer, or floating point with a float exponent
         square = apply("mul", a, a)
         return {1: lambda: a, 2: lambda: square, 3: lambda: square * a, 4: lambda: square * square}[int(b)]()
     if type(b) is float and b == -2.0:
@@ -409,7 +413,7 @@ def _times(a: Expression, number: Any) -> Expression:
 
 
 def _not_1(number: Any) -> bool:
-    """Whether a factor is worth a product."""
+    """Whether a factor differs from 1, so that it needs a product."""
     return type(number) not in (int, float) or number != 1
 
 
@@ -420,7 +424,7 @@ def _divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Expr
 
 
 def _clamp(input: Any, min: Any = None, max: Any = None) -> Expression:
-    """min(max(input, min), max), with the bounds that there are."""
+    """min(max(input, min), max), with only the bounds that are given."""
     if min is None and max is None:
         raise ValueError("fused: clamp needs min, max or both")
     bounded = input if min is None else apply("clamp_min", input, min)
@@ -444,12 +448,12 @@ def _softplus(input: Any, beta: float = 1.0, threshold: float = 20.0) -> Express
 
 
 def _elu(input: Any, alpha: float = 1.0) -> Expression:
-    """x above 0, else alpha (exp(x) - 1)."""
+    """x for x > 0, else alpha (exp(x) - 1)."""
     return where(apply("gt", input, 0), input, apply("expm1", apply("clamp_max", input, 0)) * alpha)
 
 
 def _hardtanh(input: Any, min_val: float = -1.0, max_val: float = 1.0) -> Expression:
-    """A clamp whose gradient is zero at its bounds, as PyTorch's."""
+    """A clamp whose gradient is zero at its bounds, as in PyTorch."""
     above = where(apply("ge", input, max_val), max_val, input)
     return where(apply("le", input, min_val), min_val, above)
 
@@ -467,7 +471,7 @@ def _binary(operation: str) -> Callable[[Any, Any], Expression]:
 
 
 def _activation(build: Callable[..., Expression]) -> Callable[..., Expression]:
-    """Of `torch.nn.functional`, which may be asked to work in place; that changes nothing here."""
+    """A function of `torch.nn.functional` with an `inplace` argument, which has no effect here."""
 
     def apply_(input: Any, *args: Any, inplace: bool = False, **kwargs: Any) -> Expression:
         return build(input, *args, **kwargs)
@@ -529,7 +533,7 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., Expression]] = {
 
 
 def _define_methods() -> None:
-    """Expression's methods and operators, from the tables."""
+    """Define Expression's methods and operators, from the tables."""
     for name, build in _METHODS.items():
         setattr(Expression, name, build)
     both = {"add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "pow": "pow"}
@@ -553,10 +557,10 @@ _define_methods()
 def derivatives(
     outputs: Sequence[Expression], gradients: Sequence[Expression], wanted: Sequence[int]
 ) -> list[Expression | None]:
-    """The gradients of the sum of outputs * gradients by the arguments `wanted`; None where there is none.
+    """The gradients of sum(outputs * gradients) with respect to the arguments `wanted`; None for those without one.
 
-    They have the shape of the outputs: that of an argument that was broadcast is yet to be summed. Backward
-    accumulation over the tree, along the nodes that depend on what is wanted.
+    They have the shape of the outputs: the caller still sums the gradient of a broadcast argument. Reverse accumulation
+    over the tree, along the nodes that depend on the wanted arguments.
     """
     nodes = topological(outputs)
     depends: set[int] = set()

@@ -1,4 +1,4 @@
-"""How the kernels of fused elementwise expressions are launched: dimensions merged_dims, parameters as tables.
+"""Launch the kernels of fused elementwise expressions: merge dimensions, and take parameters from tables.
 
 `launch_program` serves the operator in `elementwise.py`. `expression_sources.py` writes the kernels, one for a program,
 its dtypes and a class of memory layouts.
@@ -23,26 +23,47 @@ from rooftop.kernels.elementwise.expression_sources import (
     source_of,
     stride_names,
 )
-from rooftop.kernels.elementwise.programs import Plan
+from rooftop.kernels.elementwise.programs import Plan, empty, shape_of, strides_of
 from rooftop.kernels.elementwise.tables import FlatConfig
 from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.kernels.operands.strided_rows import unit
-from rooftop.kernels.reductions.launches import reduce_into, viewed
+from rooftop.kernels.reductions.launches import reduce_into
 from rooftop.launch.strides import Dims, merged
-from rooftop.launch.triton_launch import launch, processors
+from rooftop.launch.triton_launch import launch, processors, require_triton
 
 MOST_DIMS = 5  # after merging
 
 # ---- launch ---------------------------------------------------------------------------------------------------
 
 
+def run(plan: Plan, arguments: list[Any], shapes: Sequence[torch.Size], results: Sequence[Tensor]) -> None:
+    """Fills the results; the shapes are those of their elements before the sum. One kernel computes all results of one
+    shape.
+    """
+    require_triton()
+    like = next(each for each in arguments if isinstance(each, Tensor))
+    stored = {shape: y for y, shape, kept in zip(results, shapes, plan.kept, strict=True) if not kept}
+    full: list[Tensor] = []  # the results; for summed ones, a tensor with the shape and strides before the sum
+    for y, shape, kept, used in zip(results, shapes, plan.kept, plan.used, strict=True):
+        if kept and shape not in stored:
+            stored[shape] = empty(shape, strides_of(shape, arguments, used), y.dtype, like.to("meta"))
+        full.append(stored[shape] if kept else y)
+    for shape, strides in dict.fromkeys((y.shape, y.stride()) for y in full):
+        chosen = [i for i, y in enumerate(full) if y.shape == shape and y.stride() == strides]
+        if math.prod(shape):
+            launch_program(plan, tuple(chosen), arguments, full[chosen[0]], [results[i] for i in chosen])
+        else:
+            for i in chosen:
+                results[i].zero_()
+
+
 def launch_program(plan: Plan, chosen: tuple[int, ...], arguments: list[Any], y: Tensor, results: list[Tensor]) -> None:
-    """One kernel for outputs whose elements, before any are summed, have the shape and strides of y."""
+    """One kernel for outputs whose elements, before the sum, have the shape and strides of y."""
     used = sorted({number for i in chosen for number in plan.used[i]})
     tensors = {i: arguments[i] for i in used if isinstance(arguments[i], Tensor)}
     marks = [_mark(y, plan.kept[i]) for i in chosen] if any(plan.kept) else []
     dims = merged_dims(y, [*tensors.values(), *marks])
-    if len(dims) > MOST_DIMS:  # copies in the results' order, which then merge to one dimension
+    if len(dims) > MOST_DIMS:  # copies in the results' order, whose dimensions then merge to one
         tensors = {
             i: t if t.dim() == 0 else torch.empty_strided(y.shape, y.stride(), dtype=t.dtype, device=t.device).copy_(t)
             for i, t in tensors.items()
@@ -55,7 +76,7 @@ def launch_program(plan: Plan, chosen: tuple[int, ...], arguments: list[Any], y:
     elif len(dims) == 1:
         dims = [(1, (0,) * len(dims[0][1])), *dims]
     device = results[0].device
-    stored = [  # what is summed and has no such kernel is stored first
+    stored = [  # a result whose sum no such kernel computes is stored before the sum
         torch.empty_strided(y.shape, y.stride(), dtype=r.dtype, device=device) if plan.kept[i] and not over else r
         for r, i, over in zip(results, chosen, sums, strict=True)
     ]
@@ -72,15 +93,15 @@ def launch_program(plan: Plan, chosen: tuple[int, ...], arguments: list[Any], y:
         _launch_tiles(kernel, given, stored, tensors, layout, dims)
     for i, result, full, over in zip(chosen, results, stored, sums, strict=True):
         if plan.kept[i] and not over:
-            _sum_into(result, full, [d for d, keep in enumerate(plan.kept[i]) if keep == "0"])
+            reduce_into(result, full, "sum", [d for d, keep in enumerate(plan.kept[i]) if keep == "0"])
 
 
 def _launch_tiles(
     kernel: Any, given: list[Any], results: list[Tensor], tensors: dict[int, Tensor], layout: Layout, dims: Dims
 ) -> None:
-    """One launch of the kernel in tiles of rows and columns, for tensors that are broadcast or strided and for sums.
+    """One launch of the tiled kernel, for tensors that are broadcast or strided and for sums.
 
-    `dims` have strides of the tensors and then of the outputs, which are 0 where these are summed.
+    `dims` have the strides of the tensors and then of the outputs; a summed output's strides are 0.
     """
     *outer, (columns, steps) = dims
     group, values = columns, []
@@ -128,24 +149,24 @@ def _launch_tiles(
     launch(
         kernel, (parts * blocks,), results[0].device, *pointers, rows, columns // group, *sizes, *values, **constants
     )
-    for each in partial:
-        _sum_into(*each)
+    for result, sums, reduced in partial:
+        reduce_into(result, sums, "sum", reduced)
 
 
 # ---- sums ------------------------------------------------------------------------------------------------------
 
 
 def _mark(y: Tensor, kept: str) -> Tensor:
-    """A view that moves along the dimensions of y that are kept, so that these are not merged with others."""
+    """A view that moves along the kept dimensions of y, so that these are not merged with others."""
     if not kept:
         return y
     return y.as_strided(y.shape, [s if keep == "1" else 0 for s, keep in zip(y.stride(), kept, strict=True)])
 
 
 def _summed_over(y: Tensor, kept: str, dims: Dims, mark: int) -> str:
-    """What the kernel in tiles can sum a result over: its columns, all rows, or "" neither.
+    """The axis over which the tiled kernel can sum a result: "columns", all "rows", or "" for neither.
 
-    The sums lie in the order of y's memory, that of the result where y is contiguous or one dimension is kept.
+    The sums have the order of y's memory, which is that of the result if y is contiguous or one dimension is kept.
     """
     if not kept or len(dims) > MOST_DIMS:
         return ""
@@ -157,20 +178,14 @@ def _summed_over(y: Tensor, kept: str, dims: Dims, mark: int) -> str:
     return "" if any(moves[:-1]) else "rows"
 
 
-def _sum_into(result: Tensor, x: Tensor, dims: list[int]) -> None:
-    """The sum of x over these dimensions, in the contiguous memory of a result."""
-    table, view = viewed(x, dims, ordered=False)
-    reduce_into(result, table, "sum", view, result.dtype)
-
-
 def flat_config(tensors: Sequence[Tensor]) -> FlatConfig:
-    """The parameters for a kernel that moves these."""
+    """The parameters for a kernel that moves these tensors."""
     element_bytes = sum(each.element_size() for each in tensors if each.dim())
     return next(config for config in tables.FLAT if element_bytes <= config.element_bytes)
 
 
 def merged_dims(y: Tensor, tensors: Sequence[Tensor]) -> Dims:
-    """The dimensions in the order of y's memory, those merged that all tensors walk through as if they were one."""
+    """The dimensions in the order of y's memory, merged where all tensors step through them as through one."""
     if all((t.shape == y.shape and t.is_contiguous()) or t.dim() == 0 for t in tensors) and y.is_contiguous():
         return [(y.numel(), tuple(int(t.dim() > 0) for t in tensors))]
     strides = [
@@ -183,13 +198,24 @@ def merged_dims(y: Tensor, tensors: Sequence[Tensor]) -> Dims:
 
 
 def layout_of(dims: Dims, tensors: dict[int, Tensor], arguments: int, y: Tensor, sums: tuple[str, ...] = ()) -> Layout:
-    """The class of layouts of the tensors, by argument number, over merged dimensions."""
+    """The class of the tensors' layouts, by argument number, over merged dimensions."""
     accesses: list[Access | None] = [None] * arguments
     for n, i in enumerate(tensors):
         outer = tuple(strides[n] != 0 for _, strides in dims[:-1])
         accesses[i] = Access(outer, min(dims[-1][1][n], 2))
     spans = [sum((size - 1) * strides[n] for size, strides in dims) for n in range(len(tensors))]
     return Layout(tuple(accesses), wide=len(dims) > 1 and max(*spans, y.numel()) >= 2**31, sums=sums)
+
+
+def source_like(plan: Plan, arguments: list[Any]) -> str:
+    """The source of the kernel that computes the first result and those of the same shape."""
+    used = plan.used[0]
+    shape = shape_of(arguments, used)
+    of = {i: arguments[i] for i in sorted(used) if isinstance(arguments[i], Tensor)}
+    y = empty(shape, strides_of(shape, arguments, used), plan.results[0], next(iter(of.values())).to("meta"))
+    layout = layout_of(merged_dims(y, list(of.values())), of, len(arguments), y)
+    same = tuple(i for i, each in enumerate(plan.used) if shape_of(arguments, each) == shape)
+    return source_for(plan, same, layout)[0]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,9 +1,9 @@
-"""Programs of fused elementwise expressions: trees with what their arguments are, and what follows from these.
+"""Programs of fused elementwise expressions: trees, the kinds of their arguments, and the facts that follow.
 
 The operator takes a program as text, "tnt: a0 * a1 + a2": which arguments are tensors and which are numbers, and the
 trees (`expression_texts.py`). "tt 1=01: a0, a0 * a1" sums result 1 over the first of two dimensions, which becomes 1.
-A plan adds dtypes. Both are kept: programs by their text, plans by the program and the arguments' dtypes. Shapes and
-the results' layouts are found at each call.
+A plan adds dtypes. Both are cached: programs by their text, plans by the program and the arguments' dtypes. Shapes and
+the results' layouts are computed at each call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,17 @@ from rooftop.kernels.elementwise.expression_types import (
     number_kind,
     types_of,
 )
-from rooftop.kernels.elementwise.expressions import DTYPES, NAMES, Expression, arguments_of, text_of, topological
+from rooftop.kernels.elementwise.expressions import (
+    DTYPES,
+    NAMES,
+    Expression,
+    apply,
+    argument,
+    arguments_of,
+    derivatives,
+    text_of,
+    topological,
+)
 from rooftop.kernels.operands.checks import not_dense
 
 Number = bool | int | float
@@ -37,10 +47,10 @@ Argument = Tensor | Number
 
 @dataclass(frozen=True)
 class Program:
-    """Which arguments there are, and the trees.
+    """The kinds of the arguments, and the trees.
 
     `kinds` has a letter for each argument: t a tensor, n a number, - none (not used). `kept` has a digit for each
-    dimension of an output that is summed: 1 if it stays, 0 if it becomes 1; nothing for other outputs.
+    dimension of a summed output: 1 if it stays, 0 if it becomes 1. It is empty for other outputs.
     """
 
     kinds: str
@@ -53,10 +63,14 @@ class Program:
         rest: dict[str, Any] = {"t": iter(tensors), "n": iter(numbers), "-": iter([None] * len(self.kinds))}
         return tuple(next(rest[kind]) for kind in self.kinds)
 
+    def places(self, kind: str) -> list[int]:
+        """Numbers of the arguments of one kind."""
+        return [i for i, each in enumerate(self.kinds) if each == kind]
+
 
 @functools.lru_cache(maxsize=1024)
 def program_of(text: str) -> Program:
-    """From "tnt: a0 * a1 + a2", "tnt autocast: ...", or "tnt 0=10: ..."."""
+    """The program of a text such as "tnt: a0 * a1 + a2", "tnt autocast: ..." or "tnt 0=10: ..."."""
     head, _, trees = text.partition(":")
     kinds, *options = head.split(" ")
     autocast = options[:1] == ["autocast"]
@@ -80,21 +94,21 @@ def program_of(text: str) -> Program:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What follows from a program and its arguments' dtypes. Launches are kept by its identity."""
+    """The facts that follow from a program and its arguments' dtypes. Launches are cached by its identity."""
 
-    outputs: tuple[Expression, ...]  # here, since types are by their identity
+    outputs: tuple[Expression, ...]  # here, since types are keyed by node identity
     kept: tuple[str, ...]
     kinds: tuple[Kind | None, ...]
     types: Types
     results: tuple[torch.dtype, ...]
     double: bool
     used: tuple[tuple[int, ...], ...]  # arguments of each output
-    limits: tuple[tuple[int, torch.dtype], ...]  # numbers that integers of a dtype must be able to hold
+    limits: tuple[tuple[int, torch.dtype], ...]  # numbers that must fit in an integer dtype
 
 
 @functools.lru_cache(maxsize=4096)
 def plan_of(program: Program, kinds: tuple[Kind | None, ...], default: torch.dtype) -> Plan:
-    """The plan for arguments of these kinds, where floating point results of integers have the dtype `default`."""
+    """The plan for arguments of these kinds; `default` is the dtype of floating point results of integers."""
     types = types_of(program.outputs, kinds, program.autocast)
     nodes = [node for node in topological(program.outputs) if node.operands]
     double = any(types[id(node)].common == torch.float64 for node in nodes) or any(
@@ -115,14 +129,14 @@ def plan_of(program: Program, kinds: tuple[Kind | None, ...], default: torch.dty
 
 
 def _kind(value: Argument | None) -> Kind | None:
-    """Dtype and rank of an argument; None of what is not used."""
+    """Dtype and rank of an argument; None for an unused one."""
     if isinstance(value, Tensor):
         return Kind(value.dtype, TENSOR if value.dim() else SINGLE)
     return None if value is None else number_kind(value)
 
 
 def planned(tensors: Sequence[Tensor], numbers: Sequence[Number], program: Program | str) -> tuple[Plan, list[Any]]:
-    """The plan of a program, or of one by its text, and its arguments by number, on one device.
+    """The plan of a program (or of its text), and its arguments by number, on one device.
 
     Raises:
         TypeError: tensors that are not dense, or of a dtype that is not supported.
@@ -152,7 +166,7 @@ def planned(tensors: Sequence[Tensor], numbers: Sequence[Number], program: Progr
 
 
 def _device(tensors: Sequence[Tensor]) -> torch.device:
-    """Where the tensors are; those without dimensions may be on the CPU, as in PyTorch."""
+    """The tensors' device; those without dimensions may be on the CPU, as in PyTorch."""
     device = next((each.device for each in tensors if each.dim() or each.device.type != "cpu"), tensors[0].device)
     for each in tensors:
         if each.device != device and (each.dim() or each.device.type != "cpu"):
@@ -161,7 +175,7 @@ def _device(tensors: Sequence[Tensor]) -> torch.device:
 
 
 def shape_of(arguments: Sequence[Argument | None], used: Sequence[int]) -> torch.Size:
-    """What the tensors among the arguments `used` broadcast to; ValueError where they do not."""
+    """The shape that the tensors among the arguments `used` broadcast to; ValueError if they do not broadcast."""
     shapes = [arguments[i].shape for i in used if isinstance(arguments[i], Tensor)]  # type: ignore[union-attr]
     if all(shape == shapes[0] for shape in shapes):
         return shapes[0]
@@ -173,7 +187,7 @@ def shape_of(arguments: Sequence[Argument | None], used: Sequence[int]) -> torch
 
 
 def summed_shape(shape: torch.Size, kept: str) -> torch.Size:
-    """The shape of a result whose elements have this one before they are summed."""
+    """The shape of a result after its elements, which have this shape, are summed."""
     if not kept:
         return shape
     if len(kept) != len(shape):
@@ -182,7 +196,7 @@ def summed_shape(shape: torch.Size, kept: str) -> torch.Size:
 
 
 def strides_of(shape: torch.Size, arguments: Sequence[Argument | None], used: Sequence[int]) -> tuple[int, ...] | None:
-    """Strides of the results, as PyTorch chooses them: those of the first tensor of the full shape, where it is dense;
+    """Strides of the results, as PyTorch chooses them: those of the first tensor of the full shape if it is dense;
     None: contiguous."""
     for i in used:
         tensor = arguments[i]
@@ -194,7 +208,7 @@ def strides_of(shape: torch.Size, arguments: Sequence[Argument | None], used: Se
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements are a piece of memory, in some order of the dimensions, without gaps or repetition."""
+    """Whether its elements fill a piece of memory without gaps or repetition, in any order of the dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         if size != 1:
@@ -205,7 +219,58 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def empty(shape: torch.Size, strides: tuple[int, ...] | None, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Memory for a result, of the strides of `strides_of`."""
+    """Memory for a result, with the strides from `strides_of`."""
     if strides is None:
         return like.new_empty(shape, dtype=dtype)
     return like.new_empty_strided(shape, strides, dtype=dtype)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ProgramGradients:
+    """How the gradients of some arguments follow from the gradients of some outputs of one shape.
+
+    Attributes:
+        passed: for each argument, the output whose gradient it takes unchanged; None if it must be computed.
+        there: for each argument, whether it has a gradient.
+        used: numbers of the arguments that the computation needs. The gradient of output i has the number of the
+            program's arguments plus i.
+        program: computes the gradients that exist and are not passed; "" if there are none.
+    """
+
+    passed: tuple[int | None, ...]
+    there: tuple[bool, ...]
+    used: tuple[int, ...]
+    program: str
+
+
+@functools.lru_cache(maxsize=1024)
+def gradients_of(
+    text: str, outputs: tuple[tuple[int, torch.dtype], ...], wanted: tuple[tuple[int, torch.dtype], ...]
+) -> ProgramGradients:
+    """The gradients with respect to the arguments `wanted`, from those of `outputs`, both as (number, dtype)."""
+    program = program_of(text)
+    first = len(program.kinds)
+    given = [argument(first + i) for i, _ in outputs]
+    found = derivatives([program.outputs[i] for i, _ in outputs], given, [i for i, _ in wanted])
+    passed, computed = [], []
+    for gradient, (_, dtype) in zip(found, wanted, strict=True):
+        same = next((i for each, (i, d) in zip(given, outputs, strict=True) if each is gradient and d == dtype), None)
+        passed.append(same)
+        if gradient is not None and same is None:
+            computed.append(apply(NAMES[dtype], gradient))
+    used = arguments_of(computed)
+    kinds = "".join(kind if i in used else "-" for i, kind in enumerate(program.kinds + "t" * len(program.outputs)))
+    there = tuple(each is not None for each in found)
+    text = f"{kinds}: {text_of(computed)}" if computed else ""
+    return ProgramGradients(tuple(passed), there, tuple(used), text)
+
+
+def kept_dims(shape: torch.Size, full: torch.Size) -> str:
+    """For each dimension of `full`: 1 if the broadcast tensor has it, 0 if its gradient is summed over it; "" if none
+    is summed."""
+    missing = len(full) - len(shape)
+    kept = [size == 1 for size in full[:missing]] + [a == b for a, b in zip(shape, full[missing:], strict=True)]
+    return "" if all(kept) else "".join("1" if keep else "0" for keep in kept)

@@ -1,15 +1,15 @@
-"""Elementwise expressions stored into memory that is there: y[...] = f(a, b, ...), in one kernel.
+"""Elementwise expressions stored into existing memory: y[...] = f(a, b, ...), in one kernel.
 
-Beside `fused` (`elementwise.py`), which makes its results: here the result is the caller's strided tensor, float64 is
-computed in the kernel too, no product is fused with a sum (each operation is rounded as PyTorch's is), and there are
-numbers that repeat along the last dimension (`rows`, from `operands/repeating_numbers.py`): one for each channel of
-images.
+`fused` (`elementwise.py`) allocates its results. Here the result is the caller's strided tensor, and the kernel
+computes float64 too. No product is fused with a sum: each operation is rounded as PyTorch rounds it. Some numbers may
+repeat along the last dimension (`rows`, from `operands/repeating_numbers.py`), such as one for each channel of images.
 
-Bound by memory: every operand is read once, the result written once. Tensors that are walked through alike are one flat
-dimension, whatever their shape; regions are read where they are, a block of a row at a time, or tiles of several short
-rows. 16 bytes a thread: with bytes that takes 16 elements. Triton knows of a pointer only whether it is a multiple of
-16 bytes, and a region may begin anywhere: so pointers are rounded down to that, and where a tensor begins is given,
-with all strides, in the largest unit that these share (`UNIT`): loads and stores are as wide as it.
+Bound by memory: the kernel reads every operand once and writes the result once. Tensors with the same layout count as
+one flat dimension, whatever their shape. Regions are read in place, one block of a row at a time, or as tiles of
+several short rows. A thread handles 16 bytes: 16 elements if they are bytes. Triton only knows whether a pointer is a
+multiple of 16 bytes, and a region may begin anywhere. So pointers are rounded down to a multiple. The offsets of the
+tensors and all strides are given in the largest unit that divides them (`UNIT`), and loads and stores are one unit
+wide.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ FAST = frozenset(
     {"exp", "expm1", "log", "log1p", "log2", "tanh", "sigmoid", "ndtr", "erf", "sin", "cos", "sqrt", "rsqrt"}
     | {"reciprocal", "pow"}
 )
-"""Operations whose kernels are float32's."""
+"""Operations whose kernels compute in float32."""
 
 
 class Row(NamedTuple):
-    """Numbers of a dtype, as the bytes that they have in memory: -0.0 is not 0.0, and NaN is what it is."""
+    """Numbers of a dtype as bytes: so -0.0 differs from 0.0, and NaN equals itself."""
 
     bits: bytes
     dtype: torch.dtype
@@ -75,23 +75,25 @@ def store_fused(
     out: Tensor,
     rows: Sequence[Row] = (),
 ) -> Stored | None:
-    """Computes a program's one result into `out`.
+    """Compute a program's only result into `out`.
 
     Args:
         program: a tree, or its text "ttn: a0 * a1 + a2", with t for tensors and n for numbers.
-        tensors: of the shape of `out`, with any strides, on its device.
-        numbers: Python's. Floats are float32; one of float64 is an integer of the same bits, `float64_of_bits(a0)`.
-        out: overlaps no tensor, or has the very same elements.
-        rows: numbers that repeat along the last dimension of `out`, whose size is a multiple of how many they are. In
-            the program they are the tensors after the others.
+        tensors: tensors of the shape of `out`, with any strides, on its device.
+        numbers: Python numbers. Floats are float32; a float64 number is passed as an integer with the same bits,
+            `float64_of_bits(a0)`.
+        out: overlaps no tensor, or has exactly the same elements as one.
+        rows: numbers that repeat along the last dimension of `out`; its size is a multiple of their count. In the
+            program these follow the tensors.
 
     Returns:
-        the launch, to be made again of other memory; None where it was none, or several, or one of what does not last.
+        The launch, which can be repeated on other memory. None if there was no launch, several, or one with temporary
+        memory.
 
     Raises:
         TypeError: the result has another dtype than `out`, or float64 is needed in an operation that has none here.
-        ValueError: other arguments than the program's.
-        RuntimeError: rows that no call had before, while a CUDA graph is captured.
+        ValueError: the arguments do not match the program's.
+        RuntimeError: new rows while a CUDA graph is captured.
     """
     tables = [table_of(each.bits, each.dtype, out.device) for each in rows]
     plan, arguments = planned([*tensors, *(each.numbers for each in tables)], numbers, program)
@@ -116,13 +118,13 @@ def _check_double(plan: Plan) -> None:
 
 
 class Stored(NamedTuple):
-    """A launch that was made. It can be made again with other tensors that lie as those did, and begin as far from a
-    multiple of 16 bytes.
+    """A launch that was done. It can be launched again with other tensors that have the same layout and the same offset
+    from a multiple of 16 bytes.
 
     Attributes:
         launch: the kernel with its arguments.
-        tensors: for each of its pointers the number of the tensor that was given; -1 of the result.
-        leads: by how many bytes each pointer is before its tensor.
+        tensors: for each pointer of the launch, the number of its tensor; -1 for the result.
+        leads: for each pointer, by how many bytes it lies before its tensor.
     """
 
     launch: Repeated
@@ -130,14 +132,15 @@ class Stored(NamedTuple):
     leads: tuple[int, ...]
 
     def again(self, addresses: Sequence[int]) -> bool:
-        """The same of tensors at these addresses, the result's last; rows are those that they were. Whether it could be
-        launched so: `Repeated.at`."""
+        """Repeat the launch on tensors at these addresses, the result's last; rows stay the same. Returns whether that
+        was possible (see `Repeated.at`)."""
         return self.launch.at([addresses[n] - lead for n, lead in zip(self.tensors, self.leads, strict=True)])
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What follows from a program and from how its tensors lie: the kernel, and what it takes beside them."""
+    """The facts that follow from a program and from its tensors' layout: the kernel, and its arguments other than
+    tensors."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -163,7 +166,7 @@ def _store(plan: Plan, arguments: list[Any], out: Tensor, periods: dict[int, int
         if len(_launches) >= _MOST_LAUNCHES:
             _launches.clear()
         _launches[key] = found = _launch_of(plan, moving, out, leads, periods)
-    if found is None:  # one dimension less, as many launches as it has indices
+    if found is None:  # one dimension less, and one launch for each of its indices
         for n in range(out.shape[0]):
             parts = [each[n] if i in moving else each for i, each in enumerate(arguments)]
             _store(plan, parts, out[n], periods)
@@ -185,7 +188,7 @@ def _store(plan: Plan, arguments: list[Any], out: Tensor, periods: dict[int, int
 def _launch_of(
     plan: Plan, moving: dict[int, Tensor], out: Tensor, leads: tuple[int, ...], periods: dict[int, int]
 ) -> Launch | None:
-    """None where there are more dimensions than a kernel has."""
+    """None if there are more dimensions than a kernel supports."""
     dims = merged_dims(out, [*moving.values(), out])
     if len(dims) > MOST_DIMS:
         return None
@@ -228,8 +231,8 @@ def _launch_of(
 
 
 def _unit(dims: Dims, every: Sequence[Access], leads: Sequence[int]) -> int:
-    """The largest group of up to 16 elements in which the tensors whose neighbours lie side by side are walked through:
-    their leads, their strides and the columns are multiples of it, so that loads and stores are as wide."""
+    """The largest group of up to 16 elements that divides the offsets, strides and columns of all contiguous tensors,
+    so that loads and stores are as wide as possible."""
     *outer, (columns, _) = dims
     unit = math.gcd(LINE_BYTES, columns)
     for n, access in enumerate(every):
@@ -255,7 +258,7 @@ def _kernel(plan: Plan, layout: Layout) -> Any:
 
 
 def _source_of(plan: Plan, layout: Layout) -> tuple[str, str]:
-    """(source, name) of the kernel for arguments that lie so."""
+    """(source, name) of the kernel for arguments with this layout."""
     _check_double(plan)
     body = Body(plan.types, layout, precise=True)
     used = arguments_of(plan.outputs)
@@ -266,13 +269,13 @@ def _source_of(plan: Plan, layout: Layout) -> tuple[str, str]:
 
 
 def _flat(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:
-    """All tensors walked through alike; the function of one block, and the kernel."""
+    """A flat kernel over all tensors: the function of one block, and the kernel."""
     names, lines = _block(body, plan, used)
     return flat_kernel(name, ", ".join(names), numbers, text_of(plan.outputs), lines)
 
 
 def _block(body: Body, plan: Plan, used: list[int]) -> tuple[list[str], list[str]]:
-    """Names of what a block takes, and what its lanes do, from `start` on."""
+    """The names of a block's arguments, and the lines of its lanes from `start` on."""
     accesses = {i: access for i in used if (access := body.layout.accesses[i])}
     stored = body.layout.stored
     assert stored is not None
@@ -292,7 +295,7 @@ def _block(body: Body, plan: Plan, used: list[int]) -> tuple[list[str], list[str
 
 
 def _lines(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:
-    """A block of one row: what tells rows apart is computed once for all of its elements."""
+    """A block of one row: values that depend only on the row are computed once for all its elements."""
     layout = body.layout
     given, lines = _block(body, plan, used)
     names, every = _names(layout, used)
@@ -320,7 +323,7 @@ def _lines(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str
 
 
 def _names(layout: Layout, used: list[int]) -> tuple[list[str], dict[str, Access]]:
-    """What the kernels of rows take, before constants; and the accesses of all tensors, by name."""
+    """The arguments of row kernels before the constants, and the accesses of all tensors, by name."""
     assert layout.stored is not None
     every = {**{f"a{i}": access for i in used if (access := layout.accesses[i])}, "y0": layout.stored}
     names = [*(f"a{i}" for i in used), "y0", "rows", "units", *(f"size{d}" for d in range(1, layout.outer_dims))]
@@ -333,7 +336,7 @@ def _names(layout: Layout, used: list[int]) -> tuple[list[str], dict[str, Access
 
 
 def _row_of(tensor: str, access: Access) -> str:
-    """How far a tensor's first element of a row, or of several, is from its pointer."""
+    """The offset of a tensor's first element of a row, or of several rows, from its pointer."""
     terms = [f"{tensor}_lead", *(f"index{d} * {tensor}_stride{d}" for d, moves in enumerate(access.outer) if moves)]
     return f"({' + '.join(terms)})" + (" * UNIT" if access.column == 1 else "")
 
@@ -343,7 +346,7 @@ def _leads(every: Mapping[str, Access]) -> list[str]:
 
 
 def _tiles(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:
-    """Tiles of rows and columns."""
+    """A kernel in tiles of rows and columns."""
     layout = body.layout
     names, every = _names(layout, used)
 

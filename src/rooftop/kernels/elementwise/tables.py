@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# ---- results of their own ------------------------------------------------------------------------------------------
+# ---- results in new memory -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -18,35 +18,35 @@ class FlatConfig:
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Elements of a tile, its columns at most, and warps. Rows of fewer columns leave room for more rows."""
+    """Elements of a tile, the maximum of its columns, and warps. Rows with fewer columns leave room for more rows."""
 
     elements: int
     columns: int
     warps: int
 
 
-# Measured on an H200 with up to four inputs, and chosen for all of them: differences are small but for activations of
-# one tensor in half precision, which want 16 elements a thread, and for transposed ones, which want large tiles (larger
+# Measured on an H200 with up to four inputs, and used for any number: differences are small, with two exceptions.
+# Activations of one tensor in half precision need 16 elements a thread, and transposed ones need large tiles (larger
 # ones still gain little, and more tensors would spill).
 FLAT = (
     FlatConfig(element_bytes=4, block=2048, warps=4),
     FlatConfig(element_bytes=1 << 30, block=1024, warps=4),
 )
 TILES = TileConfig(elements=4096, columns=1024, warps=8)
-SQUARE = TileConfig(elements=8192, columns=64, warps=8)  # where a tensor's neighbours lie along rows: transposed
+SQUARE = TileConfig(elements=8192, columns=64, warps=8)  # if a tensor is contiguous along rows: transposed
 
-# Sums over columns want whole rows in a tile, sums over rows several tiles a program.
+# Sums over columns need whole rows in a tile, sums over rows several tiles a program.
 SUMS = TileConfig(elements=4096, columns=4096, warps=4)
 LONG_SUMS = TileConfig(elements=4096, columns=1024, warps=8)
-PROGRAMS_PER_SM = 8  # that sum over rows: their sums are little beside what they read
+PROGRAMS_PER_SM = 8  # for programs that sum over rows: they write few sums compared with the data they read
 
-# ---- into memory that is there -------------------------------------------------------------------------------------
+# ---- results in existing memory --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """Elements and warps of a program whose narrowest tensor has elements of so many bytes, and the columns of its
-    tiles at most."""
+    """Elements and warps of a program, by the element size of its narrowest tensor, and the most columns of its
+    tiles."""
 
     bytes: int
     elements: int
@@ -54,9 +54,9 @@ class StoreConfig:
     warps: int
 
 
-# 16 bytes a thread of the narrowest tensor.
+# A thread handles 16 bytes of the narrowest tensor.
 STORES = (
     StoreConfig(bytes=1, elements=2048, columns=2048, warps=4),
     StoreConfig(bytes=8, elements=1024, columns=1024, warps=4),
 )
-TURNED = StoreConfig(bytes=8, elements=4096, columns=64, warps=4)  # where neighbours of an operand lie along rows
+TURNED = StoreConfig(bytes=8, elements=4096, columns=64, warps=4)  # if an operand is contiguous along rows

@@ -1,4 +1,4 @@
-"""How the kernels of `triton_kernels.py` are launched; `gated.py` has the operator."""
+"""Launch the kernels of `triton_kernels.py`; `gated.py` has the operator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    """Fills dgate and dup, (..., N) with one stride of rows."""
+    """Fills dgate and dup, (..., N); the stride between rows is the same in both."""
     require_triton()
     from rooftop.kernels.gated.triton_kernels import swiglu_backward
 
@@ -47,7 +47,7 @@ def backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -
 
 
 def _as_rows(*tensors: Tensor) -> list[Tensor]:
-    """Tensors (..., N) as (M, N) with unit column stride, or all as one row where all are contiguous."""
+    """Tensors (..., N) as (M, N) with unit column stride, or all as one row if all are contiguous."""
     if all(t.is_contiguous() for t in tensors):
         return [t.reshape(1, -1) for t in tensors]
     columns = tensors[0].shape[-1]

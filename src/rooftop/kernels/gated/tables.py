@@ -13,7 +13,7 @@ class GatedConfig:
     warps: int
 
 
-# The fastest of those measured on an H200, at 14336 features in half precision, packed and separate: a thread has 32
-# bytes of each tensor forward and 16 backward, all in flight before the first exponential.
+# The fastest of the parameters measured on an H200, at 14336 features in half precision, packed and separate. A thread
+# has 32 bytes of each tensor forward and 16 backward, all in flight before the first exponential.
 FORWARD = GatedConfig(tile_bytes=4096, warps=4)
 BACKWARD = GatedConfig(tile_bytes=4096, warps=8)

@@ -1,6 +1,6 @@
 """The Triton kernels of gated activations; `gated.py` has the operators.
 
-`columns` and the strides of rows count groups of UNIT elements, so that the compiler knows by what they are divisible.
+`columns` and the strides of rows count groups of UNIT elements, so that the compiler knows their divisor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def swiglu_forward(
 @triton.jit
 def swiglu_backward(
     dy, gate, up, dgate, dup,  # (M, N) each
-    rows, columns, dy_stride, gate_stride, up_stride, gradient_stride,  # one stride of both dgate and dup
+    rows, columns, dy_stride, gate_stride, up_stride, gradient_stride,  # the common stride of dgate and dup
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Both gradients of one tile; the sigmoid is computed again."""
@@ -45,5 +45,5 @@ def swiglu_backward(
 
 @triton.jit
 def _sigmoid(x):
-    """1 / (1 + exp(-x)), of any shape, divided with correct rounding."""
+    """1 / (1 + exp(-x)), for any shape, divided with correct rounding."""
     return tl.div_rn(1.0, 1.0 + tl.exp(-x))

@@ -3,36 +3,29 @@
     out[b] = sum over corners (i, j, k) of e_i(u) e_j(v) e_k(w) features[b, 4 i + 2 j + k]
     e_1(u) = (1 + u) / 2,  e_0(u) = (1 - u) / 2
 
-with the point (u, v, w) in [-1, 1]: what the well-known tutorials of PyTorch's CUDA extensions compute, and what volume
-rendering needs of a grid of features. Outside of [-1, 1] it goes on linearly.
+The point (u, v, w) is in [-1, 1]. The well-known tutorials of PyTorch's CUDA extensions compute this, and volume
+rendering uses it on grids of features. Outside of [-1, 1] it extrapolates linearly.
 
 Bound by memory: forward reads eight corners and writes one; backward writes eight and, for the points' gradient, reads
-eight. No atomics: each corner belongs to one point. Points that share corners gather their features first, and the
-gradient of that gather adds what they share. `interpolations.py` has the same in Triton.
+eight. No atomics: each corner belongs to one point. Points that share corners gather their features first; the gradient
+of that gather adds the shared gradients. `interpolations.py` has the same in Triton.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.cost import Cost, distinct_bytes, precision_of
 from rooftop.kernels.operands.cuda_texts import cuda_text
 from rooftop.kernels.operands.dtypes import CPP_TYPES, accumulator_dtype
 from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.launch import cuda
-from rooftop.launch.operators import (
-    differentiable,
-    in_pytorch,
-    no_second_derivative,
-    no_tangents,
-    operator,
-    without_autocast,
-)
+from rooftop.launch.operators import declare, no_second_derivative, no_tangents, without_autocast
 from rooftop.launch.symbolic import recorded_whole
 
 CUDA_FILES = ("lookups/cuda_interpolations.cu",)
@@ -51,7 +44,7 @@ def trilinear_reference(features: Tensor, points: Tensor) -> Tensor:
 def trilinear_backward_reference(
     gradient: Tensor, features: Tensor, points: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of features and points; empty where `mask` does not ask for one."""
+    """Gradients of features and points; empty if `mask` does not ask for one."""
     wide = accumulator_dtype(features.dtype)
     dfeatures, dpoints = features.new_empty(0), points.new_empty(0)
     dout, exact = gradient.to(wide), points.to(wide)
@@ -71,25 +64,25 @@ def trilinear_backward_reference(
 
 
 def _ends(points: Tensor) -> Tensor:
-    """(B, 3, 2): the weights of both ends in each dimension."""
+    """(B, 3, 2): the weights of the lower and upper end in each dimension."""
     upper = (points + 1) * 0.5
     return torch.stack((1 - upper, upper), 2)
 
 
 def _weights(points: Tensor) -> Tensor:
-    """(B, 8): of corner 4 i + 2 j + k."""
+    """(B, 8): the weight of corner 4 i + 2 j + k."""
     u, v, w = _ends(points).unbind(1)
     return (u[:, :, None, None] * v[:, None, :, None] * w[:, None, None, :]).flatten(1)
 
 
 # ---- launch ----------------------------------------------------------------------------------------------------
 
-THREADS = 256  # of a block, in rows of lanes that work on one point each; not yet tuned by measurement
+THREADS = 256  # of a block; each row of lanes computes one point; not yet tuned by measurement
 TYPES = CPP_TYPES | {torch.float64: "double"}
 
 
 def kernel_for(name: str, points: Tensor, tensors: Sequence[Tensor]) -> tuple[str, int, tuple[int, int]]:
-    """The kernel's name, its grid and its block for `tensors` (..., C) that it reads and writes in packs."""
+    """The kernel's name, its grid and its block, for `tensors` (..., C) that it reads and writes in packs."""
     channels = tensors[0].shape[-1]
     width = math.gcd(16 // tensors[0].element_size(), channels)
     while any(t.data_ptr() % (width * t.element_size()) for t in tensors):
@@ -100,92 +93,86 @@ def kernel_for(name: str, points: Tensor, tensors: Sequence[Tensor]) -> tuple[st
     return f"{name}<{types}>", -(-points.shape[0] // block[1]), block
 
 
-# ---- registration ----------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------
 
 
-@operator("trilinear_interpolate_cuda")
-def _trilinear(features: Tensor, points: Tensor) -> Tensor:
-    if not cuda.runs_on(features):
-        return trilinear_reference(features, points)
-    features, points = features.contiguous(), points.contiguous()
-    count, _, channels = features.shape
-    out = features.new_empty(count, channels)
-    if out.numel():
-        name, grid, block = kernel_for("trilinear_forward", points, (features, out))
-        cuda.compile(cuda_text(*CUDA_FILES), name, device=features.device).launch(
-            grid, block, features, points, out, count, channels
-        )
-    return out
+class TrilinearCuda(NamedTuple):
+    """(B, C) of features (B, 8, C) and points (B, 3)."""
+
+    features: Tensor
+    points: Tensor
+
+    def run(self) -> Tensor:
+        if not cuda.runs_on(self.features):
+            return self.in_pytorch()
+        features, points = self.features.contiguous(), self.points.contiguous()
+        out = self.fake()
+        if out.numel():
+            name, grid, block = kernel_for("trilinear_forward", points, (features, out))
+            kernel = cuda.compile(cuda_text(*CUDA_FILES), name, device=features.device)
+            kernel.launch(grid, block, features, points, out, *out.shape)
+        return out
+
+    def fake(self) -> Tensor:
+        return self.features.new_empty(self.features.shape[0], self.features.shape[2])
+
+    def in_pytorch(self) -> Tensor:
+        return trilinear_reference(*self)
+
+    @staticmethod
+    def gradients(kept: TrilinearCuda, wanted: Sequence[bool], dout: Tensor) -> tuple[Tensor | None, ...]:
+        return only(wanted, _trilinear_backward(dout, *kept, list(wanted)))
+
+    def cost(self, made: Tensor) -> Cost:
+        """A multiplication and an addition for each corner and channel; the weights are negligible."""
+        flops = {precision_of(self.features.dtype): 2 * self.features.numel()}
+        return Cost(distinct_bytes(self), distinct_bytes([made]), flops)
 
 
-@torch.library.register_fake("rooftop::trilinear_interpolate_cuda")
-def _(features: Tensor, points: Tensor) -> Tensor:
-    return features.new_empty(features.shape[0], features.shape[2])
+class TrilinearCudaBackward(NamedTuple):
+    """Gradients of features and points; those that `mask` does not ask for are empty."""
+
+    gradient: Tensor
+    features: Tensor
+    points: Tensor
+    mask: list[bool]
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        if not cuda.runs_on(self.features):
+            return trilinear_backward_reference(*self)
+        dout, features, points = (t.contiguous() for t in self[:3])
+        dfeatures, dpoints = self.fake()
+        if features.numel() == 0:  # there are no channels
+            return dfeatures, dpoints.zero_()
+        written = (dfeatures,) if self.mask[0] else ()
+        name, grid, block = kernel_for("trilinear_backward", points, (features, dout, *written))
+        kernel = cuda.compile(cuda_text(*CUDA_FILES), name, device=features.device)
+        count, _, channels = features.shape
+        kernel.launch(grid, block, dout, features, points, *only(self.mask, (dfeatures, dpoints)), count, channels)
+        return dfeatures, dpoints
+
+    def fake(self) -> tuple[Tensor, Tensor]:
+        _, features, points, mask = self
+        return features.new_empty(features.shape if mask[0] else 0), points.new_empty(points.shape if mask[1] else 0)
+
+    def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
+        """Backward reads the features only for the points' gradient."""
+        dout, features, points, mask = self
+        flops = {precision_of(features.dtype): (mask[0] + 2 * mask[1]) * features.numel()}
+        return Cost(distinct_bytes([dout, points, features if mask[1] else None]), distinct_bytes(made), flops)
 
 
-in_pytorch("trilinear_interpolate_cuda", trilinear_reference)
-
-
-@operator("trilinear_interpolate_cuda_backward")
-def _trilinear_backward(gradient: Tensor, features: Tensor, points: Tensor, mask: list[bool]) -> tuple[Tensor, Tensor]:
-    if not cuda.runs_on(features):
-        return trilinear_backward_reference(gradient, features, points, mask)
-    gradient, features, points = gradient.contiguous(), features.contiguous(), points.contiguous()
-    count, _, channels = features.shape
-    dfeatures = torch.empty_like(features) if mask[0] else None
-    dpoints = torch.empty_like(points) if mask[1] else None
-    if features.numel():
-        written = (dfeatures,) if dfeatures is not None else ()
-        name, grid, block = kernel_for("trilinear_backward", points, (features, gradient, *written))
-        cuda.compile(cuda_text(*CUDA_FILES), name, device=features.device).launch(
-            grid, block, gradient, features, points, dfeatures, dpoints, count, channels
-        )
-    elif dpoints is not None:
-        dpoints.zero_()  # there are no channels
-    return (
-        dfeatures if dfeatures is not None else features.new_empty(0),
-        dpoints if dpoints is not None else points.new_empty(0),
-    )
-
-
-@torch.library.register_fake("rooftop::trilinear_interpolate_cuda_backward")
-def _(gradient: Tensor, features: Tensor, points: Tensor, mask: list[bool]) -> tuple[Tensor, Tensor]:
-    shapes = (features.shape if mask[0] else 0), (points.shape if mask[1] else 0)
-    return features.new_empty(shapes[0]), points.new_empty(shapes[1])
-
-
-def save_inputs(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    """All that backward needs."""
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    mask = list(ctx.needs_input_grad)
-    dfeatures, dpoints = _trilinear_backward(gradient, *ctx.saved_tensors, mask)
-    return dfeatures if mask[0] else None, dpoints if mask[1] else None
-
-
-differentiable("trilinear_interpolate_cuda", _differentiate, save_inputs)
-differentiable(
-    "trilinear_interpolate_cuda_backward", no_second_derivative("trilinear_interpolate_cuda", "trilinear_reference")
+_trilinear = declare("trilinear_interpolate_cuda", TrilinearCuda)
+_trilinear_backward = declare(
+    "trilinear_interpolate_cuda_backward",
+    TrilinearCudaBackward,
+    derivative=no_second_derivative("trilinear_interpolate_cuda", "trilinear_reference"),
 )
 
 
-@cost_of("rooftop::trilinear_interpolate_cuda", "rooftop::trilinear_interpolate")
-def _forward_cost(call: Call) -> Cost:
-    """A multiplication and an addition for each corner and channel; the weights are few beside them."""
-    features = call["features"]
-    flops = {precision_of(features.dtype): 2 * features.numel()}
-    return Cost(distinct_bytes([features, call["points"]]), distinct_bytes([call.out]), flops)
-
-
-@cost_of("rooftop::trilinear_interpolate_cuda_backward", "rooftop::trilinear_interpolate_backward")
-def _backward_cost(call: Call) -> Cost:
-    """The features are read only for the points' gradient."""
-    features, mask = call["features"], call["mask"]
-    read = [call["gradient"], call["points"], *([features] if mask[1] else [])]
-    flops = {precision_of(features.dtype): (mask[0] + 2 * mask[1]) * features.numel()}
-    return Cost(distinct_bytes(read), distinct_bytes(call.out), flops)
+def only(wanted: Sequence[bool], found: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """The gradients that are needed, with None in place of the others."""
+    return tuple(t if each else None for t, each in zip(found, wanted, strict=True))
 
 
 # ---- public ----------------------------------------------------------------------------------------------------
@@ -210,7 +197,7 @@ def trilinear_interpolate_cuda(features: Tensor, points: Tensor) -> Tensor:
     """
     check_arguments("trilinear_interpolate_cuda", features, points)
     no_tangents("trilinear_interpolate_cuda", features, points, instead="trilinear_reference")
-    return _trilinear(features, points)  # type: ignore[no-any-return]
+    return _trilinear(features, points)
 
 
 def check_arguments(function: str, features: Tensor, points: Tensor) -> None:

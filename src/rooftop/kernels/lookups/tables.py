@@ -11,7 +11,7 @@ from rooftop.kernels.operands.launch_data import ANY_BYTES
 
 @dataclass(frozen=True)
 class RunsConfig:
-    """Items of a chunk, how many rows are loaded at once, columns of a program, and warps."""
+    """Items of a chunk, rows that are loaded at once, columns of a program, and warps."""
 
     chunk: int
     ahead: int
@@ -19,23 +19,23 @@ class RunsConfig:
     warps: int
 
 
-# Measured on an H200, of 65536 tokens of a vocabulary of 128256 with 4096 half precision features: of tokens that are
-# all alike or all over the table the fastest; chunks of 64 gain little where tokens are distributed as words are. A
-# thread has 16 bytes of each of 8 rows at once.
+# Measured on an H200, with 65536 tokens of a vocabulary of 128256 and 4096 half precision features. It is the fastest
+# for equal tokens and for tokens from all over the table; chunks of 64 gain little for tokens distributed as words are.
+# A thread has 16 bytes of each of 8 rows at once.
 RUNS = RunsConfig(chunk=32, ahead=8, columns=512, warps=2)
 
 
 @dataclass(frozen=True)
 class RowsConfig:
-    """Rows of a program, columns of it, and warps."""
+    """Rows and columns of a program, and its warps."""
 
     rows: int
     columns: int
     warps: int
 
 
-# Of tables whose rows are whole lines of memory (128 bytes), and of others, whose rows are best read whole. Rows that
-# 16 bytes do not divide are PyTorch's to copy.
+# One entry for tables whose rows are whole lines of memory (128 bytes), and one for other tables, whose rows are best
+# read whole. PyTorch copies rows that are not a multiple of 16 bytes.
 OF_LINES, OF_ANY = (
     RowsConfig(rows=16, columns=128, warps=4),
     RowsConfig(
@@ -59,8 +59,8 @@ class CornersConfig:
     warps: int
 
 
-# The fastest of those measured on an H200 at 8, 32 and 128 channels in half precision (backward at 128: within the
-# noise of it). Each thread has 8 bytes of each of the eight corners on their way; by the compiler's report for sm_90,
-# with 32 bytes registers spill in backward.
+# The fastest of the parameters measured on an H200 at 8, 32 and 128 channels in half precision (backward at 128: equal
+# within the noise). Each thread has 8 bytes of each of the eight corners in flight; with 32 bytes, registers spill in
+# backward by the compiler's report for sm_90.
 CORNERS_FORWARD = (CornersConfig(row_bytes=ANY_BYTES, block_bytes=1024, channel_bytes=512, warps=4),)
 CORNERS_BACKWARD = (CornersConfig(row_bytes=ANY_BYTES, block_bytes=1024, channel_bytes=512, warps=4),)

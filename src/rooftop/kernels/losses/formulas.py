@@ -1,8 +1,10 @@
-"""Cross entropy by PyTorch's own operators: the reference of the kernels, the derivatives after the first, and what an
-exported program runs. `losses` has the formula and its terms.
+"""Cross entropy by PyTorch's own operators: the reference of the kernels, their higher derivatives, and the formula
+that an exported program runs. `losses` has the formula and its terms.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from rooftop.launch.operators import without_autocast
 
 
 def cross_entropy_reference(x: Tensor, target: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-    """(losses (N,), statistics (2, N)) of logits x (N, V) in plain PyTorch; float64, of half precision float32."""
+    """(losses (N,), statistics (2, N)) of logits x (N, V) in plain PyTorch; float64, for half precision float32."""
     values = x.to(reference_dtype(x.dtype))
     counted = target != terms.ignore_index
     label = target.where(counted, 0)
@@ -32,9 +34,9 @@ def cross_entropy_reference(x: Tensor, target: Tensor, terms: Terms) -> tuple[Te
 
 
 def cross_entropy_gradient_reference(factor: Tensor, x: Tensor, target: Tensor, terms: Terms) -> Tensor:
-    """dx (N, V); `factor`: (N,) or (), what the derivative of each row's loss is multiplied with.
+    """dx (N, V); `factor`: (N,) or (), the factor of each row's derivative.
 
-    The statistics are computed again. The saved ones are float32, and would round each probability.
+    The statistics are computed again, since the saved ones are float32 and would round each probability.
     """
     values = x.to(reference_dtype(x.dtype))
     counted = target != terms.ignore_index
@@ -43,7 +45,7 @@ def cross_entropy_gradient_reference(factor: Tensor, x: Tensor, target: Tensor, 
     weights = _class_weights(values, terms)
     kept, spread = weights[label] * (1 - terms.label_smoothing), terms.label_smoothing / x.shape[1]
     power = (values - maximum[:, None]).exp() / total[:, None]
-    # Each term cancels by itself, as exactly as it can where a probability is near 1.
+    # Each term cancels separately, as exactly as possible for a probability near 1.
     dx = power.scatter_add(1, label[:, None], power.new_full((len(label), 1), -1.0)) * kept[:, None]
     if spread:
         dx = dx + spread * (power * weights.sum() - weights)
@@ -53,6 +55,42 @@ def cross_entropy_gradient_reference(factor: Tensor, x: Tensor, target: Tensor, 
     return dx.where(counted[:, None], 0.0).to(x.dtype)
 
 
+BLOCK = 1 << 20  # logits that PyTorch computes at a time: few enough to stay in cache in float64
+
+
+def _blocks(x: Tensor) -> Iterator[slice]:
+    """Blocks of rows of x, as many rows as fit in a block."""
+    step = max(1, BLOCK // x.shape[1])
+    return (slice(start, start + step) for start in range(0, x.shape[0], step))
+
+
+def losses_by_reference(
+    x: Tensor, target: Tensor, terms: Terms, inverse: Tensor | None, dx: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The results of `losses_of_rows`, in plain PyTorch."""
+    losses = x.new_empty(x.shape[0], dtype=reference_dtype(x.dtype))
+    kept = x.new_empty((2, x.shape[0]), dtype=accumulator_dtype(x.dtype)) if dx is None else None
+    factor = inverse if inverse is not None else losses.new_ones(())
+    for rows in _blocks(x):
+        losses[rows], statistics = cross_entropy_reference(x[rows], target[rows], terms)
+        if dx is not None:
+            dx[rows] = cross_entropy_gradient_reference(factor, x[rows], target[rows], terms)
+        elif kept is not None:
+            kept[:, rows] = statistics
+    return losses, kept
+
+
+def gradient_by_reference(
+    dloss: Tensor, x: Tensor, target: Tensor, statistics: Tensor, terms: Terms, inverse: Tensor | None
+) -> Tensor:
+    """dx (N, V) from dloss (N,) or (), in plain PyTorch."""
+    factor = dloss.to(reference_dtype(x.dtype)) * (inverse if inverse is not None else 1.0)
+    factor, dx = factor.expand(x.shape[0]), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    for rows in _blocks(x):
+        dx[rows] = cross_entropy_gradient_reference(factor[rows], x[rows], target[rows], terms)
+    return dx
+
+
 def _statistics(values: Tensor) -> tuple[Tensor, Tensor]:
     """The maximum of each row, and the sum of exponentials relative to it."""
     maximum = values.amax(1)
@@ -60,7 +98,7 @@ def _statistics(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reference_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what PyTorch computes losses of logits of that dtype: wide enough that only the result is rounded."""
+    """The dtype in which PyTorch computes losses of these logits: wide enough that only the result is rounded."""
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
@@ -72,7 +110,7 @@ def _class_weights(values: Tensor, terms: Terms) -> Tensor:
 
 
 def loss_formula(x: Tensor, target: Tensor, terms: Terms, reduction: str) -> Tensor:
-    """The loss by PyTorch's functions, reduced as `reduction` says."""
+    """The loss by PyTorch's functions, reduced according to `reduction`."""
     values = x.to(accumulator_dtype(x.dtype))
     weight = None if terms.weight is None else terms.weight.to(values.dtype)
     losses = functional.cross_entropy(
@@ -88,14 +126,16 @@ def loss_formula(x: Tensor, target: Tensor, terms: Terms, reduction: str) -> Ten
 
 @without_autocast
 def reduced_gradient_formula(dloss: Tensor, x: Tensor, target: Tensor, terms: Terms, mean: bool) -> Tensor:
-    """The gradient of the logits x (N, V) of a reduced loss, by PyTorch's operators: it can be differentiated again."""
+    """The gradient of a reduced loss with respect to the logits x (N, V), by PyTorch's operators: it can be
+    differentiated again.
+    """
     if mean:
         dloss = dloss * inverse_by_formula(target, x, terms)
     return cross_entropy_gradient_reference(dloss, x, target, terms)
 
 
 def inverse_by_formula(target: Tensor, x: Tensor, terms: Terms) -> Tensor:
-    """1 / sum of the weights of the targets that count, or 0, by PyTorch's operators and without waiting."""
+    """1 / sum of the weights of the valid targets, or 0, by PyTorch's operators and without a GPU synchronization."""
     counted = target != terms.ignore_index
     weights = _class_weights(x.detach().to(reference_dtype(x.dtype)), terms)
     total = weights[target.where(counted, 0)].where(counted, 0.0).sum()
@@ -103,6 +143,7 @@ def inverse_by_formula(target: Tensor, x: Tensor, terms: Terms) -> Tensor:
 
 
 def inverse_of_count(count: Tensor, dtype: torch.dtype) -> Tensor:
-    """What makes a mean of a sum: 1 / count, or 0 where that is 0, so that the mean and its gradient are 0."""
+    """The factor that turns a sum into a mean: 1 / count, or 0 if count is 0, so that the mean and its gradient are
+    0."""
     wide = count.to(dtype)
     return torch.where(wide == 0, 0.0, wide.masked_fill(wide == 0, 1.0).reciprocal())

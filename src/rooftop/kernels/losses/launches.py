@@ -1,7 +1,7 @@
-"""How the kernels of cross entropy are launched: parameters by the length of a row, as tables.
+"""Launch the kernels of cross entropy, with parameters from tables by the length of a row.
 
-The functions here serve the operators in `losses.py`, which says what they compute. Rows for which `CLUSTER_FUSED` of
-`softmaxes/tables.py` has an entry go to the kernels of `softmaxes/clusters.py`.
+The functions here serve the operators in `losses.py`, which explains what they compute. The kernels of
+`softmaxes/clusters.py` compute rows for which `CLUSTER_FUSED` of `softmaxes/tables.py` has an entry.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.kernels.operands.row_tiles import group_of, long_tile, tile, tile_config
 from rooftop.kernels.operands.strided_rows import rows_of, unit
 from rooftop.kernels.softmaxes import clusters
-from rooftop.kernels.softmaxes import tables as softmax_tables
 from rooftop.launch.triton_launch import launch, processors, require_triton
 
 
 class Terms(NamedTuple):
-    """What a loss is made of beside logits and targets."""
+    """The parts of a loss besides logits and targets."""
 
     weight: Tensor | None  # (V,)
     ignore_index: int
@@ -29,7 +28,7 @@ class Terms(NamedTuple):
     z_loss: float
 
     def contiguous(self) -> Terms:
-        """The same, with weights that kernels can read."""
+        """The same terms, with weights that kernels can read."""
         return self if self.weight is None else self._replace(weight=self.weight.contiguous())
 
 
@@ -37,7 +36,7 @@ class Terms(NamedTuple):
 
 
 def inverse_of_targets(target: Tensor, classes: int, terms: Terms) -> Tensor:
-    """1 / sum of the weights of the targets that count, a float32 tensor (); 0 where none does."""
+    """1 / sum of the weights of the valid targets, a float32 tensor (); 0 if there are none."""
     require_triton()
     from rooftop.kernels.losses.triton_kernels import inverse_of_target_weights
 
@@ -50,7 +49,7 @@ def inverse_of_targets(target: Tensor, classes: int, terms: Terms) -> Tensor:
 
 
 def total_of(losses: Tensor, inverse: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The sum of losses (N,) times `inverse`: a tensor () of that dtype."""
+    """The sum of losses (N,) times `inverse`: a tensor () of the dtype of `inverse`."""
     if losses.numel() > tables.TOTAL_ROWS:
         total = losses.sum(dtype=torch.float64)
         return (total if inverse is None else total * inverse).to(dtype)
@@ -66,15 +65,15 @@ def total_of(losses: Tensor, inverse: Tensor | None, dtype: torch.dtype) -> Tens
 def losses_of_rows(
     x: Tensor, target: Tensor, terms: Terms, inverse: Tensor | None, dx: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """(losses (N,), statistics (2, N)) of logits x (N, V); with `dx`, whose rows may be apart, fills that instead of
-    the statistics. Losses of float32 logits are float64, except by clusters."""
+    """(losses (N,), statistics (2, N)) of logits x (N, V). If `dx` is given, it fills dx instead of the statistics. The
+    rows of dx need not be contiguous. Losses of float32 logits are float64, except from cluster kernels."""
     require_triton()
     from rooftop.kernels.losses import triton_kernels as kernels
 
     x, target, terms = rows_of(x), target.contiguous(), terms.contiguous()
     rows, columns = x.shape
     if dx is not None and terms.weight is None:
-        plan = clusters.plan(softmax_tables.CLUSTER_FUSED, (x,), dx)
+        plan = clusters.fused_plan(x, dx)
         if plan is not None:
             losses = torch.empty(rows, dtype=torch.float32, device=x.device)
             clusters.cross_entropy(plan, x, target, inverse, losses, dx, _numbers(terms, columns))
@@ -103,7 +102,9 @@ def losses_of_rows(
 
 
 def _is_shifted(x: Tensor, dx: Tensor | None, terms: Terms) -> bool:
-    """Whether rows follow each other at addresses that 16 bytes do not divide, and the first is at one that they do."""
+    """Whether rows are contiguous and begin at addresses that are not multiples of 16 bytes, except for the first
+    row.
+    """
     elements = 16 // x.element_size()
     as_one = all(t.data_ptr() % 16 == 0 and t.is_contiguous() for t in (x, dx) if t is not None)
     return terms.weight is None and as_one and x.shape[1] % elements != 0
@@ -132,7 +133,7 @@ def gradient(
 
 
 def scale(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
-    """result = gradient * factor; nothing where they are the same tensor and the factor is 1."""
+    """result = gradient * factor; does nothing if they are the same tensor and the factor is 1."""
     require_triton()
     from rooftop.kernels.losses.triton_kernels import scale_unless_one
 
@@ -143,24 +144,24 @@ def scale(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A kernel's argument that it does not use is any tensor."""
+    """The tensor, or any other in place of an unused argument of a kernel."""
     return other if tensor is None else tensor
 
 
 def _weight_arguments(terms: Terms, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Class weights, and their sum where it is used."""
+    """Class weights, and their sum if it is used."""
     if terms.weight is None:
         return other, other
     return terms.weight, terms.weight.sum(dtype=torch.float32) if terms.label_smoothing else other
 
 
 def _numbers(terms: Terms, classes: int) -> tuple[int | float, ...]:
-    """What kernels take of the terms: the ignored index, 1 - e, e / V and the factor of the z-loss."""
+    """The kernels' arguments for the terms: the ignored index, 1 - e, e / V and the factor of the z-loss."""
     return terms.ignore_index, 1 - terms.label_smoothing, terms.label_smoothing / classes, terms.z_loss
 
 
 def _constants(terms: Terms, inverse: Tensor | None) -> dict[str, bool]:
-    """Which of the terms there are, and whether the loss is a mean."""
+    """Which of the terms are used, and whether the loss is a mean."""
     return {
         "HAS_WEIGHT": terms.weight is not None,
         "SMOOTH": terms.label_smoothing > 0,

@@ -1,21 +1,25 @@
 """Cross entropy of hidden states and a weight, without the logits.
 
-The logits of a chunk of rows at a time are made, turned into their gradient in place, and multiplied by weight and
-hidden at once (as in Hsu et al. 2024, "Liger Kernel"), all in the forward pass; backward only scales the gradients.
-Bound by its three matrix products. The loss of a row is that of `losses.py`. Deterministic: chunks are added up in
-their order, and their size depends on nothing but the shapes.
+The forward pass computes the logits of a chunk of rows at a time, turns them into their gradient in place, and
+multiplies it by weight and hidden at once (as in Hsu et al. 2024, "Liger Kernel"). Backward only scales the gradients.
+Bound by its three matrix products. `losses.py` defines the loss of a row. Deterministic: chunks are added up in order,
+and their size depends only on the shapes.
 
-In float16 the gradient of the logits is not divided by the rows before the products: it would underflow before a loss
-scale can help. That factor is applied in backward, where the gradient of the weight is still float32.
+In float16 the gradient of the logits is not divided by the number of rows before the products: it would underflow
+before a loss scale can help. Backward applies that factor, when the gradient of the weight is still float32.
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.cost import Cost, distinct_bytes, matrix_precision, precision_of
 from rooftop.kernels.losses.formulas import (
     cross_entropy_gradient_reference,
     cross_entropy_reference,
@@ -41,29 +45,23 @@ from rooftop.kernels.operands.autocasting import result_dtype, under_autocast
 from rooftop.kernels.operands.checks import check_dtype, check_same_dtype, check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.padded_rows import missing_columns, padded
-from rooftop.launch.operators import (
-    by_formula,
-    differentiable,
-    in_pytorch,
-    keeps_for_backward,
-    operator,
-    without_autocast,
-)
+from rooftop.launch.operators import declare, keeps_for_backward, without_autocast
 from rooftop.launch.symbolic import recorded_whole
 
 # ---- chunks ----------------------------------------------------------------------------------------------------
 
-MOST_CHUNK_ROWS = 8192  # more add nothing to the speed of the matrix products
-LEAST_CHUNK_ROWS = 2048  # fewer take from it, and add passes over the weight's gradient
-# So few logits are one chunk: they take no memory to speak of. PyTorch multiplies few rows in another order than many
-# on a CPU, so that of two chunks of 3 and 2 rows half of all draws of 5 x 768 were beyond the numerics gate.
+MOST_CHUNK_ROWS = 8192  # more do not make the matrix products faster
+LEAST_CHUNK_ROWS = 2048  # fewer make them slower, and add passes over the weight's gradient
+# At most this many logits form one chunk: their memory is negligible. On a CPU, PyTorch multiplies few rows in another
+# order than many. With two chunks of 3 and 2 rows, half of all random inputs of 5 x 768 failed the numerics gate.
 ONE_CHUNK_LOGITS = 1 << 20
 
 
 def chunk_rows(rows: int, features: int, classes: int) -> int:
-    """Rows whose logits are made at a time: they take as much memory as the weight (V, H), within the limits above.
+    """The number of rows whose logits are computed at a time: they take as much memory as the weight (V, H), within the
+    limits above.
 
-    More logits than `ONE_CHUNK_LOGITS` are at least two chunks, all of about the same size.
+    More logits than `ONE_CHUNK_LOGITS` make at least two chunks, all of about the same size.
     """
     if rows * classes <= ONE_CHUNK_LOGITS:
         return max(1, rows)
@@ -72,52 +70,146 @@ def chunk_rows(rows: int, features: int, classes: int) -> int:
     return max(1, -(-rows // count))
 
 
-# ---- implementation ---------------------------------------------------------------------------------------------
+# ---- operator --------------------------------------------------------------------------------------------------
 
 
-def _linear(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, terms: Terms, mean: bool, chunk: int,
-    wanted: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, dhidden, dweight, dbias, factor): gradients still have to be multiplied by `factor`."""
-    check_targets(target, weight.shape[0], terms.ignore_index)
-    rows, classes, wide = hidden.shape[0], weight.shape[0], accumulator_dtype(hidden.dtype)
-    inverse = inverse_of_targets(target, classes, terms, inverse_dtype(hidden)) if mean else None
-    within = None if _scaled_late(hidden) else inverse  # what the gradient of the logits is multiplied with
-    shapes = (hidden, weight, bias)
-    weight, bias = _of_aligned_classes(weight, bias)
-    dhidden, dweight, dbias = (
-        torch.zeros(t.shape, dtype=hidden.dtype if i == 0 else wide, device=t.device) if t is not None and w else None
-        for i, (t, w) in enumerate(zip((hidden, weight, bias), wanted, strict=True))
-    )
-    losses = torch.empty(rows, dtype=reference_dtype(hidden.dtype), device=hidden.device)
-    for start in range(0, rows, chunk):
-        stop = min(start + chunk, rows)
-        part = hidden[start:stop]  # (chunk, H)
-        logits = torch.mm(part, weight.t()) if bias is None else torch.addmm(bias, part, weight.t())  # (chunk, V)
-        real = logits[:, :classes]
-        gradient = real if any(wanted) else None
-        losses[start:stop] = losses_of_rows(real, target[start:stop], terms, within, gradient)[0]
-        logits[:, classes:] = 0.0  # what a row of hidden that is not finite left there
-        if dhidden is not None:
-            torch.mm(logits, weight, out=dhidden[start:stop])
-        if dweight is not None:
-            _add_product(dweight, logits.t(), part)
-        if dbias is not None:
-            dbias += logits.sum(0, dtype=wide)
-        del logits, real, gradient  # before the next are made
-    factor = inverse.clone() if inverse is not None and within is None else losses.new_ones(())
-    loss, factor = total_of(losses, inverse, hidden), factor.to(wide)
-    dweight, dbias = (t[:classes] if t is not None else None for t in (dweight, dbias))
-    made = [
-        hidden.new_empty(0) if d is None else d if _scaled_late(hidden) else d.to(t.dtype)  # type: ignore[union-attr]
-        for d, t in zip((dhidden, dweight, dbias), shapes, strict=True)
-    ]
-    return loss, made[0], made[1], made[2], factor
+class LinearCrossEntropy(NamedTuple):
+    """(loss (), dhidden, dweight, dbias, factor): the gradients selected by `wanted`, still to be multiplied by
+    `factor`.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    class_weight: Tensor | None
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    mean: bool
+    chunk: int
+    wanted: list[int]
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(*self[4:8])
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        hidden, weight, bias, target, terms = *self[:4], self.terms
+        check_targets(target, weight.shape[0], terms.ignore_index)
+        rows, classes, wide = hidden.shape[0], weight.shape[0], accumulator_dtype(hidden.dtype)
+        inverse = inverse_of_targets(target, classes, terms, inverse_dtype(hidden)) if self.mean else None
+        within = None if _scaled_late(hidden) else inverse  # factor of the gradient of the logits
+        weight, bias = _of_aligned_classes(weight, bias)
+        dhidden, dweight, dbias = (
+            torch.zeros(t.shape, dtype=wide if i else t.dtype, device=t.device) if t is not None and w else None
+            for i, (t, w) in enumerate(zip((hidden, weight, bias), self.wanted, strict=True))
+        )
+        losses = torch.empty(rows, dtype=reference_dtype(hidden.dtype), device=hidden.device)
+        for start in range(0, rows, self.chunk):
+            stop = min(start + self.chunk, rows)
+            part = hidden[start:stop]  # (chunk, H)
+            logits = torch.mm(part, weight.t()) if bias is None else torch.addmm(bias, part, weight.t())  # (chunk, V)
+            real = logits[:, :classes]
+            gradient = real if any(self.wanted) else None
+            losses[start:stop] = losses_of_rows(real, target[start:stop], terms, within, gradient)[0]
+            logits[:, classes:] = 0.0  # rows of hidden that are not finite left other values there
+            if dhidden is not None:
+                torch.mm(logits, weight, out=dhidden[start:stop])
+            if dweight is not None:
+                _add_product(dweight, logits.t(), part)
+            if dbias is not None:
+                dbias += logits.sum(0, dtype=wide)
+            del logits, real, gradient  # before the next chunk's logits are computed
+        factor = inverse.clone() if inverse is not None and within is None else losses.new_ones(())
+        dweight, dbias = (t[:classes] if t is not None else None for t in (dweight, dbias))
+        return total_of(losses, inverse, hidden), *self._stored([dhidden, dweight, dbias]), factor.to(wide)
+
+    def fake(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        loss = self.hidden.new_empty((), dtype=accumulator_dtype(self.hidden.dtype))
+        made = [
+            self.hidden.new_empty(t.shape, dtype=t.dtype) if t is not None and w else None
+            for t, w in zip(self[:3], self.wanted, strict=True)
+        ]
+        return loss, *self._stored(made), torch.empty_like(loss)
+
+    @without_autocast
+    def in_pytorch(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The loss with all the logits in memory."""
+        hidden, weight, bias, target, terms = *self[:4], self.terms
+        wide, late = accumulator_dtype(hidden.dtype), _scaled_late(hidden)
+        logits = functional.linear(hidden, weight, bias)
+        losses, _ = cross_entropy_reference(logits, target, terms)
+        one = losses.new_ones(())
+        inverse = inverse_by_formula(target, logits, terms) if self.mean else one
+        slope = cross_entropy_gradient_reference(one if late else inverse, logits, target, terms)  # (N, V)
+        made = [
+            slope @ weight if self.wanted[0] else None,
+            slope.t().to(wide) @ hidden.to(wide) if self.wanted[1] else None,
+            slope.sum(0, dtype=wide) if self.wanted[2] else None,
+        ]
+        loss, factor = (losses.sum() * inverse).to(wide), (inverse if late else losses.new_ones(())).to(wide)
+        return loss, *self._stored(made), factor
+
+    def _stored(self, gradients: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of hidden, weight and bias in the returned dtypes: for float16, those of weight and bias are
+        float32."""
+        hidden, dtype = self.hidden, accumulator_dtype(self.hidden.dtype)
+        dhidden, dweight, dbias = (
+            hidden.new_empty(0) if g is None or t is None else g.to(dtype if i and _scaled_late(hidden) else t.dtype)
+            for i, (g, t) in enumerate(zip(gradients, self[:3], strict=True))
+        )
+        return dhidden, dweight, dbias
+
+    def formula(self) -> tuple[Tensor, None, None, None, None]:
+        logits = functional.linear(*self[:3])
+        return loss_formula(logits, self.target, self.terms, "mean" if self.mean else "sum"), None, None, None, None
+
+    def keep(self, made: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        return *self, *made[1:]
+
+    @staticmethod
+    def gradients(kept: tuple[Any, ...], wanted: Sequence[bool], dloss: Tensor) -> list[Tensor | None]:
+        call, made = LinearCrossEntropy(*kept[:11]), kept[11:]
+        needed = [int(each) for each in wanted[:3]]
+        if torch.is_grad_enabled():  # create_graph: the values from forward carry no graph back to hidden and weight
+            slopes = call.gradients_formula(dloss)
+            return [slope if need else None for slope, need in zip(slopes, needed, strict=True)]
+        if any(need and not there for need, there in zip(needed, call.wanted, strict=True)):  # of a traced program
+            made = _linear_cross_entropy(*call._replace(wanted=needed))[1:]
+        *gradients, factor = made
+        factor = factor * dloss
+        return [
+            scaled(gradient, factor).to(t.dtype) if need and t is not None else None
+            for gradient, need, t in zip(gradients, needed, call[:3], strict=True)
+        ]
+
+    @without_autocast
+    def gradients_formula(self, dloss: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The gradients of hidden, weight and bias by PyTorch's operators, with all the logits in memory."""
+        hidden, weight, bias, target, *_ = self
+        logits = functional.linear(hidden, weight, bias)
+        slope = reduced_gradient_formula(dloss, logits, target, self.terms, self.mean)  # (N, V)
+        return slope @ weight, slope.t() @ hidden, None if bias is None else slope.sum(0)
+
+    def cost(self, made: tuple[Tensor, ...]) -> Cost:
+        """A matrix product for the logits, and one for each gradient of hidden and weight; no memory traffic for
+        logits.
+        """
+        hidden, weight, bias, wanted = *self[:3], self.wanted
+        logits = hidden.shape[0] * weight.shape[0]
+        pointwise = row_flops(self.terms) + (bias is not None) + wanted[2]
+        pointwise += any(wanted) * (1 + (self.label_smoothing > 0))
+        flops = Counter({matrix_precision(hidden): 2 * logits * hidden.shape[1] * (1 + wanted[0] + wanted[1])})
+        flops[precision_of(hidden.dtype)] += pointwise * logits
+        return Cost(distinct_bytes(self[:5]), distinct_bytes(made), dict(flops))
+
+
+_linear_cross_entropy = declare("linear_cross_entropy", LinearCrossEntropy, slopes=1)
 
 
 def _of_aligned_classes(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """With zeros for as many more classes as make the rows of the logits aligned."""
+    """The weight with zero rows for additional classes, so that the rows of the logits are aligned."""
     more = missing_columns(weight.shape[0], weight)
     if more == 0:
         return weight, bias
@@ -125,7 +217,9 @@ def _of_aligned_classes(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
 
 
 def _scaled_late(hidden: Tensor) -> bool:
-    """In float16, 1 / rows would make the gradient of the logits underflow before a loss scale can help."""
+    """Whether backward applies 1 / rows: in float16 it would make the gradient of the logits underflow before a loss
+    scale can help.
+    """
     return hidden.dtype == torch.float16
 
 
@@ -137,129 +231,6 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)  # type: ignore[call-overload]
     else:
         total += a @ b
-
-
-# ---- registration ----------------------------------------------------------------------------
-
-
-@operator("linear_cross_entropy")
-def _linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    ignore_index: int, label_smoothing: float, z_loss: float, mean: bool, chunk: int, wanted: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss (), gradients of hidden, weight and bias as `wanted` says, what they are still to be multiplied with)."""
-    terms = Terms(class_weight, ignore_index, label_smoothing, z_loss)
-    return _linear(hidden, weight, bias, target, terms, mean, chunk, wanted)
-
-
-@torch.library.register_fake("rooftop::linear_cross_entropy")
-def _(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    ignore_index: int, label_smoothing: float, z_loss: float, mean: bool, chunk: int, wanted: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    wide = accumulator_dtype(hidden.dtype)
-    dhidden, dweight, dbias = (
-        hidden.new_empty(t.shape, dtype=wide if _scaled_late(hidden) and i else t.dtype)
-        if t is not None and w
-        else hidden.new_empty(0)
-        for i, (t, w) in enumerate(zip((hidden, weight, bias), wanted, strict=True))
-    )
-    return hidden.new_empty((), dtype=wide), dhidden, dweight, dbias, hidden.new_empty((), dtype=wide)
-
-
-def _save_gradients(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
-    needed = [int(each) for each in ctx.needs_input_grad[:3]]  # type: ignore[attr-defined]
-    wanted = inputs[-1]
-    again = any(need and not made for need, made in zip(needed, wanted, strict=True))  # of a traced program
-    ctx.save_for_backward(*inputs[:5], *([] if again else output[1:]))
-    ctx.terms, ctx.mean = inputs[5:8], inputs[8]  # type: ignore[attr-defined]
-    ctx.rest = (*inputs[5:-1], needed) if again else None  # type: ignore[attr-defined]
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # no zeros for the gradients
-    ctx.dtypes = [t.dtype if t is not None else None for t in inputs[:3]]  # type: ignore[attr-defined]
-    ctx.wanted = needed if again else wanted  # type: ignore[attr-defined]
-
-
-def _scale_gradients(
-    ctx: torch.autograd.function.FunctionCtx, dloss: Tensor | None, *_: None
-) -> tuple[Tensor | None, ...]:
-    if dloss is None:
-        return (None,) * 11
-    hidden, weight, bias, target, class_weight, *made = ctx.saved_tensors  # type: ignore[attr-defined]
-    if torch.is_grad_enabled():  # create_graph: what forward made does not know how it depends on hidden and weight
-        terms = Terms(class_weight, *ctx.terms)  # type: ignore[attr-defined]
-        slopes = _gradients_formula(dloss, hidden, weight, bias, target, terms, ctx.mean)  # type: ignore[attr-defined]
-        return (*(t if w else None for t, w in zip(slopes, ctx.wanted, strict=True)), *[None] * 8)  # type: ignore[attr-defined]
-    if ctx.rest is not None:  # type: ignore[attr-defined]
-        made = _linear_cross_entropy(hidden, weight, bias, target, class_weight, *ctx.rest)[1:]  # type: ignore[attr-defined]
-    *gradients, factor = made
-    factor = factor * dloss
-    found = [
-        scaled(gradient, factor).to(dtype) if wanted and dtype is not None else None
-        for gradient, wanted, dtype in zip(gradients, ctx.wanted, ctx.dtypes, strict=True)  # type: ignore[attr-defined]
-    ]
-    return (*found, *[None] * 8)
-
-
-@without_autocast
-def _gradients_formula(
-    dloss: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, terms: Terms, mean: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of hidden, weight and bias by PyTorch's operators, with all the logits."""
-    slope = reduced_gradient_formula(dloss, functional.linear(hidden, weight, bias), target, terms, mean)  # (N, V)
-    return slope @ weight, slope.t() @ hidden, None if bias is None else slope.sum(0)
-
-
-def _formula(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    ignore_index: int, label_smoothing: float, z_loss: float, mean: bool, chunk: int, wanted: list[bool],
-) -> tuple[Tensor, None, None, None, None]:  # fmt: skip
-    terms = Terms(class_weight, ignore_index, label_smoothing, z_loss)
-    logits = functional.linear(hidden, weight, bias)
-    return loss_formula(logits, target, terms, "mean" if mean else "sum"), None, None, None, None
-
-
-@without_autocast
-def _decomposed(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    ignore_index: int, label_smoothing: float, z_loss: float, mean: bool, chunk: int, wanted: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `_linear`, in PyTorch's operators and with all the logits."""
-    terms, wide = Terms(class_weight, ignore_index, label_smoothing, z_loss), accumulator_dtype(hidden.dtype)
-    logits = functional.linear(hidden, weight, bias)
-    losses, _ = cross_entropy_reference(logits, target, terms)
-    inverse = inverse_by_formula(target, logits, terms) if mean else losses.new_ones(())
-    late = _scaled_late(hidden)
-    factor = losses.new_ones(()) if late else inverse
-    slope = cross_entropy_gradient_reference(factor, logits, target, terms)  # (N, V)
-    makers = (lambda: slope @ weight, lambda: slope.t().to(wide) @ hidden.to(wide), lambda: slope.sum(0, dtype=wide))
-    made = [
-        make().to(t.dtype if i == 0 or not late else wide) if w and t is not None else hidden.new_empty(0)
-        for i, (make, t, w) in enumerate(zip(makers, (hidden, weight, bias), wanted, strict=True))
-    ]
-    rest = (inverse if late else losses.new_ones(())).to(wide)
-    return (losses.sum() * inverse).to(wide), made[0], made[1], made[2], rest
-
-
-in_pytorch("linear_cross_entropy", _decomposed)
-by_formula("linear_cross_entropy", _formula)
-differentiable("linear_cross_entropy", _scale_gradients, _save_gradients)
-
-
-@cost_of("rooftop::linear_cross_entropy")
-def _linear_cost(call: Call) -> Cost:
-    """A matrix product for the logits and one for each gradient of hidden and weight; no logits are moved."""
-    hidden, weight, bias = call["hidden"], call["weight"], call["bias"]
-    logits = hidden.shape[0] * weight.shape[0]
-    wanted = call["wanted"]
-    matrix = 2 * logits * hidden.shape[1] * (1 + wanted[0] + wanted[1])
-    pointwise = row_flops(call) + (bias is not None) + wanted[2] + any(wanted) * (1 + (call["label_smoothing"] > 0))
-    flops: dict[str, int] = {matrix_precision(hidden): matrix}
-    precision = precision_of(hidden.dtype)
-    flops[precision] = flops.get(precision, 0) + pointwise * logits
-    return Cost(
-        distinct_bytes([hidden, weight, bias, call["target"], call["class_weight"]]), distinct_bytes(call.out), flops
-    )
 
 
 # ---- public -----------------------------------------------------------------------------------------------------
@@ -279,21 +250,21 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """cross_entropy(hidden @ weight.T + bias, target) without ever holding all the logits.
+    """cross_entropy(hidden @ weight.T + bias, target) without all the logits in memory at once.
 
-    The forward pass makes the gradients too, chunk by chunk; backward only scales them. The gradient of the weight is
-    added up in float32.
+    The forward pass computes the gradients too, chunk by chunk; backward only scales them. The gradient of the weight
+    is added up in float32.
 
     Args:
-        hidden: (..., H), bfloat16, float16, float32 or float64; under autocast cast to its dtype, as are weight and
-            bias.
-        weight: (V, H), as of `torch.nn.Linear`; same dtype.
+        hidden: (..., H), bfloat16, float16, float32 or float64. Under autocast, hidden, weight and bias are cast to its
+            dtype.
+        weight: (V, H), as in `torch.nn.Linear`; same dtype.
         target: class indices (...), int64.
         bias: (V,), same dtype.
-        class_weight, ignore_index, label_smoothing, z_loss: as of `cross_entropy`.
+        class_weight, ignore_index, label_smoothing, z_loss: as in `cross_entropy`.
         reduction: "mean" or "sum".
-        chunk_size: rows whose logits are made at a time; None: so many that the logits take as much memory as the
-            weight, and 2048 to 8192; all of up to 2^20 logits.
+        chunk_size: rows whose logits are computed at a time. None: 2048 to 8192 rows, so that the logits take as much
+            memory as the weight; up to 2^20 logits are one chunk.
 
     Returns:
         () in the dtype of hidden, float32 under autocast.

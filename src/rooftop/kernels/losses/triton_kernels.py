@@ -1,16 +1,16 @@
 """Triton kernels of the cross entropy; `losses.py` has the formula and the operators.
 
-As in `softmaxes/triton_kernels.py`, rows that fit a program's registers are read once as tiles, and longer ones by
-persistent programs block by block with an online maximum and sum. Where the gradient is made too (GRADIENT), long rows
-are read a second time from L2, from the end to the beginning; what a row has beyond its last full block stays in
-registers. `dx` may be the memory of `x`: a program has read what it needs of an element before it writes it.
+As in `softmaxes/triton_kernels.py`, rows that fit a program's registers are read once as tiles. Longer rows are read by
+persistent programs, block by block with an online maximum and sum. With GRADIENT the kernel also computes the gradient,
+and reads long rows a second time from L2, from the end to the beginning. The part of a row past its last full block
+stays in registers. `dx` may share memory with `x`: a program reads an element before it writes it.
 
-WIDE, where logits are float32: exponentials are added up in float64, and losses are float64. A sum or a logarithm that
-is rounded shifts the results of its row alike, which in some small tensors is beyond twice PyTorch's error.
+WIDE, for float32 logits: exponentials are added up in float64, and losses are float64. Rounding a sum or a logarithm
+shifts the results of its row alike; in some small tensors that shift exceeds twice PyTorch's error.
 
-Logits count from the row's maximum or, while that is not known, from the target's logit, so that a large common offset
-costs no accuracy. A row whose target is ignored has loss 0 and gradient 0; one whose target is no class has NaN for
-both, and nothing is read out of bounds.
+Logits are taken relative to the row's maximum or, before that is known, to the target's logit, so that a large common
+offset costs no accuracy. A row whose target is ignored has loss 0 and gradient 0. A row whose target is no class has
+NaN for both, and nothing is read out of bounds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def cross_entropy_rows(
     WIDE: tl.constexpr,
     UNIT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Losses of ROWS rows, and their statistics or (GRADIENT) dx; `kept` is 1 - smoothing, `spread` smoothing / V."""
+    """Losses of ROWS rows, and their statistics or, with GRADIENT, dx; `kept` is 1 - smoothing, `spread` smoothing /
+    V.
+    """
     columns = units * UNIT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # (ROWS,)
     lane = tl.arange(0, COLUMNS)
@@ -39,7 +41,7 @@ def cross_entropy_rows(
     counted = (row < rows) & (label != ignored)
     row_weight, picked = _of_target(x + row * (x_stride * UNIT), weight, label, counted, columns, HAS_WEIGHT)
     largest = tl.full((ROWS, COLUMNS), float("-inf"), tl.float32)
-    values = ()  # of all blocks, as loaded
+    values = ()  # values of all blocks, as loaded
     for block in tl.static_range(BLOCKS):
         inside = is_inside(row, rows, block * COLUMNS + lane, columns, EVEN or block < BLOCKS - 1)
         values = values + (tl.load(source + block * COLUMNS, mask=inside, other=float("-inf")),)
@@ -97,10 +99,11 @@ def cross_entropy_rows_long(
     UNIT: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
     SHIFTED: tl.constexpr,
 ):  # fmt: skip
-    """The same of every (number of programs)-th row. Rows that are ignored are not read.
+    """Like `cross_entropy_rows`, for every (number of programs)-th row. Ignored rows are not read.
 
     SHIFTED: rows at any address, without class weights, are loaded by the groups of GROUP elements that enclose them:
-    column = position - shift. Whole groups are stored at once, and at last the elements of those that neighbours share.
+    column = position - shift. Whole groups are stored at once; the elements of groups that neighbouring rows share come
+    last.
     """
     columns = units * UNIT
     lane = tl.arange(0, COLUMNS)
@@ -133,7 +136,7 @@ def cross_entropy_rows_long(
             if SHIFTED:
                 last = tl.where((tail >= shift) & (tail < length), last, float("-inf"))
             row_weight, picked = _of_target(source, weight, label, True, columns, HAS_WEIGHT)
-            # Infinite where the loss is infinite or NaN in any case: then the sums below count from 0.
+            # Infinite if the loss is infinite or NaN in any case: then the sums below are relative to 0.
             origin = tl.where(tl.abs(picked) < float("inf"), picked, 0.0)
             largest = tl.full((COLUMNS // GROUP,), float("-inf"), tl.float32)
             total = tl.zeros((COLUMNS // GROUP,), tl.float32)
@@ -198,7 +201,7 @@ def cross_entropy_rows_long(
                         )  # fmt: skip
                     else:
                         tl.store(to_dx + column, result.to(dx.dtype.element_ty), eviction_policy="evict_first")
-                if SHIFTED:  # not written yet, so that dx may be x
+                if SHIFTED:  # written later, so that dx may be x
                     edge = tl.arange(0, 2 * GROUP)
                     column = tl.where(edge < GROUP, edge, length // GROUP * GROUP + edge - GROUP)
                     shared = tl.where(edge < GROUP, (shift > 0) & (edge >= shift), column < length)
@@ -207,7 +210,7 @@ def cross_entropy_rows_long(
                     if SMOOTH:
                         result -= factor * spread
                     tl.store(to_dx + column, result.to(dx.dtype.element_ty), mask=shared)
-                # The target's element once more, so that the loop need not look for it.
+                # The target's element once more, so that the loop need not search for it.
                 tl.debug_barrier()
                 power = tl.div_rn(tl.exp(picked - maximum), total_sum)
                 valid = (label >= 0) & (label < columns)
@@ -301,7 +304,9 @@ def scale_unless_one(
 
 @triton.jit
 def _in_groups(position, length, GROUP: tl.constexpr, SHIFTED: tl.constexpr):
-    """Whether there is such a position; SHIFTED: or one in the same group, so that a group is loaded at once."""
+    """Whether the position exists; SHIFTED: whether any position of its group does, so that a group is loaded at
+    once.
+    """
     if SHIFTED:
         return position < (length + GROUP - 1) // GROUP * GROUP
     else:
@@ -310,13 +315,13 @@ def _in_groups(position, length, GROUP: tl.constexpr, SHIFTED: tl.constexpr):
 
 @triton.jit
 def _next_group(position, GROUP: tl.constexpr):
-    """The first position that begins a group, from this one on."""
+    """The first position, from this one on, that begins a group."""
     return (position + GROUP - 1) // GROUP * GROUP
 
 
 @triton.jit
 def _scale_blocks(gradient, scale, result, elements, BLOCK: tl.constexpr):
-    """Every (number of programs)-th block."""
+    """Scales every (number of programs)-th block."""
     for block in tl.range(tl.program_id(0), tl.cdiv(elements, BLOCK), tl.num_programs(0)):
         index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         values = tl.load(gradient + index, mask=index < elements, other=0.0).to(tl.float32) * scale
@@ -325,7 +330,7 @@ def _scale_blocks(gradient, scale, result, elements, BLOCK: tl.constexpr):
 
 @triton.jit
 def _class_weight(weight, label, valid, HAS_WEIGHT: tl.constexpr):
-    """Of the target's class; 0 where that is not valid."""
+    """The weight of the target's class; 0 if the class is not valid."""
     if HAS_WEIGHT:
         return tl.load(weight + label, mask=valid, other=0.0).to(tl.float32)
     else:
@@ -334,7 +339,7 @@ def _class_weight(weight, label, valid, HAS_WEIGHT: tl.constexpr):
 
 @triton.jit
 def _weight_of_target(weight, label, counted, columns, HAS_WEIGHT: tl.constexpr):
-    """The weight of the target's class; NaN where the target is no class."""
+    """The weight of the target's class; NaN if the target is no class."""
     valid = counted & (label >= 0) & (label < columns)
     return tl.where(counted & (valid == 0), float("nan"), _class_weight(weight, label, valid, HAS_WEIGHT))
 
@@ -349,7 +354,7 @@ def _of_target(source, weight, label, counted, columns, HAS_WEIGHT: tl.constexpr
 
 @triton.jit
 def _weight_sum(weight_sum, columns, HAS_WEIGHT: tl.constexpr):
-    """Of all classes."""
+    """The sum of all class weights."""
     if HAS_WEIGHT:
         return tl.load(weight_sum)
     else:
@@ -358,7 +363,7 @@ def _weight_sum(weight_sum, columns, HAS_WEIGHT: tl.constexpr):
 
 @triton.jit
 def _class_weights(weight, column, columns, HAS_WEIGHT: tl.constexpr):
-    """Of a block of classes."""
+    """The weights of a block of classes."""
     if HAS_WEIGHT:
         return tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
     else:
@@ -367,7 +372,7 @@ def _class_weights(weight, column, columns, HAS_WEIGHT: tl.constexpr):
 
 @triton.jit
 def _terms(factor, row_weight, log_sum_exp, kept, z_loss):
-    """What multiplies a probability, less one at the target; and what multiplies it because of z-loss."""
+    """The factor of a probability (minus one at the target), and the z-loss's part of it."""
     return factor * (row_weight * kept), factor * (2.0 * z_loss * row_weight * log_sum_exp)
 
 
@@ -375,7 +380,7 @@ def _terms(factor, row_weight, log_sum_exp, kept, z_loss):
 def _gradient(
     power, is_target, at_target, squared, spread, whole, share, SMOOTH: tl.constexpr, Z: tl.constexpr
 ):  # fmt: skip
-    """dx of probabilities `power`: each term cancels by itself, as exactly as it can where a probability is near 1."""
+    """dx from probabilities `power`: each term cancels separately, as exactly as possible for a probability near 1."""
     result = tl.where(is_target, power - 1.0, power) * at_target
     if SMOOTH:
         result += spread * (power * whole - share)

@@ -1,4 +1,4 @@
-"""How the kernels of `triton_kernels.py` are launched, and the library with what it lacks: `forward` as a plan says.
+"""Launch the kernels of `triton_kernels.py`, or the library and the operations that it lacks: `forward` follows a plan.
 
 The plans are those of `tables.py`; `matmuls.py` has the operators.
 """
@@ -41,9 +41,9 @@ def forward(
     plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
     keep: bool, rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(y (M, N), what was activated (M, N) or nothing) by the library or a kernel, as `plan` says; any strides.
+    """(y (M, N), input of the activation (M, N) or nothing) by the library or a kernel, as `plan` says; any strides.
 
-    rounded: activate what is kept, and not what it was before it was rounded.
+    rounded: apply the activation to the kept, rounded value, not to the value before rounding.
     """
     rows, columns = x.shape[0], weight.shape[0]
     nothing = x.new_empty(0)
@@ -91,14 +91,14 @@ def _by_library(
         return y, y.clone() if keep else nothing
     require_triton()
     residual = unit_columns(residual) if residual is not None else None
-    # in place where rows follow each other: each element is read, then written, by one thread
+    # in place if rows are contiguous: each element is read, then written, by one thread
     y = before if before.is_contiguous() and not keep else before.new_empty(rows, columns)
     finish(before, 1, rows, None, activation, residual, y, nothing)
     return y, before.contiguous() if keep else nothing
 
 
 def _with_aligned_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Operands with zeros for as many more inputs and outputs of a layer as make the rows of each aligned."""
+    """Operands with zeros for additional inputs and outputs of a layer, so that the rows of each are aligned."""
     depth, columns = missing_columns(x.shape[1], x), missing_columns(weight.shape[0], x)
     if x.shape[0] * weight.shape[0] < LEAST_PADDED or not (depth or columns):
         return x, weight, bias
@@ -161,7 +161,9 @@ def _with_single_tiles(
 
 
 def _described(t: Tensor, height: int, width: int) -> TensorDescriptor:
-    """(height, width) of a matrix at a time; of one whose rows are its fast dimension, the transpose is described."""
+    """A tensor descriptor with boxes of (height, width); if the rows are the fast dimension, it describes the
+    transpose.
+    """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     if t.stride(1) != 1:
@@ -247,8 +249,15 @@ def finish(
     )  # fmt: skip
 
 
+def activate(before: Tensor, activation: str) -> Tensor:
+    """activation(before) for a matrix that is not empty."""
+    y = torch.empty(before.shape, dtype=before.dtype, device=before.device)
+    finish(before.contiguous(), 1, before.shape[0], None, activation, None, y, before.new_empty(0))
+    return y
+
+
 def backward(dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: bool) -> tuple[Tensor, Tensor]:
-    """(dz, the sums of its columns), each empty where there is no activation or no sums are wanted."""
+    """(dz, the sums of its columns). dz is empty without an activation, the sums are empty if not needed."""
     dz = dy.new_empty(dy.shape if activation != "none" else 0)
     total = dy.new_empty(dy.shape[1] if sums else 0)
     if dy.numel() == 0:
@@ -262,7 +271,7 @@ def backward(dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: 
     block = min(BACKWARD_COLUMNS, power_of_two(columns))
     blocks = -(-columns // block)
     wanted = max(1, BACKWARD_PROGRAMS_PER_SM * processors(dy) // blocks)
-    height = BACKWARD_ROWS * 2 // dy.element_size()  # as many bytes, and registers that do not spill, in float32
+    height = BACKWARD_ROWS * 2 // dy.element_size()  # as many bytes in float32, with registers that do not spill
     rows_of_chunk = -(-rows // (wanted * height)) * height
     chunks = -(-rows // rows_of_chunk)
     partial = torch.empty((chunks if sums else 0, columns), dtype=torch.float32, device=dy.device)
@@ -281,7 +290,8 @@ def backward(dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: 
 
 
 def _described_or_copied(t: Tensor, rows_only: bool = False) -> Tensor:
-    """(M, N) as it is where a tensor descriptor can say where, else a copy; `rows_only`: with N the fast dimension."""
+    """(M, N) unchanged if a tensor descriptor can describe it, else a copy; `rows_only`: N must be the fast
+    dimension."""
     if describable(t) and not (rows_only and t.stride(1) != 1):
         return t
     more = -t.shape[1] % (16 // t.element_size())

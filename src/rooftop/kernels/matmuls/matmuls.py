@@ -1,27 +1,28 @@
-"""Matrix products with what follows them: y = activation(x @ weight.T + bias) + residual.
+"""Matrix products fused with the operations after them: y = activation(x @ weight.T + bias) + residual.
 
-Bound by the tensor cores from a few hundred rows on, below by reading the weight. A library's product alone reaches the
-roof, and a pass of its own for the activation then costs two more trips through memory: here bias, activation and
-residual are applied to the float32 sums before they are written. Tiles in bands that share operands in L2, and
-persistent programs with tensor descriptors: Tillet, Kung and Cox 2019, "Triton", and its tutorial on persistent
-products. Deterministic: no atomics.
+Bound by the tensor cores from a few hundred rows on; with fewer rows, by reading the weight. A library's product alone
+reaches the roof, and a separate pass for the activation then costs two more memory accesses per element. Here the
+kernel applies bias, activation and residual to the float32 sums before it writes them. Tiles in bands that share
+operands in L2, and persistent programs with tensor descriptors, follow Tillet, Kung and Cox 2019, "Triton", and its
+tutorial on persistent products. Deterministic: no atomics.
 
-`tables.py` chooses by the shape which kernel with which parameters, or the library (cuBLAS, and one pass for the
-rest), and `linear_act_plan` says what is taken and why; `launches.py` does it.
+`tables.py` chooses by the shape a kernel and its parameters, or the library (cuBLAS, and one pass for the rest).
+`linear_act_plan` says what was chosen and why; `launches.py` launches it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
-from rooftop.kernels.matmuls.launches import backward, finish, forward
+from rooftop.cost import Cost, distinct_bytes, matrix_precision, precision_of
+from rooftop.kernels.matmuls import launches
 from rooftop.kernels.matmuls.tables import LinearPlan, plan_of
 from rooftop.kernels.operands.activations import (
     ACTIVATIONS,
@@ -36,15 +37,7 @@ from rooftop.kernels.operands.checks import check_choice, check_same_dtype, chec
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.padded_rows import LEAST_PADDED, missing_columns, padded
 from rooftop.launch.fast_path import computed_on_cpu, unwatched
-from rooftop.launch.operators import (
-    by_formula,
-    differentiable,
-    differentiable_by_formula,
-    in_pytorch,
-    keeps_for_backward,
-    operator,
-    without_autocast,
-)
+from rooftop.launch.operators import declare, keeps_for_backward, without_autocast
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED
 
@@ -54,8 +47,8 @@ from rooftop.launch.triton_launch import INTERPRETED
 def linear_act_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(y, what was activated) of x (..., K) and weight (N, K) in plain PyTorch; what follows the product is float32, or
-    float64 for float64."""
+    """(y, input of the activation) of x (..., K) and weight (N, K) in plain PyTorch; the operations after the product
+    are float32, or float64 for float64."""
     before = functional.linear(x, weight, bias)
     values = activated(before.to(accumulator_dtype(x.dtype)), activation)
     if residual is not None:
@@ -63,201 +56,172 @@ def linear_act_reference(
     return values.to(x.dtype), before
 
 
-def activation_reference(before: Tensor, activation: str) -> Tensor:
-    """activation(before), float32 inside, or float64 for float64."""
-    return activated(before.to(accumulator_dtype(before.dtype)), activation).to(before.dtype)
+# ---- operators -------------------------------------------------------------------------------------------------
 
 
-# ---- registration ----------------------------------------------------------------------------------------------
+class Kept(NamedTuple):
+    """What backward needs: `saved` is the activation's result if `of_output`, else its input; None without an
+    activation, and in a traced program."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    saved: Tensor | None
+    activation: str
+    of_output: bool
 
 
-def _by_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    residual: Tensor | None,
-    keep: bool,
-    rounded: bool = False,
-) -> tuple[Tensor, Tensor]:
-    y, before = linear_act_reference(x, weight, bias, activation, residual)
-    return y, (before.clone() if before is y else before) if keep else x.new_empty(0)
+class LinearAct(NamedTuple):
+    """(y, input of the activation) for x (M, K) and weight (N, K); the latter is empty if it is not kept.
+
+    rounded: the input of the activation is rounded first, as if it had been kept.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    activation: str
+    residual: Tensor | None
+    keep_: bool
+    rounded: bool = False
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        plan = plan_of(*self[:6])
+        return self.in_pytorch() if plan.backend == "reference" else launches.forward(plan, *self)
+
+    def fake(self) -> tuple[Tensor, Tensor]:
+        shape = (self.x.shape[0], self.weight.shape[0])
+        return self.x.new_empty(shape), self.x.new_empty(shape if self.keep_ else 0)
+
+    def in_pytorch(self) -> tuple[Tensor, Tensor]:
+        y, before = linear_act_reference(*self[:5])
+        return y, (before.clone() if before is y else before) if self.keep_ else self.x.new_empty(0)
+
+    def formula(self) -> tuple[Tensor, None]:
+        return linear_act_reference(*self[:5])[0], None
+
+    def keep(self, made: tuple[Tensor, Tensor]) -> Kept:
+        y, before = made
+        needed = _keeps(self.activation, self.residual)
+        saved = None if self.activation == "none" or (needed and not self.keep_) else before if self.keep_ else y
+        return Kept(*self[:3], saved, self.activation, not needed and not self.keep_)
+
+    @staticmethod
+    def gradients(kept: Kept, wanted: Sequence[bool], dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, saved, activation, of_output = kept
+        for_x, for_weight, for_bias, _, for_residual = wanted[:5]
+        dz, dbias = dy, None
+        if torch.is_grad_enabled():  # create_graph: the saved tensors carry no graph back to x
+            if activation != "none":
+                before = _product(x, weight, bias)
+                dz = activation_backward_reference(dy, before, activation, of_output=False).to(dy.dtype)
+            dbias = dz.sum(0) if for_bias else None
+        elif for_bias or (activation != "none" and (for_x or for_weight)):
+            if activation == "none":
+                saved = dy
+            elif saved is None:  # of a traced program
+                saved = _product(x, weight, bias)
+            made, dbias = _linear_act_backward(dy, saved, activation, of_output, for_bias)
+            dz = made if activation != "none" else dy
+        dx, dweight = _products(dz, x if for_weight else None, weight if for_x else None)
+        return dx, dweight, dbias if for_bias else None, None, dy if for_residual else None
+
+    def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
+        """The product, and for each result bias, activation and residual."""
+        x, weight, bias, activation, residual, *_ = self
+        results = x.shape[0] * weight.shape[0]
+        each = FORWARD_FLOPS[activation] + (bias is not None) + (residual is not None)
+        flops: dict[str, int] = {matrix_precision(x): 2 * results * x.shape[1]}
+        precision = precision_of(x.dtype)
+        flops[precision] = flops.get(precision, 0) + each * results
+        return Cost(distinct_bytes([x, weight, bias, residual]), distinct_bytes(made), flops)
 
 
-@operator("linear_act")
-def _linear_act(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    residual: Tensor | None,
-    keep: bool,
-    rounded: bool = False,
-) -> tuple[Tensor, Tensor]:
-    plan = plan_of(x, weight, bias, activation, residual, keep)
-    if plan.backend == "reference":
-        return _by_reference(x, weight, bias, activation, residual, keep)
-    return forward(plan, x, weight, bias, activation, residual, keep, rounded)
+class LinearActBackward(NamedTuple):
+    """(dz, dbias): dy * activation' and its column sums. dz is empty if it equals dy, dbias if it is not needed.
+
+    saved: the activation's result if `of_output`, else its input.
+    """
+
+    dy: Tensor
+    saved: Tensor
+    activation: str
+    of_output: bool
+    sums: bool
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        if _has_kernel(self.dy):
+            return launches.backward(*self)
+        dz, dbias = self.formula()
+        return self.dy.new_empty(0) if dz is None else dz, self.dy.new_empty(0) if dbias is None else dbias
+
+    def fake(self) -> tuple[Tensor, Tensor]:
+        dy = self.dy
+        return dy.new_empty(dy.shape if self.activation != "none" else 0), dy.new_empty(dy.shape[1] if self.sums else 0)
+
+    def formula(self) -> tuple[Tensor | None, Tensor | None]:
+        dz, dtype = activation_backward_reference(*self[:4]), self.dy.dtype
+        return dz.to(dtype) if self.activation != "none" else None, dz.sum(0).to(dtype) if self.sums else None
+
+    def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
+        flops = (BACKWARD_FLOPS[self.activation] + self.sums) * self.dy.numel()
+        read = distinct_bytes(self[:1] if self.activation == "none" else self[:2])
+        return Cost(read, distinct_bytes(made), {precision_of(self.dy.dtype): flops})
 
 
-@torch.library.register_fake("rooftop::linear_act")
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    residual: Tensor | None,
-    keep: bool,
-    rounded: bool = False,
-) -> tuple[Tensor, Tensor]:
-    shape = (x.shape[0], weight.shape[0])
-    return x.new_empty(shape), x.new_empty(shape if keep else 0)
+class Activation(NamedTuple):
+    """activation(before), contiguous."""
+
+    before: Tensor
+    activation: str
+
+    def run(self) -> Tensor:
+        if self.before.numel() and _has_kernel(self.before):
+            return launches.activate(*self)
+        return self.in_pytorch().clone(memory_format=torch.contiguous_format)
+
+    def fake(self) -> Tensor:
+        return self.before.new_empty(self.before.shape)
+
+    def in_pytorch(self) -> Tensor:
+        """float32 inside, or float64 for float64."""
+        before = self.before
+        return activated(before.to(accumulator_dtype(before.dtype)), self.activation).to(before.dtype)
+
+    def cost(self, made: Tensor) -> Cost:
+        flops = {precision_of(made.dtype): FORWARD_FLOPS[self.activation] * made.numel()}
+        return Cost(distinct_bytes([self.before]), distinct_bytes([made]), flops)
 
 
-in_pytorch("linear_act", _by_reference)
+_linear_act = declare("linear_act", LinearAct, slopes=1)
+_linear_act_backward = declare("linear_act_backward", LinearActBackward)
+_activation = declare("activation", Activation)
 
 
-@operator("linear_act_backward")
-def _linear_act_backward(
-    dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: bool
-) -> tuple[Tensor, Tensor]:
-    if dy.dtype != torch.float64 and (dy.device.type == "cuda" or INTERPRETED):
-        return backward(dy, saved, activation, of_output, sums)
-    dz = activation_backward_reference(dy, saved, activation, of_output)
-    nothing, total = dy.new_empty(0), dz.sum(0).to(dy.dtype) if sums else dy.new_empty(0)
-    return dz.to(dy.dtype) if activation != "none" else nothing, total
-
-
-@torch.library.register_fake("rooftop::linear_act_backward")
-def _(dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: bool) -> tuple[Tensor, Tensor]:
-    return dy.new_empty(dy.shape if activation != "none" else 0), dy.new_empty(dy.shape[1] if sums else 0)
-
-
-@operator("activation")
-def _activation(before: Tensor, activation: str) -> Tensor:
-    if before.dtype != torch.float64 and before.numel() and (before.device.type == "cuda" or INTERPRETED):
-        y = torch.empty(before.shape, dtype=before.dtype, device=before.device)
-        finish(before.contiguous(), 1, before.shape[0], None, activation, None, y, before.new_empty(0))
-        return y
-    return activation_reference(before, activation).clone(memory_format=torch.contiguous_format)
-
-
-@torch.library.register_fake("rooftop::activation")
-def _(before: Tensor, activation: str) -> Tensor:
-    return before.new_empty(before.shape)
-
-
-in_pytorch("activation", activation_reference)
+def _has_kernel(x: Tensor) -> bool:
+    return x.dtype != torch.float64 and (x.device.type == "cuda" or INTERPRETED)
 
 
 def _keeps(activation: str, residual: Tensor | None) -> bool:
-    """Whether backward needs what was activated, and not only the result."""
+    """Whether backward needs the input of the activation, and not only the result."""
     return activation != "none" and (activation not in OF_OUTPUT or residual is not None)
-
-
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
-    x, weight, bias, activation, residual, keep, *_ = inputs
-    y, before = output
-    needed = _keeps(activation, residual)
-    ctx.activation, ctx.of_output = activation, not needed and not keep  # type: ignore[attr-defined]
-    saved = None if activation == "none" or (needed and not keep) else before if keep else y
-    ctx.save_for_backward(x, weight, bias, saved)  # type: ignore[arg-type]
-    ctx.mark_non_differentiable(before)
-    ctx.set_materialize_grads(False)  # no zeros for what was activated
-
-
-def _differentiate(
-    ctx: torch.autograd.function.FunctionCtx, dy: Tensor | None, _before: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return (None,) * 7
-    x, weight, bias, saved = ctx.saved_tensors  # type: ignore[attr-defined]
-    for_x, for_weight, for_bias, _, for_residual = ctx.needs_input_grad[:5]  # type: ignore[attr-defined]
-    activation, of_output = ctx.activation, ctx.of_output  # type: ignore[attr-defined]
-    dz, dbias = dy, None
-    if torch.is_grad_enabled():  # create_graph: what was saved does not know how it depends on x
-        if activation != "none":
-            before = _product(x, weight, bias)
-            dz = activation_backward_reference(dy, before, activation, of_output=False).to(dy.dtype)
-        dbias = dz.sum(0) if for_bias else None
-    elif for_bias or (activation != "none" and (for_x or for_weight)):
-        if activation == "none":
-            saved = dy
-        elif saved is None:  # of a traced program
-            saved = _product(x, weight, bias)
-        made, dbias = _linear_act_backward(dy, saved, activation, of_output, for_bias)
-        dz = made if activation != "none" else dy
-    dx, dweight = _products(dz, x if for_weight else None, weight if for_x else None)
-    return dx, dweight, dbias if for_bias else None, None, dy if for_residual else None, None, None
 
 
 @without_autocast
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What is activated."""
+    """The input of the activation."""
     return functional.linear(x, weight, bias)
 
 
 def _products(dz: Tensor, x: Tensor | None, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """(dz @ weight, dz^T @ x) of dz (M, N), weight (N, K) and x (M, K), each where it is given."""
+    """(dz @ weight, dz^T @ x) of dz (M, N), weight (N, K) and x (M, K); each is computed only if its operand is
+    given."""
     columns = dz.shape[1]
     more = missing_columns(columns, dz)
     if more and dz.numel() >= LEAST_PADDED and not torch.is_grad_enabled():
         dz, weight = padded(dz, columns=more), padded(weight, rows=more) if weight is not None else None
     dx = dz @ weight if weight is not None else None
     return dx, (dz.t() @ x)[:columns] if x is not None else None
-
-
-differentiable("linear_act", _differentiate, _save)
-
-
-def _formula(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    residual: Tensor | None,
-    keep: bool,
-    rounded: bool = False,
-) -> tuple[Tensor, None]:
-    return linear_act_reference(x, weight, bias, activation, residual)[0], None
-
-
-def _backward_formula(
-    dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    dz = activation_backward_reference(dy, saved, activation, of_output)
-    return dz.to(dy.dtype) if activation != "none" else None, dz.sum(0).to(dy.dtype) if sums else None
-
-
-by_formula("linear_act", _formula)
-differentiable_by_formula("linear_act_backward", _backward_formula)
-
-
-@cost_of("rooftop::linear_act")
-def _forward_cost(call: Call) -> Cost:
-    """The product, and for each result bias, activation and residual."""
-    x, weight, bias, residual = call["x"], call["weight"], call["bias"], call["residual"]
-    results = x.shape[0] * weight.shape[0]
-    each = FORWARD_FLOPS[call["activation"]] + (bias is not None) + (residual is not None)
-    flops: dict[str, int] = {matrix_precision(x): 2 * results * x.shape[1]}
-    precision = precision_of(x.dtype)
-    flops[precision] = flops.get(precision, 0) + each * results
-    return Cost(distinct_bytes([x, weight, bias, residual]), distinct_bytes(call.out), flops)
-
-
-@cost_of("rooftop::activation")
-def _activation_cost(call: Call) -> Cost:
-    before = call["before"]
-    flops = {precision_of(before.dtype): FORWARD_FLOPS[call["activation"]] * before.numel()}
-    return Cost(distinct_bytes([before]), distinct_bytes([call.out]), flops)
-
-
-@cost_of("rooftop::linear_act_backward")
-def _backward_cost(call: Call) -> Cost:
-    dy, saved, activation = call["dy"], call["saved"], call["activation"]
-    each = BACKWARD_FLOPS[activation] + call["sums"]
-    read = [dy] if activation == "none" else [dy, saved]
-    return Cost(distinct_bytes(read), distinct_bytes(call.out), {precision_of(dy.dtype): each * dy.numel()})
 
 
 # ---- public ----------------------------------------------------------------------------------------------------
@@ -271,7 +235,7 @@ def linear_act(
     activation: str = "none",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """activation(input @ weight.T + bias) + residual; the first arguments as of `torch.nn.functional.linear`.
+    """activation(input @ weight.T + bias) + residual, with the first arguments of `torch.nn.functional.linear`.
 
     Args:
         input: (..., K), bfloat16, float16, float32 or float64; any strides.
@@ -281,8 +245,8 @@ def linear_act(
         residual: (..., N), same dtype; under autocast of any of these dtypes.
 
     Returns:
-        (..., N). Sums, bias, activation and residual are float32 (float64 for float64) and rounded once; TF32 is used
-        for float32 only where torch is allowed to. Under autocast the operands are cast as `linear`'s.
+        (..., N). Sums, bias, activation and residual are float32 (float64 for float64) and rounded once. float32
+        products use TF32 only if torch is allowed to. Under autocast the operands are cast as in `linear`.
 
     Raises:
         TypeError: no dense tensors, or dtypes that do not fit.
@@ -297,11 +261,12 @@ def linear_act(
 def linear_act_and_before(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "gelu"
 ) -> tuple[Tensor, Tensor]:
-    """`linear_act`, and what was activated, without a gradient: `activation_of` makes the result of it again.
+    """`linear_act` and the input of the activation, without a gradient; `activation_of` computes the result from that
+    input again.
 
-    So what is activated is rounded before, as PyTorch does, and as what is kept for backward: in half precision the
-    result has two roundings. Arguments and errors as of `linear_act`; the activation is one whose backward needs what
-    was activated.
+    So the input of the activation is rounded first, as PyTorch does, and as if it were kept for backward. In half
+    precision the result is rounded twice. Arguments and errors are as in `linear_act`; the activation must be one whose
+    backward needs its input.
 
     Returns:
         (y, before), (..., N) both.
@@ -318,18 +283,17 @@ def linear_act_and_before(
 
 
 def activation_of(before: Tensor, activation: str) -> Tensor:
-    """The result of `linear_act` of what it kept, bit for bit; without a gradient.
+    """The result of `linear_act` from the activation's kept input, bit for bit; without a gradient.
 
     Args:
-        before: (..., N), what was activated.
-        activation: as of `linear_act`.
+        before: (..., N), the input of the activation.
+        activation: as in `linear_act`.
 
     Raises:
         ValueError: an unknown activation.
     """
     check_choice("activation_of", "activation", activation, ACTIVATIONS)
-    y: Tensor = _activation(before.detach().reshape(-1, before.shape[-1]), activation)
-    return y.view(before.shape)
+    return _activation(before.detach().reshape(-1, before.shape[-1]), activation).view(before.shape)
 
 
 def _linear_act_of(
@@ -340,9 +304,9 @@ def _linear_act_of(
     residual: Tensor | None,
     again: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(y (..., N), what was activated, (M, N) or (..., N); nothing, where it is neither needed nor asked for).
+    """(y (..., N), the activation's input, (M, N) or (..., N), or nothing if it is neither needed nor requested).
 
-    again: whether it is asked for, so that y can be made of it again.
+    again: whether that input is requested, so that y can be computed from it again.
     """
     if _is_plain(input, weight, bias, activation, residual):
         return linear_act_reference(input, weight, bias, activation, residual)
@@ -358,8 +322,8 @@ def _linear_act_of(
 
 
 def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> bool:
-    """Whether all lie on the CPU and fit, so that PyTorch's own functions do it with less ado. Nothing is refused
-    here."""
+    """Whether all tensors are on the CPU and fit: PyTorch's own functions then compute it with less overhead. This
+    function raises no errors."""
     if INTERPRETED or x is None or weight is None or not computed_on_cpu(x, weight, bias, residual):
         return False
     return (
@@ -378,8 +342,8 @@ MOST_KNOWN = 4096
 
 
 def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `torch.nn.functional.linear` does all of it, and the host with less ado: a product for the library, whose
-    rows are aligned, and no bias whose gradient a kernel sums faster. Nothing is refused here."""
+    """Whether `torch.nn.functional.linear` computes all of it with less work for the host: a product for the library,
+    with aligned rows and no bias whose gradient a kernel sums faster. This function raises no errors."""
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if INTERPRETED or not all(isinstance(t, Tensor) and t.is_cuda and t.layout == torch.strided for t in tensors):
         return False
@@ -401,12 +365,12 @@ def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 @recorded_whole
 def matmul(input: Tensor, other: Tensor) -> Tensor:
-    """input @ other; shapes, broadcasting and results as of `torch.matmul`.
+    """input @ other, with the shapes, broadcasting and results of `torch.matmul`.
 
     Args:
         input: (K,), (M, K) or (..., M, K), bfloat16, float16, float32 or float64.
-        other: (K,), (K, N) or (..., K, N), same dtype. Where it has more than two dimensions the products are
-            `torch.matmul`'s, which batches them.
+        other: (K,), (K, N) or (..., K, N), same dtype. If it has more than two dimensions, `torch.matmul` computes the
+            products in batches.
 
     Returns:
         As `torch.matmul`, with float32 sums (float64 for float64).
@@ -418,7 +382,7 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
     if not under_autocast(input):
         check_same_dtype("matmul", "input", input, "cast one, or use autocast", other=other)
     if input.dim() == 0 or other.dim() == 0:
-        raise ValueError(f"matmul: a number is no matrix: input {tuple(input.shape)}, other {tuple(other.shape)}")
+        raise ValueError(f"matmul: a number is not a matrix: input {tuple(input.shape)}, other {tuple(other.shape)}")
     if other.dim() > 2:
         if input.shape[-1] != other.shape[-2] or not _broadcast(input.shape[:-2], other.shape[:-2]):
             shapes = f"{tuple(input.shape)} and {tuple(other.shape)}"
@@ -441,9 +405,8 @@ def linear_act_plan(
     activation: str = "none",
     residual: Tensor | None = None,
 ) -> LinearPlan:
-    """How `linear_act` with these arguments is computed, and why; arguments and errors are the same.
-
-    Nothing is computed. As in the call, it matters whether a gradient will be needed.
+    """Say how `linear_act` with these arguments is computed, and why, without computing it. Arguments and errors are
+    the same. As in the call, it matters whether a gradient will be needed.
     """
     x, weight, bias, residual, _ = _prepared("linear_act_plan", input, weight, bias, activation, residual)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -462,8 +425,8 @@ Prepared = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 def _prepared(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> Prepared:
-    """The arguments, checked and cast as autocast says, and a residual that is to be added later: under autocast one
-    of another dtype makes the sum wider, as in PyTorch."""
+    """The arguments, checked and cast as autocast says, and a residual to be added later. Under autocast a residual of
+    another dtype makes the sum wider, as in PyTorch, so it is added later."""
     check_tensors(name, FLOATS, ("bias", "residual"), input=x, weight=weight, bias=bias, residual=residual)
     check_choice(name, "activation", activation, ACTIVATIONS)
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:

@@ -1,7 +1,7 @@
-"""Which kernel makes a product with what follows it, with which parameters, or the library: tables by the shape.
+"""Choose by the shape the kernel and its parameters, or the library, for a product and the operations after it.
 
-The tables say what a GPU measured (`benchmarks/tuning/matmuls.py`); `plan_of` looks a call up. Nothing is timed when a
-program starts.
+The tables hold the measurements of a GPU (`benchmarks/tuning/matmuls.py`); `plan_of` looks a call up. No measurement
+takes place when a program starts.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ Backend = Literal["descriptors", "single", "pointers", "library", "reference"]
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel makes a product.
+    """How a kernel computes a product.
 
     Attributes:
-        kernel: that with tensor descriptors, that with descriptors and one tile a program, or that with pointers.
+        kernel: persistent programs with tensor descriptors, programs with descriptors and one tile each, or programs
+            with pointers.
         rows, columns, depth: of a tile of the result, and of its steps through K.
-        warps, stages: of a program, and how many steps are on their way to shared memory.
-        group: rows of tiles in a band that shares operands in L2.
-        parts: of a tile's columns, finished one after the other (descriptors).
-        split: parts of K that are summed apart.
+        warps, stages: warps of a program, and the number of steps that are loaded to shared memory at a time.
+        group: rows of tiles in a band, whose operands L2 holds.
+        parts: parts of a tile's columns, finished one after the other (descriptors).
+        split: parts of K that are summed separately.
         programs_per_sm: how many persistent programs an SM holds (descriptors): with two, one computes while the other
             finishes.
-        lag: clock cycles for each element of K that the later half of the programs waits at first (descriptors): two
-            that begin together would also finish together. About half of what a tile takes.
-        early: whether it is launched while the kernel before may still run (single), and waits for it by itself.
-        more: columns beside `columns` (single), 0 or `columns // parts`: 128 + 64 make a tile of 192.
+        lag: clock cycles, for each element of K, by which the later half of the programs starts later (descriptors):
+            two that begin together would also finish together. It is about half the time of a tile.
+        early: whether it is launched while the previous kernel may still run (single), and waits for that kernel
+            itself.
+        more: additional columns of a tile (single), 0 or `columns // parts`: 128 + 64 make a tile of 192.
     """
 
     kernel: Kernel
@@ -66,10 +68,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Entry:
-    """What is taken for results of up to `tiles` tiles of 128 x 128 for each SM.
+    """The choice for results of up to `tiles` tiles of 128 x 128 for each SM.
 
-    `tile`: None for the library. `tile_ms`, `library_ms`: of the best tile and the library at `shape` (M, N, K), as
-    measured beside each other; None where nothing was measured yet.
+    `tile`: None for the library. `tile_ms`, `library_ms`: times of the best tile and the library at `shape` (M, N, K),
+    measured in the same run; None if not measured yet.
     """
 
     tiles: float
@@ -81,13 +83,14 @@ class Entry:
 
 # ---- tables ----------------------------------------------------------------------------------------------------
 
-# Two programs of 128 x 128 an SM hide what one finishes behind the other's product better than one of 128 x 256.
+# With two programs of 128 x 128 an SM, one multiplies while the other finishes; that hides more time than one program
+# of 128 x 256.
 TWO_AN_SM = Tile("descriptors", 128, 128, 64, 4, 3, group=16, parts=2, programs_per_sm=2)
-# One tile an SM: it is launched while what comes before still runs.
+# One tile an SM: it is launched while the previous kernel still runs.
 AHEAD = Tile("single", 128, 128, 64, 8, 6, parts=2, early=True)
-# Measured on an H200 (benchmarks/results/h200/tune_matmuls.json), the best of the candidates. relu is taken to be as
-# sigmoid. Where there is less than half a tile for each SM, K has to be split: one way was 2% faster than cuBLAS at 64
-# rows and 12% slower at 16, another 9% faster at 16 and 85% slower at 64.
+# Measured on an H200 (benchmarks/results/h200/tune_matmuls.json), the best of the candidates. relu uses the entries of
+# sigmoid. With less than half a tile for each SM, K has to be split. One split was 2% faster than cuBLAS at 64 rows and
+# 12% slower at 16; another was 9% faster at 16 and 85% slower at 64.
 _LIKE_SIGMOID = (
     Entry(0.5, None),
     Entry(1.0, AHEAD, (512, 4096, 4096), 0.02901, 0.03168),
@@ -107,8 +110,8 @@ FUSED_ON_HOPPER = {
     "silu": (*_LIKE_SIGMOID[:3], Entry(math.inf, TWO_AN_SM, (2048, 4096, 4096), 0.1056, 0.1087)),
     "sigmoid": _LIKE_SIGMOID,
 }
-# Loads of two bytes cannot be fetched ahead, and cost more than copies of the operands to where rows are aligned. Less
-# than a tile for each SM was not measured.
+# Loads of two bytes cannot be fetched ahead, and cost more than copies of the operands with aligned rows. Less than a
+# tile for each SM was not measured.
 UNALIGNED_ON_HOPPER = (
     Entry(0.1, None),
     Entry(1.0, Tile("pointers", 128, 128, 64, 8, 3)),
@@ -119,7 +122,7 @@ FUSED_ELSEWHERE = (Entry(0.1, None), Entry(math.inf, Tile("pointers", 128, 128, 
 
 @dataclass(frozen=True)
 class FewRows(Entry):
-    """What is taken where results are at most `tiles` tiles of 128 x 128 for each SM, and K at most `depth`."""
+    """The choice for results of at most `tiles` tiles of 128 x 128 for each SM, and K of at most `depth`."""
 
     depth: int = 0
 
@@ -142,10 +145,10 @@ class LinearPlan:
     """How a call of `linear_act` is computed.
 
     Attributes:
-        backend: "descriptors" or "pointers" (one Triton kernel), "library" (cuBLAS, and one more pass where that has no
-            epilogue for it), "reference" (plain PyTorch).
+        backend: "descriptors" or "pointers" (one Triton kernel), "library" (cuBLAS, and one more pass if its epilogues
+            lack an operation), "reference" (plain PyTorch).
         tile: the kernel's parameters.
-        reason: why.
+        reason: why this plan was chosen.
     """
 
     backend: Backend
@@ -158,8 +161,8 @@ class LinearPlan:
 
 @dataclass(frozen=True)
 class Problem:
-    """What the choice depends on. `aligned`: tensor descriptors can say where the operands are; `finish`: there is more
-    to do than a bias; `library_finish`: cuBLAS has an epilogue for it."""
+    """The properties that the choice depends on. `aligned`: whether tensor descriptors can describe the operands;
+    `finish`: whether more than a bias follows the product; `library_finish`: whether cuBLAS has an epilogue for it."""
 
     rows: int
     columns: int
@@ -218,7 +221,9 @@ def _reason(entry: Entry) -> str:
 def plan_of(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
 ) -> LinearPlan:
-    """x (M, K), weight (N, K), residual (M, N) or none; `keep`: what is activated is written, too."""
+    """The plan for x (M, K), weight (N, K), residual (M, N) or none; `keep`: the kernel also writes the input of the
+    activation.
+    """
     if x.dtype == torch.float64:
         return LinearPlan("reference", None, "float64")
     if x.device.type != "cuda" and not INTERPRETED:
@@ -237,23 +242,23 @@ def plan_of(
 
 
 def finished_by_library(x: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool) -> bool:
-    """Whether cuBLAS has an epilogue for all that follows the product, as exact as PyTorch's operators are.
+    """Whether cuBLAS has an epilogue for all operations after the product, as exact as PyTorch's operators.
 
-    That of gelu_tanh is not in float32; where K is 0 it would be left out.
+    The library has no gelu_tanh in float32; for K = 0 it would omit the activation.
     """
     has_one = activation == "relu" or (activation == "gelu_tanh" and x.element_size() == 2)
     return has_one and bias is not None and residual is None and not keep and x.is_cuda and x.shape[1] > 0
 
 
 def describable(t: Tensor) -> bool:
-    """Whether a tensor descriptor can say where it is: one stride of 1, the other of whole groups of 16 bytes."""
+    """Whether a tensor descriptor can describe it: one stride is 1, the other a multiple of 16 bytes."""
     slow, fast = t.stride() if t.stride(1) == 1 else t.stride()[::-1]
     width = t.shape[1] if t.stride(1) == 1 else t.shape[0]
     aligned = t.data_ptr() % 16 == 0 and slow * t.element_size() % 16 == 0
     return fast == 1 and slow >= width and aligned
 
 
-# ---- what follows a library, and gradients -------------------------------------------------------------------------
+# ---- passes after a library's product, and gradients ---------------------------------------------------------------
 FINISH_ELEMENTS, FINISH_COLUMNS, FINISH_WARPS = 2048, 512, 4
 BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS, BACKWARD_PROGRAMS_PER_SM = 16, 128, 4, 8
 SUM_OF_CHUNKS = {"ROWS": 64, "COLUMNS": 16, "num_warps": 4}

@@ -1,19 +1,20 @@
 """Triton kernels of y = activation(x @ weight.T + bias) + residual; `launches.py` launches them.
 
-Three make the product, all in float32 tiles of ROWS by COLUMNS, DEPTH of the K dimension at a time, and visit the tiles
-in bands of GROUP rows of tiles, so that the tiles that are worked on at a time share their operands in L2:
+Three kernels compute the product. All have float32 tiles of ROWS by COLUMNS, and step through K by DEPTH. They visit
+the tiles in bands of GROUP rows of tiles, so that the tiles computed at a time share their operands in L2:
 
 - `linear_act_descriptors` copies tiles with the tensor memory accelerator (TMA) of Hopper and later GPUs. Its programs
-  are persistent, so that the first copies of a tile are on their way while the tile before is finished. A tile is
-  finished in PARTS of its columns, so that what is staged for the store leaves more shared memory for copies. With two
-  programs on a multiprocessor, one multiplies while the other finishes; those that begin together would stay in step
+  are persistent, so that the first copies of a tile are in flight while the previous tile is finished. A tile is
+  finished in PARTS of its columns, so that the staging for the store leaves more shared memory for copies. With two
+  programs on a multiprocessor, one multiplies while the other finishes. Programs that begin together would stay in step
   and leave the tensor cores idle together, so OUT_OF_STEP makes the later half wait at first.
-- `linear_act_single` also copies with TMA, one tile a program, where there is one for each multiprocessor: bias and
-  residual are loaded before the product. MORE columns make tiles that are no power of two wide.
+- `linear_act_single` also copies with TMA, one tile a program, for results with at most one tile for each
+  multiprocessor: bias and residual are loaded before the product. MORE columns make tiles that are no power of two
+  wide.
 - `linear_act_pointers` takes any strides and any K, one tile a program.
 
-With SPLIT > 1 the K dimension is cut, each part writes float32 sums of its own, and `linear_act_finish` adds them in
-their order: no atomics, the same bits each time. That kernel also finishes products that a library made.
+With SPLIT > 1 the K dimension is cut, and each part writes its own float32 sums. `linear_act_finish` adds them in
+order: no atomics, so the bits are the same each time. That kernel also completes the library's products.
 
 x and weight may lie in memory either way: X_ACROSS and W_ACROSS say that K is their slow dimension.
 """
@@ -39,8 +40,8 @@ def linear_act_descriptors(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     PARTS: tl.constexpr, HALF: tl.constexpr, OUT_OF_STEP: tl.constexpr,
 ):  # fmt: skip
-    """Every (number of programs)-th tile. OUT_OF_STEP: the later half of the programs begins `lag` later. ROUNDED: what
-    is kept (KEEP) is activated, in z's dtype."""
+    """Computes every (number of programs)-th tile. OUT_OF_STEP: the later half of the programs begins `lag` later.
+    ROUNDED: the activation is applied to the kept value (KEEP), in z's dtype."""
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
     steps = tl.cdiv(depth, DEPTH)
     steps_of_part = tl.cdiv(steps, SPLIT)
@@ -49,8 +50,8 @@ def linear_act_descriptors(
     start = tl.program_id(0)
     if OUT_OF_STEP:
         start += _zero_after(tl.where(start >= programs - programs // 2, lag, 0))
-    # Where a tile is finished is computed anew: the loop over tiles and the one over K become one, in which the copies
-    # for the next tile begin before this one is finished.
+    # The position of a finished tile is computed again: the loop over tiles and the loop over K become one, so that the
+    # copies for the next tile begin before this one is finished.
     finished = start - programs
     for tile in tl.range(start, tiles * SPLIT, programs, flatten=True):
         row_tile, column_tile = tile_place(tile % tiles, row_tiles, column_tiles, GROUP)
@@ -98,16 +99,17 @@ def linear_act_single(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     PARTS: tl.constexpr, HALF: tl.constexpr, MORE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of COLUMNS + MORE columns; MORE is 0 or the COLUMNS // PARTS columns that are stored at a time.
+    """Computes one tile of COLUMNS + MORE columns; MORE is 0 or the COLUMNS // PARTS columns that are stored at a time.
 
-    EARLY: launched while the kernel before may still run, whose results are waited for (programmatic dependent launch).
+    EARLY: launched while the previous kernel may still run; this kernel waits for its results (programmatic dependent
+        launch).
     """
     if EARLY:
         gdc_wait()
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS + MORE)
     row_tile, column_tile = tile_place(tl.program_id(0), row_tiles, column_tiles, GROUP)
     row, column = row_tile * ROWS, column_tile * (COLUMNS + MORE)
-    # Loads that are on their way while the product is made.
+    # Loads that are in flight while the product is computed.
     if HAS_BIAS:
         offset = _ahead(bias, columns, column, COLUMNS)
     if HAS_RESIDUAL:
@@ -165,7 +167,7 @@ def linear_act_pointers(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """One tile, of one part of K; WIDE: offsets within x and weight need 64 bits."""
+    """Computes one tile of one part of K; WIDE: offsets within x and weight need 64 bits."""
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
     steps = tl.cdiv(depth, DEPTH)
     steps_of_part = tl.cdiv(steps, SPLIT)
@@ -215,7 +217,8 @@ def linear_act_finish(
     KEEP: tl.constexpr, ROUNDED: tl.constexpr,
     SPLIT: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """y = activation(sum of sums + bias) + residual; z is what is activated. Strides count groups of UNIT elements."""
+    """y = activation(sum of sums + bias) + residual; z is the activation's input. Strides count groups of UNIT
+    elements."""
     columns = units * UNIT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -248,8 +251,9 @@ def linear_act_backward(
 ):  # fmt: skip
     """dz = dy * activation', and with SUM the column sums of dz over a chunk of rows.
 
-    `saved` is what was activated or, with OF_OUTPUT, the result. Without an activation only the sums are made. A chunk
-    may have very many rows: sums are compensated, except for HALF, where far more is rounded off in the end.
+    `saved` is the activation's input or, with OF_OUTPUT, its result. Without an activation it computes only the sums. A
+    chunk may have very many rows, so the sums are compensated; with HALF they are not, since the final rounding is far
+    coarser.
     """
     columns = units * UNIT
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -304,7 +308,9 @@ def add_column_sums(
 
 @triton.jit
 def _compensated(sums, lost, values):
-    """(sums + values, what its rounding lost, which the next addition makes up for): Kahan 1965. Infinities stay."""
+    """(sums + values, the rounding error of that addition, which the next one corrects): Kahan 1965. Infinities
+    stay.
+    """
     values -= lost
     total = sums + values
     lost = tl.where(tl.abs(total) < float("inf"), (total - sums) - values, 0.0)
@@ -313,7 +319,7 @@ def _compensated(sums, lost, values):
 
 @triton.jit
 def _rows_from(source, row, step, ACROSS: tl.constexpr):
-    """A block of a matrix whose descriptor has K as its fast dimension or, ACROSS, its slow one: rows by K."""
+    """A block of a matrix, rows by K; the descriptor's fast dimension is K or, with ACROSS, its slow one."""
     if ACROSS:
         block = source.load([step, row]).T
     else:
@@ -343,7 +349,7 @@ def _store_parts(target, values, row, column, PARTS: tl.constexpr):
 
 @triton.jit
 def _zero_after(cycles):
-    """0, when so many clock cycles have passed: what is added to it waits."""
+    """0, returned after that many clock cycles; adding it forces a wait."""
     return tl.inline_asm_elementwise(
         """{
         .reg .u64 first, passed, wanted;

@@ -1,24 +1,23 @@
-"""How the norms' kernels in CUDA C++ are launched, where a table says that they are the faster ones.
+"""Launches of the norms' CUDA C++ kernels, for the sizes where a table says that they are faster.
 
-For rows whose sums do not fit in the registers of a block, and rows at odd addresses: a block, or a cluster of up to
-eight, keeps the rows to come on their way to shared memory (bulk copies of Hopper), and no thread spends instructions
-on them (clusters.cu). `launches.py` asks here first; what is not taken goes to Triton.
+They serve rows whose sums do not fit in a block's registers, and rows at odd addresses. A block, or a cluster of up to
+eight blocks, fetches the next rows to shared memory with Hopper's bulk copies, so that no thread spends instructions on
+loads (clusters.cu). `plans.py` asks this module which rows can be launched so; Triton computes the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from rooftop.kernels.norms.tables import CLUSTER_BACKWARD, CLUSTER_FORWARD, ClusterConfig
+from rooftop.kernels.norms.tables import ClusterConfig
 from rooftop.kernels.operands.cuda_texts import cuda_text
 from rooftop.kernels.operands.dtypes import CPP_TYPES
+from rooftop.kernels.operands.launch_data import Device
 from rooftop.launch import cuda
-from rooftop.launch.triton_launch import processors, shared_memory_bytes
 
 CUDA_FILES = ("norms/pieces.cu", "operands/cluster_pieces.cu", "norms/clusters.cu")
 
@@ -29,48 +28,35 @@ GROUP = 8  # elements of 16 bytes
 EXCHANGE_BYTES = 848  # `Exchange` in clusters.cu
 MOST_STAGES = 8
 SYSTEM_BYTES = 1024  # of shared memory, for each block
+MOST_SHARED_BYTES = 232_448  # that a block of Hopper can have
 MOST_CHUNKS = 4  # groups of a thread: more do not fit in registers
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A kernel, and how it is launched on rows of one length."""
+class Staged(NamedTuple):
+    """A kernel for rows of one length, and how it is launched.
 
-    kernel: cuda.Kernel
-    clusters: int
+    Attributes:
+        kernel: with its template arguments, as NVRTC wants it named.
+        fused_multiply_add: whether products and sums may be rounded as one.
+        most: the largest number of clusters; 0: as many as the device holds.
+        multiple: the number of clusters is a multiple of this; with eight, all rows of a cluster have the same shift.
+        blocks, threads: blocks of a cluster, and threads of a block.
+        stages: the number of rows of a block that are being loaded or computed at a time.
+    """
+
+    kernel: str
+    fused_multiply_add: bool
+    rows: int
+    most: int
+    multiple: int
     blocks: int
     threads: int
     stages: int
     shared_bytes: int
 
-    def launch(self, *arguments: object) -> None:
-        grid = self.clusters * self.blocks
-        cluster = self.blocks if self.blocks > 1 else None
-        self.kernel.launch(grid, self.threads, *arguments, shared_bytes=self.shared_bytes, cluster=cluster)
-
-
-def forward_plan(x: Tensor, parameters: Sequence[Tensor | None], rms: bool) -> Plan | None:
-    """How to normalize the rows of x (M, N); None where the table does not say so or the kernel cannot."""
-    config = _config(CLUSTER_FORWARD, x)
-    if config is None or not _fits([x], parameters):
-        return None
-    parameter = _parameter_dtype(x, parameters)
-    sizes = (x.element_size(), 2 * parameter.itemsize)
-    return _plan("norm_forward_staged", config, x.dtype, parameter, *x.shape, *sizes, rms, x.device)
-
-
-def backward_plan(dy: Tensor, x: Tensor, weight: Tensor | None, rms: bool) -> Plan | None:
-    """The same for the gradients; there is a partial sum for each of the plan's clusters."""
-    config = _config(CLUSTER_BACKWARD, x)
-    if config is None or not _fits([dy, x], [weight]):
-        return None
-    parameter = _parameter_dtype(x, [weight])
-    sizes = (2 * x.element_size(), parameter.itemsize)
-    return _plan("norm_backward_staged", config, x.dtype, parameter, *x.shape, *sizes, rms, x.device)
-
 
 def config_for(table: Sequence[ClusterConfig], columns: int) -> ClusterConfig | None:
-    """The entry for rows of so many elements."""
+    """The table entry for rows of `columns` elements."""
     odd = columns % GROUP != 0
     for config in table:
         if config.least <= columns <= config.most and config.odd in (None, odd):
@@ -78,79 +64,75 @@ def config_for(table: Sequence[ClusterConfig], columns: int) -> ClusterConfig | 
     return None
 
 
-def forward_config(columns: int) -> ClusterConfig | None:
-    """The entry for rows of so many elements, forward."""
-    return config_for(CLUSTER_FORWARD, columns)
-
-
-def _config(table: Sequence[ClusterConfig], x: Tensor) -> ClusterConfig | None:
-    if not table or x.shape[0] == 0 or x.element_size() != 2 or not _is_hopper(x):
-        return None
-    return config_for(table, x.shape[1])
-
-
-def _is_hopper(x: Tensor) -> bool:
-    if not cuda.runs_on(x):
-        return False
-    return x.device.type == "cpu" or torch.cuda.get_device_capability(x.device)[0] == 9
-
-
-def _fits(tensors: Sequence[Tensor], parameters: Sequence[Tensor | None]) -> bool:
-    """Whether bulk copies can fetch the groups of eight elements that enclose each row, and parameters are alike."""
-    columns = tensors[0].shape[1]
-    dtypes = {t.dtype for t in parameters if t is not None}
-    if len(dtypes) > 1 or not dtypes <= CPP_TYPES.keys() or len({t.dtype for t in tensors}) > 1:
-        return False
-    if any(t.data_ptr() % 16 for t in tensors):
-        return False
+def refused(
+    rows: int, columns: int, dtypes: Sequence[torch.dtype], parameters: Sequence[torch.dtype | None],
+    strides: Sequence[int], aligned: bool, device: Device,
+) -> str | None:  # fmt: skip
+    """Why bulk copies cannot fetch the groups of eight elements that enclose each row, or why the kernel cannot use
+    them.
+    """
+    given = {dtype for dtype in parameters if dtype is not None}
+    if rows == 0:
+        return "there are no rows"
+    if dtypes[-1].itemsize != 2:
+        return "rows are not of half precision"
+    if device.cuda != 9:
+        return "they need compute capability 9"
+    if len(set(dtypes)) > 1:
+        return "the gradient has another dtype than the rows"
+    if len(given) > 1:
+        return "weight and bias have two dtypes"
+    if not given <= CPP_TYPES.keys():
+        return "the parameters are float64"
+    if not aligned:
+        return "rows do not begin at a multiple of 16 bytes"
     if columns % GROUP == 0:
-        return all(t.stride(0) % GROUP == 0 for t in tensors)
-    return all(t.stride(0) == columns for t in tensors)
+        return None if all(stride % GROUP == 0 for stride in strides) else "rows lie at odd distances"
+    return None if all(stride == columns for stride in strides) else "rows of an odd length lie apart"
 
 
-def _parameter_dtype(x: Tensor, parameters: Sequence[Tensor | None]) -> torch.dtype:
-    return next((t.dtype for t in parameters if t is not None), x.dtype)
-
-
-@cache
-def _plan(
-    name: str,
-    config: ClusterConfig,
-    dtype: torch.dtype,
-    parameter: torch.dtype,
-    rows: int,
-    columns: int,
-    element_bytes: int,
-    parameter_bytes: int,
-    rms: bool,
-    device: torch.device,
-) -> Plan | None:
-    """element_bytes: of a stage; parameter_bytes: what stays in shared memory; both for one column."""
-    odd = columns % GROUP != 0
-    share, chunks, stages = layout(config, columns, element_bytes, parameter_bytes, _shared_bytes(device))
-    if chunks > MOST_CHUNKS or stages < 1 + (name == "norm_backward_staged"):
+def staged(
+    kernel: str, config: ClusterConfig, dtype: torch.dtype, parameter: torch.dtype, rows: int, columns: int, rms: bool,
+    device: Device,
+) -> Staged | None:  # fmt: skip
+    """How rows of x (in backward also of dy) are staged; None if shared memory or registers are too small."""
+    backward = kernel == "norm_backward_staged"
+    # Bytes of one column: in each stage, and in shared memory throughout.
+    element_bytes, parameter_bytes = dtype.itemsize * (1 + backward), parameter.itemsize * (2 - backward)
+    limit = min(device.shared_bytes, MOST_SHARED_BYTES)
+    share, chunks, stages = layout(config, columns, element_bytes, parameter_bytes, limit)
+    if chunks > MOST_CHUNKS or stages < 1 + backward:
         return None
     shared_bytes = EXCHANGE_BYTES + share * GROUP * (parameter_bytes + stages * element_bytes)
-    kernel = cuda.compile(
-        cuda_text(*CUDA_FILES),
-        kernel_name(name, config, dtype, parameter, chunks, rms),
-        device=device,
-        # In dy * weight - mean(dy * weight) both products must be rounded alike: those of half precision are exact.
-        fused_multiply_add=parameter.itemsize == 2,
-    )
-    threads = 32 * config.warps
-    if config.blocks == 1:
-        clusters = config.blocks_per_sm * _processors(device)
-    else:
-        clusters = kernel.active_clusters(threads, config.blocks, shared_bytes, device)
-    clusters = max(8, min(rows, clusters) // 8 * 8) if odd else max(1, min(rows, clusters))
-    return Plan(kernel, clusters, config.blocks, threads, stages, shared_bytes)
+    name = kernel_name(kernel, config, dtype, parameter, chunks, rms)
+    most = config.blocks_per_sm * device.processors if config.blocks == 1 else 0
+    multiple = 8 if columns % GROUP else 1
+    # In dy * weight - mean(dy * weight) both products must be rounded alike; products of half precision are exact.
+    fused = parameter.itemsize == 2
+    return Staged(name, fused, rows, most, multiple, config.blocks, 32 * config.warps, stages, shared_bytes)
+
+
+@lru_cache(maxsize=4096)
+def ready(staged: Staged, device: torch.device) -> tuple[cuda.Kernel, int]:
+    """The kernel, compiled, and how many clusters share the rows."""
+    text = cuda_text(*CUDA_FILES)
+    kernel = cuda.compile(text, staged.kernel, device=device, fused_multiply_add=staged.fused_multiply_add)
+    most = staged.most or kernel.active_clusters(staged.threads, staged.blocks, staged.shared_bytes, device)
+    return kernel, max(staged.multiple, min(staged.rows, most) // staged.multiple * staged.multiple)
+
+
+def launch(staged: Staged, device: torch.device, *arguments: object) -> None:
+    """Start the kernel on its tensors and sizes."""
+    kernel, clusters = ready(staged, device)
+    cluster = staged.blocks if staged.blocks > 1 else None
+    grid = clusters * staged.blocks
+    kernel.launch(grid, staged.threads, *arguments, shared_bytes=staged.shared_bytes, cluster=cluster)
 
 
 def layout(
     config: ClusterConfig, columns: int, element_bytes: int, parameter_bytes: int, limit: int
 ) -> tuple[int, int, int]:
-    """Groups of a row that a block has, groups of those that a thread has, and stages that fit in `limit` bytes."""
+    """Groups of a row in each block, groups in each thread, and the stages that fit in `limit` bytes."""
     of_row = -(-(columns + (GROUP - 1 if columns % GROUP else 0)) // GROUP)
     share = -(-of_row // config.blocks)
     room = (limit + SYSTEM_BYTES) // config.blocks_per_sm - SYSTEM_BYTES - EXCHANGE_BYTES
@@ -164,11 +146,3 @@ def kernel_name(
     """The kernel with its template arguments, as NVRTC wants it named."""
     types = f"{CPP_TYPES[dtype]}, {CPP_TYPES[parameter]}"
     return f"{name}<{types}, {chunks}, {config.warps}, {config.blocks}, {str(rms).lower()}>"
-
-
-def _shared_bytes(device: torch.device) -> int:
-    return min(shared_memory_bytes(torch.empty(0, device=device)), 232_448)
-
-
-def _processors(device: torch.device) -> int:
-    return processors(torch.empty(0, device=device))

@@ -1,13 +1,12 @@
-"""Layer norm of a sum in CUDA C++: y = layer_norm(x + input_bias + residual), the sum in one pass with the norm.
+"""Layer norm of a sum in CUDA C++: y = layer_norm(x + input_bias + residual). One pass computes the sum and the norm.
 
-What the end of a transformer's sublayer does: the bias of its last linear layer, the residual connection and the norm
-(Ba, Kiros and Hinton 2016), fused as inference libraries do in half precision. Bound by memory: x and residual are read
-once, y and the sum (the residual of the next sublayer) written once. The sum is rounded once and stays in registers
-until it is normalized; half precision is read and written 16 bytes at a time and converted in pairs; sums go over a row
-by shuffles within warps and shared memory between them (cuda_norms.cu).
+It fuses the end of a transformer's sublayer: the bias of its last linear layer, the residual connection and the norm
+(Ba, Kiros and Hinton 2016), as inference libraries do in half precision. Bound by memory: the kernel reads x and
+residual once, and writes y and the sum (the residual of the next sublayer) once. The kernel rounds the sum once and
+keeps it in registers until it is normalized. It reads and writes half precision 16 bytes at a time and converts in
+pairs. Row sums go by shuffles within a warp and by shared memory between warps (cuda_norms.cu).
 
-It is the twin of `add_layer_norm`, whose forward is Triton's: the same statistics and results. The backward is the
-twin's.
+`add_layer_norm`, whose forward kernel is Triton's, gives the same statistics and results. Both have the same backward.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def kernel_for(
 
 
 def _width(columns: int, tensors: Sequence[Tensor]) -> int:
-    """The most neighbouring elements, up to 16 bytes of them, that rows of all tensors can be read by."""
+    """The number of neighbouring elements, up to 16 bytes, that one load can read from the rows of all tensors."""
     width = 16 // tensors[0].element_size()
     for tensor in tensors:
         rows_apart = tensor.stride(0) if tensor.dim() == 2 and tensor.shape[0] > 1 else 0

@@ -3,8 +3,9 @@
 y = (x - mean) / sqrt(var + eps) * weight + bias (Ba, Kiros and Hinton 2016, "Layer Normalization") and
 y = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, "Root Mean Square Layer Normalization"). Bound by
 memory at every size: forward reads x and writes y, backward reads dy and x and writes dx. The backward kernel sums the
-gradients of weight and bias in the same pass, in float32 registers of persistent programs, and adds the programs'
-partial sums in a fixed order: no atomics, the same bits each time. `sum_norms.py` has both norms of a sum.
+gradients of weight and bias in the same pass, in float32 registers of persistent programs. It adds the programs'
+partial sums in a fixed order, without atomics, so the bits are the same each time. `sum_norms.py` has both norms
+applied to a sum.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from torch import Tensor
 
 from rooftop.cost import Cost, distinct_bytes, precision_of
 from rooftop.kernels.norms import launches
+from rooftop.kernels.norms.plans import without_kernels
 from rooftop.kernels.operands.autocasting import result_dtype
 from rooftop.kernels.operands.checks import check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
-from rooftop.kernels.operands.references import without_kernels
+from rooftop.kernels.operands.launch_data import device_facts
 from rooftop.kernels.operands.strided_rows import unit_columns
 from rooftop.launch.operators import declare
 from rooftop.launch.symbolic import recorded_whole
@@ -32,7 +34,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class Statistics(NamedTuple):
-    """What backward needs of rows x (M, N): `mean` is None of an RMS norm."""
+    """What backward needs of rows x (M, N); `mean` is None for an RMS norm."""
 
     x: Tensor
     weight: Tensor | None
@@ -47,7 +49,7 @@ class Statistics(NamedTuple):
 
 
 class LayerNorm(NamedTuple):
-    """(y, mean, rstd) of rows x (M, N), y in `dtype`; statistics are float32, of float64 float64."""
+    """(y, mean, rstd) of rows x (M, N), y in `dtype`; the statistics are float32, or float64 for float64 input."""
 
     x: Tensor
     weight: Tensor | None
@@ -77,7 +79,7 @@ class LayerNorm(NamedTuple):
         return y, mean.to(inside).reshape(-1), rstd.to(inside).reshape(-1)
 
     def formula(self) -> tuple[Tensor, None, None]:
-        """Written out: the third derivatives of PyTorch's function are wrong (2.13)."""
+        """Written out here, because the third derivatives of PyTorch's own function are wrong (2.13)."""
         values = self.x.to(accumulator_dtype(self.x.dtype))
         centred = values - values.mean(1, keepdim=True)
         y = centred * (centred.square().mean(1, keepdim=True) + self.eps).rsqrt()
@@ -92,14 +94,14 @@ class LayerNorm(NamedTuple):
         return kept.gradients(dy, None, list(wanted[1:3]))
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Statistics 3 an element, centring and scaling 2, weight and bias 1 each."""
+        """Flops of an element: 3 for the statistics, 2 for centring and scaling, 1 each for weight and bias."""
         flops = (5 + (self.weight is not None) + (self.bias is not None)) * self.x.numel()
         read = distinct_bytes([self.x, self.weight, self.bias])
         return Cost(read, distinct_bytes(made), {precision_of(self.x.dtype): flops})
 
 
 class RmsNorm(NamedTuple):
-    """(y, rstd) of rows x (M, N), likewise."""
+    """(y, rstd) of rows x (M, N), y in `dtype`; rstd is float32, or float64 for float64 input."""
 
     x: Tensor
     weight: Tensor | None
@@ -119,7 +121,7 @@ class RmsNorm(NamedTuple):
         return self.x.new_empty(self.x.shape, dtype=self.dtype), rstd
 
     def in_pytorch(self) -> tuple[Tensor, Tensor]:
-        """In the order in which PyTorch computes it."""
+        """In the order of operations that PyTorch uses."""
         values = self.x.to(accumulator_dtype(self.x.dtype))
         rstd = (values.square().mean(1, keepdim=True) + self.eps).rsqrt()
         y = values * rstd
@@ -139,15 +141,14 @@ class RmsNorm(NamedTuple):
         return kept.gradients(dy, None, [wanted[1], False])[:2]
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Squares and their sum 2 an element, scaling 1, weight 1."""
+        """Flops of an element: 2 for the squares and their sum, 1 for scaling, 1 for the weight."""
         flops = (3 + (self.weight is not None)) * self.x.numel()
         return Cost(distinct_bytes([self.x, self.weight]), distinct_bytes(made), {precision_of(self.x.dtype): flops})
 
 
 class NormBackward(NamedTuple):
-    """(dx, dweight, dbias) of all the norms; `mask`: which of weight and bias need a gradient, the others are empty.
-
-    dtotal: a gradient that flows to x past the norm. mean: None of an RMS norm.
+    """(dx, dweight, dbias) of all the norms; `mask` says which of weight and bias need a gradient, the others are
+    empty. dtotal: a gradient that reaches x without passing the norm. mean: None for an RMS norm.
     """
 
     dy: Tensor
@@ -176,7 +177,7 @@ class NormBackward(NamedTuple):
         return self.x.new_empty(self.x.shape), *self._parameter_gradients()
 
     def _parameter_gradients(self) -> tuple[Tensor, Tensor]:
-        """Memory for the gradients of weight and bias; nothing where none is wanted."""
+        """Memory for the gradients of weight and bias; empty for a gradient that is not needed."""
         weight, bias = (t if wanted else None for t, wanted in zip((self.weight, self.bias), self.mask, strict=True))
         nothing = self.x.new_empty(0)
         return (
@@ -185,7 +186,9 @@ class NormBackward(NamedTuple):
         )
 
     def reference(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(dx, dweight, dbias) in plain PyTorch, the latter two in the statistics' dtype and None where not wanted."""
+        """(dx, dweight, dbias) in plain PyTorch. The latter two have the statistics' dtype, and are None if not
+        needed.
+        """
         dy, dtotal, x, weight, _, mean, rstd, mask = self
         if mean is None:
             dx, dweight = _rms_norm_gradients(dy.to(rstd.dtype), x.to(rstd.dtype), weight, rstd[:, None])
@@ -200,7 +203,7 @@ class NormBackward(NamedTuple):
         return dx, dweight if mask[0] else None, dbias if mask[1] else None
 
     def formula(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Differentiable in dy, x and weight. The statistics are computed from x again, so that they are, too."""
+        """Differentiable in dy, x and weight. It computes the statistics from x again, since they depend on x."""
         dy, dtotal, x, weight, bias, mean, rstd, mask = self
         slope, values = dy.to(rstd.dtype), x.to(rstd.dtype)
         centred = values if mean is None else values - values.mean(1, keepdim=True)
@@ -215,7 +218,9 @@ class NormBackward(NamedTuple):
         return (dx if dtotal is None else dx + dtotal).to(x.dtype), dweight, dbias
 
     def cost(self, made: tuple[Tensor, Tensor, Tensor]) -> Cost:
-        """Normalizing 2 an element (RMS: 1), dx 7 (5), weight 1, dtotal 1, 2 and 1 for the sums of weight and bias."""
+        """Flops of an element: 2 for normalizing (RMS: 1), 7 for dx (5), 1 for the weight, 1 for dtotal, 2 and 1 for
+        the sums of weight and bias.
+        """
         dy, dtotal, x, weight, _, mean, rstd, mask = self
         per_element = 9 if mean is not None else 6
         per_element += (weight is not None) + (dtotal is not None) + 2 * mask[0] + mask[1]
@@ -224,23 +229,27 @@ class NormBackward(NamedTuple):
         return Cost(read, distinct_bytes(written), {precision_of(x.dtype): per_element * x.numel()})
 
 
-_layer_norm = declare("layer_norm", LayerNorm)
-_rms_norm = declare("rms_norm", RmsNorm)
+_layer_norm = declare("layer_norm", LayerNorm, slopes=1)
+_rms_norm = declare("rms_norm", RmsNorm, slopes=1)
 norm_backward = declare("norm_backward", NormBackward)
 
 
 def runs_reference(x: Tensor) -> bool:
-    """Whether plain PyTorch computes it, and no kernel: also rows of no elements, which have nothing to launch for."""
-    return x.dtype == torch.float64 or x.shape[1] == 0 or without_kernels(x.device)
+    """Whether plain PyTorch computes the norm instead of a kernel; rows without elements too, since nothing can be
+    launched for them.
+    """
+    return without_kernels(x.dtype, x.shape[1], device_facts(x.device).triton) is not None
 
 
 def contiguous(parameter: Tensor | None) -> Tensor | None:
-    """The parameter, copied where it has gaps; None stays None."""
+    """The parameter, copied if it is not contiguous; None stays None."""
     return parameter.contiguous() if parameter is not None else None
 
 
 def _alike(x: Tensor, weight: Tensor | None, inside: torch.dtype) -> Tensor | None:
-    """The weight in the statistics' dtype; beside half precision there is one, else PyTorch rounds the statistics."""
+    """The weight in the statistics' dtype. Half precision input gets ones if it has no weight: PyTorch would round the
+    statistics otherwise.
+    """
     if weight is None and x.dtype != inside:
         return torch.ones(x.shape[1], dtype=inside, device=x.device)
     return None if weight is None else weight.to(inside)
@@ -249,19 +258,21 @@ def _alike(x: Tensor, weight: Tensor | None, inside: torch.dtype) -> Tensor | No
 def _layer_norm_gradients(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias), not rounded to half precision; what cancels in PyTorch's operator is subtracted first."""
+    """(dx, dweight, dbias), not rounded to half precision. It subtracts first the terms that cancel in PyTorch's
+    operator.
+    """
     centred = x - mean[:, None]
-    normal = (centred - centred.mean(1, keepdim=True)) * rstd  # the mean is rounded: the rest of it is corrected
+    normal = (centred - centred.mean(1, keepdim=True)) * rstd  # the mean is rounded: this corrects the remainder
     gradient = dy if weight is None else dy * weight
     projected = normal * (gradient * normal).mean(1, keepdim=True)
     return (gradient - gradient.mean(1, keepdim=True) - projected) * rstd, (dy * normal).sum(0), dy.sum(0)
 
 
 def _rms_norm_gradients(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """(dx, dweight), products and sums in the order in which autograd takes those of PyTorch's."""
+    """(dx, dweight), with products and sums in the order of autograd for PyTorch's operator."""
     dweight = (dy * (x * rstd)).sum(0)
     gradient = dy if weight is None else dy * weight
-    dmean = (gradient * x).sum(1, keepdim=True) * -0.5 * rstd.pow(3) / x.shape[1]  # of the mean square
+    dmean = (gradient * x).sum(1, keepdim=True) * -0.5 * rstd.pow(3) / x.shape[1]  # the factor of the mean square
     return gradient * rstd + dmean * (2 * x), dweight
 
 
@@ -276,7 +287,7 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Layer norm over the last dimensions; arguments as of `torch.nn.functional.layer_norm`.
+    """Layer norm over the last dimensions, with the arguments of `torch.nn.functional.layer_norm`.
 
     Args:
         input: (..., *normalized_shape), bfloat16, float16, float32 or float64.
@@ -285,7 +296,7 @@ def layer_norm(
         eps: added to the variance.
 
     Returns:
-        Like input; under a GPU's autocast float32, as PyTorch's. Statistics are float32 (float64 for float64).
+        Like input; under a GPU's autocast float32, as in PyTorch. Statistics are float32 (float64 for float64).
 
     Raises:
         TypeError: no dense tensors, or dtypes that are not floating point.
@@ -305,16 +316,17 @@ def layer_norm(
 def rms_norm(
     input: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """RMS norm over the last dimensions; arguments as of `torch.nn.functional.rms_norm`.
+    """RMS norm over the last dimensions, with the arguments of `torch.nn.functional.rms_norm`.
 
     Args:
         input: (..., *normalized_shape), bfloat16, float16, float32 or float64.
         normalized_shape: the dimensions that are normalized together; one int is one dimension.
         weight: (*normalized_shape) on the same device, of any of these dtypes.
-        eps: added to the mean square; None is that of float32 (float64 for float64), as PyTorch's kernels take.
+        eps: added to the mean square; None takes the machine epsilon of float32 (float64 for float64), as PyTorch's
+            kernels do.
 
     Returns:
-        Like input; under a GPU's autocast float32, as PyTorch's. Statistics are float32 (float64 for float64).
+        Like input; under a GPU's autocast float32, as in PyTorch. Statistics are float32 (float64 for float64).
 
     Raises:
         TypeError: no dense tensors, or dtypes that are not floating point.
@@ -350,7 +362,7 @@ def check_norm(
     residual: Tensor | None,
     **parameters: Tensor | None,
 ) -> tuple[int, ...]:
-    """normalized_shape as a tuple, if the arguments of the norm `name` fit; TypeError or ValueError if not."""
+    """normalized_shape as a tuple. Raises TypeError or ValueError if the arguments of the norm `name` do not fit."""
     shape = _shape(name, normalized_shape)
     check_tensors(name, FLOATS, ("residual", *parameters), input=input, residual=residual, **parameters)
     if tuple(input.shape[-len(shape) :]) != shape or input.dim() < len(shape):

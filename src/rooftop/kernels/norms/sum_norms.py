@@ -1,15 +1,16 @@
-"""Layer norm and RMS norm of a sum, and the sum: what stands between the sublayers of a transformer.
+"""Layer norm and RMS norm of a sum, and the sum itself: the operation between the sublayers of a transformer.
 
-total = x + input_bias + residual, y = norm(total): the bias of the last linear layer, the residual connection and the
-norm in one pass. Bound by memory: x and residual are read once, y and total written once; backward reads dy, total and
-the gradient that flows on past the norm, and writes the one gradient that x and residual share. The sum is taken in
-float32 and rounded once; what is normalized is the rounded sum, so y is exactly the norm of the total that is returned.
+total = x + input_bias + residual, y = norm(total): one pass for the bias of the last linear layer, the residual
+connection and the norm. Bound by memory: forward reads x and residual once, and writes y and total once. Backward reads
+dy, total and the gradient that reaches total without the norm, and writes one gradient, which x and residual share. The
+sum is computed in float32 and rounded once. The norm takes the rounded sum, so y is exactly the norm of the total that
+is returned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from rooftop.kernels.norms.norms import (
     runs_reference,
     sizes_of,
 )
+from rooftop.kernels.norms.plans import NormPlan, choose_backward, choose_forward, forward_call, gradients_of
 from rooftop.kernels.operands.autocasting import result_dtype
 from rooftop.kernels.operands.dtypes import accumulator_dtype
 from rooftop.kernels.operands.strided_rows import unit_columns
@@ -39,7 +41,7 @@ from rooftop.launch.triton_launch import INTERPRETED
 
 
 class Kept(NamedTuple):
-    """What backward needs: the sum's norm, whether it was a sum, and the dtype of the input bias."""
+    """What backward needs: the statistics of the norm, whether anything was added, and the dtype of the input bias."""
 
     x: Tensor
     weight: Tensor | None
@@ -52,8 +54,8 @@ class Kept(NamedTuple):
     def gradients(
         self, wanted: Sequence[bool], dy: Tensor | None, dtotal: Tensor | None, mask: list[bool]
     ) -> Gradients:
-        """Of x, residual, input_bias, weight and bias."""
-        dtotal = dtotal if self.adds else None  # where nothing is added the caller gives x back, not the operator
+        """The gradients of x, residual, input_bias, weight and bias."""
+        dtotal = dtotal if self.adds else None  # without an addition the caller returns x itself
         dx, dweight, dbias = dtotal, None, None
         if dy is not None:
             dx, dweight, dbias = Statistics(*self[:5]).gradients(dy, dtotal, mask)
@@ -64,7 +66,7 @@ class Kept(NamedTuple):
 
 
 class AddLayerNorm(NamedTuple):
-    """(y, total, mean, rstd) of rows x (M, N), y in `dtype`; total is empty where nothing is added."""
+    """(y, total, mean, rstd) of rows x (M, N), y in `dtype`; total is empty if nothing is added."""
 
     x: Tensor
     residual: Tensor | None
@@ -111,7 +113,7 @@ class AddLayerNorm(NamedTuple):
 
 
 class AddRmsNorm(NamedTuple):
-    """(y, total, rstd), likewise."""
+    """(y, total, rstd) of rows x (M, N), y in `dtype`; total is empty if nothing is added."""
 
     x: Tensor
     residual: Tensor | None
@@ -167,7 +169,7 @@ def add_reference(x: Tensor, residual: Tensor | None, input_bias: Tensor | None)
 
 
 def adds(residual: Tensor | None, input_bias: Tensor | None) -> bool:
-    """Whether the sum is another tensor than x."""
+    """Whether anything is added, so that the sum is a new tensor and not x."""
     return residual is not None or input_bias is not None
 
 
@@ -201,17 +203,18 @@ def add_layer_norm(
     *,
     input_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Layer norm over the last dimensions of input + input_bias + residual, and that sum.
+    """Layer norm over the last dimensions of the sum input + input_bias + residual, and the sum itself.
 
     Args:
         input: (..., *normalized_shape), bfloat16, float16, float32 or float64.
         residual: like input; None adds nothing.
-        normalized_shape, weight, bias, eps: as of `torch.nn.functional.layer_norm`.
+        normalized_shape, weight, bias, eps: as in `torch.nn.functional.layer_norm`.
         input_bias: (*normalized_shape), added to each row of input.
 
     Returns:
-        (y, total), both like input. total is rounded once, and y is its norm; it is input itself where nothing is
-        added. Under a GPU's autocast y is float32, as PyTorch's norms, and total keeps the dtype of input, as its sums.
+        (y, total), both like input. total is rounded once, and y is its norm. If nothing is added, total is input
+        itself. Under a GPU's autocast y is float32, as PyTorch's norms are, and total keeps the dtype of input, as
+        PyTorch's sums do.
 
     Raises:
         TypeError: no dense tensors, or dtypes that are not floating point, or residual of another dtype than input.
@@ -239,9 +242,9 @@ def add_rms_norm(
     *,
     input_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """RMS norm over the last dimensions of input + input_bias + residual, and that sum.
+    """RMS norm over the last dimensions of the sum input + input_bias + residual, and the sum itself.
 
-    Arguments, results and errors as of `add_layer_norm`; weight and eps as of `torch.nn.functional.rms_norm`.
+    Arguments, results and errors as in `add_layer_norm`; weight and eps as in `torch.nn.functional.rms_norm`.
     """
     name, parameters = "add_rms_norm", {"weight": weight, "input_bias": input_bias}
     shape = check_norm(name, normalized_shape, input, residual, **parameters)
@@ -250,10 +253,48 @@ def add_rms_norm(
     return y.reshape(input.shape), total.reshape(input.shape) if adds(residual, input_bias) else input
 
 
+def layer_norm_plan(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    input_bias: Tensor | None = None,
+    rms: bool = False,
+    direction: Literal["forward", "backward"] = "forward",
+) -> NormPlan:
+    """Say which kernels compute a norm of these arguments, and why, without computing it.
+
+    Args:
+        input, normalized_shape, weight, bias: as in `layer_norm`.
+        residual, input_bias: as in `add_layer_norm`, if given.
+        rms: whether the norm is `rms_norm` or `add_rms_norm`, which have no bias.
+        direction: "backward" plans the gradients of input and of all given parameters, from contiguous gradients of the
+            results.
+
+    Raises:
+        TypeError, ValueError: as the norms; also for a bias of an RMS norm, or another direction.
+    """
+    if direction not in ("forward", "backward"):
+        raise ValueError(f"layer_norm_plan: direction must be 'forward' or 'backward', got {direction!r}")
+    if rms and bias is not None:
+        raise ValueError("layer_norm_plan: an RMS norm has no bias: leave out bias or rms")
+    parameters = {"weight": weight, "bias": bias, "input_bias": input_bias}
+    shape = check_norm("layer_norm_plan", normalized_shape, input, residual, **parameters)
+    flat, (added, of_input, scale, shift) = flat_arguments(shape, input, residual, input_bias, weight, bias)
+    x, added = unit_columns(flat), unit_columns(added) if added is not None else None
+    dtype = result_dtype("rms_norm" if rms else "layer_norm", input)
+    call = forward_call(x, added, of_input, scale, shift, rms, dtype)
+    return choose_forward(call) if direction == "forward" else choose_backward(gradients_of(call))
+
+
 def _is_plain_sum(
     x: Tensor, residual: Tensor | None, normalized_shape: int | Sequence[int], *parameters: Tensor | None
 ) -> bool:
-    """Whether all are float32 on the CPU and fit, so that PyTorch's layer norm does the same with less ado."""
+    """Whether all tensors are float32 on the CPU and fit: PyTorch's layer norm then computes the same with less
+    overhead.
+    """
     if INTERPRETED or x is None or not computed_on_cpu(x, residual, *parameters) or x.dim() == 0:
         return False
     last = x.shape[-1:]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """How rows of up to `columns` elements are worked on: rows a program, elements of a block, and warps."""
+    """Parameters for rows of up to `columns` elements: rows of a program, elements of a block, and warps."""
 
     columns: int
     rows: int
@@ -19,7 +19,7 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Also: how many programs stay on an SM, and how many tiles of rows are on their way at a time."""
+    """Also the number of programs on an SM, and the number of tiles that are loaded at a time."""
 
     columns: int
     rows: int
@@ -33,7 +33,9 @@ class BackwardConfig:
 
 @dataclass(frozen=True)
 class LongConfig:
-    """Rows in blocks of so many elements, `stages` of them on their way; at most so many programs for each SM."""
+    """Rows in blocks of `block` elements, `stages` of them in flight, and the largest number of programs for each
+    SM.
+    """
 
     block: int
     warps: int
@@ -42,9 +44,9 @@ class LongConfig:
     shifted: bool = True  # whether rows at odd addresses are loaded 16 bytes at a time
 
 
-# Chosen by benchmarks/kernels/norm_variants.py on an H200 (bfloat16, 2^27 elements). What matters: that loads are wide
-# (a block gives each thread 16 bytes or more), that little of the last block is masked, and in backward that rows are
-# fetched ahead; where the weight stays in registers there is more shared memory for that.
+# Chosen by benchmarks/kernels/norm_variants.py on an H200 (bfloat16, 2^27 elements). Loads must be wide (a block gives
+# each thread 16 bytes or more) and little of the last block masked. In backward, rows must be fetched ahead; a weight
+# in registers leaves more shared memory for that.
 FORWARD = (
     ForwardConfig(columns=128, rows=8, block=128, warps=2),
     ForwardConfig(columns=256, rows=8, block=256, warps=4),
@@ -59,14 +61,14 @@ FORWARD = (
     ForwardConfig(columns=32768, rows=1, block=8192, warps=16),
 )
 
-# Rows of pairs or fours of elements, which begin at multiples of 4 or 8 bytes: one warp a row, more of them on an SM.
+# Rows of pairs or fours of elements, which begin at multiples of 4 or 8 bytes: one warp a row, and more warps on an SM.
 FORWARD_NARROW = (
     ForwardConfig(columns=512, rows=4, block=128, warps=2),
     ForwardConfig(columns=1024, rows=1, block=256, warps=1),
 )
 
-# Longer rows of fours of half precision, which begin at multiples of 8 bytes, faster than those on their way to shared
-# memory (`clusters`) up to these many elements.
+# Longer half precision rows of four-element groups, which begin at multiples of 8 bytes. Up to this many elements they
+# are faster than staging in shared memory (`clusters`).
 FORWARD_FOURS, FORWARD_FOURS_RMS = (
     (ForwardConfig(columns=16_384, rows=1, block=2048, warps=8),),
     (ForwardConfig(columns=24_568, rows=1, block=2048, warps=8),),
@@ -90,12 +92,12 @@ BACKWARD = (
     BackwardConfig(columns=16384, rows=1, block=4096, warps=16, programs_per_sm=1, stages=1, again=True),
 )
 
-# Half precision rows of up to 65536 elements that are whole groups of 16 bytes: read once, faster than twice.
+# Half precision rows of up to 65536 elements in whole groups of 16 bytes: reading them once is faster than twice.
 FORWARD_HELD = ForwardConfig(columns=65536, rows=1, block=16384, warps=32)
 
-# Rows at odd addresses that are loaded 16 bytes at a time. Forward of 381 to 1002 elements is faster by loads of two
-# bytes, one warp a row, and of 2601 and 12287, too: there the masks of the first and the last group cost more
-# instructions than the wide loads save.
+# Rows at odd addresses, loaded 16 bytes at a time. Forward of 381 to 1002 elements, of 2601 and of 12287 is faster with
+# loads of two bytes, one warp a row: there the masks of the first and the last group cost more instructions than the
+# wide loads save.
 FORWARD_SHIFTED = (BackwardConfig(columns=256, rows=4, block=256, warps=4, programs_per_sm=8, stages=1),)
 BACKWARD_SHIFTED = (
     BackwardConfig(columns=512, rows=4, block=256, warps=4, programs_per_sm=4, stages=3),
@@ -106,12 +108,12 @@ BACKWARD_SHIFTED = (
     BackwardConfig(columns=6144, rows=1, block=2048, warps=16, programs_per_sm=1, stages=3),
 )
 
-# Short rows of pairs of elements: one warp a row and twelve on an SM are faster than loads with a shift.
+# Short rows of pairs of elements: one warp a row and twelve on an SM are faster than shifted loads.
 BACKWARD_PAIRS = (BackwardConfig(columns=512, rows=1, block=256, warps=1, programs_per_sm=12, stages=3, hold=True),)
 SHIFTED_FROM = 128  # columns: shorter rows are a few loads either way
 
-# Longer rows, forward: a program for each row. Few persistent programs, so that L2 keeps their rows for the second
-# pass, were slower: 132 of them have too little on its way.
+# Longer rows, forward: one program for each row. A few persistent programs, which would keep their rows in L2 for the
+# second pass, were slower: 132 of them have too few loads in flight.
 MANY = 64
 FORWARD_LONG = LongConfig(block=8192, warps=16, programs_per_sm=MANY, stages=3)
 FORWARD_LONG_ODD = LongConfig(block=1024, warps=8, programs_per_sm=MANY, stages=1, shifted=False)
@@ -124,13 +126,13 @@ ADD_PARTIAL_SUMS = {"ROWS": 128, "COLUMNS": 16, "num_warps": 4}
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """How rows of `least` to `most` elements are worked on.
+    """Parameters for rows of `least` to `most` elements.
 
     Attributes:
-        blocks: of a cluster, which share a row: 1, 2, 4 or 8.
-        warps: of a block.
-        blocks_per_sm: share the shared memory of an SM.
-        stages: rows of a block that are on their way or worked on; fewer where shared memory does not have the room.
+        blocks: blocks of a cluster, which share a row: 1, 2, 4 or 8.
+        warps: warps of a block.
+        blocks_per_sm: blocks that share the shared memory of an SM.
+        stages: the number of rows of a block that are being loaded or computed; fewer if shared memory is too small.
         odd: whether it is for rows that do not begin at multiples of 16 bytes; None: for both kinds.
     """
 
@@ -143,7 +145,7 @@ class ClusterConfig:
     odd: bool | None = None
 
 
-# From an H200 (results/h200/tune_norms.json): what is not here is faster by Triton's kernels.
+# From an H200 (results/h200/tune_norms.json): Triton's kernels are faster for the rows that are not listed here.
 CLUSTER_FORWARD: tuple[ClusterConfig, ...] = (
     ClusterConfig(least=4097, most=8184, blocks=1, warps=8, blocks_per_sm=3, stages=2, odd=True),
     ClusterConfig(least=8185, most=13_304, blocks=1, warps=13, blocks_per_sm=2, stages=2, odd=True),
@@ -169,12 +171,12 @@ CLUSTER_BACKWARD: tuple[ClusterConfig, ...] = (
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """How rows of up to `columns` elements are worked on.
+    """Parameters for rows of up to `columns` elements.
 
     Attributes:
-        elements: of a row that one thread holds.
-        warps: of a row. Rows of one warp need no shared memory.
-        rows: of a block; more than one only where a row has one warp.
+        elements: elements of a row in one thread.
+        warps: warps of a row. Rows of one warp need no shared memory.
+        rows: rows of a block; more than one only if a row has one warp.
     """
 
     columns: int
@@ -184,8 +186,8 @@ class CudaConfig:
     measured: bool = field(default=True, compare=False)  # or predicted
 
 
-# A thread has 16 bytes of half precision or a few times that in flight; up to 1024 columns a row stays within a warp.
-# Not measured yet.
+# A thread has 16 bytes of half precision, or a few times that, in flight; up to 1024 columns one warp holds a row. Not
+# measured yet.
 CUDA = (
     CudaConfig(columns=256, elements=8, warps=1, rows=4, measured=False),
     CudaConfig(columns=512, elements=16, warps=1, rows=4, measured=False),

@@ -1,1 +1,1 @@
-"""What all families share: dtypes, checks, rows, and pieces of kernels."""
+"""Code that all families share: dtypes, checks, rows, and functions of kernels."""

@@ -1,4 +1,4 @@
-"""Activations that follow a product or a convolution: their names, their formulas in PyTorch, what they cost."""
+"""Activations after a product or a convolution: their names, formulas in PyTorch, and costs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch.nn import functional
 
 from rooftop.kernels.operands.dtypes import accumulator_dtype
 
-ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid")  # numbered so in triton_kernels/activations.py
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid")  # numbered as in triton_kernels/activations.py
 OF_OUTPUT = ("none", "relu", "sigmoid")
-"""Those whose result says the derivative."""
+"""Activations whose derivative follows from their result."""
 
-# Of one element: an exponential, a division, an error function and a product count 1 each.
+# Per element: an exponential, a division, an error function and a product count 1 each.
 FORWARD_FLOPS = {"none": 0, "relu": 1, "gelu": 5, "gelu_tanh": 8, "silu": 4, "sigmoid": 3}
 BACKWARD_FLOPS = {"none": 0, "relu": 1, "gelu": 10, "gelu_tanh": 15, "silu": 8, "sigmoid": 3}
 
 
 def activated(values: Tensor, activation: str) -> Tensor:
-    """PyTorch's function of that name."""
+    """PyTorch's function with that name."""
     if activation == "relu":
         return values.relu()
     if activation == "gelu":
@@ -31,8 +31,8 @@ def activated(values: Tensor, activation: str) -> Tensor:
 
 
 def activation_backward_reference(dy: Tensor, saved: Tensor, activation: str, of_output: bool) -> Tensor:
-    """dy * activation' in float32 (float64 for float64); `saved`: the result where `of_output`, else what was
-    activated."""
+    """dy * activation' in float32 (float64 for float64); `saved`: the result if `of_output`, else the activation's
+    input."""
     gradient, value = dy.to(accumulator_dtype(dy.dtype)), saved.to(accumulator_dtype(dy.dtype))
     if activation == "none":
         return gradient

@@ -1,8 +1,8 @@
 """The dtype of a result under autocast: that of the PyTorch function that an operator stands for.
 
-PyTorch has a list for each kind of device. A GPU's takes norms, softmaxes and sums in float32; the CPU's leaves them in
-the dtype that they are given, and takes only losses in float32. Operators get the dtype of their result as an argument,
-so that no input is copied to another dtype first.
+PyTorch has a list of such functions for each kind of device. A GPU's list computes norms, softmaxes and sums in
+float32. The CPU's list keeps their input's dtype, and computes only losses in float32. Operators get the dtype of their
+result as an argument, so that no input is copied to another dtype first.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ IN_FLOAT32 = {
 
 
 def under_autocast(x: Tensor) -> bool:
-    """Whether autocast takes x: it is on for the device of x, and x is not float64, which it never casts."""
+    """Whether autocast applies to x: it is on for the device of x, and x is not float64, which it never casts."""
     kind = x.device.type
     return kind != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(kind)
 
 
 def result_dtype(function: str, x: Tensor) -> torch.dtype:
-    """The dtype of `function`'s result for a floating point input x: float32 where autocast says so, else that of x."""
+    """The dtype of `function`'s result for a floating-point input x: float32 if autocast says so, else x's dtype."""
     widened = function in IN_FLOAT32.get(x.device.type, frozenset()) and under_autocast(x)
     return torch.float32 if widened else x.dtype

@@ -1,4 +1,4 @@
-"""What operators check of their tensors before anything is launched, and how they say what is wrong."""
+"""Checks of an operator's tensors before any launch, and their error messages."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def check_tensors(
     """Check that arguments are dense tensors of some dtypes on one device.
 
     Args:
-        name: of the public function.
-        dtypes: that each may have; None: any, the function checks them itself.
+        name: name of the public function, for messages.
+        dtypes: the allowed dtypes; None: any, the function checks them itself.
         optional: arguments that may be None.
-        beside: an argument, with its name, whose device all must be on; None: that of the first tensor.
+        beside: an argument and its name; all tensors must be on its device. None: on the first tensor's device.
         tensors: the arguments by name.
 
     Raises:
-        TypeError: what is no tensor, not dense or of another dtype.
+        TypeError: an argument that is no tensor, not dense, or of another dtype.
         ValueError: tensors on several devices.
     """
     for argument, tensor in tensors.items():
@@ -59,19 +59,19 @@ def not_dense(name: str, argument: str, tensor: Tensor) -> TypeError:
 
 
 def check_dtype(name: str, argument: str, given: torch.dtype, dtypes: Sequence[torch.dtype], hint: str = "") -> None:
-    """TypeError where it is none of these."""
+    """Raise TypeError unless the tensor has one of these dtypes."""
     if given not in dtypes:
         raise TypeError(f"{name}: {argument} must be {in_words(dtypes)}, got {given}{hint}")
 
 
 def check_shape(name: str, argument: str, tensor: Tensor | None, shape: tuple[int, ...], hint: str = "") -> None:
-    """ValueError where a tensor that is given has another shape."""
+    """Raise ValueError if a given tensor has another shape."""
     if tensor is not None and tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: expected {argument} of shape {shape}, got {tuple(tensor.shape)}{hint}")
 
 
 def check_same_dtype(name: str, first: str, tensor: Tensor, hint: str, **others: Tensor | None) -> None:
-    """TypeError where another tensor that is given has another dtype than the first."""
+    """Raise TypeError if another given tensor has another dtype than the first."""
     for argument, other in others.items():
         if other is not None and other.dtype != tensor.dtype:
             raise TypeError(f"{name}: {first} is {tensor.dtype}, {argument} {other.dtype}: {hint}")
@@ -86,18 +86,18 @@ def check_choice(name: str, argument: str, given: object, choices: Sequence[str]
 
 
 def check_finite(name: str, argument: str, value: Any, expected: str = "a number") -> None:
-    """TypeError for what is no number, ValueError for one that is not finite."""
+    """Raise TypeError if it is no number, and ValueError if it is not finite."""
     if not isinstance(value, NUMBERS):
         raise TypeError(f"{name}: {argument} must be {expected}, got {type(value).__name__}")
-    if not abs(value) < math.inf:  # torch.compile has no isfinite of a number that it takes as a variable
+    if not abs(value) < math.inf:  # torch.compile does not support isfinite of a number that it treats as a variable
         raise ValueError(f"{name}: {argument} must be finite, got {value}")
 
 
 def two_integers(name: str, argument: str, given: Any, least: int) -> tuple[int, int]:
-    """Of images: a number for lines and columns alike, or one for each.
+    """For images: one number for height and width, or one for each.
 
     Raises:
-        TypeError: it is neither an integer nor one or two of them.
+        TypeError: it is neither an integer nor a sequence of one or two integers.
         ValueError: one of them is below `least`.
     """
     values = (given,) if isinstance(given, int) else tuple(given) if isinstance(given, tuple | list) else ()

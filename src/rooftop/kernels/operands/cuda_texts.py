@@ -1,4 +1,4 @@
-"""CUDA C++ that lies beside the families' Python, as the one text that NVRTC compiles."""
+"""CUDA C++ files of the families, joined into the one text that NVRTC compiles."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ KERNELS = Path(__file__).parents[1]
 
 @cache
 def cuda_text(*names: str) -> str:
-    """The text of files of `rooftop/kernels`, one after another.
+    """The text of files in `rooftop/kernels`, one after another.
 
     Args:
-        names: with their folders, such as "norms/pieces.cu"; what a file calls stands in one before it.
+        names: with their folders, such as "norms/pieces.cu"; a file comes after the files that it calls.
     """
     return "\n".join((KERNELS / name).read_text(encoding="utf-8") for name in names)

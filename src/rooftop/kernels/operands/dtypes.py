@@ -1,4 +1,4 @@
-"""Dtypes that operators take, and those in which they add up."""
+"""Dtypes that operators accept, and those in which they add up."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ FLOATS = (*HALVES, torch.float32, torch.float64)
 INDICES = (torch.int32, torch.int64)
 
 CPP_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
-"""As CUDA C++ names those that its kernels take."""
+"""The CUDA C++ names of the dtypes that its kernels accept."""
 
 
 def accumulator_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype of sums and statistics of such numbers: float64 where one of them is float64, else float32."""
+    """The dtype of sums and statistics of such numbers: float64 if one of them is float64, else float32."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def in_words(dtypes: Sequence[torch.dtype]) -> str:
-    """As errors name them: "bfloat16, float16, float32 or float64"."""
+    """The dtypes as errors name them: "bfloat16, float16, float32 or float64"."""
     *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
     return f"{', '.join(others)} or {last}" if others else last

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rooftop.kernels.operands.references import without_kernels
+from rooftop.launch import cuda
+from rooftop.launch.triton_launch import processors, shared_memory_bytes
+
 Constants = dict[str, int | bool]
-"""Of a launch, by the names of the kernel's arguments."""
+"""Constants of a launch, by the names of the kernel's arguments."""
 
 WordConstants = dict[str, int | bool | str]
-"""The same, where some are words, such as a precision."""
+"""The same, if some values are strings, such as a precision."""
 
 ANY_BYTES = 1 << 62
 """Rows of any length: the limit of a table's last entry."""
@@ -20,7 +25,9 @@ ANY_BYTES = 1 << 62
 
 @dataclass(frozen=True)
 class ElementsConfig:
-    """Elements that a program works on, and warps. `measured`: or predicted."""
+    """Elements of a program, and warps. `measured`: whether the parameters were measured; otherwise they are
+    predicted.
+    """
 
     elements: int
     warps: int
@@ -28,23 +35,23 @@ class ElementsConfig:
 
 
 def power_of_two(size: int) -> int:
-    """The smallest that is not less than `size`, as sides of blocks must be."""
+    """The smallest power of two that is not less than `size`, as the sides of blocks must be."""
     return 1 << max(0, size - 1).bit_length()
 
 
 def tile_of(elements: int, columns: int, warps: int) -> Constants:
-    """A tile of so many elements of rows of so many columns; short rows share one."""
+    """A tile of about `elements` elements for rows of `columns` columns; short rows share a tile."""
     width = min(elements, power_of_two(columns))
     return {"ROWS": elements // width, "COLUMNS": width, "num_warps": warps}
 
 
 def grid_of(rows: int, columns: int, tile: Constants) -> tuple[int]:
-    """A program for each tile."""
+    """A grid with one program for each tile."""
     return (-(-rows // tile["ROWS"]) * -(-columns // tile["COLUMNS"]),)
 
 
 def is_wide(*tensors: Tensor) -> bool:
-    """Whether an offset within one needs 64 bits, also where it lies beyond the end of a tile."""
+    """Whether an offset within a tensor needs 64 bits, also past the end, up to the end of a tile."""
     return any(t.numel() + (1 << 20) >= 1 << 31 for t in tensors)
 
 
@@ -52,3 +59,27 @@ def is_wide(*tensors: Tensor) -> bool:
 def capability(device: torch.device) -> int:
     """The major compute capability; interpreted kernels run as on Hopper."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+
+
+class Device(NamedTuple):
+    """The properties of a device that plans depend on.
+
+    Attributes:
+        triton: whether Triton's kernels run there.
+        processors: multiprocessors.
+        shared_bytes: shared memory that a block can have.
+        cuda: the major compute capability; 0 if no CUDA C++ kernels run there.
+    """
+
+    triton: bool
+    processors: int
+    shared_bytes: int
+    cuda: int
+
+
+@cache
+def device_facts(device: torch.device) -> Device:
+    """The facts of an existing device."""
+    nothing = torch.empty(0, device=device)
+    major = capability(device) if cuda.runs_on(nothing) else 0
+    return Device(not without_kernels(device), processors(nothing), shared_memory_bytes(nothing), major)

@@ -1,6 +1,6 @@
-"""Copies of matrices whose rows are whole multiples of 16 bytes, which products by tensor cores want.
+"""Copies of matrices whose rows are multiples of 16 bytes, which tensor cores need for fast products.
 
-Libraries multiply rows that 16 bytes do not divide several times more slowly; a copy costs one trip through memory.
+Libraries multiply other rows several times more slowly; a copy costs one pass over memory.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from rooftop.kernels.operands.references import without_kernels
 from rooftop.launch.triton_launch import launch, require_triton
 
 ALIGNMENT, ROW_BYTES = 16, 128
-LEAST_PADDED = 1 << 17  # elements of a result from which copies take less time than they save
+LEAST_PADDED = 1 << 17  # elements of a result from which on copies take less time than they save
 TILE = {"ROWS": 4, "COLUMNS": 1024, "num_warps": 4}
 
 
 def missing_columns(columns: int, x: Tensor) -> int:
-    """How many more columns of the dtype of x make rows multiples of 128 bytes; none where 16 bytes divide them, and on
-    a CPU."""
+    """The number of columns, in the dtype of x, to add so that rows are multiples of 128 bytes. It is 0 if they are
+    multiples of 16 bytes, and on a CPU."""
     size = x.element_size()
     return -columns % (ROW_BYTES // size) if x.device.type == "cuda" and columns * size % ALIGNMENT else 0
 
 
 def padded(x: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
-    """x (M, N), any strides, with so many more rows and columns of zeros; x itself where there are none."""
+    """x (M, N), any strides, with that many rows and columns of zeros appended; x itself if both are 0."""
     if rows == 0 and columns == 0:
         return x
     shape = (x.shape[0] + rows, x.shape[1] + columns)

@@ -1,7 +1,7 @@
 """Numbers that repeat along a row, one for each channel of interleaved images, as kernels load them.
 
-A program may begin with any of the channels. So a table has a line for each, with the numbers from that one on, again
-and again: what a program needs lies side by side, and is loaded as wide as images are.
+A program may begin with any of the channels. So a table has a row for each start, which repeats the numbers from that
+start on. A program's numbers are contiguous, and its loads are as wide as those of images.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 COLUMNS = 2048
-"""Of a table: numbers that a program takes from it at most."""
-MOST_BYTES = 64 << 20  # of tables that are kept
+"""The most numbers that a program takes from a table."""
+MOST_BYTES = 64 << 20  # tables kept in the cache
 
 _tables: dict[tuple[bytes, torch.dtype, torch.device], Tensor] = {}
 _making = Lock()
@@ -24,9 +24,9 @@ class Table(NamedTuple):
     """Numbers on a device.
 
     Attributes:
-        numbers: (period, COLUMNS): line p has those from number p on.
-        is_kept: whether it is there for good, for all streams and for CUDA graphs. Else it is the current stream's, as
-            long as somebody holds it.
+        numbers: (period, COLUMNS): line p has the numbers from number p on.
+        is_kept: whether the table stays for good, for all streams and for CUDA graphs. Otherwise it belongs to the
+            current stream, as long as somebody holds a reference.
     """
 
     numbers: Tensor
@@ -34,15 +34,15 @@ class Table(NamedTuple):
 
 
 def table_of(numbers: bytes, dtype: torch.dtype, device: torch.device) -> Table:
-    """The table of some numbers; it is there when this returns.
+    """The table of some numbers; its contents are written before this returns.
 
     Args:
-        numbers: in the bytes that they have in memory: -0.0 is not 0.0, and NaN is what it is.
+        numbers: the numbers as bytes. As keys, -0.0 and 0.0 differ, and a NaN equals itself.
         dtype: of the numbers.
-        device: where the table shall be.
+        device: the device for the table.
 
     Raises:
-        RuntimeError: no such table is kept, and a CUDA graph is captured.
+        RuntimeError: no such table is kept, and a CUDA graph is being captured.
     """
     key = (numbers, dtype, device)
     found = _tables.get(key)

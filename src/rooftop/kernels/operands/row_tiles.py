@@ -1,4 +1,4 @@
-"""Launch data of kernels that work on rows: short ones as tiles in registers, long ones block by block."""
+"""Launch data of kernels that work on rows: short rows as tiles in registers, long rows block by block."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rooftop.kernels.operands.launch_data import WordConstants, power_of_two
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How rows of up to `row_bytes` (of all tensors that are held) are worked on: rows a program, bytes of a block of
-    one row, and warps. `hold`: exponentials, or of logarithms what they are of, stay in float32 registers, or else
-    both are computed twice."""
+    """Parameters for rows of up to `row_bytes` (of all tensors that are held): rows a program, bytes of a block of one
+    row, and warps. `hold`: whether exponentials (for logarithms, their arguments) stay in float32 registers; otherwise
+    they are computed twice."""
 
     row_bytes: int
     rows: int
@@ -25,8 +25,8 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class LongConfig:
-    """Rows of up to `row_bytes` in blocks of so many bytes, fetched `stages` ahead; the programs on an SM bound what L2
-    must keep. `again`: how L2 is to treat what will be read a second time."""
+    """Parameters for rows of up to `row_bytes`, in blocks that are fetched `stages` ahead; the number of programs per
+    SM limits how much L2 must hold. `again`: L2's policy for data that will be read a second time."""
 
     row_bytes: int
     block_bytes: int
@@ -48,12 +48,12 @@ def tile(config: TileConfig, columns: int, element_bytes: int) -> WordConstants:
 
 
 def tile_config(table: Sequence[Config], row_bytes: int) -> Config | None:
-    """The parameters for rows of so many bytes; None where they are too long for the table."""
+    """Launch parameters for rows of `row_bytes` bytes; None if they are too long for the table."""
     return next((config for config in table if row_bytes <= config.row_bytes), None)
 
 
 def long_tile(table: Sequence[LongConfig], row_bytes: int, element_bytes: int) -> tuple[int, WordConstants]:
-    """(programs an SM, constants of the kernels) for long rows, of elements of that many bytes."""
+    """(programs an SM, constants of the kernels) for long rows; elements have `element_bytes` bytes."""
     config = next(config for config in table if row_bytes <= config.row_bytes)
     block = config.block_bytes // element_bytes
     constants: WordConstants = {"COLUMNS": block, "STAGES": config.stages, "AGAIN": config.again}
@@ -61,5 +61,7 @@ def long_tile(table: Sequence[LongConfig], row_bytes: int, element_bytes: int) -
 
 
 def group_of(elements: int, element_bytes: int) -> int:
-    """Of so many neighbours, how many a thread loads at once, 16 bytes at most: they need no other thread's maximum."""
+    """The number of neighbouring elements that a thread loads at once, at most 16 bytes: they need no other thread's
+    maximum.
+    """
     return math.gcd(elements, 16 // element_bytes)

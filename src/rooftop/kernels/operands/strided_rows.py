@@ -1,4 +1,4 @@
-"""How operators look at strided tensors: as rows, in groups of elements."""
+"""How operators view strided tensors: as rows, in groups of elements."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def unit(*sizes: int) -> int:
 
 
 LINE_BYTES = 16
-"""What one load takes at most."""
+"""The largest size of one load."""
 
 
 def from_line(x: Tensor) -> tuple[Tensor, int]:
-    """(a view, how many elements after its beginning x begins): the view begins at a multiple of 16 bytes, if x is in
-    memory that begins as early. Compilers know of a pointer only whether it is such a multiple."""
+    """(a view, the number of elements from its beginning to that of x). The view begins at a multiple of 16 bytes, if
+    the memory of x begins as early. Compilers know of a pointer only whether it is such a multiple."""
     size = x.element_size()
     beyond = x.data_ptr() % LINE_BYTES
     lead = beyond // size
@@ -28,11 +28,11 @@ def from_line(x: Tensor) -> tuple[Tensor, int]:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """x (..., N) as (M, N) with unit column stride; a view where the strides allow one, else a copy."""
+    """x (..., N) as (M, N) with unit column stride; a view if the strides allow one, else a copy."""
     table = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return table if table.stride(1) == 1 else table.contiguous()
 
 
 def unit_columns(x: Tensor) -> Tensor:
-    """x (M, N), copied where the elements of a row lie apart; rows may."""
+    """x (M, N), copied if the elements of a row are not contiguous; rows may have any stride."""
     return x if x.stride(1) == 1 else x.contiguous()

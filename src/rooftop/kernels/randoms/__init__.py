@@ -1,1 +1,1 @@
-"""Random numbers by counter, and dropout made of them."""
+"""Counter-based random numbers, and dropout with them."""

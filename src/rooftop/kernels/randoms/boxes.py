@@ -1,7 +1,7 @@
-"""Parts of tensors: which elements of a whole one somebody holds who has only some of them.
+"""Parts of tensors: which elements of a whole tensor a rank holds.
 
-A box says it for tensors cut along rows, columns, heads or sequences, one after the other or at equal distances, such
-as the chunks from the front and the back of a sequence that balance causal attention.
+A box describes parts of tensors cut along rows, columns, heads or sequences, contiguous or at equal distances. An
+example is the chunks from the front and the back of a sequence that balance causal attention.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Box:
-    """The part of a whole tensor that somebody holds: in each dimension start + i * stride, for i below size.
+    """The part of a whole tensor that a rank holds: in each dimension start + i * stride, for i below size.
 
-    The whole tensor may be seen in any shape with its elements in the same order: (3, heads, features, hidden) for a
+    The whole tensor may be viewed in any shape with its elements in the same order: (3, heads, features, hidden) for a
     packed projection whose weight is (3 * heads * features, hidden). The part's elements are in order too.
 
     Attributes:
-        shape: of the whole tensor.
-        start: the first element, in each dimension.
-        size: how many there are.
-        stride: how far apart they are; None: one after the other.
+        shape: shape of the whole tensor.
+        start: the index of the first element, in each dimension.
+        size: the number of elements, in each dimension.
+        stride: distance between elements; None: consecutive.
 
     Raises:
         ValueError: another number of dimensions, or a part that is not within the whole.
@@ -47,7 +47,7 @@ class Box:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Box:
-        """All of a tensor."""
+        """The whole of a tensor."""
         return Box(tuple(shape), (0,) * len(shape), tuple(shape))
 
     @staticmethod
@@ -57,7 +57,7 @@ class Box:
 
     @staticmethod
     def zigzag(shape: Sequence[int], dim: int, index: int, count: int) -> Box:
-        """Of 2 `count` equal chunks along a dimension, chunk `index` from the front and that from the back."""
+        """Of 2 `count` equal chunks along a dimension, chunk `index` from the front and chunk `index` from the back."""
         dim = _dimension(shape, dim)
         chunk = _equal(shape, dim, 2 * count, index, count)
         seen = (*shape[:dim], 2 * count, chunk, *shape[dim + 1 :])
@@ -70,7 +70,7 @@ class Box:
         )
 
     def cut(self, dim: int, index: int, count: int) -> Box:
-        """Part `index` of `count` equal ones of this part, along a dimension of its size."""
+        """Part `index` of `count` equal ones of this part, along one of its dimensions."""
         dim = _dimension(self.size, dim)
         length = _equal(self.size, dim, count, index, count)
         start, size = list(self.start), list(self.size)
@@ -84,13 +84,13 @@ class Box:
         return (1,) * len(self.shape) if self.stride is None else self.stride
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part of a tensor of prod(shape) elements: of shape `size`, a view where there can be one."""
+        """The part of a tensor with prod(shape) elements, with the shape `size`; a view if possible."""
         seen = whole.reshape(self.shape)
         ends = zip(self.start, self.size, self.strides, strict=True)
         return seen[tuple(slice(first, first + count * pace, pace) for first, count, pace in ends)]
 
     def index_map(self) -> tuple[list[int], list[int], int]:
-        """(sizes, strides, offset) of the part in the flat whole tensor, with as few dimensions as can be."""
+        """(sizes, strides, offset) of the part in the flat whole tensor, with as few dimensions as possible."""
         sizes: list[int] = []
         strides: list[int] = []
         offset, pace = 0, 1
@@ -113,7 +113,7 @@ def _dimension(shape: Sequence[int], dim: int) -> int:
 
 
 def _equal(shape: Sequence[int], dim: int, pieces: int, index: int, count: int) -> int:
-    """The length of each of so many pieces."""
+    """The length of each of `pieces` pieces."""
     if not 0 <= index < count:
         raise ValueError(f"Box: index must be from 0 to {count - 1} for {count} parts, got {index}")
     if shape[dim] % pieces:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rooftop.kernels.operands.launch_data import ElementsConfig
 
-# Eight elements a thread, two blocks of the generator: their rounds run side by side. `benchmarks/tuning/randoms.py`
+# Eight elements a thread, two blocks of the generator, so that their rounds overlap. `benchmarks/tuning/randoms.py`
 # tries others; none has been timed yet.
 FILL = ElementsConfig(elements=1024, warps=4, measured=False)
 DROPOUT = ElementsConfig(elements=1024, warps=4, measured=False)

@@ -1,9 +1,9 @@
-"""The Triton kernels of random numbers by counter; `randoms.py` has the operators, `words.py` says how numbers
-are made.
+"""The Triton kernels of counter-based random numbers; `randoms.py` has the operators, `words.py` explains how numbers
+are computed.
 
-All is integer arithmetic but for conversions that are exact or round once, one float64 product that is exact, and the
-sum after it: a compiler that fuses these two changes nothing. Keys and steps come as two halves of 32 bits each, so
-that their values compile nothing again.
+All arithmetic is integer, except for conversions that are exact or round once, one exact float64 product, and the sum
+after it. A compiler that fuses that product and sum changes nothing. Keys and steps are passed as two halves of 32 bits
+each, so that new values need no recompilation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def random_fill(
     key_low, key_high, step_low, step_high,
     rows, columns, size_1, size_2, stride_0, stride_1, stride_2, stride_3, offset,
     scale, shift, low, high,  # float32
-    lower_word, last_word,  # of the words that a normal may come from: the first, and how many follow it
+    lower_word, last_word,  # the words that a normal number uses: the first, and how many follow it
     NORMAL: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """shift + scale * u of one tile, within low and high; u is uniform in [0, 1), or normal."""
@@ -41,13 +41,13 @@ def random_fill(
 @triton.jit(do_not_specialize=[*KEYS, "dropped_words"])
 def dropout_tile(
     x, y,  # (rows, columns) contiguous
-    step_there,  # () int64, the step in place of its halves, or anything
+    step_there,  # () int64, the step instead of its halves, or unused
     key_low, key_high, step_low, step_high,
     rows, columns, size_1, size_2, stride_0, stride_1, stride_2, stride_3, offset,
-    dropped_words, scale,  # as many of all words are dropped, less than 2^32; float32
+    dropped_words, scale,  # this many of all words drop an element, less than 2^32; float32
     STEP_THERE: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """x * scale of one tile, or 0 where an element's word is below `dropped_words`."""
+    """x * scale of one tile, or 0 if an element's word is below `dropped_words`."""
     if STEP_THERE:
         step = tl.load(step_there)
         step_low = step.to(tl.int32)
@@ -63,7 +63,7 @@ def dropout_tile(
 
 @triton.jit
 def _tile(columns, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(ROWS, 1) rows and (1, *) columns of this program; `columns` and these count groups of four if GROUPED."""
+    """(ROWS, 1) rows and (1, *) columns of this program; the columns count groups of four if GROUPED."""
     WIDTH: tl.constexpr = COLUMNS // 4 if GROUPED else COLUMNS
     blocks = tl.cdiv(columns, WIDTH)
     program = tl.program_id(0)
@@ -74,16 +74,16 @@ def _tile(columns, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 @triton.jit
 def _place(rows, columns, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(ROWS, COLUMNS) places of the tile's elements in memory, and whether they are there."""
+    """(ROWS, COLUMNS) positions of the tile's elements in memory, and whether they exist."""
     UNIT: tl.constexpr = 4 if GROUPED else 1
-    width = tl.full((), UNIT, tl.int64) * columns  # groups are fewer than 2^31 where elements may be more
+    width = tl.full((), UNIT, tl.int64) * columns  # groups are fewer than 2^31 even if elements are more
     row, column = _tile(width, False, ROWS, COLUMNS)
     return row * width + column, (row < rows) & (column < width)
 
 
 @triton.jit
 def _index(row, column, size_1, size_2, stride_0, stride_1, stride_2, stride_3, offset):
-    """Where in the whole tensor elements (or groups of four) of a part are, 64 bits."""
+    """The 64-bit positions in the whole tensor of a part's elements (or groups of four)."""
     outer = row // size_2
     index = offset + (outer // size_1) * stride_0 + (outer % size_1) * stride_1 + (row % size_2) * stride_2
     return index + column * stride_3

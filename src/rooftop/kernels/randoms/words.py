@@ -1,39 +1,43 @@
-"""How random numbers are made of a key, a step and a place: words of 32 bits, and the numbers of these, in PyTorch.
+"""Compute random numbers from a key, a step and a position: 32-bit words, and numbers from these, in PyTorch.
 
-The generator is Philox 4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"): the
-key has 64 bits, the counter is the element's place divided by four and the step, 64 bits each, and the four words of a
-block are those of four elements that follow each other.
+The generator is Philox 4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"). The
+key has 64 bits. The counter is the element's position divided by four and the step, 64 bits each. The four words of a
+block belong to four consecutive elements.
 
-A uniform number is the upper 24 bits of its word; in float64 those and 29 more, of a second block. A normal number is
-the quantile of its word, so that it is symmetric and reaches 6.3 standard deviations: one word, no rejection. The
-quantile is a polynomial of degree 7 in each octave of the tail's probability (as in Cheung, Lee, Luk, Villasenor 2007,
-"Hardware Generation of Arbitrary Random Number Distributions From Uniform Distributions Via the Inversion Method"),
-computed in integers: no logarithm or cosine, which differ between libraries, and no sum of products in floating point,
-which compilers may fuse or not.
+A uniform number is the upper 24 bits of its word; in float64, those and 29 more from a second block. A normal number is
+the quantile of its word, so it is symmetric and reaches 6.3 standard deviations: one word, no rejection. The quantile
+is a polynomial of degree 7 in each octave of the tail's probability (as in Cheung, Lee, Luk, Villasenor 2007, "Hardware
+Generation of Arbitrary Random Number Distributions From Uniform Distributions Via the Inversion Method"). It is
+computed in integers, without a logarithm or cosine, which differ between libraries, and without a floating point sum of
+products, which compilers may fuse or not.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
 def random_key(seed: int, name: str) -> int:
-    """The generator's key for a name: BLAKE2b of it, 64 bits, keyed by the seed.
+    """The generator's key for a name: its BLAKE2b hash, 64 bits, keyed by the seed.
 
     Args:
         seed: from 0 to 2^64 - 1.
-        name: of what is random, such as a parameter's in the whole model.
+        name: name of the random tensor, such as the parameter's name in the whole model.
 
     Returns:
         From -2^63 to 2^63 - 1.
 
     Raises:
-        TypeError: seed is no int, or name no str.
+        TypeError: seed is not an int, or name no str.
         ValueError: seed is out of range.
     """
     if not isinstance(seed, int) or isinstance(seed, bool):
@@ -46,18 +50,20 @@ def random_key(seed: int, name: str) -> int:
     return int.from_bytes(hashed.digest(), "little", signed=True)
 
 
-# A graph has the key, not the hash: what torch.compiler.assume_constant_result does, which imports the compiler.
+# The graph holds the key, not the hash. torch.compiler.assume_constant_result does the same, but imports the compiler.
 random_key._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 WORD = 0xFFFFFFFF  # 32 bits, all set
+Words = TypeVar("Words", Tensor, NDArray[np.int64])
 
 
-def philox_reference(counter: Sequence[Tensor], key: int) -> list[Tensor]:
-    """Philox 4x32-10 of four words of a counter and a 64-bit key; words are int64 tensors from 0 to 2^32 - 1."""
+def philox_reference(counter: Sequence[Words], key: int) -> list[Words]:
+    """Philox 4x32-10 of a counter of four words and a 64-bit key; words are int64 from 0 to 2^32 - 1, as tensors or
+    NumPy arrays."""
     c0, c1, c2, c3 = counter
     k0, k1 = key & WORD, key >> 32 & WORD
     for _ in range(10):
-        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # modulo 2^64: a sign that they get is cut off
+        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # modulo 2^64: a sign bit is cut off
         c0, c2 = (second >> 32 & WORD) ^ c1 ^ k0, (first >> 32 & WORD) ^ c3 ^ k1
         c1, c3 = second & WORD, first & WORD
         k0, k1 = k0 + 0x9E3779B9 & WORD, k1 + 0xBB67AE85 & WORD
@@ -65,16 +71,27 @@ def philox_reference(counter: Sequence[Tensor], key: int) -> list[Tensor]:
 
 
 def words_reference(place: Tensor, key: int, step: int | Tensor, more: bool = False, grouped: bool = False) -> Tensor:
-    """The words of elements by their places in the whole tensor, int64 both.
+    """The words of elements by their positions in the whole tensor, both int64.
 
-    `step`: int64 where it is a tensor, (); `more`: those for more bits; `grouped`: places (N,) are whole groups of four
-    that follow each other.
+    `step`: int64 () if it is a tensor; `more`: counters for additional bits; `grouped`: positions (N,) are consecutive
+    whole groups of four.
     """
     if grouped:
-        return torch.stack(philox_reference(_counter(place[::4] >> 2, step, more), key), -1).flatten()
-    c0, c1, c2, c3 = philox_reference(_counter(place >> 2, step, more), key)
+        return torch.stack(_philox(_counter(place[::4] >> 2, step, more), key), -1).flatten()
+    c0, c1, c2, c3 = _philox(_counter(place >> 2, step, more), key)
     lane = place & 3
     return torch.where(lane < 2, torch.where(lane == 0, c0, c1), torch.where(lane == 2, c2, c3))
+
+
+FEW = 1 << 12
+
+
+def _philox(counter: list[Tensor], key: int) -> list[Tensor]:
+    """`philox_reference`; up to `FEW` blocks on a CPU NumPy computes in half the time or less, since its calls cost
+    less."""
+    if counter[0].is_cpu and counter[0].numel() <= FEW:
+        return [torch.from_numpy(words) for words in philox_reference([each.numpy() for each in counter], key)]
+    return philox_reference(counter, key)
 
 
 def _counter(block: Tensor, step: int | Tensor, more: bool) -> list[Tensor]:
@@ -83,13 +100,13 @@ def _counter(block: Tensor, step: int | Tensor, more: bool) -> list[Tensor]:
 
 
 def uniforms_reference(words: Tensor, more: Tensor | None = None) -> Tensor:
-    """float64 in [0, 1): of 24 bits, or with a second word of 53."""
+    """float64 in [0, 1), from 24 bits, or with a second word from 53."""
     if more is None:
         return (words >> 8).double() * 2.0**-24
     return (((words >> 5) << 26) | (more >> 6)).double() * 2.0**-53
 
 
-# The quantile z of 1 - p for the tail p = (1 + t) / 2 * 2^-octave / 2 with t = (1 + u) / 2: row `octave` has the
+# The quantile z of 1 - p for the tail p = (1 + t) / 2 * 2^-octave / 2 with t = (1 + u) / 2. Row `octave` has the
 # coefficients of u^0 to u^7, times 2^28, of the polynomial through the 8 Chebyshev nodes of -1 <= u <= 1.
 QUANTILES = (
     (85534084, -88488531, 4647939, -1928232, 317229, -102874, 29209, -8839),
@@ -130,7 +147,8 @@ QUANTILES = (
 def normal_quantiles_reference(words: Tensor) -> Tensor:
     """The normal quantile of (word + 1/2) / 2^32, float32; its error is below 2e-7.
 
-    Integers of 28 bits after the point: the tail's probability is `tail` / 2^33, its octave has a polynomial.
+    It uses integers of 28 bits after the point: the tail's probability is `tail` / 2^33, and each octave of it has a
+        polynomial.
     """
     negative = words < 1 << 31
     tail = torch.where(negative, words, WORD - words) << 1 | 1
@@ -148,3 +166,38 @@ def normal_quantiles_reference(words: Tensor) -> Tensor:
 def quantile_table(device: torch.device) -> Tensor:
     """The coefficients of `normal_quantiles_reference` for the kernels, int32; kept for each device."""
     return torch.tensor(QUANTILES, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True)
+class Values:
+    """The numbers to compute: shift + scale * u within low and high, with u uniform in [0, 1) or normal.
+
+    A normal number comes from the words `lower_word` to `lower_word + last_word`. For float32, they are computed in
+    float64, where the product of two float32 numbers is exact and the sum rounds once. Then they are rounded to float32
+    and to the dtype.
+    """
+
+    normal: bool
+    scale: float
+    shift: float
+    low: float
+    high: float
+    lower_word: int = 0
+    last_word: int = WORD
+
+
+def values_reference(
+    values: Values, place: Tensor, key: int, step: int, dtype: torch.dtype, grouped: bool = False
+) -> Tensor:
+    """Random numbers at int64 positions in the whole tensor; `grouped` as in `words_reference`."""
+    words = words_reference(place, key, step, grouped=grouped)
+    if values.normal:
+        words = values.lower_word + (words * values.last_word + words >> 32 & WORD)
+        plain = normal_quantiles_reference(words).double()
+    else:
+        more = words_reference(place, key, step, True, grouped) if dtype == torch.float64 else None
+        plain = uniforms_reference(words, more)
+    exact = plain * values.scale + values.shift
+    if values.normal or dtype != torch.float64:
+        exact = exact.float()
+    return exact.clamp(values.low, values.high).to(dtype)

@@ -1,4 +1,4 @@
-"""All steps of a ConvLSTM, from the input convolutions of all of them to the hidden states of all of them.
+"""All steps of a ConvLSTM: from the input convolutions of all steps to their hidden states.
 
     z_t = gates_t + conv(h_{t-1}, kernel) + bias
     i, f, o = recurrent_activation(z_i, z_f, z_o)
@@ -6,23 +6,26 @@
     h_t = o activation(c_t)
 
 Shi et al. 2015, "Convolutional LSTM Network", without peepholes, gates in Keras's order i, f, c, o. Bound by the flops
-of the convolutions. A step is two launches: the convolution, and the kernel of `conv_lstms.py`, which writes h_t into
-its place among the results. A step of backward is two as well: that kernel's backward, which adds the two gradients of
-h_t, and the convolution's gradient of its input. Those of `kernel` and `bias` are one call each for all steps, after
-the last of them; only in exact float32 is the kernel's taken step by step, because a library's sum over all steps errs
-more than the sum of theirs.
+of the convolutions. A step is two launches: the convolution, and the kernel of `conv_lstms.py`, which writes h_t
+directly into the results. A backward step is two launches as well: that kernel's backward, which adds the two gradients
+of h_t, and the gradient of the convolution's input. The gradients of `kernel` and `bias` take one call each for all
+steps, after the last step. Only in exact float32 is the kernel's gradient computed step by step, because a library's
+sum over all steps has a larger error.
 
-Backward reads the sums z_t and the cells before each step, which forward keeps where a gradient is wanted. Without one
-it keeps nothing, and the cell is updated in place.
+Backward reads the sums z_t and the cells before each step, which forward keeps if a gradient is needed. Otherwise it
+keeps nothing, and updates the cell in place.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.cost import Cost, distinct_bytes, matrix_precision, precision_of
 from rooftop.kernels.operands.checks import check_choice, check_dtype, check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.recurrent.conv_lstms import (
@@ -36,18 +39,15 @@ from rooftop.kernels.recurrent.conv_lstms import (
 )
 from rooftop.kernels.reductions.reductions import sum as total
 from rooftop.launch.operators import (
-    differentiable,
-    in_pytorch,
+    declare,
     keeps_for_backward,
     no_second_derivative,
     no_tangents,
-    operator,
     without_autocast,
 )
 from rooftop.launch.symbolic import recorded_whole
 
-Four = tuple[Tensor, Tensor, Tensor, Tensor]
-Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+PLAIN = "the loop in PyTorch (rooftop.kernels.recurrent.conv_lstm_sequences.conv_lstm_sequence_reference)"
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -74,13 +74,15 @@ def conv_lstm_sequence_reference(
 
 
 def recurrent_convolution(hidden: Tensor, kernel: Tensor, groups: int = 1) -> Tensor:
-    """(N, F, H, W) -> (N, 4 F, H, W): "same", and of an even kernel one row or column more after than before."""
+    """(N, F, H, W) -> (N, 4 F, H, W): "same" padding; an even kernel has one more row or column of padding after than
+    before.
+    """
     padded, padding = _padded(hidden, kernel)
     return F.conv2d(padded, kernel, padding=padding, groups=groups)
 
 
 def _padded(hidden: Tensor, kernel: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """What a convolution with so much padding on both sides is taken of."""
+    """The input padded for a convolution with that much padding on both sides."""
     height, width = kernel.shape[2:]
     if height % 2 and width % 2:
         return hidden, (height // 2, width // 2)
@@ -91,14 +93,14 @@ def _padded(hidden: Tensor, kernel: Tensor) -> tuple[Tensor, tuple[int, int]]:
 
 
 def _format_of(gates: Tensor) -> torch.memory_format:
-    """Of each step: channels last where the gates are."""
+    """The memory format of each step: channels last if the gates have it."""
     step = gates[0]
     last = not step.is_contiguous() and step.is_contiguous(memory_format=torch.channels_last)
     return torch.channels_last if last else torch.contiguous_format
 
 
 def _as_steps(x: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """(T, N, C, H, W) in one piece, each step in that memory format; a copy if it is not."""
+    """(T, N, C, H, W), each step contiguous in that memory format; copied if it is not."""
     return x.flatten(0, 1).contiguous(memory_format=memory_format).unflatten(0, x.shape[:2])
 
 
@@ -111,117 +113,8 @@ def _empty(gates: Tensor, steps: int, channels: int, dtype: torch.dtype) -> Tens
     return found.unflatten(0, (steps, gates.shape[1]))
 
 
-def _made(gates: Tensor, kernel: Tensor, cell: Tensor | None, keep: bool) -> Four:
-    """Memory for the results of `_forward`."""
-    features, steps = kernel.shape[1], gates.shape[0] if keep else 0
-    dtype = gates.dtype if cell is None else cell.dtype
-    return (
-        _empty(gates, gates.shape[0], features, gates.dtype),
-        _empty(gates, 1, features, dtype)[0],
-        _empty(gates, steps, features, dtype),
-        _empty(gates, steps, 4 * features, gates.dtype),
-    )
-
-
-@without_autocast
-def _forward(
-    gates: Tensor,
-    kernel: Tensor,
-    hidden: Tensor | None,
-    cell: Tensor | None,
-    bias: Tensor | None,
-    activation: str,
-    recurrent_activation: str,
-    keep: bool,
-) -> Four:
-    """(outputs (T, N, F, H, W), the last cell (N, F, H, W), and for backward the cell before each step
-    (T, N, F, H, W) and its sums (T, N, 4 F, H, W))."""
-    memory_format = _format_of(gates)
-    outputs, last_cell, cells, scores = _made(gates, kernel, cell, keep)
-    if outputs.numel() == 0:
-        return outputs, last_cell, cells, scores
-    inputs = _as_steps(gates, memory_format)
-    kernel = kernel.contiguous(memory_format=memory_format)  # once, not in each convolution
-    hidden = None if hidden is None else hidden.contiguous(memory_format=memory_format)
-    bias = None if bias is None else bias.contiguous()
-    names = (activation, recurrent_activation)
-    state = cells[0] if keep else last_cell
-    if cell is None:
-        state.zero_()
-    else:
-        state.copy_(cell)
-    for step, added in enumerate(inputs):
-        following = cells[step + 1] if keep and step + 1 < len(inputs) else last_cell
-        written, sums = (outputs[step], following), scores[step] if keep else None
-        if hidden is None:
-            step_into(*written, added, state, None, bias, sums, *names)
-        else:
-            recurrent = recurrent_convolution(hidden, kernel).contiguous(memory_format=memory_format)
-            step_into(*written, recurrent, state, added, bias, sums, *names)
-        hidden, state = outputs[step], following
-    return outputs, last_cell, cells, scores
-
-
-def _gradients(kernel: Tensor, hidden: Tensor | None, bias: Tensor | None, cells: Tensor, scores: Tensor) -> Five:
-    """Memory for the results of `_backward`."""
-    width = kernel.shape[1]
-    return (
-        _empty(scores, scores.shape[0], 4 * width, scores.dtype),
-        kernel.new_empty(kernel.shape),
-        kernel.new_empty(0) if hidden is None else _empty(scores, 1, width, hidden.dtype)[0],
-        _empty(scores, 1, width, cells.dtype)[0],
-        kernel.new_empty(0) if bias is None else bias.new_empty(bias.shape),
-    )
-
-
-@without_autocast
-def _backward(
-    scores: Tensor,
-    kernel: Tensor,
-    hidden: Tensor | None,
-    bias: Tensor | None,
-    outputs: Tensor,
-    cells: Tensor,
-    doutputs: Tensor | None,
-    dlast_cell: Tensor | None,
-    activation: str,
-    recurrent_activation: str,
-) -> Five:
-    """(dgates, dkernel, dhidden, dcell, dbias); without elements what there is no argument for."""
-    memory_format = _format_of(scores)
-    dgates, dkernel, dhidden, dcell, dbias = _gradients(kernel, hidden, bias, cells, scores)
-    if outputs.numel() == 0:
-        return dgates, dkernel.zero_(), dhidden, dcell, dbias.zero_()
-    if doutputs is None:
-        doutputs = outputs.new_zeros(()).expand(outputs.shape)
-    doutputs = _as_steps(doutputs, memory_format)
-    if dlast_cell is None:
-        dcell.zero_()
-    else:
-        dcell.copy_(dlast_cell)
-    weight = kernel.contiguous(memory_format=memory_format)
-    to_hidden = None
-    for step in reversed(range(scores.shape[0])):
-        tensors = (doutputs[step], to_hidden, dcell, scores[step], cells[step], None)
-        step_backward_into(dgates[step], dcell, *tensors, activation, recurrent_activation)
-        if step > 0 or hidden is not None:
-            to_hidden = _input_gradient(dgates[step], outputs[step], weight).contiguous(memory_format=memory_format)
-    if scores.shape[0] > 1:  # all but the first step
-        dkernel.copy_(_kernel_gradient_of_steps(dgates[1:], outputs[:-1], weight))
-    else:
-        dkernel.zero_()
-    if hidden is not None and to_hidden is not None:
-        first = hidden.contiguous(memory_format=memory_format)
-        dkernel += _kernel_gradient(dgates[0], first, weight)
-        dhidden.copy_(to_hidden)
-    if bias is not None:
-        wide = accumulator_dtype(dgates.dtype)
-        dbias.copy_(total(dgates, (0, 1, 3, 4), dtype=wide))
-    return dgates, dkernel, dhidden, dcell, dbias
-
-
 def _input_gradient(dgates: Tensor, like: Tensor, kernel: Tensor) -> Tensor:
-    """Of the convolution of a hidden state (N, F, H, W) like that one."""
+    """The gradient of the convolution with respect to a hidden state (N, F, H, W) like `like`."""
     padded, padding = _padded(like, kernel)
     found = _convolution_backward(dgates, padded, kernel, padding, [True, False, False])[0]
     if padded is like:
@@ -231,7 +124,7 @@ def _input_gradient(dgates: Tensor, like: Tensor, kernel: Tensor) -> Tensor:
 
 
 def _kernel_gradient_of_steps(dgates: Tensor, hidden: Tensor, kernel: Tensor) -> Tensor:
-    """Of the convolutions of (T, N, F, H, W)."""
+    """The kernel's gradient of convolutions of (T, N, F, H, W)."""
     if matrix_precision(dgates, convolution=True) == "fp32":
         found = _kernel_gradient(dgates[0], hidden[0], kernel)
         for step in range(1, len(hidden)):
@@ -241,7 +134,7 @@ def _kernel_gradient_of_steps(dgates: Tensor, hidden: Tensor, kernel: Tensor) ->
 
 
 def _kernel_gradient(dgates: Tensor, hidden: Tensor, kernel: Tensor) -> Tensor:
-    """Of one convolution of (M, F, H, W), or of those of many steps as one."""
+    """The kernel's gradient of one convolution of (M, F, H, W), or of many steps' convolutions as one."""
     padded, padding = _padded(hidden, kernel)
     return _convolution_backward(dgates, padded, kernel, padding, [False, True, False])[1]
 
@@ -255,145 +148,198 @@ def _convolution_backward(
     return found
 
 
-# ---- registration ----------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------
 
 
-@operator("conv_lstm_sequence")
-def _conv_lstm_sequence(
-    gates: Tensor,
-    kernel: Tensor,
-    hidden: Tensor | None,
-    cell: Tensor | None,
-    bias: Tensor | None,
-    activation: str,
-    recurrent_activation: str,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _forward(gates, kernel, hidden, cell, bias, activation, recurrent_activation, keep)
+class Kept(NamedTuple):
+    """What backward needs: results and tensors kept by forward, or in a traced program the arguments to compute them
+    again."""
+
+    kernel: Tensor
+    hidden: Tensor | None
+    bias: Tensor | None
+    outputs: Tensor | None
+    cells: Tensor | None
+    scores: Tensor | None
+    gates: Tensor | None
+    cell: Tensor | None
+    has_cell: bool
+    activation: str
+    recurrent_activation: str
 
 
-@torch.library.register_fake("rooftop::conv_lstm_sequence")
-def _(
-    gates: Tensor,
-    kernel: Tensor,
-    hidden: Tensor | None,
-    cell: Tensor | None,
-    bias: Tensor | None,
-    activation: str,
-    recurrent_activation: str,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _made(gates, kernel, cell, keep)
+class ConvLstmSequence(NamedTuple):
+    """(outputs (T, N, F, H, W), the last cell (N, F, H, W), the cell before each step (T, N, F, H, W), its sums (T, N,
+    4 F, H, W)). The latter two are for backward, and empty if they are not kept."""
+
+    gates: Tensor
+    kernel: Tensor
+    hidden: Tensor | None
+    cell: Tensor | None
+    bias: Tensor | None
+    activation: str
+    recurrent_activation: str
+    keep_: bool
+
+    @without_autocast
+    def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        gates, kernel, hidden, cell, bias, *names, keep = self
+        memory_format = _format_of(gates)
+        outputs, last_cell, cells, scores = self.fake()
+        if outputs.numel() == 0:
+            return outputs, last_cell, cells, scores
+        inputs = _as_steps(gates, memory_format)
+        kernel = kernel.contiguous(memory_format=memory_format)  # once, not in each convolution
+        hidden = None if hidden is None else hidden.contiguous(memory_format=memory_format)
+        bias = None if bias is None else bias.contiguous()
+        state = cells[0] if keep else last_cell
+        if cell is None:
+            state.zero_()
+        else:
+            state.copy_(cell)
+        for step, added in enumerate(inputs):
+            following = cells[step + 1] if keep and step + 1 < len(inputs) else last_cell
+            written, sums = (outputs[step], following), scores[step] if keep else None
+            if hidden is None:
+                step_into(*written, added, state, None, bias, sums, *names)
+            else:
+                recurrent = recurrent_convolution(hidden, kernel).contiguous(memory_format=memory_format)
+                step_into(*written, recurrent, state, added, bias, sums, *names)
+            hidden, state = outputs[step], following
+        return outputs, last_cell, cells, scores
+
+    def fake(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        gates, cell = self.gates, self.cell
+        features, steps = self.kernel.shape[1], gates.shape[0] if self.keep_ else 0
+        dtype = gates.dtype if cell is None else cell.dtype
+        return (
+            _empty(gates, gates.shape[0], features, gates.dtype),
+            _empty(gates, 1, features, dtype)[0],
+            _empty(gates, steps, features, dtype),
+            _empty(gates, steps, 4 * features, gates.dtype),
+        )
+
+    def in_pytorch(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        if self.keep_:
+            raise NotImplementedError("rooftop::conv_lstm_sequence: what is kept for backward has no decomposition")
+        gates, kernel, hidden, cell, bias, *names, _ = self
+        outputs, last = conv_lstm_sequence_reference(gates, kernel, hidden, cell, *names, bias)
+        return outputs, last, last.new_empty(0), gates.new_empty(0)
+
+    def keep(self, made: tuple[Tensor, Tensor, Tensor, Tensor]) -> Kept:
+        outputs, _, cells, scores = made
+        tensors = (self.kernel, self.hidden, self.bias)
+        rest = (self.cell is not None, self.activation, self.recurrent_activation)
+        if self.keep_:
+            return Kept(*tensors, outputs, cells, scores, None, None, *rest)
+        return Kept(*tensors, None, None, None, self.gates, self.cell, *rest)
+
+    @staticmethod
+    def gradients(
+        kept: Kept, wanted: Sequence[bool], doutputs: Tensor | None, dlast_cell: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        kernel, hidden, bias, outputs, cells, scores, gates, cell, has_cell, *_ = kept
+        names = (kept.activation, kept.recurrent_activation)
+        if outputs is None or cells is None or scores is None:
+            assert gates is not None
+            with torch.no_grad():
+                outputs, _, cells, scores = _conv_lstm_sequence(gates, kernel, hidden, cell, bias, *names, True)
+        tensors = (scores, kernel, hidden, bias, outputs, cells, doutputs, dlast_cell)
+        dgates, dkernel, dhidden, dcell, dbias = _conv_lstm_sequence_backward(*tensors, *names)
+        given = (hidden is not None, has_cell, bias is not None)
+        of_given = (t if there else None for t, there in zip((dhidden, dcell, dbias), given, strict=True))
+        return dgates, dkernel, *of_given
+
+    def cost(self, made: tuple[Tensor, ...]) -> Cost:
+        """A convolution and its sum for each step with a previous hidden state; the gates of each step."""
+        gates, kernel, hidden, cell, bias, *names, _ = self
+        positions, convolved = _sizes(gates, hidden)
+        features = kernel.shape[1]
+        sums = convolved + (bias is not None) * gates.shape[0]
+        each = 4 + activation_flops(FLOPS, *names)
+        of_gates = each * gates.shape[0] + 4 * sums
+        flops = _flops(gates, 2 * convolved * positions * kernel.numel(), of_gates * positions * features)
+        return Cost(distinct_bytes([gates, kernel, hidden, cell, bias]), distinct_bytes(made), flops)
 
 
-def _by_reference(
-    gates: Tensor,
-    kernel: Tensor,
-    hidden: Tensor | None,
-    cell: Tensor | None,
-    bias: Tensor | None,
-    activation: str,
-    recurrent_activation: str,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if keep:
-        raise NotImplementedError("rooftop::conv_lstm_sequence: what is kept for backward has no decomposition")
-    outputs, last = conv_lstm_sequence_reference(gates, kernel, hidden, cell, activation, recurrent_activation, bias)
-    return outputs, last, last.new_empty(0), gates.new_empty(0)
+class ConvLstmSequenceBackward(NamedTuple):
+    """(dgates, dkernel, dhidden, dcell, dbias); a gradient is empty if its argument is absent."""
+
+    scores: Tensor
+    kernel: Tensor
+    hidden: Tensor | None
+    bias: Tensor | None
+    outputs: Tensor
+    cells: Tensor
+    doutputs: Tensor | None
+    dlast_cell: Tensor | None
+    activation: str
+    recurrent_activation: str
+
+    @without_autocast
+    def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        scores, kernel, hidden, bias, outputs, cells, doutputs, dlast_cell, *names = self
+        memory_format = _format_of(scores)
+        dgates, dkernel, dhidden, dcell, dbias = self.fake()
+        if outputs.numel() == 0:
+            return dgates, dkernel.zero_(), dhidden, dcell, dbias.zero_()
+        if doutputs is None:
+            doutputs = outputs.new_zeros(()).expand(outputs.shape)
+        doutputs = _as_steps(doutputs, memory_format)
+        if dlast_cell is None:
+            dcell.zero_()
+        else:
+            dcell.copy_(dlast_cell)
+        weight = kernel.contiguous(memory_format=memory_format)
+        to_hidden = None
+        for step in reversed(range(scores.shape[0])):
+            tensors = (doutputs[step], to_hidden, dcell, scores[step], cells[step], None)
+            step_backward_into(dgates[step], dcell, *tensors, *names)
+            if step > 0 or hidden is not None:
+                to_hidden = _input_gradient(dgates[step], outputs[step], weight)
+                to_hidden = to_hidden.contiguous(memory_format=memory_format)
+        if scores.shape[0] > 1:  # all but the first step
+            dkernel.copy_(_kernel_gradient_of_steps(dgates[1:], outputs[:-1], weight))
+        else:
+            dkernel.zero_()
+        if hidden is not None and to_hidden is not None:
+            first = hidden.contiguous(memory_format=memory_format)
+            dkernel += _kernel_gradient(dgates[0], first, weight)
+            dhidden.copy_(to_hidden)
+        if bias is not None:
+            dbias.copy_(total(dgates, (0, 1, 3, 4), dtype=accumulator_dtype(dgates.dtype)))
+        return dgates, dkernel, dhidden, dcell, dbias
+
+    def fake(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        scores, kernel, hidden, bias, _, cells, *_ = self
+        width = kernel.shape[1]
+        return (
+            _empty(scores, scores.shape[0], 4 * width, scores.dtype),
+            kernel.new_empty(kernel.shape),
+            kernel.new_empty(0) if hidden is None else _empty(scores, 1, width, hidden.dtype)[0],
+            _empty(scores, 1, width, cells.dtype)[0],
+            kernel.new_empty(0) if bias is None else bias.new_empty(bias.shape),
+        )
+
+    def cost(self, made: tuple[Tensor, ...]) -> Cost:
+        """Two gradients of each convolution; for each step the gates' backward, and the sum of a state's gradients."""
+        scores, kernel, hidden, bias, outputs, cells, doutputs, dlast_cell, *names = self
+        positions, convolved = _sizes(scores, hidden)
+        features = kernel.shape[1]
+        of_gates = 15 + activation_flops(FLOPS, *names) + activation_flops(SLOPE_FLOPS, *names)
+        sums = 4 * scores.shape[0] if bias is not None else 0
+        elementwise = (of_gates * scores.shape[0] + scores.shape[0] - 1 + sums) * positions * features
+        flops = _flops(scores, 4 * convolved * positions * kernel.numel(), elementwise)
+        read = distinct_bytes([scores, kernel, hidden, outputs[:-1], cells, doutputs, dlast_cell])
+        return Cost(read, distinct_bytes(made), flops)
 
 
-in_pytorch("conv_lstm_sequence", _by_reference)
-
-
-@operator("conv_lstm_sequence_backward")
-def _conv_lstm_sequence_backward(
-    scores: Tensor,
-    kernel: Tensor,
-    hidden: Tensor | None,
-    bias: Tensor | None,
-    outputs: Tensor,
-    cells: Tensor,
-    doutputs: Tensor | None,
-    dlast_cell: Tensor | None,
-    activation: str,
-    recurrent_activation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    tensors = (scores, kernel, hidden, bias, outputs, cells, doutputs, dlast_cell)
-    return _backward(*tensors, activation, recurrent_activation)
-
-
-@torch.library.register_fake("rooftop::conv_lstm_sequence_backward")
-def _(
-    scores: Tensor,
-    kernel: Tensor,
-    hidden: Tensor | None,
-    bias: Tensor | None,
-    outputs: Tensor,
-    cells: Tensor,
-    doutputs: Tensor | None,
-    dlast_cell: Tensor | None,
-    activation: str,
-    recurrent_activation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _gradients(kernel, hidden, bias, cells, scores)
-
-
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Four) -> None:  # type: ignore[type-arg]
-    gates, kernel, hidden, cell, bias, activation, recurrent_activation, keep = inputs
-    outputs, _, cells, scores = output
-    ctx.mark_non_differentiable(cells, scores)
-    ctx.set_materialize_grads(False)  # no zeros for what is only kept
-    again = (None, None, None, gates, cell)  # of a traced program
-    ctx.save_for_backward(kernel, hidden, bias, *((outputs, cells, scores, None, None) if keep else again))
-    ctx.has_cell = cell is not None  # type: ignore[attr-defined]
-    ctx.activations = (activation, recurrent_activation)  # type: ignore[attr-defined]
-
-
-def _differentiate(
-    ctx: torch.autograd.function.FunctionCtx, doutputs: Tensor | None, dlast_cell: Tensor | None, *kept: None
-) -> tuple[Tensor | None, ...]:
-    kernel, hidden, bias, outputs, cells, scores, gates, cell = ctx.saved_tensors  # type: ignore[attr-defined]
-    if gates is not None:
-        with torch.no_grad():
-            outputs, _, cells, scores = _conv_lstm_sequence(gates, kernel, hidden, cell, bias, *ctx.activations, True)  # type: ignore[attr-defined]
-    tensors = (scores, kernel, hidden, bias, outputs, cells, doutputs, dlast_cell)
-    found = _conv_lstm_sequence_backward(*tensors, *ctx.activations)  # type: ignore[attr-defined]
-    dgates, dkernel, dhidden, dcell, dbias = found
-    given = (hidden is not None, ctx.has_cell, bias is not None)  # type: ignore[attr-defined]
-    of_given = (t if wanted else None for t, wanted in zip((dhidden, dcell, dbias), given, strict=True))
-    return dgates, dkernel, *of_given, None, None, None
-
-
-PLAIN = "the loop in PyTorch (rooftop.kernels.recurrent.conv_lstm_sequences.conv_lstm_sequence_reference)"
-differentiable("conv_lstm_sequence", _differentiate, _save)
-differentiable("conv_lstm_sequence_backward", no_second_derivative("conv_lstm_sequence", PLAIN))
-
-
-@cost_of("rooftop::conv_lstm_sequence")
-def _forward_cost(call: Call) -> Cost:
-    """A convolution and its sum for each step with a hidden state before it; of each step the gates."""
-    gates, kernel, hidden = call["gates"], call["kernel"], call["hidden"]
-    positions, convolved = _sizes(gates, hidden)
-    features = kernel.shape[1]
-    sums = convolved + (call["bias"] is not None) * gates.shape[0]
-    of_gates = (4 + activation_flops(call, FLOPS)) * gates.shape[0] + 4 * sums
-    flops = _flops(gates, 2 * convolved * positions * kernel.numel(), of_gates * positions * features)
-    read = distinct_bytes([gates, kernel, hidden, call["cell"], call["bias"]])
-    return Cost(read, distinct_bytes(list(call.out)), flops)
-
-
-@cost_of("rooftop::conv_lstm_sequence_backward")
-def _backward_cost(call: Call) -> Cost:
-    """Two gradients of each convolution; of each step the gates' backward, and the sum of a state's two gradients."""
-    scores, kernel, hidden, outputs = (call[name] for name in ("scores", "kernel", "hidden", "outputs"))
-    positions, convolved = _sizes(scores, hidden)
-    features = kernel.shape[1]
-    of_gates = 15 + activation_flops(call, FLOPS) + activation_flops(call, SLOPE_FLOPS)
-    sums = 4 * scores.shape[0] if call["bias"] is not None else 0
-    elementwise = (of_gates * scores.shape[0] + scores.shape[0] - 1 + sums) * positions * features
-    flops = _flops(scores, 4 * convolved * positions * kernel.numel(), elementwise)
-    read = [scores, kernel, hidden, outputs[:-1], call["cells"], call["doutputs"], call["dlast_cell"]]
-    return Cost(distinct_bytes(read), distinct_bytes(list(call.out)), flops)
+_conv_lstm_sequence = declare("conv_lstm_sequence", ConvLstmSequence, slopes=2)
+_conv_lstm_sequence_backward = declare(
+    "conv_lstm_sequence_backward",
+    ConvLstmSequenceBackward,
+    derivative=no_second_derivative("conv_lstm_sequence", PLAIN),
+)
 
 
 def _sizes(gates: Tensor, hidden: Tensor | None) -> tuple[int, int]:
@@ -427,16 +373,17 @@ def conv_lstm_sequence(
 
     Args:
         gates: (T, N, 4 F, H, W), T at least 1: the input convolutions of all steps, gates in the order i, f, c, o;
-            bfloat16, float16, float32 or float64. Each step's memory is contiguous or channels last, which is what
-            convolutions on a GPU want; other strides cost a copy.
-        kernel: (4 F, F, kh, kw) of the gates' dtype: of the recurrent convolution, without stride or dilation, padded
-            to the same size (of an even kernel one row or column more after than before).
-        hidden: (N, F, H, W) of the gates' dtype, to begin with; None: zeros.
-        cell: (N, F, H, W) of the gates' dtype or float32; None: zeros of the gates' dtype.
-        activation: of the candidate and of the new cell: one of `rooftop.kernels.recurrent.conv_lstms.ACTIVATIONS`.
-        recurrent_activation: of the three gates: one of them.
-        bias: (4 F,) of the gates' dtype or float32, added to the gates of every step: the input convolutions need no
-            pass of their own for theirs.
+            bfloat16, float16, float32 or float64. Each step's memory is contiguous or channels last, as convolutions on
+            a GPU need; other strides cost a copy.
+        kernel: (4 F, F, kh, kw), with the gates' dtype: the weight of the recurrent convolution, without stride or
+            dilation, padded to the same size (an even kernel has one more row or column of padding after than before).
+        hidden: (N, F, H, W), with the gates' dtype: the initial hidden state; None: zeros.
+        cell: (N, F, H, W), with the gates' dtype or float32: the initial cell; None: zeros of the gates' dtype.
+        activation: activation of the candidate and of the new cell: one of
+            `rooftop.kernels.recurrent.conv_lstms.ACTIVATIONS`.
+        recurrent_activation: activation of the three gates: one of the same.
+        bias: (4 F,), with the gates' dtype or float32, added to the gates of every step: so the input convolutions need
+            no bias pass of their own.
 
     Returns:
         outputs (T, N, F, H, W), the hidden state after each step, and the cell (N, F, H, W) after the last, in the

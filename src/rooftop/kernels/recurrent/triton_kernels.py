@@ -1,8 +1,8 @@
 """The Triton kernels of the gates of a ConvLSTM; `conv_lstms.py` has the operators.
 
-Both memory formats are rows of four gates side by side: (M, 4, K) with M = N, K = F * H * W where channels come first,
-M = N * H * W, K = F where they come last. `columns` counts groups of UNIT elements of K, so that the compiler knows by
-what it is divisible.
+Both memory formats are rows of four gates side by side, (M, 4, K). If channels come first, M = N and K = F * H * W; if
+they come last, M = N * H * W and K = F. `columns` counts groups of UNIT elements of K, so that the compiler knows its
+divisor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def conv_lstm_forward(
     ACTIVATION: tl.constexpr, RECURRENT: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
     PRECISE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Hidden and cell of one tile; KEEP: the sums that the activations are taken of, too. next_cell may be cell."""
+    """Hidden and cell of one tile; KEEP: also the inputs of the activations. next_cell may be cell."""
     size = tl.full((), UNIT, tl.int64) * columns
     row, column, inside = tile_of_program(rows, size, ROWS, COLUMNS)
     four, one = row * (4 * size) + column, row * size + column
@@ -63,7 +63,7 @@ def conv_lstm_backward(
     ACTIVATION: tl.constexpr, RECURRENT: tl.constexpr, ADD: tl.constexpr, MORE: tl.constexpr, PRECISE: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one tile; the step is computed again. MORE: that of hidden is dhidden + more. dcell may be
+    """Gradients of one tile; the step is computed again. MORE: the gradient of hidden is dhidden + more. dcell may be
     dnext_cell."""
     size = tl.full((), UNIT, tl.int64) * columns
     row, column, inside = tile_of_program(rows, size, ROWS, COLUMNS)
@@ -106,7 +106,7 @@ def activated(x, KIND: tl.constexpr, PRECISE: tl.constexpr):
 
 @triton.jit
 def slope(x, y, KIND: tl.constexpr):
-    """The derivative of the activation at x, where it is y."""
+    """The derivative of the activation at x, where its value is y."""
     if KIND == TANH:
         return 1.0 - y * y
     elif KIND == SIGMOID:

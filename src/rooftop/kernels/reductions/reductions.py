@@ -1,193 +1,170 @@
 """Reductions: sum, mean, amax, amin, argmax, argmin and norm over any dimensions, or all.
 
-Bound by memory at every size: the input is read once; backward (of all but sum and mean, whose gradient is a view)
-reads it once or, of extremes of very many elements, twice, and writes its gradient. One kernel makes results from any
-view of at most two kept and two reduced dimensions, merged as far as strides allow. Results too few to fill a GPU, of
-which the sum of everything is the extreme, are split over programs, whose partial results are combined by the last
-program to arrive (as threadFenceReduction of the CUDA samples) or by a second kernel. Sums are float32, of integers
-int64. Deterministic: the order of additions depends on nothing but sizes, strides and the GPU.
+Bound by memory at every size: forward reads the input once. Backward of sum and mean is a view; of the others it reads
+the input once, or twice for extremes of very many elements, and writes its gradient. One kernel computes results from
+any view of at most two kept and two reduced dimensions, after merging the dimensions that the strides allow. If the
+results are too few to fill a GPU (the sum of everything is the extreme case), programs share each of them. Then the
+last program to finish combines the partial results, as the CUDA sample threadFenceReduction does, or a second kernel
+does. Sums are float32, for integers int64. Deterministic: the order of additions depends only on sizes, strides and the
+GPU.
+
+`plans.py` chooses the kernels for a result or a gradient, and `reduction_plan` says which and why; `launches.py`
+launches them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.cost import Cost, distinct_bytes, precision_of
 from rooftop.kernels.operands.autocasting import result_dtype
-from rooftop.kernels.operands.checks import check_tensors
+from rooftop.kernels.operands.checks import check_choice, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, HALVES, accumulator_dtype
-from rooftop.kernels.operands.references import without_kernels
-from rooftop.kernels.reductions.launches import matrix_order, reduce_into, spread, view_of, viewed
-from rooftop.launch.operators import (
-    by_formula,
-    differentiable,
-    differentiable_by_formula,
-    in_pytorch,
-    operator,
-)
+from rooftop.kernels.reductions import launches
+from rooftop.kernels.reductions.plans import PLACES, ReductionPlan
+from rooftop.launch.operators import declare
 from rooftop.launch.symbolic import recorded_whole
-from rooftop.launch.triton_launch import require_triton
 
 ORDERS = {"norm1": 1.0, "norm2": 2.0, "norm_inf": math.inf}
+FUNCTIONS = ("sum", "mean", "amax", "amin", "argmax", "argmin", "norm")
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
-# ---- reference -------------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------
 
 
-def reduce_reference(x: Tensor, kind: str, dims: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
-    """The reduction of x over `dims` in PyTorch; `argmax` and `argmin` over one dimension or all."""
-    if kind in ORDERS:
-        return torch.linalg.vector_norm(x, ORDERS[kind], _or_all(x, dims), keepdim, dtype=dtype)
-    function: Callable[..., Tensor] = getattr(torch, kind)
-    if kind in ("sum", "mean"):
-        return function(x, _or_all(x, dims), keepdim, dtype=dtype)
-    if kind in ("amax", "amin"):
-        y = function(x, dims, keepdim)
-        return y.clone() if x.dim() == 0 else y  # PyTorch's may be x itself
-    x = x.to(torch.uint8) if x.dtype == torch.bool else x  # of which PyTorch finds no places
-    return function(x, dims[0] if len(dims) == 1 else None, keepdim)
+class Kept(NamedTuple):
+    """What backward needs: x (of that shape and dtype) and y, except for sums and means."""
+
+    x: Tensor | None
+    y: Tensor | None
+    kind: str
+    dims: list[int]
+    shape: torch.Size
+    dtype: torch.dtype
 
 
-def reduce_backward_reference(dy: Tensor, x: Tensor, y: Tensor, kind: str, dims: Sequence[int]) -> Tensor:
-    """dx, laid out in memory as x is."""
-    return torch.empty_like(x).copy_(_backward_formula(dy, x, y, kind, dims))
+class Reduce(NamedTuple):
+    """The reduction of x over `dims`; `argmax` and `argmin` over one dimension or all."""
+
+    x: Tensor
+    kind: str
+    dims: list[int]
+    keepdim: bool
+    dtype: torch.dtype
+
+    def run(self) -> Tensor:
+        x, kind, dims, _, dtype = self
+        plan = launches.plan_of(x, kind, dims, dtype)
+        if plan.backend == "reference":
+            return self.in_pytorch()
+        y = self.fake()
+        launches.forward(plan, y, x, kind, dims)
+        return y
+
+    def fake(self) -> Tensor:
+        shape = _kept_shape(self.x.shape, self.dims)
+        if not self.keepdim:
+            shape = [size for dim, size in enumerate(shape) if dim not in self.dims]
+        return self.x.new_empty(shape, dtype=self.dtype)
+
+    def in_pytorch(self) -> Tensor:
+        x, kind, dims, keepdim, dtype = self
+        if kind in ORDERS:
+            return torch.linalg.vector_norm(x, ORDERS[kind], _or_all(x, dims), keepdim, dtype=dtype)
+        function: Callable[..., Tensor] = getattr(torch, kind)
+        if kind in ("sum", "mean"):
+            return function(x, _or_all(x, dims), keepdim, dtype=dtype)
+        if kind in ("amax", "amin"):
+            y = function(x, dims, keepdim)
+            return y.clone() if x.dim() == 0 else y  # PyTorch's result may be x itself
+        x = x.to(torch.uint8) if x.dtype == torch.bool else x  # a dtype for which PyTorch finds no positions
+        return function(x, dims[0] if len(dims) == 1 else None, keepdim)
+
+    def formula(self) -> Tensor:
+        return self.in_pytorch()
+
+    def keep(self, made: Tensor) -> Kept:
+        x, y = (None, None) if self.kind in ("sum", "mean") else (self.x, made)
+        return Kept(x, y, self.kind, self.dims, self.x.shape, self.x.dtype)
+
+    @staticmethod
+    def gradients(kept: Kept, wanted: Sequence[bool], dy: Tensor) -> tuple[Tensor]:
+        x, y, kind, dims, shape, dtype = kept
+        if x is not None and y is not None:
+            return (_reduce_backward(dy, x, y, kind, dims),)
+        if kind == "mean":
+            dy = dy / math.prod(shape[dim] for dim in dims)
+        return (dy.to(dtype).reshape(_kept_shape(shape, dims)).expand(shape),)
+
+    def cost(self, made: Tensor) -> Cost:
+        """Flops: for each element an addition or comparison, and for norms a product or absolute value; for each result
+        the mean's division or the norm's root."""
+        flops = (2 if self.kind in ORDERS else 1) * self.x.numel() + (self.kind in ("mean", "norm2")) * made.numel()
+        return Cost(distinct_bytes([self.x]), distinct_bytes([made]), {precision_of(self.x.dtype): flops})
 
 
-def _backward_formula(dy: Tensor, x: Tensor, y: Tensor, kind: str, dims: Sequence[int]) -> Tensor:
-    """dx of the extremes, whose ties share the gradient equally, and of norms; y and dy as `reduce` gave them."""
-    inside = accumulator_dtype(x.dtype)
-    shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
-    value, result, gradient = x.to(inside), y.reshape(shape).to(inside), dy.reshape(shape).to(inside)
-    if kind == "norm1":
-        dx = value.sign() * gradient
-    elif kind == "norm2":
-        dx = (gradient * (value / result.masked_fill(result == 0, 1.0))).masked_fill(result == 0, 0.0)
-    else:
-        equal = (value.abs() if kind == "norm_inf" else value) == result
-        share = gradient / equal.sum(_or_all(x, dims), keepdim=True)
-        dx = torch.where(equal, value.sign() * share, 0.0) if kind == "norm_inf" else equal * share
-    return dx.to(x.dtype)
+class ReduceBackward(NamedTuple):
+    """dx of extremes and norms, with y and dy as `reduce` gave them. Elements that tie for an extreme share the
+    gradient equally.
+
+    dx has the memory layout of x.
+    """
+
+    dy: Tensor
+    x: Tensor
+    y: Tensor
+    kind: str
+    dims: list[int]
+
+    def run(self) -> Tensor:
+        dx = self.fake()
+        plan = launches.plan_of(dx, self.kind, self.dims, self.y.dtype, "backward")
+        if plan.backend == "reference":
+            return dx.copy_(self.formula())
+        launches.backward(plan, dx, *self)
+        return dx
+
+    def fake(self) -> Tensor:
+        return torch.empty_like(self.x)
+
+    def formula(self) -> Tensor:
+        dy, x, y, kind, dims = self
+        inside, shape = accumulator_dtype(x.dtype), _kept_shape(x.shape, dims)
+        value, result, gradient = x.to(inside), y.reshape(shape).to(inside), dy.reshape(shape).to(inside)
+        if kind == "norm1":
+            dx = value.sign() * gradient
+        elif kind == "norm2":
+            dx = (gradient * (value / result.masked_fill(result == 0, 1.0))).masked_fill(result == 0, 0.0)
+        else:
+            equal = (value.abs() if kind == "norm_inf" else value) == result
+            share = gradient / equal.sum(_or_all(x, dims), keepdim=True)
+            dx = torch.where(equal, value.sign() * share, 0.0) if kind == "norm_inf" else equal * share
+        return dx.to(x.dtype)
+
+    def cost(self, made: Tensor) -> Cost:
+        """Flops: for extremes comparison and count, comparison and choice; for the 2-norm division and product, for the
+        1-norm sign and product."""
+        flops = (2 if self.kind in ("norm1", "norm2") else 4) * self.x.numel()
+        return Cost(distinct_bytes(self[:3]), distinct_bytes([made]), {precision_of(self.x.dtype): flops})
+
+
+_reduce = declare("reduce", Reduce)
+_reduce_backward = declare("reduce_backward", ReduceBackward)
+
+
+def _kept_shape(shape: torch.Size, dims: Sequence[int]) -> list[int]:
+    """The shape with size 1 for `dims`."""
+    return [1 if dim in dims else size for dim, size in enumerate(shape)]
 
 
 def _or_all(x: Tensor, dims: Sequence[int]) -> list[int] | None:
-    """The dimensions; None, which PyTorch takes as all, where there are none."""
+    """The dimensions; None, which PyTorch takes as all, if there are none."""
     return list(dims) if x.dim() else None
-
-
-# ---- implementations -------------------------------------------------------------------------------------------
-
-
-def _is_reference(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether PyTorch does it: on the CPU, in float64, and of nothing."""
-    return torch.float64 in (x.dtype, dtype) or x.numel() == 0 or without_kernels(x.device)
-
-
-def _result_shape(x: Tensor, dims: Sequence[int], keepdim: bool) -> list[int]:
-    """The shape of x without `dims`, or with 1 in their place."""
-    sizes = enumerate(x.shape)
-    if keepdim:
-        return [1 if dim in dims else size for dim, size in sizes]
-    return [size for dim, size in sizes if dim not in dims]
-
-
-def _forward(x: Tensor, kind: str, dims: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
-    if _is_reference(x, dtype):
-        return reduce_reference(x, kind, dims, keepdim, dtype)
-    require_triton()
-    out = torch.empty(_result_shape(x, dims, keepdim), dtype=dtype, device=x.device)
-    table, view = viewed(x, dims, ordered=kind in ("argmax", "argmin"))
-    reduce_into(out, table, kind, view, dtype)
-    return out
-
-
-def _backward(dy: Tensor, x: Tensor, y: Tensor, kind: str, dims: list[int]) -> Tensor:
-    if _is_reference(x, y.dtype):
-        return reduce_backward_reference(dy, x, y, kind, dims)
-    require_triton()
-    dx = torch.empty_like(x)
-    source = x if x.stride() == dx.stride() else torch.empty_like(x).copy_(x)
-    view = view_of(tuple(x.shape), source.stride(), tuple(dims), False)
-    if view is not None:
-        spread(dx, dy.contiguous(), source, y.contiguous(), kind, view)
-        return dx
-    source, view = viewed(x, dims, ordered=False)
-    matrix = torch.empty_like(source)
-    spread(matrix, dy.contiguous(), source, y.contiguous(), kind, view)
-    order = matrix_order(x, dims)
-    dx.permute(order).copy_(matrix.view([x.shape[dim] for dim in order]))
-    return dx
-
-
-# ---- registration ----------------------------------------------------------------------------------------------
-
-
-@operator("reduce")
-def _reduce(x: Tensor, kind: str, dims: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
-    return _forward(x, kind, dims, keepdim, dtype)
-
-
-@torch.library.register_fake("rooftop::reduce")
-def _(x: Tensor, kind: str, dims: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(_result_shape(x, dims, keepdim), dtype=dtype)
-
-
-in_pytorch("reduce", reduce_reference)
-
-
-@operator("reduce_backward")
-def _reduce_backward(dy: Tensor, x: Tensor, y: Tensor, kind: str, dims: list[int]) -> Tensor:
-    return _backward(dy, x, y, kind, dims)
-
-
-@torch.library.register_fake("rooftop::reduce_backward")
-def _(dy: Tensor, x: Tensor, y: Tensor, kind: str, dims: list[int]) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:  # type: ignore[type-arg]
-    x, kind, dims, _, _ = inputs
-    ctx.kind, ctx.dims, ctx.shape, ctx.x_dtype = kind, dims, x.shape, x.dtype  # type: ignore[attr-defined]
-    if kind not in ("sum", "mean"):
-        ctx.save_for_backward(x, output)
-
-
-def _differentiate(ctx: torch.autograd.function.FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
-    kind, dims, shape = ctx.kind, ctx.dims, ctx.shape  # type: ignore[attr-defined]
-    if kind not in ("sum", "mean"):
-        x, y = ctx.saved_tensors  # type: ignore[attr-defined]
-        return _reduce_backward(dy, x, y, kind, dims), None, None, None, None
-    if kind == "mean":
-        dy = dy / math.prod(shape[dim] for dim in dims)
-    kept = [1 if dim in dims else size for dim, size in enumerate(shape)]
-    dx = dy.to(ctx.x_dtype).reshape(kept).expand(shape)  # type: ignore[attr-defined]
-    return dx, None, None, None, None
-
-
-differentiable("reduce", _differentiate, _save)
-by_formula("reduce", reduce_reference)
-differentiable_by_formula("reduce_backward", _backward_formula)
-
-
-@cost_of("rooftop::reduce")
-def _forward_cost(call: Call) -> Cost:
-    """An addition or comparison of each element, of norms a product or absolute value too; the mean's division and the
-    root of each result."""
-    x, kind = call["x"], call["kind"]
-    flops = (2 if kind in ORDERS else 1) * x.numel() + (kind in ("mean", "norm2")) * call.out.numel()
-    return Cost(distinct_bytes([x]), distinct_bytes([call.out]), {precision_of(x.dtype): flops})
-
-
-@cost_of("rooftop::reduce_backward")
-def _backward_cost(call: Call) -> Cost:
-    """Of extremes comparison and count, comparison and choice; of the 2-norm division and product, of the 1-norm sign
-    and product."""
-    dy, x, y = call["dy"], call["x"], call["y"]
-    flops = (2 if call["kind"] in ("norm1", "norm2") else 4) * x.numel()
-    return Cost(distinct_bytes([dy, x, y]), distinct_bytes([call.out]), {precision_of(x.dtype): flops})
 
 
 # ---- public ----------------------------------------------------------------------------------------------------
@@ -201,76 +178,77 @@ def sum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.
 
     Args:
         input: any shape and strides; bfloat16, float16, float32, float64, booleans or integers of up to 64 bits.
-        dim: one dimension or several; None or () is all. A tensor whose strides need more than two kept or two reduced
-            dimensions is copied first.
+        dim: one dimension or several; None or () means all. A tensor whose strides need more than two kept or two
+            reduced dimensions is copied first.
         keepdim: reduced dimensions stay, of size 1.
-        dtype: to which elements are cast before they are added.
+        dtype: elements are cast to this dtype before they are added.
 
     Returns:
-        Of the input's dtype, of booleans and integers int64; 0 of nothing. Added up in float32 (float64 for float64),
-        the same bits each time. Under autocast on a GPU float32, as PyTorch's.
+        The input's dtype, for booleans and integers int64; the sum of no elements is 0. Added up in float32 (float64
+        for float64), the same bits each time. Under autocast on a GPU the result is float32, as in PyTorch.
 
     Raises:
         TypeError: no dense tensor, or dtypes that do not fit.
         ValueError: dimensions that do not fit.
     """
-    _check("sum", input, (*FLOATS, *INTEGERS), dtype, (*FLOATS, *INTEGERS[1:]))
-    dims = _dims("sum", input, dim)
-    result = dtype or (result_dtype("sum", input) if input.dtype.is_floating_point else torch.int64)
-    return _apply(_cast(input, result), "sum", dims, keepdim, result)
+    x, dims, result = _of_sum(input, dim, dtype)
+    return _reduce(x, "sum", dims, bool(keepdim), result)
 
 
 @recorded_whole
 def mean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    """The mean over some dimensions or all, as `torch.mean`; NaN of nothing.
+    """The mean over some dimensions or all, as `torch.mean`; NaN for no elements.
 
-    Arguments, results and errors as of `sum`; an input of integers needs a `dtype`.
+    Arguments, results and errors as in `sum`; integer input needs a `dtype`.
     """
-    _check("mean", input, FLOATS if dtype is None else (*FLOATS, *INTEGERS), dtype, FLOATS)
-    result = dtype or input.dtype
-    return _apply(_cast(input, result), "mean", _dims("mean", input, dim), keepdim, result)
+    x, dims, result = _of_mean(input, dim, dtype)
+    return _reduce(x, "mean", dims, bool(keepdim), result)
 
 
 @recorded_whole
 def amax(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
-    """The maximum over some dimensions or all, as `torch.amax`: NaN where there is one.
+    """The maximum over some dimensions or all, as `torch.amax`: NaN if any element is NaN.
 
-    Elements that tie share the gradient equally. Arguments as of `sum`; of the input's dtype.
+    Elements that tie share the gradient equally. Arguments as in `sum`; the result has the input's dtype.
 
     Raises:
-        TypeError, ValueError: as `sum`; the maximum of nothing.
+        TypeError, ValueError: as `sum`; also the maximum of no elements.
     """
-    return _extreme("amax", input, _dims("amax", input, dim), keepdim)
+    x, dims, result = _of_extreme("amax", input, dim)
+    return _reduce(x, "amax", dims, bool(keepdim), result)
 
 
 @recorded_whole
 def amin(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
     """The minimum over some dimensions or all, as `torch.amin`; see `amax`."""
-    return _extreme("amin", input, _dims("amin", input, dim), keepdim)
+    x, dims, result = _of_extreme("amin", input, dim)
+    return _reduce(x, "amin", dims, bool(keepdim), result)
 
 
 @recorded_whole
 def argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Where the maximum is along a dimension, or (None) in the flattened tensor, as `torch.argmax`.
+    """The index of the maximum along a dimension, or with None in the flattened tensor, as `torch.argmax`.
 
     Args:
-        input: as of `sum`.
-        dim: one dimension or all. All of a tensor that is not contiguous costs a copy.
+        input: as in `sum`.
+        dim: one dimension or all. With None, a tensor that is not contiguous costs a copy.
         keepdim: reduced dimensions stay, of size 1.
 
     Returns:
-        int64. Of several the first, and NaN before any number.
+        int64. The first of several equal maxima; NaN counts as larger than any number.
 
     Raises:
-        TypeError, ValueError: as `sum`; the maximum of nothing.
+        TypeError, ValueError: as `sum`; also the maximum of no elements.
     """
-    return _extreme("argmax", input, _one_dim("argmax", input, dim), keepdim)
+    x, dims, result = _of_place("argmax", input, dim)
+    return _reduce(x, "argmax", dims, bool(keepdim), result)
 
 
 @recorded_whole
 def argmin(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Where the minimum is, as `torch.argmin`; see `argmax`."""
-    return _extreme("argmin", input, _one_dim("argmin", input, dim), keepdim)
+    """The index of the minimum, as `torch.argmin`; see `argmax`."""
+    x, dims, result = _of_place("argmin", input, dim)
+    return _reduce(x, "argmin", dims, bool(keepdim), result)
 
 
 @recorded_whole
@@ -283,38 +261,88 @@ def norm(
         input: bfloat16, float16, float32 or float64, any shape and strides.
         ord: 1 (sum of absolute values), 2 (root of the sum of squares, which is not scaled: in float32 it overflows
             past 3.4e38) or infinity (the largest absolute value).
-        dim, keepdim: as of `sum`.
-        dtype: to which elements are cast first; not narrower than the input's.
+        dim, keepdim: as in `sum`.
+        dtype: elements are first cast to this dtype; not narrower than the input's.
 
     Returns:
-        As `sum`. Of elements that tie for the largest each has an equal share of the gradient.
+        As `sum`. Elements that tie for the largest share the gradient equally.
 
     Raises:
-        TypeError, ValueError: as `sum`; another order; the largest of nothing.
+        TypeError, ValueError: as `sum`; another order; the largest of no elements.
     """
-    _check("norm", input, FLOATS, dtype, FLOATS)
+    kind, x, dims, result = _of_norm(input, ord, dim, dtype)
+    return _reduce(x, kind, dims, bool(keepdim), result)
+
+
+def reduction_plan(
+    function: str, input: Tensor, dim: Dims = None, *, ord: float = 2, dtype: torch.dtype | None = None
+) -> ReductionPlan:
+    """Say how a reduction is computed, and why, without computing it.
+
+    Args:
+        function: "sum", "mean", "amax", "amin", "argmax", "argmin" or "norm".
+        input, dim, ord, dtype: the arguments of that function; `ord` is for norms, `dtype` for sums, means and norms.
+
+    Raises:
+        ValueError: another function.
+        TypeError, ValueError: as that function.
+    """
+    check_choice("reduction_plan", "function", function, FUNCTIONS)
+    kind = function
+    if function == "norm":
+        kind, x, dims, result = _of_norm(input, ord, dim, dtype)
+    elif function in ("sum", "mean"):
+        x, dims, result = (_of_sum if function == "sum" else _of_mean)(input, dim, dtype)
+    else:
+        x, dims, result = (_of_place if function in PLACES else _of_extreme)(function, input, dim)
+    return launches.plan_of(x, kind, dims, result)
+
+
+# ---- arguments as the operator takes them --------------------------------------------------------------------------
+
+Prepared = tuple[Tensor, list[int], torch.dtype]
+"""The input, cast unless the kernel widens what it loads; the dimensions to reduce; the result's dtype."""
+
+
+def _of_sum(x: Tensor, dim: Dims, dtype: torch.dtype | None) -> Prepared:
+    _check("sum", x, (*FLOATS, *INTEGERS), dtype, (*FLOATS, *INTEGERS[1:]))
+    dims = _dims("sum", x, dim)
+    result = dtype or (result_dtype("sum", x) if x.dtype.is_floating_point else torch.int64)
+    return _cast(x, result), dims, result
+
+
+def _of_mean(x: Tensor, dim: Dims, dtype: torch.dtype | None) -> Prepared:
+    _check("mean", x, FLOATS if dtype is None else (*FLOATS, *INTEGERS), dtype, FLOATS)
+    result = dtype or x.dtype
+    return _cast(x, result), _dims("mean", x, dim), result
+
+
+def _of_norm(x: Tensor, ord: float, dim: Dims, dtype: torch.dtype | None) -> tuple[str, Tensor, list[int], torch.dtype]:
+    """The kind of the norm, and its input."""
+    _check("norm", x, FLOATS, dtype, FLOATS)
     kind = next((kind for kind, order in ORDERS.items() if ord == order), None)
     if kind is None:
         raise ValueError(f"norm: ord must be 1, 2 or infinity, got {ord!r}: use torch.linalg.vector_norm")
-    if dtype is not None and torch.promote_types(dtype, input.dtype) != dtype:
-        raise TypeError(f"norm: dtype {dtype} is narrower than {input.dtype} of input")
-    dims = _dims("norm", input, dim)
+    if dtype is not None and torch.promote_types(dtype, x.dtype) != dtype:
+        raise TypeError(f"norm: dtype {dtype} is narrower than {x.dtype} of input")
+    dims = _dims("norm", x, dim)
     if kind == "norm_inf":
-        _refuse_nothing("norm", input, dims)
-    result = dtype or result_dtype("norm", input)
-    return _apply(_cast(input, result), kind, dims, keepdim, result)
+        _refuse_nothing("norm", x, dims)
+    result = dtype or result_dtype("norm", x)
+    return kind, _cast(x, result), dims, result
 
 
-def _extreme(name: str, x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+def _of_extreme(name: str, x: Tensor, dim: Dims) -> Prepared:
+    dims = _dims(name, x, dim)
     _refuse_nothing(name, x, dims)
-    if name in ("argmax", "argmin"):
-        return _reduce(x.detach(), name, dims, bool(keepdim), torch.int64)
-    return _apply(x, name, dims, keepdim, x.dtype)
+    return x, dims, x.dtype
 
 
-def _apply(x: Tensor, kind: str, dims: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
-    y: Tensor = _reduce(x, kind, dims, bool(keepdim), dtype)
-    return y
+def _of_place(name: str, x: Tensor, dim: Dims) -> Prepared:
+    if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
+        raise TypeError(f"{name}: dim must be an int or None, got {dim!r}")
+    x, dims, _ = _of_extreme(name, x, dim)
+    return x.detach(), dims, torch.int64
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -340,7 +368,7 @@ def _check(
 
 
 def _dims(name: str, x: Tensor, dim: Dims) -> list[int]:
-    """Dimensions to reduce, not negative, in order; of a tensor without dimensions none."""
+    """The dimensions to reduce, not negative, in order; none for a tensor without dimensions."""
     _check(name, x)
     if dim is not None and not isinstance(dim, int | Sequence):
         raise TypeError(f"{name}: dim must be an int, several or None, got {dim!r}")
@@ -355,12 +383,6 @@ def _dims(name: str, x: Tensor, dim: Dims) -> list[int]:
     if len(dims) != len(given):
         raise ValueError(f"{name}: dim {dim!r} names a dimension twice")
     return (dims or list(range(x.dim()))) if x.dim() else []
-
-
-def _one_dim(name: str, x: Tensor, dim: int | None) -> list[int]:
-    if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
-        raise TypeError(f"{name}: dim must be an int or None, got {dim!r}")
-    return _dims(name, x, dim)
 
 
 def _refuse_nothing(name: str, x: Tensor, dims: list[int]) -> None:

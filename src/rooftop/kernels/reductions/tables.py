@@ -9,8 +9,9 @@ from rooftop.kernels.operands.launch_data import ANY_BYTES
 
 @dataclass(frozen=True)
 class RowConfig:
-    """Where what is reduced is contiguous, in runs of up to `run_bytes`: results of a tile, bytes of each.
-    `stages`: tiles that are fetched ahead through shared memory; 1 is none."""
+    """Parameters if the reduced dimension is contiguous, in runs of up to `run_bytes`: results of a tile, and bytes of
+    each.
+    `stages`: tiles that are fetched ahead through shared memory; 1 fetches none ahead."""
 
     run_bytes: int
     rows: int
@@ -21,7 +22,7 @@ class RowConfig:
 
 @dataclass(frozen=True)
 class SplitConfig:
-    """How many programs an SM the blocks of a result are spread over, and whether the last one to arrive combines."""
+    """How many programs an SM share the blocks of a result, and whether the last one to arrive combines."""
 
     programs_per_sm: int
     last_combines: bool
@@ -29,7 +30,9 @@ class SplitConfig:
 
 @dataclass(frozen=True)
 class ColumnConfig:
-    """Where what is kept is contiguous: bytes of it in a tile (more where little is reduced), bytes of the tile."""
+    """Parameters if the kept dimension is contiguous: its bytes in a tile (more if little is reduced), and bytes of the
+    tile.
+    """
 
     width_bytes: int
     tile_bytes: int
@@ -42,7 +45,7 @@ class ColumnConfig:
 class AllConfig:
     """One result of up to `total_bytes` in contiguous memory.
 
-    `early`: launched while the kernel before may still run, which it waits for by itself (compute capability 9.0).
+    `early`: launched while the previous kernel may still run; this kernel waits for it (compute capability 9.0).
     """
 
     total_bytes: int
@@ -53,10 +56,10 @@ class AllConfig:
     early: bool = False
 
 
-# The fastest of those measured on an H200: ROWS in half precision of 32, 128, 512, 2048, 4096, 8192 and 16384 bytes,
-# PLACES (where an extreme is: two numbers an element) of 256512 bytes, COLUMNS of sums over the first and a middle
-# dimension, ALL of 256 KiB, 4, 11, 23 and 64 MiB and 1 GiB in float32. Rows of 1 to 8 KiB in blocks of one warp each
-# need no sum across warps, and are fetched ahead.
+# The fastest of the parameters measured on an H200. ROWS: half precision, 32, 128, 512, 2048, 4096, 8192 and 16384
+# bytes. PLACES (positions of extremes: two numbers an element): 256512 bytes. COLUMNS: sums over the first and a middle
+# dimension. ALL: 256 KiB, 4, 11, 23 and 64 MiB and 1 GiB in float32. Rows of 1 to 8 KiB, in blocks of one warp each,
+# need no sum across warps and are fetched ahead.
 SHORT_ROWS = (
     RowConfig(run_bytes=64, rows=128, block_bytes=64, warps=4),
     RowConfig(run_bytes=128, rows=32, block_bytes=128, warps=2),
@@ -91,8 +94,8 @@ ALL = (
     AllConfig(total_bytes=ANY_BYTES, block_bytes=16384, warps=8, split=SplitConfig(4, last_combines=True), stages=3),
 )
 GRADIENT_BLOCK_BYTES, GRADIENT_WARPS = 8192, 4  # of a tile of x
-SHARE_ELEMENTS = 1 << 15  # of a tile, at most, whose ties are counted by the kernel that writes their gradient
-SHARE_WIDTH_BYTES = 128  # of that tile, at least, where what is kept is contiguous
-SHARE_BLOCK_BYTES, SHARE_WARPS = 4096, 4  # of that tile; more where it needs more
-LANE_ELEMENTS = 32  # of a thread, at most: of small integers a tile would have more than registers can add up
-COMBINED = 4096  # partial results that a program of four warps and more holds at once
+SHARE_ELEMENTS = 1 << 15  # of a tile, at most, if the kernel that writes the gradient also counts the ties
+SHARE_WIDTH_BYTES = 128  # of that tile, at least, if the kept dimension is contiguous
+SHARE_BLOCK_BYTES, SHARE_WARPS = 4096, 4  # of that tile; more if it needs more
+LANE_ELEMENTS = 32  # of a thread, at most: a tile of small integers would have more than registers can add up
+COMBINED = 4096  # partial results that a program of four warps or more holds at once

@@ -1,28 +1,29 @@
 """Triton kernels of reductions and their gradients; `reductions.py` has the operators.
 
 A tile is KEPT results by REDUCED elements of each. A program folds every (number of splits)-th tile of its results into
-accumulators of the same shape, lane by lane, and these into KEPT numbers at the end. ALONG says in which direction
-memory runs: along what is reduced (ROWS), along what is kept (COLUMNS), or neither. The kept and the reduced dimensions
-are two each, the inner and a far one: far ones that are reduced are NESTED.
+accumulators of the same shape, lane by lane. At the end it folds the accumulators into KEPT numbers. ALONG says in
+which direction memory is contiguous: along the reduced dimension (ROWS), along the kept one (COLUMNS), or neither. The
+kept and the reduced dimensions are two each, an inner and a far one; if a far one is reduced, the tile is NESTED.
 
-Where results are too few to fill a GPU, several programs split what each result is made of, and leave partial results,
-(splits, results). These are combined in the order of the splits, so the same bits come out each time: by a second
-kernel, or by whichever program is the last of a tile to leave its own. Arrival is counted with acquire and release: who
+If the results are too few to fill a GPU, several programs split the elements of each result, and store partial results,
+(splits, results). A second kernel combines these in the order of the splits, or the program that is the last of a tile
+to store its own does. The same bits come out each time. Arrival is counted with acquire and release: the program that
 counts last sees the partial results of all others, and sets the counter back to zero for the next launch.
 
-Sizes and strides of memory that runs along are in groups of UNIT elements, so that the compiler knows what divides them
-and loads several elements at a time. All offsets are 64-bit.
+Sizes and strides of contiguous memory are in groups of UNIT elements, so that the compiler knows a divisor and loads
+several elements at a time. All offsets are 64-bit.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rooftop.kernels.operands.triton_kernels.scalars import largest, smallest
 
-# What is computed: sums (up to NORM2), extremes, and (from ARGMAX on) the places of extremes.
+# The reductions: sums (up to NORM2), extremes, and (from ARGMAX on) the positions of extremes.
 TIES = tl.constexpr(0)  # how many elements equal the result
 ABSOLUTE_TIES = tl.constexpr(1)
 SUM = tl.constexpr(2)
@@ -38,17 +39,17 @@ ARGMIN = tl.constexpr(10)
 ROWS = tl.constexpr(0)
 COLUMNS = tl.constexpr(1)
 
-WHOLE = tl.constexpr(0)  # one program makes the result
+WHOLE = tl.constexpr(0)  # one program computes the result
 PARTIAL = tl.constexpr(1)  # another kernel combines
 LAST_COMBINES = tl.constexpr(2)
 
-ACCUMULATORS = {"torch.float32": tl.float32, "torch.int32": tl.int32, "torch.int64": tl.int64}
-NOWHERE = tl.constexpr(1 << 62)  # the place of an element that does not exist
+ACCUMULATORS = {torch.float32: tl.float32, torch.int32: tl.int32, torch.int64: tl.int64}
+NOWHERE = tl.constexpr(1 << 62)  # the position of an element that does not exist
 
 
 @triton.jit
 def reduce_tiles(
-    x, reference, out,  # strided; (results,): what TIES counts; (results,)
+    x, reference, out,  # strided; (results,): the value that TIES counts; (results,)
     partials, places, counters,  # (splits, results); the same in int64, of ARG kinds; (programs of a split,) int32
     kept, kept_stride, out_stride, far_kept_stride, far_out_stride,
     reduced, reduced_stride, far_reduced, far_reduced_stride,
@@ -57,10 +58,10 @@ def reduce_tiles(
     NESTED: tl.constexpr, FINISH: tl.constexpr, KEPT: tl.constexpr, REDUCED: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The results of KEPT kept elements, or (FINISH) what this split of them comes to.
+    """The results of KEPT kept elements, or the partial results of this split; FINISH says which.
 
-    WHOLE_BLOCKS: of one result, all blocks but the last are read without a mask, so 16 bytes at a time at any size.
-    EARLY: launched while the kernel before may still run, for which it waits (programmatic dependent launch).
+    WHOLE_BLOCKS: for one result, all blocks but the last are read without a mask, so 16 bytes at a time at any size.
+    EARLY: launched while the previous kernel may still run; this kernel waits for it (programmatic dependent launch).
     """
     if EARLY:
         gdc_wait()
@@ -78,7 +79,7 @@ def reduce_tiles(
         target = 0.0
     lane = tl.arange(0, REDUCED)
     best = tl.full((KEPT, REDUCED), IDENTITY, ACCUMULATOR)
-    found = tl.full((KEPT, REDUCED), 0, tl.int32) + split  # the block in which a lane's best was
+    found = tl.full((KEPT, REDUCED), 0, tl.int32) + split  # the block of a lane's best element
     near = tl.cdiv(reduced, REDUCED)
     masked = split
     if WHOLE_BLOCKS:
@@ -180,7 +181,9 @@ def share_gradient(
     KIND: tl.constexpr, ALONG: tl.constexpr, UNIT: tl.constexpr,
     NESTED: tl.constexpr, KEPT: tl.constexpr, REDUCED: tl.constexpr,
 ):  # fmt: skip
-    """dx of a tile that has all of what its extremes are of: counts their ties, so that x is read once."""
+    """dx of a tile that contains all elements of its extremes: the kernel counts the ties itself, and so reads x
+    once.
+    """
     if ALONG == COLUMNS:
         kept = kept * UNIT
     if ALONG == ROWS:
@@ -204,7 +207,7 @@ def share_gradient(
     tl.store(dx + (start[:, None] + offset[None, :]), found.to(dx.dtype.element_ty), mask=inside)
 
 
-# ---- pieces ----------------------------------------------------------------------------------------------------
+# ---- functions that several kernels share ------------------------------------------------------------------------
 
 
 @triton.jit
@@ -212,7 +215,7 @@ def _kept_elements(
     tile, kept, kept_stride, out_stride, far_kept_stride, far_out_stride,
     ALONG: tl.constexpr, UNIT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile's kept elements (KEPT,): offsets in x, places in the results, which exist."""
+    """For a tile's kept elements (KEPT,): offsets in x, positions in the results, and which exist."""
     tiles = tl.cdiv(kept, KEPT)
     far = (tile // tiles).to(tl.int64)
     near = (tile % tiles).to(tl.int64) * KEPT + tl.arange(0, KEPT)
@@ -228,7 +231,7 @@ def _reduced_elements(
     index, near, lane, reduced, reduced_stride, far_reduced_stride,
     ALONG: tl.constexpr, UNIT: tl.constexpr, NESTED: tl.constexpr, REDUCED: tl.constexpr,
 ):  # fmt: skip
-    """Of a block (REDUCED,) of what is reduced: offsets, and which exist. `near` blocks are one far step."""
+    """For a block (REDUCED,) of the reduced dimension: offsets, and which exist. `near` blocks are one far step."""
     if NESTED:
         block, far = tl.cast(index % near, tl.int64), tl.cast(index // near, tl.int64)
     else:
@@ -271,7 +274,7 @@ def _fold(best, found, loaded, index, target, inside, KIND: tl.constexpr):
 
 @triton.jit
 def _beyond(value, best, KIND: tl.constexpr):
-    """Whether a value is more extreme; NaN is more than any number, and not more than NaN."""
+    """Whether a value is more extreme. NaN is more extreme than any number, but not than NaN."""
     if KIND == ARGMAX:
         better = value > best
     else:
@@ -281,7 +284,7 @@ def _beyond(value, best, KIND: tl.constexpr):
 
 @triton.jit
 def _across(best, where, KIND: tl.constexpr):
-    """(KEPT,) values, and of ARG kinds the first places, of all lanes."""
+    """(KEPT,) values of all lanes, and for ARG kinds the first positions."""
     SMALLEST: tl.constexpr = (KIND == AMIN) | (KIND == ARGMIN)
     first = 0
     if KIND <= NORM2:
@@ -309,7 +312,9 @@ def _combined(
     partials, places, place, exists, splits, results,
     KIND: tl.constexpr, ACCUMULATOR: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """(KEPT,) values and places from the partial ones of all splits, past what another program left in this SM's L1."""
+    """(KEPT,) values and positions from the partial ones of all splits. The loads bypass this SM's L1, since other
+    programs stored them.
+    """
     lane = tl.arange(0, SPLITS)
     best = tl.full((KEPT, SPLITS), IDENTITY, ACCUMULATOR)
     where = tl.full((KEPT, SPLITS), NOWHERE, tl.int64)
@@ -333,7 +338,9 @@ def _combined(
 
 @triton.jit
 def _store_results(out, place, exists, value, first, count, KIND: tl.constexpr):
-    """Stores a tile of results: of extremes places, of a mean value / count, of the 2-norm the root of value."""
+    """Stores a tile of results: positions of extremes, value / count for a mean, the root of the value for the
+    2-norm.
+    """
     if KIND >= ARGMAX:
         tl.store(out + place, first, mask=exists)
     else:
@@ -346,14 +353,14 @@ def _store_results(out, place, exists, value, first, count, KIND: tl.constexpr):
 
 @triton.jit
 def _shared(value, result, share, KIND: tl.constexpr):
-    """The gradient of elements: of those that tie for the extreme their share."""
+    """The gradient of elements: those that tie for the extreme share it."""
     if KIND == NORM_INF:
         return tl.where(tl.abs(value) == result, _sign(value) * share, 0.0)
     else:
-        return tl.where(value == result, share, 0.0 * share)  # no ties, of NaN: NaN
+        return tl.where(value == result, share, 0.0 * share)  # no ties for NaN: NaN
 
 
 @triton.jit
 def _sign(value):
-    """1.0, -1.0 or 0.0 of each value; 0.0 of NaN."""
+    """1.0, -1.0 or 0.0 for each value; 0.0 for NaN."""
     return (value > 0.0).to(tl.float32) - (value < 0.0).to(tl.float32)

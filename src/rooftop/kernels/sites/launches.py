@@ -1,9 +1,9 @@
-"""How the kernels of sparse convolution are launched: tables of parameters, orders of rows, lists of pairs.
+"""Launch the kernels of sparse convolution: tables of parameters, orders of rows, lists of pairs.
 
-What the time goes into, on one H200: a convolution reads `2 C` bytes for each pair in half precision, and for each tap
-that a tile of rows has `2 C O` bytes of the weight, all of it from L2. Tall tiles read the weight less often; rows that
-share their tile with their like, and tables that stand in the order in which they are read, read less in vain.
-`docs/kernels.md` counts it.
+Time on one H200: a convolution reads `2 C` bytes for each pair in half precision. For each tap of a tile of rows it
+reads `2 C O` bytes of the weight, all of it from L2. Tall tiles read the weight less often. If similar rows share a
+tile, and tables are stored in reading order, fewer reads are useless. `docs/measurements/kernels-sites.md` has the
+counts.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from rooftop.launch.triton_launch import INTERPRETED, launch, processors, requir
 
 
 def rows_tile(rows: int, out_channels: int, channels: int, features: Tensor) -> WordConstants:
-    """Launch parameters of `sparse_conv_rows` for M results of O channels, and C channels of the operands."""
+    """Launch parameters of `sparse_conv_rows` for M results with O channels, and operands with C channels."""
     table = tables.SINGLE if features.dtype == torch.float32 else tables.HALF
     return _rows_tile(table, rows, out_channels, channels, processors(features))
 
 
-@lru_cache(maxsize=4096)  # to work it out takes as long as a small launch
+@lru_cache(maxsize=4096)  # computing it takes as long as a small launch
 def _rows_tile(table: tuple[RowsConfig, ...], rows: int, out_channels: int, channels: int, sms: int) -> WordConstants:
     config = next(config for config in table if out_channels <= config.channels)
     columns = min(config.columns, _power_of_two(out_channels))
@@ -48,8 +48,8 @@ def _rows_tile(table: tuple[RowsConfig, ...], rows: int, out_channels: int, chan
 def weight_tile(
     out_channels: int, channels: int, taps: int, length: int, listed: bool, features: Tensor
 ) -> tuple[WordConstants, int, int]:
-    """Launch parameters of `sparse_conv_weight_gradient` where no tap has more than `length` pairs: its tile, for how
-    many parts it is launched (of all pairs where they are listed, else of each tap), and pieces at most."""
+    """Launch parameters of `sparse_conv_weight_gradient` if no tap has more than `length` pairs: its tile, the number
+    of parts (of all pairs if they are listed, else of each tap), and the maximum number of pieces."""
     table = tables.WEIGHT_SINGLE if features.dtype == torch.float32 else tables.WEIGHT_HALF
     return _weight_tile(table, out_channels, channels, taps, length, listed, processors(features))
 
@@ -62,7 +62,7 @@ def _weight_tile(
     outs, ins = min(config.outs, _power_of_two(out_channels)), min(config.ins, _power_of_two(channels))
     tiles = -(-out_channels // outs) * -(-channels // ins)
     programs, blocks = -(-config.programs_per_sm * sms // tiles), -(-length // config.depth)
-    if listed:  # the last piece of each tap is shorter than the others: so many fewer parts, for all to run at once
+    if listed:  # the last piece of each tap is shorter than the others: fewer parts, so that all run at once
         parts = max(taps, min(programs - taps, taps * blocks))
         pieces = parts + taps
     else:
@@ -79,7 +79,7 @@ def _weight_tile(
 
 
 def _power_of_two(channels: int) -> int:
-    """At least as many; at least the 16 that a product of tiles takes."""
+    """The next power of two; at least 16, which a product of tiles needs."""
     return max(16, power_of_two(channels))
 
 
@@ -87,7 +87,7 @@ def _power_of_two(channels: int) -> int:
 
 
 def neighbour_masks(neighbours: Tensor) -> Tensor:
-    """(M, ceil(T / 32)) int32 of a table (M, T) int32: bit t % 32 of word t // 32 is set where row m has tap t."""
+    """(M, ceil(T / 32)) int32 of a table (M, T) int32: bit t % 32 of word t // 32 is set if row m has tap t."""
     rows, taps = neighbours.shape
     words = -(-taps // 32)
     masks = torch.empty(rows, words, dtype=torch.int32, device=neighbours.device)
@@ -110,9 +110,9 @@ def neighbour_masks(neighbours: Tensor) -> Tensor:
 
 
 def rows_by_mask(masks: Tensor) -> Tensor:
-    """The order (M,) int64 in which rows with the same mask (M, words) stand side by side, otherwise as before, and
-    masks beside those that differ in few taps: a Gray code whose slowest bit is the rarest tap, as a sample has it. Of
-    more than 64 bits of masks, the rarest 64 are looked at."""
+    """An order (M,) int64 of rows by their masks (M, words). Rows with the same mask are adjacent and keep their order,
+    and masks are near those that differ in few taps: a Gray code whose slowest bit is the rarest tap in a sample. Of
+    masks with more than 64 bits, it compares the rarest 64."""
     rows, words = masks.shape
     if rows == 0 or words == 0:
         return torch.arange(rows, device=masks.device)
@@ -120,13 +120,13 @@ def rows_by_mask(masks: Tensor) -> Tensor:
 
 
 def _mask_keys(masks: Tensor) -> Tensor:
-    """(M,) integers that grow along the Gray code."""
+    """(M,) integers that increase along the Gray code."""
     rows, words = masks.shape
     if without_kernels(masks.device):
         bits = ((masks[:, :, None] >> torch.arange(32)) & 1).flatten(1).long()
         rarest_first = bits[torch.arange(tables.SAMPLE) * rows // tables.SAMPLE].sum(0).sort(stable=True).indices[:64]
         parities = bits[:, rarest_first].cumsum(1) % 2
-        parities[:, 0] -= 1  # the slowest bit of 64 is a sign
+        parities[:, 0] -= 1  # the slowest of 64 bits is the sign
         return (parities << torch.arange(len(rarest_first)).flip(0)).sum(1)
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_convs import count_bits, mask_keys
@@ -147,7 +147,7 @@ def _mask_keys(masks: Tensor) -> Tensor:
 
 def sorted_table(neighbours: Tensor, order: Tensor) -> Tensor:
     """(1 + ceil(T / 32) + T, M) int32 of a table (M, T) and an order (M,) of its rows: the order, the rows' masks, and
-    tap by tap their sites, all in that order. What a tile of the convolution reads of it lies side by side."""
+    the sites tap by tap, all in that order. The part that a tile of the convolution reads is contiguous."""
     rows, taps = neighbours.shape
     words = -(-taps // 32)
     if without_kernels(neighbours.device):
@@ -167,8 +167,8 @@ def sorted_table(neighbours: Tensor, order: Tensor) -> Tensor:
 
 
 def row_order(neighbours: Tensor) -> Tensor:
-    """What `sparse_conv` takes as the order of a table (M, T): where TABLES_SORTED says so its `sorted_table`, else the
-    order (M,) alone. `row_order_shape` is its shape. Fewer rows than SORTED_FROM stay as they are."""
+    """The order of a table (M, T) for `sparse_conv`: its `sorted_table` if TABLES_SORTED says so, else only the order
+    (M,). `row_order_shape` is its shape. Tables with fewer than SORTED_FROM rows keep their order."""
     rows = neighbours.shape[0]
     if rows < tables.SORTED_FROM:
         order = torch.arange(rows, dtype=torch.int32, device=neighbours.device)
@@ -183,7 +183,7 @@ def row_order_shape(rows: int, taps: int) -> tuple[int, ...]:
 
 
 def unsorted_table(table: Tensor, taps: int) -> Tensor:
-    """The table (M, T) of which `sorted_table` made this one."""
+    """The table (M, T) from which `sorted_table` computed this one."""
     rows = table.shape[1]
     return torch.empty(rows, taps, dtype=torch.int32, device=table.device).index_copy_(
         0, table[0].long(), table[table.shape[0] - taps :].t()
@@ -195,7 +195,7 @@ def unsorted_table(table: Tensor, taps: int) -> Tensor:
 
 def blocks_of(table: Tensor, taps: int) -> tuple[Tensor, Tensor]:
     """Which blocks of BLOCK_ROWS rows of a `sorted_table` have a neighbour at a tap: (T, ceil(M / BLOCK_ROWS)) int32,
-    ascending, and how many they are, (T,) int32; what lies beyond is anything."""
+    ascending, and their number (T,) int32. Values past that number are undefined."""
     rows = table.shape[1]
     blocks = -(-rows // tables.BLOCK_ROWS)
     if without_kernels(table.device):
@@ -223,7 +223,7 @@ def blocks_of(table: Tensor, taps: int) -> tuple[Tensor, Tensor]:
 
 def pairs_of(neighbours: Tensor, sites: int) -> tuple[Tensor, Tensor]:
     """The pairs of each tap of a table (M, T) of N sites: (2, T, min(M, N)) int32, first sites, then rows, ascending by
-    row; what lies beyond their number, (T,) int32, is anything."""
+    row. Values past their number, (T,) int32, are undefined."""
     rows, taps = neighbours.shape
     capacity = min(rows, sites)
     if without_kernels(neighbours.device):
@@ -250,7 +250,7 @@ def _pairs_by_torch(neighbours: Tensor, sites: int, capacity: int) -> tuple[Tens
     rows, taps = neighbours.shape
     listed = neighbours.t()  # (T, M)
     known = (listed >= 0) & (listed < sites)
-    place = (known.cumsum(1) - 1).masked_fill_(~known, capacity)  # what is no pair goes to a column that is dropped
+    place = (known.cumsum(1) - 1).masked_fill_(~known, capacity)  # all others go to a column that is dropped
     pairs = neighbours.new_full((2, taps, capacity + 1), -1)
     pairs[0].scatter_(1, place, listed)
     pairs[1].scatter_(1, place, torch.arange(rows, dtype=torch.int32).expand(taps, rows))
@@ -258,15 +258,15 @@ def _pairs_by_torch(neighbours: Tensor, sites: int, capacity: int) -> tuple[Tens
 
 
 def has_table(order: Tensor | None) -> bool:
-    """Whether it is a `sorted_table`, not an order alone."""
+    """Whether it is a `sorted_table`, not only an order."""
     return order is not None and order.dim() == 2
 
 
 def rows_of(neighbours: Tensor | None, order: Tensor | None) -> int:
-    """Of a table, which a sorted one can stand for.
+    """The number of rows of a table; a sorted table may be given instead.
 
     Raises:
-        ValueError: neither is there.
+        ValueError: neither is given.
     """
     if neighbours is not None:
         return neighbours.shape[0]
@@ -276,7 +276,7 @@ def rows_of(neighbours: Tensor | None, order: Tensor | None) -> int:
 
 
 def _width(taps: int) -> int:
-    """Taps that are looked at together, one bit for each."""
+    """The number of taps that are examined together, one bit for each."""
     return min(32, power_of_two(taps))
 
 
@@ -291,8 +291,8 @@ def convolved(
     order: Tensor | None,
     mirrored: bool,
 ) -> Tensor:
-    """(M, O) by the kernel, from a weight (O, T, C) of any strides; `order` as of `row_order`, or (M,). Neighbours are
-    not looked at where `order` has them."""
+    """(M, O) by the kernel, from a weight (O, T, C) with any strides; `order` as from `row_order`, or (M,). The kernel
+    does not read neighbours if `order` contains them."""
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_convs import sparse_conv_rows
 
@@ -328,10 +328,10 @@ def weight_gradient(
     order: Tensor | None,
     pairs: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """(O, T, C) from dy (M, O), features (N, C), and a table (M, T) or an `order` that has it.
+    """(O, T, C) from dy (M, O), features (N, C), and a table (M, T) or an `order` that contains it.
 
-    `pairs`: as of `pairs_of`, or, where `order` has the table, of `blocks_of`. None: made of such an order, and where
-    there are many rows.
+    `pairs`: as from `pairs_of`, or, if `order` contains the table, from `blocks_of`. None: computed from such an order,
+    and for tables with many rows.
     """
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_convs import sparse_conv_weight_gradient, sum_pieces
@@ -347,7 +347,7 @@ def weight_gradient(
     elif neighbours is not None:
         table, block = neighbours.contiguous(), 0
         pairs = pairs_of(table, sites) if pairs is None and rows >= tables.LISTED_FROM else pairs
-    else:  # pairs as they are, which no table is needed for
+    else:  # pairs in table order, which need no table
         assert pairs is not None
         table, block = pairs[0], 0
     lists, counts = (None, None) if pairs is None else (t.contiguous() for t in pairs)
@@ -377,7 +377,7 @@ def weight_gradient(
 
 
 def _product(features: Tensor) -> WordConstants:
-    """How tiles are multiplied: float32 as TF32 where PyTorch's switch for convolutions allows it."""
+    """How tiles are multiplied: float32 as TF32 if PyTorch's switch for convolutions allows it."""
     if features.dtype != torch.float32:
         return _HALF_PRODUCT
     tf32 = matrix_precision(features, convolution=True) == "tf32"

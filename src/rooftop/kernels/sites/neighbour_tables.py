@@ -1,4 +1,4 @@
-"""Whether tables of neighbours, (M, T) int32 rows of features or -1 for none, say what operators over sites need."""
+"""Check the values of neighbour tables, (M, T) int32 rows of features or -1 for none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def check_neighbours(name: str, features: Tensor, neighbours: Tensor) -> None:
-    """On a CPU, that the table names rows that there are: the kernels read others as none."""
+    """On a CPU, check that the table names existing rows: the kernels read others as -1."""
     if not features.is_cpu or neighbours.numel() == 0:
         return
     least, most = (int(each) for each in neighbours.aminmax())
@@ -19,7 +19,7 @@ def check_neighbours(name: str, features: Tensor, neighbours: Tensor) -> None:
 
 
 def check_reverse(name: str, neighbours: Tensor, reverse: Tensor | None) -> None:
-    """On a CPU, that the reverse table has the pairs of the other, and no more."""
+    """On a CPU, check that the reverse table has the pairs of the other, and no more."""
     if not neighbours.is_cpu:
         return
     table = neighbours.flip(1) if reverse is None else reverse

@@ -1,17 +1,17 @@
 """Sparse convolution: out[m] = bias + sum over the taps t of the window of weight[:, t] features[neighbours[m, t]].
 
-Graham et al. 2018, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks"; computed as an implicit
-product of matrices (Tang et al. 2023, "TorchSparse++"): rows are gathered as they are multiplied, and nothing is stored
-in between. Which site lies where is known from the rulebook, `neighbours`. Bound by memory where channels are few, by
-the tensor cores from about 128 channels on.
+Graham et al. 2018, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks". It is computed as an
+implicit matrix product (Tang et al. 2023, "TorchSparse++"): rows are gathered while they are multiplied, and no
+gathered matrix is stored. The rulebook, `neighbours`, says which site lies at which tap. Bound by memory for few
+channels, by the tensor cores from about 128 channels on.
 
-A tile of results multiplies only those taps that one of its rows has. On a surface a site has some 9 of 27 neighbours;
-which ones, depends on the surface's slope. Rows that are sorted by what they have (`rows_by_mask`) share tiles with
-their like, which skip the taps that none of them has.
+A tile of results multiplies only the taps that at least one of its rows has. On a surface a site has some 9 of 27
+neighbours; which ones depends on the surface's slope. Rows sorted by their taps (`rows_by_mask`) share tiles with
+similar rows, and a tile skips the taps that none of its rows has.
 
-The gradient of the features is the same product through the reverse table, with the weight transposed: nothing is
-scattered, no atomics. The gradient of the weight is a sum over the pairs of each tap, cut into pieces of one length
-whose float32 sums are always added in the same order. Deterministic: the same bits each time.
+The gradient of the features is the same product through the reverse table, with the weight transposed: no scatter, no
+atomics. The gradient of the weight is a sum over the pairs of each tap. It is cut into pieces of equal length, whose
+float32 sums are always added in the same order. Deterministic: the same bits each time.
 
 `tables.py` has the launch parameters, `launches.py` launches the kernels.
 """
@@ -19,13 +19,14 @@ whose float32 sums are always added in the same order. Deterministic: the same b
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.cost import Cost, distinct_bytes, matrix_precision, precision_of
 from rooftop.kernels.operands.autocasting import under_autocast
 from rooftop.kernels.operands.checks import check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
@@ -33,18 +34,11 @@ from rooftop.kernels.operands.references import by_reference
 from rooftop.kernels.sites.launches import convolved, has_table, rows_of, sorted_table, unsorted_table, weight_gradient
 from rooftop.kernels.sites.neighbour_tables import check_neighbours, check_reverse
 from rooftop.kernels.sites.tables import BLOCK_ROWS
-from rooftop.launch.operators import (
-    differentiable,
-    in_pytorch,
-    no_second_derivative,
-    no_tangents,
-    operator,
-    without_autocast,
-)
+from rooftop.launch.operators import declare, no_second_derivative, no_tangents, without_autocast
 from rooftop.launch.symbolic import recorded_whole
 
 TABLE = (torch.int32,)  # dtypes of tables
-ORDER = (torch.int32, torch.int64)  # of an order of rows alone
+ORDER = (torch.int32, torch.int64)  # of an order that contains only rows
 MAX_ROWS = (1 << 31) - 1  # rows are numbered by int32
 PLAIN = "torch.nn.functional.conv3d on the dense grid"
 
@@ -56,7 +50,7 @@ def sparse_conv_reference(features: Tensor, weight: Tensor, bias: Tensor | None,
     """(M, O) from features (N, C), weight (O, T, C), bias (O,) and neighbours (M, T): gather, multiply, add, by tap.
 
     Products are float32, or float64 for float64; taps are added in float64. On a GPU it waits for the GPU at each tap,
-    to know how many pairs there are.
+    to learn the number of pairs.
     """
     values, matrices = features.to(accumulator_dtype(features.dtype)), weight.to(accumulator_dtype(features.dtype))
     out = torch.zeros(neighbours.shape[0], weight.shape[0], dtype=torch.float64, device=features.device)
@@ -86,7 +80,7 @@ def weight_gradient_reference(dy: Tensor, features: Tensor, neighbours: Tensor) 
 
 
 def _pairs_by_tap(neighbours: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """(sites, rows) of each tap, rows ascending."""
+    """(sites, rows) of each tap, with ascending rows."""
     found = []
     for column in neighbours.unbind(1):
         rows = (column >= 0).nonzero().squeeze(1)
@@ -98,7 +92,7 @@ def _pairs_by_tap(neighbours: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def _check_values(features: Tensor, neighbours: Tensor | None, order: Tensor | None, taps: int) -> None:
-    """On a CPU, that tables say what they should: the kernels read sites that there are not as none."""
+    """On a CPU, check the tables' values: the kernels read absent sites as -1."""
     if not features.is_cpu:
         return
     neighbours = _plain(neighbours, order, taps)
@@ -107,13 +101,13 @@ def _check_values(features: Tensor, neighbours: Tensor | None, order: Tensor | N
 
 
 def _check_order(name: str, order: Tensor | None, table: Tensor) -> None:
-    """That it has each row of the table (M, T) once, and no other table."""
+    """Check that the order has each row of the table (M, T) once, and no other table."""
     if order is None:
         return
     listed = order[0] if has_table(order) else order
     _check_rows(name, listed)
     if has_table(order) and not torch.equal(order, sorted_table(table, listed)):
-        raise ValueError(f"sparse_conv: {name} must be of these neighbours: use row_order")
+        raise ValueError(f"sparse_conv: {name} must belong to these neighbours: use row_order")
 
 
 def _check_rows(name: str, listed: Tensor) -> None:
@@ -122,7 +116,9 @@ def _check_rows(name: str, listed: Tensor) -> None:
 
 
 def _by_taps(weight: Tensor) -> Tensor:
-    """The weight (O, *kernel, C) as (O, T, C), contiguous: within the operator, where autograd records no view."""
+    """The weight (O, *kernel, C) as (O, T, C), contiguous. This happens within the operator, so that autograd records
+    no view.
+    """
     return weight.reshape(weight.shape[0], _taps(weight), weight.shape[-1]).contiguous()
 
 
@@ -131,173 +127,174 @@ def _taps(weight: Tensor) -> int:
 
 
 def _plain(neighbours: Tensor | None, order: Tensor | None, taps: int, name: str = "order") -> Tensor:
-    """The table by rows (M, T), where it is given in the order of a convolution too."""
+    """The table by rows (M, T), also if it is given in the order of a convolution."""
     if neighbours is not None:
         return neighbours
-    rows_of(neighbours, order)  # raises where there is none
+    rows_of(neighbours, order)  # raises if there is no table
     assert order is not None
     if order.is_cpu:
         _check_rows(name, order[0])
     return unsorted_table(order, taps)
 
 
-# ---- registration ----------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------
 
 
-@operator("sparse_conv")
-def _sparse_conv(
-    features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor | None, reverse: Tensor | None,
-    order: Tensor | None, reverse_order: Tensor | None, pairs: Tensor | None, pair_counts: Tensor | None,
-    pair_count: int,
-) -> Tensor:  # fmt: skip
-    """weight (O, *kernel, C). The tables of the other direction are for the gradients."""
-    _check_values(features, neighbours, order, _taps(weight))
-    matrices = _by_taps(weight)
-    if by_reference(features):
-        return sparse_conv_reference(features, matrices, bias, _plain(neighbours, order, _taps(weight)))
-    return convolved(features, matrices, bias, neighbours, order, mirrored=False)
+class SparseConv(NamedTuple):
+    """weight: (O, *kernel, C). The tables of the other direction are for the gradients."""
+
+    features: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    neighbours: Tensor | None
+    reverse: Tensor | None
+    order: Tensor | None
+    reverse_order: Tensor | None
+    pairs: Tensor | None
+    pair_counts: Tensor | None
+    pair_count: int
+
+    def run(self) -> Tensor:
+        features, weight, bias, neighbours, order = *self[:4], self.order
+        _check_values(features, neighbours, order, _taps(weight))
+        matrices = _by_taps(weight)
+        if by_reference(features):
+            return sparse_conv_reference(features, matrices, bias, _plain(neighbours, order, _taps(weight)))
+        return convolved(features, matrices, bias, neighbours, order, mirrored=False)
+
+    def fake(self) -> Tensor:
+        return self.features.new_empty(rows_of(self.neighbours, self.order), self.weight.shape[0])
+
+    def in_pytorch(self) -> Tensor:
+        """Multiplies all rows by each tap, not only the pairs: their number is not known in advance."""
+        features, weight, bias, neighbours, order = *self[:4], self.order
+        matrices = _by_taps(weight).to(accumulator_dtype(features.dtype))
+        if neighbours is None:
+            assert order is not None
+            neighbours = unsorted_table(order, _taps(weight))
+        values = functional.pad(features.to(matrices.dtype), (0, 0, 0, 1))  # and one row for taps without a site
+        out = torch.zeros(neighbours.shape[0], weight.shape[0], dtype=torch.float64, device=features.device)
+        for tap, column in enumerate(neighbours.unbind(1)):
+            known = column >= 0
+            products = values.index_select(0, column.where(known, features.shape[0])) @ matrices[:, tap].t()
+            out = out + products.double().where(known[:, None], 0.0)
+        return (out if bias is None else out + bias).to(features.dtype)
+
+    def keep(self, made: Tensor) -> tuple[Any, ...]:
+        """Everything except the bias."""
+        return self[:2] + self[3:]
+
+    @staticmethod
+    def gradients(kept: tuple[Any, ...], wanted: Sequence[bool], dy: Tensor) -> list[Tensor | None]:
+        mask = list(wanted[:3])
+        arguments: list[Any] = [dy, *kept, mask]
+        return [t if each else None for t, each in zip(_sparse_conv_backward(*arguments), mask, strict=True)]
+
+    def cost(self, made: Tensor) -> Cost:
+        """The product of each pair; features, weight and table once. An order is optional, and not counted."""
+        features, weight, bias, neighbours, order = *self[:4], self.order
+        flops = _product_flops(self, features, 1)
+        if bias is not None:
+            _add(flops, precision_of(features.dtype), made.numel())
+        read = distinct_bytes([features, weight, bias, _table_of(neighbours, order, weight)])
+        return Cost(read, distinct_bytes([made]), flops)
 
 
-@torch.library.register_fake("rooftop::sparse_conv")
-def _(
-    features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor | None, reverse: Tensor | None,
-    order: Tensor | None, reverse_order: Tensor | None, pairs: Tensor | None, pair_counts: Tensor | None,
-    pair_count: int,
-) -> Tensor:  # fmt: skip
-    return features.new_empty(rows_of(neighbours, order), weight.shape[0])
-
-
-def _decomposed(
-    features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor | None, reverse: Tensor | None,
-    order: Tensor | None, reverse_order: Tensor | None, pairs: Tensor | None, pair_counts: Tensor | None,
-    pair_count: int,
-) -> Tensor:  # fmt: skip
-    """All rows times each tap, as the reference of the pairs alone: how many these are is not known before it runs."""
-    matrices = _by_taps(weight).to(accumulator_dtype(features.dtype))
-    if neighbours is None:
-        assert order is not None
-        neighbours = unsorted_table(order, _taps(weight))
-    values = functional.pad(features.to(matrices.dtype), (0, 0, 0, 1))  # and one row for what is no site
-    out = torch.zeros(neighbours.shape[0], weight.shape[0], dtype=torch.float64, device=features.device)
-    for tap, column in enumerate(neighbours.unbind(1)):
-        known = column >= 0
-        products = values.index_select(0, column.where(known, features.shape[0])) @ matrices[:, tap].t()
-        out = out + products.double().where(known[:, None], 0.0)
-    return (out if bias is None else out + bias).to(features.dtype)
-
-
-in_pytorch("sparse_conv", _decomposed)
-
-
-@operator("sparse_conv_backward")
-def _sparse_conv_backward(
-    dy: Tensor, features: Tensor, weight: Tensor, neighbours: Tensor | None, reverse: Tensor | None,
-    order: Tensor | None, reverse_order: Tensor | None, pairs: Tensor | None, pair_counts: Tensor | None,
-    pair_count: int, mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+class SparseConvBackward(NamedTuple):
     """Gradients of features, weight and bias; those that `mask` does not ask for are empty."""
-    of_features, of_weight, of_bias = mask
-    uses_reference, taps = by_reference(features), _taps(weight)
-    mirrored = reverse is None and not has_table(reverse_order)
-    if not of_features:
-        dfeatures = features.new_empty(0)
-    else:
+
+    dy: Tensor
+    features: Tensor
+    weight: Tensor
+    neighbours: Tensor | None
+    reverse: Tensor | None
+    order: Tensor | None
+    reverse_order: Tensor | None
+    pairs: Tensor | None
+    pair_counts: Tensor | None
+    pair_count: int
+    mask: list[bool]
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor]:
+        of_features, of_weight, of_bias = self.mask
+        return (
+            self._of_features() if of_features else self.features.new_empty(0),
+            self._of_weight() if of_weight else self.features.new_empty(0),
+            self._of_bias() if of_bias else self.features.new_empty(0),
+        )
+
+    def _of_features(self) -> Tensor:
+        dy, features, weight, neighbours, reverse, order, reverse_order, *_ = self
+        taps, mirrored = _taps(weight), reverse is None and not has_table(reverse_order)
         if features.is_cpu:
             table = _plain(neighbours, order, taps)
             other = None if mirrored else _plain(reverse, reverse_order, taps, "reverse_order")
             check_reverse("sparse_conv", table, other)
             _check_order("reverse_order", reverse_order, table if other is None else other)
         matrices = _by_taps(weight)
-        if uses_reference:
-            plain = _plain(neighbours, order, taps)
-            dfeatures = features_gradient_reference(dy, matrices, plain, features.shape[0])
-        elif mirrored:
-            dfeatures = convolved(dy, matrices.permute(2, 1, 0), None, neighbours, order, mirrored=True)  # (C, T, O)
-        else:
-            dfeatures = convolved(dy, matrices.permute(2, 1, 0), None, reverse, reverse_order, mirrored=False)
-    if not of_weight:
-        dweight = features.new_empty(0)
-    elif uses_reference:
-        dweight = weight_gradient_reference(dy, features, _plain(neighbours, order, taps)).view(weight.shape)
-    else:
-        lists = None if pairs is None or pair_counts is None else (pairs, pair_counts)
-        dweight = weight_gradient(dy, features, taps, neighbours, order, lists).view(weight.shape)
-    if not of_bias:
-        dbias = features.new_empty(0)
-    else:  # within, float32 or float64
-        dbias = dy.sum(0, dtype=torch.float64).to(dy.dtype) if uses_reference else dy.sum(0)
-    return dfeatures, dweight, dbias
+        if by_reference(features):
+            return features_gradient_reference(dy, matrices, _plain(neighbours, order, taps), features.shape[0])
+        tables = (neighbours, order) if mirrored else (reverse, reverse_order)
+        return convolved(dy, matrices.permute(2, 1, 0), None, *tables, mirrored=mirrored)  # (C, T, O)
+
+    def _of_weight(self) -> Tensor:
+        dy, features, weight, neighbours, order, pairs, counts = *self[:4], self.order, self.pairs, self.pair_counts
+        if by_reference(features):
+            table = _plain(neighbours, order, _taps(weight))
+            return weight_gradient_reference(dy, features, table).view(weight.shape)
+        lists = None if pairs is None or counts is None else (pairs, counts)
+        return weight_gradient(dy, features, _taps(weight), neighbours, order, lists).view(weight.shape)
+
+    def _of_bias(self) -> Tensor:
+        """The bias gradient in the accumulator dtype, float32 or float64."""
+        dy = self.dy
+        return dy.sum(0, dtype=torch.float64).to(dy.dtype) if by_reference(self.features) else dy.sum(0)
+
+    def fake(self) -> tuple[Tensor, Tensor, Tensor]:
+        of_features, of_weight, of_bias = self.mask
+        return (
+            self.features.new_empty(self.features.shape if of_features else 0),
+            self.weight.new_empty(self.weight.shape if of_weight else 0),
+            self.dy.new_empty(self.dy.shape[1] if of_bias else 0),
+        )
+
+    def cost(self, made: tuple[Tensor, ...]) -> Cost:
+        """Two products of each pair, one for features and one for weight, and a sum for the bias; each only if its
+        gradient is needed."""
+        dy, features, weight, neighbours, reverse, order, reverse_order, *_, mask = self
+        for_features, for_weight, for_bias = mask
+        needed, table = [dy], _table_of(neighbours, order, weight)
+        if for_features and reverse is not None:
+            needed += [weight, reverse]
+        elif for_features:
+            needed += [weight, _table_of(None, reverse_order, weight) if has_table(reverse_order) else table]
+        if for_weight:
+            needed += [features, table]
+        flops = _product_flops(self, dy, for_features + for_weight)
+        if for_bias:
+            _add(flops, precision_of(dy.dtype), dy.numel())
+        return Cost(distinct_bytes(needed), distinct_bytes(made), flops)
 
 
-@torch.library.register_fake("rooftop::sparse_conv_backward")
-def _(
-    dy: Tensor, features: Tensor, weight: Tensor, neighbours: Tensor | None, reverse: Tensor | None,
-    order: Tensor | None, reverse_order: Tensor | None, pairs: Tensor | None, pair_counts: Tensor | None,
-    pair_count: int, mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return (
-        features.new_empty(features.shape if mask[0] else 0),
-        weight.new_empty(weight.shape if mask[1] else 0),
-        dy.new_empty(dy.shape[1] if mask[2] else 0),
-    )
+_sparse_conv = declare("sparse_conv", SparseConv)
+_sparse_conv_backward = declare(
+    "sparse_conv_backward", SparseConvBackward, derivative=no_second_derivative("sparse_conv", PLAIN)
+)
 
 
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:  # type: ignore[type-arg]
-    features, weight, _, *tables, pair_count = inputs
-    ctx.save_for_backward(features, weight, *tables)
-    ctx.pair_count = pair_count  # type: ignore[attr-defined]
+def _table_of(neighbours: Tensor | None, order: Tensor | None, weight: Tensor) -> Tensor:
+    """Only the table of sites, in whichever order its rows are."""
+    if neighbours is not None:
+        return neighbours
+    assert order is not None
+    return order[order.shape[0] - _taps(weight) :]
 
 
-def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    of_features, of_weight, of_bias = mask = list(ctx.needs_input_grad[:3])
-    dfeatures, dweight, dbias = _sparse_conv_backward(dy, *ctx.saved_tensors, ctx.pair_count, mask)
-    wanted = (dfeatures if of_features else None, dweight if of_weight else None, dbias if of_bias else None)
-    return *wanted, None, None, None, None, None, None, None
-
-
-differentiable("sparse_conv", _differentiate, _save)
-differentiable("sparse_conv_backward", no_second_derivative("sparse_conv", PLAIN))
-
-
-@cost_of("rooftop::sparse_conv")
-def _forward_cost(call: Call) -> Cost:
-    """The product of each pair; features, weight and table once. An order is not needed, and not counted."""
-    features, weight, bias = call["features"], call["weight"], call["bias"]
-    flops = _product_flops(call, features, 1)
-    if bias is not None:
-        _add(flops, precision_of(features.dtype), call.out.numel())
-    read = distinct_bytes([features, weight, bias, _table_of(call["neighbours"], call["order"], weight)])
-    return Cost(read, distinct_bytes([call.out]), flops)
-
-
-@cost_of("rooftop::sparse_conv_backward")
-def _backward_cost(call: Call) -> Cost:
-    """A product of each pair for features and for weight, a sum for the bias; each with the tensors that it needs."""
-    for_features, for_weight, for_bias = call["mask"]
-    dy, weight, needed = call["dy"], call["weight"], [call["dy"]]
-    table = _table_of(call["neighbours"], call["order"], weight)
-    if for_features:
-        needed += [weight, table if call["reverse"] is None else call["reverse"]]
-        if call["reverse"] is None and has_table(call["reverse_order"]):
-            needed[-1] = _table_of(None, call["reverse_order"], weight)
-    if for_weight:
-        needed += [call["features"], table]
-    flops = _product_flops(call, dy, for_features + for_weight)
-    if for_bias:
-        _add(flops, precision_of(dy.dtype), dy.numel())
-    return Cost(distinct_bytes(needed), distinct_bytes(list(call.out)), flops)
-
-
-def _table_of(neighbours: Tensor | None, order: Tensor, weight: Tensor) -> Tensor:
-    """The sites alone, by whichever order of rows."""
-    return neighbours if neighbours is not None else order[order.shape[0] - _taps(weight) :]
-
-
-def _product_flops(call: Call, operand: Tensor, products: int) -> dict[str, int]:
-    """Of `products` of every pair. Where the caller did not say how many there are, to look would be to wait for the
-    GPU: then one for each result, the fewest that a rulebook has, so that no roof is put too low."""
-    out_channels, *_, channels = call["weight"].shape
-    pairs = call["pair_count"] if call["pair_count"] >= 0 else rows_of(call["neighbours"], call["order"])
+def _product_flops(call: SparseConv | SparseConvBackward, operand: Tensor, products: int) -> dict[str, int]:
+    """Flops of `products` products of every pair. If the caller did not give their number, counting would wait for the
+    GPU. It then assumes one pair for each result, the fewest that a rulebook has, so that no roof is too low."""
+    out_channels, *_, channels = call.weight.shape
+    pairs = call.pair_count if call.pair_count >= 0 else rows_of(call.neighbours, call.order)
     found = 2 * pairs * channels * out_channels * products
     return {matrix_precision(operand, convolution=True): found} if found else {}
 
@@ -322,29 +319,31 @@ def sparse_conv(
     pairs: tuple[Tensor, Tensor] | None = None,
     pair_count: int | None = None,
 ) -> Tensor:
-    """The convolution of N sites to M results through a table of neighbours, as a rulebook has it.
+    """Convolution of N sites to M results, with a rulebook's table of neighbours.
 
     Args:
-        features: (N, C), bfloat16, float16, float32 or float64; under autocast cast as those of conv3d, as are weight
-            and bias.
+        features: (N, C), bfloat16, float16, float32 or float64; under autocast features, weight and bias are cast as
+            those of conv3d.
         weight: (O, *kernel, C), spconv's layout, same dtype; T taps in all, in the order of the table's columns.
         bias: (O,), same dtype.
-        neighbours: (M, T) int32, the row of features that a result meets at a tap, -1 for none. Rows that there are not
-            raise on the CPU, and on a GPU are read as none. None: `order` has them.
-        reverse: (N, T) int32, the result that a row of features meets at a tap, -1 for none; for the gradient of the
-            features. None: `reverse_order` has it, or it is that of a submanifold convolution, neighbours with the taps
-            in the other order.
-        order, reverse_order: of the two tables what `row_order` makes, so that rows with the same neighbours are worked
-            on together, and with them the table; or any order of the rows, (M,) and (N,) int32 or int64. Without any
-            of the other direction, `order` serves both. None: made where there are many rows.
-        pairs: (2, T, P) int32, sites and results of each tap's pairs, and how many there are, (T,) int32, as
-            `get_indice_pairs` gives them; or of an `order` with the table (T, blocks) and (T,) int32, as `blocks_of`
-            gives them; for the gradient of the weight. None: made where they help.
-        pair_count: of all taps, for the count of flops alone. None: it is taken for M, the fewest that there can be.
+        neighbours: (M, T) int32, the row of features at each tap of a result, -1 for none. Out-of-range rows raise on
+            the CPU; on a GPU they count as -1. None: `order` contains them.
+        reverse: (N, T) int32, the result that a row of features meets at each tap, -1 for none; for the gradient of the
+            features. None: `reverse_order` contains it, or the convolution is submanifold, whose reverse table is
+            neighbours with the taps in reverse order.
+        order, reverse_order: the results of `row_order` for the two tables, so that rows with the same neighbours are
+            computed together; they may contain the tables. Or any order of the rows, (M,) and (N,) int32 or int64.
+            Without tables and order of the reverse direction, `order` serves both directions. None: computed for tables
+            with many rows.
+        pairs: for the gradient of the weight. Either sites and results of each tap's pairs, (2, T, P) int32, and their
+            number, (T,) int32, as `get_indice_pairs` returns them. Or, for an `order` that contains the table, (T,
+            blocks) and (T,) int32, as `blocks_of` returns them. None: computed if they help.
+        pair_count: number of pairs over all taps, used only for the count of flops. None: assumed to be M, the fewest
+            possible.
 
     Returns:
-        (M, O), contiguous, of the inputs' dtype. Products are added up in float32 (float64 for float64); those of
-        float32 are TF32 only where torch is allowed to use it for convolutions. The same bits each time.
+        (M, O), contiguous, of the inputs' dtype. Products are added up in float32 (float64 for float64). float32
+        products use TF32 only if torch is allowed to use it for convolutions. The bits are the same each time.
 
     Raises:
         TypeError: no dense tensors, or dtypes that do not fit.
@@ -365,7 +364,7 @@ def sparse_conv(
         raise TypeError(f"sparse_conv: features is {dtype}, {name} {other}: cast one, or use autocast")
     no_tangents("sparse_conv", features, weight, bias, instead=PLAIN)
     listed, counts = (None, None) if pairs is None else pairs
-    return _sparse_conv(  # type: ignore[no-any-return]
+    return _sparse_conv(
         features, weight, bias, neighbours, reverse, order, reverse_order, listed, counts,
         -1 if pair_count is None else pair_count,
     )  # fmt: skip
@@ -407,7 +406,7 @@ def _check_shapes(
             f"got {tuple(neighbours.shape)}"
         )
     rows = rows_of(neighbours, order)
-    for count in (rows, sites):  # not their maximum: of sizes that depend on data it cannot be taken
+    for count in (rows, sites):  # not their maximum: sizes that depend on data have none
         if count > MAX_ROWS:
             raise ValueError(f"sparse_conv: {count} rows are more than int32 can number: split the batch")
     check_shape("sparse_conv", "bias", bias, (weight.shape[0],))
@@ -429,8 +428,8 @@ def _check_shapes(
         and torch.is_grad_enabled()
     ):
         raise ValueError(
-            f"sparse_conv: from {sites} sites to {rows} results is no submanifold convolution: give reverse, which the "
-            "gradient of features needs"
+            f"sparse_conv: from {sites} sites to {rows} results is not a submanifold convolution: give reverse, which "
+            "the gradient of features needs"
         )
 
 
@@ -439,5 +438,5 @@ def _is_table(order: Any) -> bool:
 
 
 def _order_shape(order: Tensor, rows: int, taps: int) -> tuple[int, ...]:
-    """That of `sorted_table`, or of the order alone."""
+    """The shape of `sorted_table`, or of the order alone."""
     return (1 + -(-taps // 32) + taps, rows) if has_table(order) else (rows,)

@@ -1,31 +1,32 @@
-"""Pooling over the batch elements of a batch of sites: the maximum, or the mean, of all sites of each.
+"""Pooling over each element of a batch of sites: the maximum, or the mean, of all its sites.
 
-What spconv's SparseGlobalMaxPool and SparseGlobalAvgPool are for. Bound by memory: features are read once. Each program
-reduces a share of the rows to one row for each batch element that it meets; where rows are sorted by batch element, as
-those of a rulebook are, that is one or two. A reduction over programs follows. Nothing waits for the GPU, no atomics:
-the same bits each time.
+Replaces spconv's SparseGlobalMaxPool and SparseGlobalAvgPool. Bound by memory: features are read once. Each program
+reduces a part of the rows to one row for each batch element that occurs in it. If rows are sorted by batch element, as
+in a rulebook, these are one or two. A reduction over programs follows. No call waits for the GPU, and there are no
+atomics: the results are the same bits each time.
 
-The gradient of a maximum is shared equally by all sites that it is taken from, as that of `torch.amax`, so that it does
-not depend on the order of rows. (spconv goes through the batch elements in Python, and its mean gives one channel.)
+All sites that attain a maximum share its gradient equally, as in `torch.amax`, so that it does not depend on the order
+of rows. (spconv loops over the batch elements in Python, and its mean returns one channel.)
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.cost import Cost, distinct_bytes, precision_of
 from rooftop.kernels.operands.checks import check_tensors
 from rooftop.kernels.operands.dtypes import INDICES, accumulator_dtype
-from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.kernels.operands.references import by_reference
+from rooftop.kernels.sites import pool_launches
 from rooftop.kernels.sites.sparse_pools import check_features
-from rooftop.kernels.sites.tables import GLOBAL
-from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import declare, no_second_derivative, no_tangents
 from rooftop.launch.symbolic import recorded_whole
-from rooftop.launch.triton_launch import launch, processors, require_triton
+
+INSTEAD = "torch.amax or torch.mean of each batch element"
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -33,15 +34,15 @@ from rooftop.launch.triton_launch import launch, processors, require_triton
 def sparse_global_pool_reference(
     features: Tensor, batch: Tensor, batch_size: int, average: bool
 ) -> tuple[Tensor, Tensor]:
-    """(B, C) and how many sites each batch element has, (B,) int32: each by itself; means are added up in float64.
+    """(B, C) and the number of sites of each batch element, (B,) int32, one by one; means are added up in float64.
 
-    On a GPU it waits for the GPU, to know how many there are.
+    On a GPU it waits for the GPU, to learn their number.
     """
     element = _elements(batch, batch_size)
     counts = _counts(element, batch_size)
     lengths = counts.tolist()
     ordered = features.index_select(0, element.sort(stable=True).indices)
-    *parts, _ = ordered.split([*lengths, len(batch) - sum(lengths)])  # the last are no sites
+    *parts, _ = ordered.split([*lengths, len(batch) - sum(lengths)])  # the last rows are no sites
     out = features.new_zeros(batch_size, features.shape[1])
     for row, part in zip(out, parts, strict=True):
         if len(part):
@@ -50,147 +51,131 @@ def sparse_global_pool_reference(
 
 
 def _elements(batch: Tensor, batch_size: int) -> Tensor:
-    """int64, and batch_size for rows that are no sites."""
+    """The batch elements as int64, with batch_size for rows that are no sites."""
     return torch.where((batch >= 0) & (batch < batch_size), batch.long(), batch_size)
 
 
 def _counts(element: Tensor, batch_size: int) -> Tensor:
-    """How many sites each batch element has, (B,) int32."""
+    """The number of sites of each batch element, (B,) int32."""
     return (element[:, None] == torch.arange(batch_size, device=element.device)).sum(0, dtype=torch.int32)
 
 
-# ---- implementation --------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------
 
 
-def _forward(features: Tensor, batch: Tensor, batch_size: int, average: bool) -> tuple[Tensor, Tensor]:
-    sites, channels = features.shape
-    if features.numel() == 0:
-        return features.new_zeros(batch_size, channels), _counts(_elements(batch, batch_size), batch_size)
-    if by_reference(features):
-        return sparse_global_pool_reference(features, batch, batch_size, average)
-    require_triton()
-    from rooftop.kernels.sites.triton_kernels.sparse_pools import sparse_global_pool_parts
+class Kept(NamedTuple):
+    """What backward needs; y and features only for a maximum, None for a mean."""
 
-    features, batch = features.contiguous(), batch.contiguous()
-    columns = min(GLOBAL.columns, power_of_two(channels))
-    column_tiles = -(-channels // columns)
-    programs = -(-GLOBAL.programs_per_sm * processors(features) // column_tiles)
-    share = max(GLOBAL.share, -(-sites // programs))
-    grid = (-(-sites // share), column_tiles)
-    nothing = 0.0 if average else -torch.inf
-    parts = torch.full((grid[0], batch_size, channels), nothing, dtype=torch.float32, device=features.device)
-    counts = torch.zeros(grid[0], batch_size, dtype=torch.int32, device=features.device)
-    launch(
-        sparse_global_pool_parts, grid, features.device, features, batch, parts, counts, sites, batch_size, share,
-        AVERAGE=average, WIDE=features.numel() + (1 << 20) >= 1 << 31, CHANNELS=channels,
-        ROWS=max(1, GLOBAL.tile_bytes // features.element_size() // columns), COLUMNS=columns, num_warps=GLOBAL.warps,
-    )  # fmt: skip
-    totals = counts.sum(0, dtype=torch.int32)
-    many = totals[:, None]
-    if average:
-        return (parts.sum(0) / many.clamp(min=1)).to(features.dtype), totals
-    return torch.where(many > 0, parts.amax(0), 0.0).to(features.dtype), totals
+    y: Tensor | None
+    features: Tensor | None
+    counts: Tensor
+    batch: Tensor
+    batch_size: int
 
 
-def _backward(
-    dy: Tensor, y: Tensor | None, features: Tensor | None, counts: Tensor, batch: Tensor, batch_size: int
-) -> Tensor:
-    """The gradient (N, C); y and features are those of a maximum, None of a mean."""
-    inside = accumulator_dtype(dy.dtype)
-    element = _elements(batch, batch_size)
-    many = counts[:, None].clamp(min=1).to(inside)
-    if y is None or features is None:
-        return _of_rows(dy.to(inside) / many, element).to(dy.dtype)
-    best = _of_rows(y, element)
-    taken = (features == best) | (features.isnan() & best.isnan())
-    ties = (_forward(taken.to(inside), batch, batch_size, average=True)[0] * many).round()  # how many, from their mean
-    shares = _of_rows(dy.to(inside) / ties.clamp(min=1), element)
-    return torch.where(taken, shares, 0.0).to(dy.dtype)
+class SparseGlobalPool(NamedTuple):
+    """The result (B, C), and the number of sites of each batch element, (B,) int32."""
+
+    features: Tensor
+    batch: Tensor
+    batch_size: int
+    average: bool
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        _check_values(_name(self.average), self.batch, self.batch_size)
+        return self.computed()
+
+    def computed(self) -> tuple[Tensor, Tensor]:
+        """Does not read the values of `batch`."""
+        features, batch, batch_size, average = self
+        if features.numel() == 0:
+            return features.new_zeros(batch_size, features.shape[1]), _counts(_elements(batch, batch_size), batch_size)
+        if by_reference(features):
+            return sparse_global_pool_reference(*self)
+        parts, counts = pool_launches.pooled_parts(*self)
+        totals = counts.sum(0, dtype=torch.int32)
+        many = totals[:, None]
+        if average:
+            return (parts.sum(0) / many.clamp(min=1)).to(features.dtype), totals
+        return torch.where(many > 0, parts.amax(0), 0.0).to(features.dtype), totals
+
+    def fake(self) -> tuple[Tensor, Tensor]:
+        size, features = self.batch_size, self.features
+        return features.new_empty(size, features.shape[1]), self.batch.new_empty(size, dtype=torch.int32)
+
+    def in_pytorch(self) -> tuple[Tensor, Tensor]:
+        """Computed without the number of sites of each element, for which the reference waits."""
+        features, batch, batch_size, average = self
+        element = _elements(batch, batch_size)
+        counts, channels = _counts(element, batch_size), features.shape[1]
+        if average:
+            total = features.new_zeros((batch_size + 1, channels), dtype=torch.float64)
+            total = total.index_add(0, element, features.double())[:batch_size]
+            return (total / counts[:, None].clamp(min=1)).to(features.dtype), counts
+        places = element[:, None].expand(features.shape)
+        best = features.new_zeros(batch_size + 1, channels)  # for a batch element without sites
+        return best.scatter_reduce(0, places, features, "amax", include_self=False)[:batch_size], counts
+
+    def keep(self, made: tuple[Tensor, Tensor]) -> Kept:
+        y, values = (None if self.average else t for t in (made[0], self.features))
+        return Kept(y, values, made[1], self.batch, self.batch_size)
+
+    @staticmethod
+    def gradients(kept: Kept, wanted: Sequence[bool], dy: Tensor) -> tuple[Tensor]:
+        return (_sparse_global_pool_backward(dy, *kept),)
+
+    def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
+        """A comparison or a sum for each feature, and for a mean a division."""
+        flops = self.features.numel() + self.average * made[0].numel()
+        read = distinct_bytes([self.features, self.batch])
+        return Cost(read, distinct_bytes(made), {precision_of(made[0].dtype): flops} if flops else {})
+
+
+class SparseGlobalPoolBackward(NamedTuple):
+    """The gradient (N, C); y and features are given for a maximum, None for a mean."""
+
+    dy: Tensor
+    y: Tensor | None
+    features: Tensor | None
+    counts: Tensor
+    batch: Tensor
+    batch_size: int
+
+    def run(self) -> Tensor:
+        dy, y, features, counts, batch, batch_size = self
+        inside = accumulator_dtype(dy.dtype)
+        element = _elements(batch, batch_size)
+        many = counts[:, None].clamp(min=1).to(inside)
+        if y is None or features is None:
+            return _of_rows(dy.to(inside) / many, element).to(dy.dtype)
+        best = _of_rows(y, element)
+        taken = (features == best) | (features.isnan() & best.isnan())
+        means, _ = SparseGlobalPool(taken.to(inside), batch, batch_size, average=True).computed()
+        ties = (means * many).round()  # number of sites
+        shares = _of_rows(dy.to(inside) / ties.clamp(min=1), element)
+        return torch.where(taken, shares, 0.0).to(dy.dtype)
+
+    def fake(self) -> Tensor:
+        return self.dy.new_empty(self.batch.shape[0], self.dy.shape[1])
+
+    def cost(self, made: Tensor) -> Cost:
+        """A division for each result; for a maximum also a comparison for each feature, and a sum of ties."""
+        flops = self.dy.numel() + (0 if self.features is None else 2 * self.features.numel())
+        read = distinct_bytes(self[:5])
+        return Cost(read, distinct_bytes([made]), {precision_of(self.dy.dtype): flops} if flops else {})
+
+
+_sparse_global_pool = declare("sparse_global_pool", SparseGlobalPool, slopes=1)
+_sparse_global_pool_backward = declare(
+    "sparse_global_pool_backward",
+    SparseGlobalPoolBackward,
+    derivative=no_second_derivative("pooling over batch elements", INSTEAD),
+)
 
 
 def _of_rows(values: Tensor, element: Tensor) -> Tensor:
-    """For each row what its batch element has, (B, C) to (N, C); 0 for rows that are no sites."""
+    """For each row the value of its batch element, (B, C) to (N, C); 0 for rows that are no sites."""
     return torch.cat([values, values.new_zeros(1, values.shape[1])]).index_select(0, element)
-
-
-# ---- registration ----------------------------------------------------------------------------------------------
-
-
-@operator("sparse_global_pool")
-def _sparse_global_pool(features: Tensor, batch: Tensor, batch_size: int, average: bool) -> tuple[Tensor, Tensor]:
-    """The result (B, C), and how many sites each batch element has, (B,) int32."""
-    _check_values(_name(average), batch, batch_size)
-    return _forward(features, batch, batch_size, average)
-
-
-@torch.library.register_fake("rooftop::sparse_global_pool")
-def _(features: Tensor, batch: Tensor, batch_size: int, average: bool) -> tuple[Tensor, Tensor]:
-    return features.new_empty(batch_size, features.shape[1]), batch.new_empty(batch_size, dtype=torch.int32)
-
-
-def _decomposed(features: Tensor, batch: Tensor, batch_size: int, average: bool) -> tuple[Tensor, Tensor]:
-    """Without the number of sites of each element, for which the reference waits."""
-    element = _elements(batch, batch_size)
-    counts, channels = _counts(element, batch_size), features.shape[1]
-    if average:
-        total = features.new_zeros((batch_size + 1, channels), dtype=torch.float64)
-        total = total.index_add(0, element, features.double())[:batch_size]
-        return (total / counts[:, None].clamp(min=1)).to(features.dtype), counts
-    places = element[:, None].expand(features.shape)
-    best = features.new_zeros(batch_size + 1, channels)  # of an element without sites
-    return best.scatter_reduce(0, places, features, "amax", include_self=False)[:batch_size], counts
-
-
-in_pytorch("sparse_global_pool", _decomposed)
-
-
-@operator("sparse_global_pool_backward")
-def _sparse_global_pool_backward(
-    dy: Tensor, y: Tensor | None, features: Tensor | None, counts: Tensor, batch: Tensor, batch_size: int
-) -> Tensor:
-    return _backward(dy, y, features, counts, batch, batch_size)
-
-
-@torch.library.register_fake("rooftop::sparse_global_pool_backward")
-def _(dy: Tensor, y: Tensor | None, features: Tensor | None, counts: Tensor, batch: Tensor, batch_size: int) -> Tensor:
-    return dy.new_empty(batch.shape[0], dy.shape[1])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    features, batch, batch_size, average = inputs
-    y, counts = output
-    ctx.set_materialize_grads(False)  # no zeros for the counts
-    ctx.save_for_backward(*((None, None) if average else (y, features)), counts, batch)
-    ctx.batch_size = batch_size
-
-
-def _differentiate(ctx: Any, dy: Tensor | None, dcounts: None) -> tuple[Tensor | None, None, None, None]:
-    if dy is None:
-        return None, None, None, None
-    return _sparse_global_pool_backward(dy, *ctx.saved_tensors, ctx.batch_size), None, None, None
-
-
-INSTEAD = "torch.amax or torch.mean of each batch element"
-differentiable("sparse_global_pool", _differentiate, _save)
-differentiable("sparse_global_pool_backward", no_second_derivative("pooling over batch elements", INSTEAD))
-
-
-@cost_of("rooftop::sparse_global_pool")
-def _forward_cost(call: Call) -> Cost:
-    """A comparison or a sum for each feature, and a division of a mean."""
-    features, (out, counts) = call["features"], call.out
-    flops = features.numel() + bool(call["average"]) * out.numel()
-    read = distinct_bytes([features, call["batch"]])
-    return Cost(read, distinct_bytes([out, counts]), {precision_of(out.dtype): flops} if flops else {})
-
-
-@cost_of("rooftop::sparse_global_pool_backward")
-def _backward_cost(call: Call) -> Cost:
-    """A division for each result; of a maximum also a comparison for each feature, and a sum of ties."""
-    dy, features = call["dy"], call["features"]
-    flops = dy.numel() + (0 if features is None else 2 * features.numel())
-    read = distinct_bytes([dy, call["y"], features, call["counts"], call["batch"]])
-    return Cost(read, distinct_bytes([call.out]), {precision_of(dy.dtype): flops} if flops else {})
 
 
 # ---- public ----------------------------------------------------------------------------------------------------
@@ -202,13 +187,13 @@ def sparse_global_max_pool(features: Tensor, batch: Tensor, batch_size: int) -> 
 
     Args:
         features: (N, C), bfloat16, float16, float32 or float64.
-        batch: (N,) int32 or int64, the batch element of each row, in any order; -1 for rows that are no sites. Batch
-            elements that there are not raise on the CPU, and on a GPU are passed over.
-        batch_size: batch elements; some may have no sites.
+        batch: (N,) int32 or int64, the batch element of each row, in any order; -1 for rows that are no sites.
+            Out-of-range batch elements raise on the CPU; on a GPU they are skipped.
+        batch_size: number of batch elements; some may have no sites.
 
     Returns:
-        (batch_size, C), of the features' dtype, also under autocast; 0 for a batch element without sites, NaN where one
-        is. All that equal a maximum share its gradient equally.
+        (batch_size, C), of the features' dtype, also under autocast; 0 for a batch element without sites, NaN if one of
+        its features is NaN. All features that equal a maximum share its gradient equally.
 
     Raises:
         TypeError: no dense tensors, or dtypes that do not fit.
@@ -223,7 +208,7 @@ def sparse_global_max_pool(features: Tensor, batch: Tensor, batch_size: int) -> 
 def sparse_global_avg_pool(features: Tensor, batch: Tensor, batch_size: int) -> Tensor:
     """The mean of each batch element's sites.
 
-    Arguments, result and errors are those of `sparse_global_max_pool`. Added up in float32 on a GPU, else in float64.
+    Arguments, result and errors are those of `sparse_global_max_pool`. Sums are float32 on a GPU, else float64.
     """
     return _pooled(features, batch, batch_size, average=True)
 
@@ -238,7 +223,7 @@ def _pooled(features: Tensor, batch: Tensor, batch_size: int, average: bool) -> 
     if not isinstance(batch_size, (int, torch.SymInt)) or batch_size < 1:
         raise ValueError(f"{name}: batch_size must be a number of batch elements from 1 on, got {batch_size!r}")
     no_tangents(name, features, instead=INSTEAD)
-    return _sparse_global_pool(features, batch, batch_size, average)[0]  # type: ignore[no-any-return]
+    return _sparse_global_pool(features, batch, batch_size, average)[0]
 
 
 def _check_values(name: str, batch: Tensor, batch_size: int) -> None:
@@ -247,7 +232,8 @@ def _check_values(name: str, batch: Tensor, batch_size: int) -> None:
     least, most = (int(each) for each in batch.aminmax())
     if least < -1 or most >= batch_size:
         raise ValueError(
-            f"{name}: batch must be from 0 to {batch_size - 1}, or -1 for rows that are no sites, got {least} to {most}"
+            f"{name}: batch must be from 0 to {batch_size - 1}, or -1 for rows that are not sites, got "
+            f"{least} to {most}"
         )
 
 

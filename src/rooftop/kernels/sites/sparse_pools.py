@@ -1,43 +1,43 @@
-"""Pooling over sites: out[m] = the maximum, or the mean, of features[neighbours[m, t]] over the taps t that there are.
+"""Pooling over sites: out[m] = the maximum, or the mean, of features[neighbours[m, t]] over the taps t with a
+neighbour.
 
-What spconv's SparseMaxPool and SparseAvgPool compute, by the table of neighbours that a rulebook has. Bound by memory.
-A program has some rows and columns of the result and goes through the taps, with several rows of features on their way
-at once. The mean divides by how many neighbours a result has, not by the size of the window.
+They compute what spconv's SparseMaxPool and SparseAvgPool compute, from a rulebook's table of neighbours. Bound by
+memory. A program has some rows and columns of the result and loops over the taps, with several rows of features in
+flight at once. The mean divides by the number of a result's neighbours, not by the size of the window.
 
-The gradient goes the other way through the reverse table: each site adds up what its results give it, in the order of
-the taps. Nothing is scattered, no atomics: the same bits each time. All sites that equal a maximum get its gradient, as
-in spconv; PyTorch gives it to the first. So it does not depend on the order of rows.
+The gradient goes through the reverse table: each site adds up the gradients of its results, in the order of the taps.
+No scatter and no atomics: the results are the same bits each time. All sites that equal a maximum get its gradient, as
+in spconv, so it does not depend on the order of rows. PyTorch gives it to the first.
 
-Two things are not as in spconv 2.3, which is wrong there: its maximum is never below 0, and the gradient of its mean is
-multiplied by the number of neighbours where it should be divided.
+Two results differ from spconv 2.3, which is wrong there: its maximum is never below 0, and it multiplies the gradient
+of its mean by the number of neighbours instead of dividing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.cost import Cost, distinct_bytes, precision_of
 from rooftop.kernels.operands.checks import check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
-from rooftop.kernels.operands.launch_data import Constants, is_wide, power_of_two
 from rooftop.kernels.operands.references import by_reference
+from rooftop.kernels.sites import pool_launches
 from rooftop.kernels.sites.neighbour_tables import check_neighbours, check_reverse
-from rooftop.kernels.sites.tables import POOL_BACKWARD, POOL_FORWARD, PoolConfig
-from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import declare, no_second_derivative, no_tangents
 from rooftop.launch.symbolic import recorded_whole
-from rooftop.launch.triton_launch import launch, require_triton
 
 MAX_ROWS = (1 << 31) - 1  # rows are numbered by int32
+INSTEAD = "torch.nn.functional.max_pool3d or avg_pool3d on the dense grid"
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
 
 def sparse_max_pool_reference(features: Tensor, neighbours: Tensor) -> Tensor:
-    """(M, C) from features (N, C) and neighbours (M, T), tap by tap; 0 where there are none."""
+    """(M, C) from features (N, C) and neighbours (M, T), tap by tap; 0 for rows without neighbours."""
     rows, channels = neighbours.shape[0], features.shape[1]
     best = features.new_full((rows, channels), -torch.inf)
     for values, _ in _by_tap([features], neighbours, -torch.inf):
@@ -46,7 +46,7 @@ def sparse_max_pool_reference(features: Tensor, neighbours: Tensor) -> Tensor:
 
 
 def sparse_avg_pool_reference(features: Tensor, neighbours: Tensor) -> Tensor:
-    """The mean in the same way; added up in float32, or float64 for float64."""
+    """The mean, computed likewise; added up in float32, or float64 for float64."""
     inside = accumulator_dtype(features.dtype)
     total = torch.zeros(neighbours.shape[0], features.shape[1], dtype=inside, device=features.device)
     for values, _ in _by_tap([features], neighbours, 0.0):
@@ -65,7 +65,9 @@ def max_pool_gradient_reference(dy: Tensor, y: Tensor, features: Tensor, reverse
 
 
 def avg_pool_gradient_reference(dy: Tensor, counts: Tensor, reverse: Tensor) -> Tensor:
-    """The gradient (N, C) from dy (M, C), how many neighbours the results have, (M,), and the reverse table (N, T)."""
+    """The gradient (N, C) from dy (M, C), the number of neighbours of each result (M,), and the reverse table (N,
+    T).
+    """
     inside = accumulator_dtype(dy.dtype)
     total = torch.zeros(reverse.shape[0], dy.shape[1], dtype=inside, device=dy.device)
     shares = dy.to(inside) / counts.clamp(min=1).to(inside)[:, None]
@@ -75,7 +77,7 @@ def avg_pool_gradient_reference(dy: Tensor, counts: Tensor, reverse: Tensor) -> 
 
 
 def _by_tap(tensors: list[Tensor], table: Tensor, otherwise: float) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """For each tap the rows of the tensors that the table names, `otherwise` for none, and whether there is one."""
+    """For each tap, the rows of the tensors that the table names (`otherwise` for -1), and whether they exist."""
     count = tensors[0].shape[0]
     if count == 0:
         return
@@ -86,165 +88,117 @@ def _by_tap(tensors: list[Tensor], table: Tensor, otherwise: float) -> Iterator[
 
 
 def _counts(neighbours: Tensor, sites: int) -> Tensor:
-    """How many neighbours each result has, (M,) int32."""
+    """The number of neighbours of each result, (M,) int32."""
     return ((neighbours >= 0) & (neighbours < sites)).sum(1, dtype=torch.int32)
 
 
-# ---- launches --------------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------
 
 
-def _tile(config: PoolConfig, rows: int, x: Tensor, taps: int) -> tuple[tuple[int], Constants]:
-    """The grid and the constants of a kernel whose tiles are of so many rows and of the columns of x."""
-    channels = x.shape[1]
-    columns = min(config.columns, power_of_two(channels))
-    height = max(1, config.tile_bytes // x.element_size() // columns)
-    grid = (-(-rows // height) * -(-channels // columns),)
-    constants: Constants = {
-        "TAPS": taps,
-        "CHANNELS": channels,
-        "ROWS": height,
-        "COLUMNS": columns,
-        "AHEAD": min(config.ahead, taps),
-        "num_warps": config.warps,
-    }
-    return grid, constants
+class Kept(NamedTuple):
+    """What backward needs; y and features for a maximum, None for a mean."""
+
+    y: Tensor | None
+    features: Tensor | None
+    counts: Tensor
+    neighbours: Tensor
+    reverse: Tensor | None
+    sites: int
 
 
-# ---- implementations -------------------------------------------------------------------------------------------
+class SparsePool(NamedTuple):
+    """The result (M, C), and for a mean the number of neighbours, (M,) int32. `reverse` is for the gradient."""
 
+    features: Tensor
+    neighbours: Tensor
+    reverse: Tensor | None
+    average: bool
 
-def _forward(features: Tensor, neighbours: Tensor, average: bool) -> tuple[Tensor, Tensor]:
-    """The result, and of the mean the number of neighbours."""
-    (rows, taps), (sites, channels) = neighbours.shape, features.shape
-    if by_reference(features):
+    def run(self) -> tuple[Tensor, Tensor]:
+        check_neighbours(_name(self.average), self.features, self.neighbours)
+        return self.computed()
+
+    def computed(self) -> tuple[Tensor, Tensor]:
+        """Does not read the table's values."""
+        features, neighbours, _, average = self
+        if by_reference(features):
+            return self.in_pytorch()
+        out, counts = self.fake()
+        if features.numel() == 0:
+            return out.zero_(), counts.zero_()
+        pool_launches.pooled(features, neighbours, out, counts, average)
+        return out, counts
+
+    def fake(self) -> tuple[Tensor, Tensor]:
+        rows, features = self.neighbours.shape[0], self.features
+        return features.new_empty(rows, features.shape[1]), self.neighbours.new_empty(rows if self.average else 0)
+
+    def in_pytorch(self) -> tuple[Tensor, Tensor]:
+        features, neighbours, _, average = self
         if average:
-            return sparse_avg_pool_reference(features, neighbours), _counts(neighbours, sites)
-        return sparse_max_pool_reference(features, neighbours), _no_counts(features)
-    out = features.new_empty(rows, channels)
-    counts = torch.empty(rows, dtype=torch.int32, device=features.device) if average else _no_counts(features)
-    if features.numel() == 0:
-        return out.zero_(), counts.zero_()
-    require_triton()
-    from rooftop.kernels.sites.triton_kernels.sparse_pools import sparse_pool_rows
+            return sparse_avg_pool_reference(features, neighbours), _counts(neighbours, features.shape[0])
+        return sparse_max_pool_reference(features, neighbours), neighbours.new_empty(0)
 
-    features, neighbours = features.contiguous(), neighbours.contiguous()
-    grid, tile = _tile(POOL_FORWARD, rows, features, taps)
-    tensors = (features, neighbours, out, counts)
-    wide = is_wide(features, neighbours, out)
-    launch(sparse_pool_rows, grid, features.device, *tensors, sites, rows, AVERAGE=average, WIDE=wide, **tile)
-    return out, counts
+    def keep(self, made: tuple[Tensor, Tensor]) -> Kept:
+        features, neighbours, reverse, average = self
+        y, values = (None if average else t for t in (made[0], features))
+        return Kept(y, values, made[1], neighbours, reverse, features.shape[0])
 
+    @staticmethod
+    def gradients(kept: Kept, wanted: Sequence[bool], dy: Tensor) -> tuple[Tensor]:
+        return (_sparse_pool_backward(dy, *kept),)
 
-def _backward(
-    dy: Tensor, y: Tensor | None, features: Tensor | None, counts: Tensor, neighbours: Tensor, reverse: Tensor | None,
-    sites: int,
-) -> Tensor:  # fmt: skip
-    """The gradient (N, C); y and features are those of a maximum, None of a mean."""
-    if by_reference(dy):
-        table = neighbours.flip(1) if reverse is None else reverse
-        if y is None or features is None:
-            return avg_pool_gradient_reference(dy, counts, table)
-        return max_pool_gradient_reference(dy, y, features, table)
-    dfeatures = dy.new_empty(sites, dy.shape[1])
-    if dy.numel() == 0 or sites == 0:
-        return dfeatures.zero_()
-    require_triton()
-    from rooftop.kernels.sites.triton_kernels.sparse_pools import sparse_pool_gradient
-
-    table = (neighbours if reverse is None else reverse).contiguous()
-    dy, features = dy.contiguous(), None if features is None else features.contiguous()
-    grid, tile = _tile(POOL_BACKWARD, sites, dy, table.shape[1])
-    launch(
-        sparse_pool_gradient, grid, dy.device, dy, y, features, counts, table, dfeatures, sites, dy.shape[0],
-        AVERAGE=y is None, MIRRORED=reverse is None, WIDE=is_wide(dy, table, dfeatures), **tile,
-    )  # fmt: skip
-    return dfeatures
+    def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
+        """One operation for each result, the fewest possible, and for a mean the division."""
+        flops = (1 + self.average) * made[0].numel()
+        read = distinct_bytes([self.features, self.neighbours])
+        return Cost(read, distinct_bytes(made), {precision_of(made[0].dtype): flops} if flops else {})
 
 
-def _no_counts(x: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.int32, device=x.device)
+class SparsePoolBackward(NamedTuple):
+    """The gradient (N, C); y and features are given for a maximum, None for a mean."""
+
+    dy: Tensor
+    y: Tensor | None
+    features: Tensor | None
+    counts: Tensor
+    neighbours: Tensor
+    reverse: Tensor | None
+    sites: int
+
+    def run(self) -> Tensor:
+        check_reverse(_name(self.y is None), self.neighbours, self.reverse)
+        return self.computed()
+
+    def computed(self) -> Tensor:
+        """Does not read the tables' values."""
+        dy, y, features, counts, neighbours, reverse, sites = self
+        if by_reference(dy):
+            table = neighbours.flip(1) if reverse is None else reverse
+            if y is None or features is None:
+                return avg_pool_gradient_reference(dy, counts, table)
+            return max_pool_gradient_reference(dy, y, features, table)
+        dfeatures = self.fake()
+        if dy.numel() == 0 or sites == 0:
+            return dfeatures.zero_()
+        table = neighbours if reverse is None else reverse
+        pool_launches.pooled_backward(dy, y, features, counts, table, dfeatures, mirrored=reverse is None)
+        return dfeatures
+
+    def fake(self) -> Tensor:
+        return self.dy.new_empty(self.sites, self.dy.shape[1])
+
+    def cost(self, made: Tensor) -> Cost:
+        """A comparison or a division, and a sum, for each result; the tensors that are needed, and one table."""
+        dy, y, features, counts, neighbours, reverse, _ = self
+        read = distinct_bytes([dy, y, features, counts, neighbours if reverse is None else reverse])
+        return Cost(read, distinct_bytes([made]), {precision_of(dy.dtype): 2 * dy.numel()} if dy.numel() else {})
 
 
-# ---- registration ----------------------------------------------------------------------------------------------
-
-
-@operator("sparse_pool")
-def _sparse_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None, average: bool) -> tuple[Tensor, Tensor]:
-    """The result (M, C), and of a mean how many neighbours there are, (M,) int32. `reverse` is for the gradient."""
-    check_neighbours(_name(average), features, neighbours)
-    return _forward(features, neighbours, average)
-
-
-@torch.library.register_fake("rooftop::sparse_pool")
-def _(features: Tensor, neighbours: Tensor, reverse: Tensor | None, average: bool) -> tuple[Tensor, Tensor]:
-    rows = neighbours.shape[0]
-    return features.new_empty(rows, features.shape[1]), neighbours.new_empty(rows if average else 0)
-
-
-def _decomposed(
-    features: Tensor, neighbours: Tensor, reverse: Tensor | None, average: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    counts = _counts(neighbours, features.shape[0])
-    if average:
-        return sparse_avg_pool_reference(features, neighbours), counts
-    return sparse_max_pool_reference(features, neighbours), counts[:0]
-
-
-in_pytorch("sparse_pool", _decomposed)
-
-
-@operator("sparse_pool_backward")
-def _sparse_pool_backward(
-    dy: Tensor, y: Tensor | None, features: Tensor | None, counts: Tensor, neighbours: Tensor, reverse: Tensor | None,
-    sites: int,
-) -> Tensor:  # fmt: skip
-    check_reverse(_name(y is None), neighbours, reverse)
-    return _backward(dy, y, features, counts, neighbours, reverse, sites)
-
-
-@torch.library.register_fake("rooftop::sparse_pool_backward")
-def _(
-    dy: Tensor, y: Tensor | None, features: Tensor | None, counts: Tensor, neighbours: Tensor, reverse: Tensor | None,
-    sites: int,
-) -> Tensor:  # fmt: skip
-    return dy.new_empty(sites, dy.shape[1])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    features, neighbours, reverse, average = inputs
-    y, counts = output
-    ctx.set_materialize_grads(False)  # no zeros for the counts
-    ctx.save_for_backward(*((None, None) if average else (y, features)), counts, neighbours, reverse)
-    ctx.sites = features.shape[0]
-
-
-def _differentiate(ctx: Any, dy: Tensor | None, dcounts: None) -> tuple[Tensor | None, None, None, None]:
-    if dy is None:
-        return None, None, None, None
-    return _sparse_pool_backward(dy, *ctx.saved_tensors, ctx.sites), None, None, None
-
-
-INSTEAD = "torch.nn.functional.max_pool3d or avg_pool3d on the dense grid"
-differentiable("sparse_pool", _differentiate, _save)
-differentiable("sparse_pool_backward", no_second_derivative("pooling over sites", INSTEAD))
-
-
-@cost_of("rooftop::sparse_pool")
-def _forward_cost(call: Call) -> Cost:
-    """One operation for each result, the fewest that there can be, and the division of a mean; features, table once."""
-    out, counts = call.out
-    flops = (1 + bool(call["average"])) * out.numel()
-    read = distinct_bytes([call["features"], call["neighbours"]])
-    return Cost(read, distinct_bytes([out, counts]), {precision_of(out.dtype): flops} if flops else {})
-
-
-@cost_of("rooftop::sparse_pool_backward")
-def _backward_cost(call: Call) -> Cost:
-    """A comparison or a division, and a sum, for each result; the tensors that are needed, and one table."""
-    dy, flops = call["dy"], 2 * call["dy"].numel()
-    table = call["neighbours"] if call["reverse"] is None else call["reverse"]
-    read = distinct_bytes([dy, call["y"], call["features"], call["counts"], table])
-    return Cost(read, distinct_bytes([call.out]), {precision_of(dy.dtype): flops} if flops else {})
+_sparse_pool = declare("sparse_pool", SparsePool, slopes=1)
+_sparse_pool_backward = declare(
+    "sparse_pool_backward", SparsePoolBackward, derivative=no_second_derivative("pooling over sites", INSTEAD)
+)
 
 
 # ---- public ----------------------------------------------------------------------------------------------------
@@ -256,14 +210,14 @@ def sparse_max_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None
 
     Args:
         features: (N, C), bfloat16, float16, float32 or float64.
-        neighbours: (M, T) int32, the row of features that a result meets at a tap, -1 for none. Rows that there are not
-            raise on the CPU, and on a GPU are read as none.
-        reverse: (N, T) int32, the result that a row of features meets at a tap, -1 for none; for the gradient. None:
-            that of a submanifold table, neighbours with the taps in the other order.
+        neighbours: (M, T) int32, the row of features at each tap of a result, -1 for none. Out-of-range rows raise on
+            the CPU; on a GPU they count as -1.
+        reverse: (N, T) int32, the result that a row of features meets at each tap, -1 for none; for the gradient. None:
+            the table is submanifold, whose reverse table is neighbours with the taps in reverse order.
 
     Returns:
-        (M, C), contiguous, of the features' dtype, also under autocast; 0 where a result has no neighbour, NaN where
-        one is. All that equal the maximum get its gradient.
+        (M, C), contiguous, of the features' dtype, also under autocast; 0 for a result without neighbours, NaN if a
+        neighbour is NaN. All features that equal the maximum get its gradient.
 
     Raises:
         TypeError: no dense tensors, or dtypes that do not fit.
@@ -276,7 +230,7 @@ def sparse_max_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None
 
 @recorded_whole
 def sparse_avg_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None = None) -> Tensor:
-    """The mean of each result's neighbours: their sum by how many there are, not by the size of the window.
+    """The mean of each result's neighbours: their sum divided by their number, not by the size of the window.
 
     Arguments, result and errors are those of `sparse_max_pool`. Added up in float32 (float64 for float64) in the order
     of the taps.
@@ -288,7 +242,7 @@ def _pooled(features: Tensor, neighbours: Tensor, reverse: Tensor | None, averag
     name = _name(average)
     _check(name, features, neighbours, reverse)
     no_tangents(name, features, instead=INSTEAD)
-    return _sparse_pool(features, neighbours, reverse, average)[0]  # type: ignore[no-any-return]
+    return _sparse_pool(features, neighbours, reverse, average)[0]
 
 
 def _name(average: bool) -> str:
@@ -308,13 +262,13 @@ def _check(name: str, features: Tensor, neighbours: Tensor, reverse: Tensor | No
     check_shape(name, "reverse", reverse, (sites, taps))
     if reverse is None and rows != sites and features.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{name}: from {sites} sites to {rows} results is no submanifold table: give reverse, which the gradient "
-            "needs"
+            f"{name}: from {sites} sites to {rows} results is not a submanifold table: give reverse, which the "
+            "gradient needs"
         )
 
 
 def check_features(name: str, features: Tensor) -> None:
-    """Raises for what is not (N, C) of floating point numbers."""
+    """Raise an error unless the features are (N, C) floating point numbers."""
     check_tensors(name, FLOATS, features=features)
     if features.dim() != 2:
         raise ValueError(f"{name}: expected features (N, C), got {tuple(features.shape)}")

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class RowsConfig:
-    """The tile of `sparse_conv_rows` for up to `channels` channels of the result: rows, columns, channels of the
-    operands at a time, warps, and stages of its pipeline."""
+    """The tile of `sparse_conv_rows` for up to `channels` channels of the result: rows, columns, operand channels in
+    each step, warps, and stages of its pipeline."""
 
     channels: int
     rows: int
@@ -24,7 +24,7 @@ class RowsConfig:
 @dataclass(frozen=True)
 class WeightConfig:
     """The tile of `sparse_conv_weight_gradient` for up to `channels` channels of features and result: channels of the
-    result and of the features, pairs at a time, warps, stages, and programs for each multiprocessor."""
+    result and of the features, pairs in each step, warps, stages, and programs for each multiprocessor."""
 
     channels: int
     outs: int
@@ -38,8 +38,9 @@ class WeightConfig:
 
 ANY = 1 << 31
 
-# Of those tried on an H200 the fastest at 64, 128 and 256 channels, and within 1% of it at 32; WEIGHT_HALF was not
-# timed beyond 128 channels (results/h200/tune_sparse_convs.json of the benchmarks). Those of float32 are predicted.
+# The fastest of those tried on an H200 at 64, 128 and 256 channels, and within 1% of it at 32. WEIGHT_HALF was not
+# timed beyond 128 channels (results/h200/tune_sparse_convs.json of the benchmarks). The parameters for float32 are
+# predicted.
 HALF = (
     RowsConfig(channels=32, rows=128, columns=32, depth=32, warps=4, stages=5),
     RowsConfig(channels=64, rows=128, columns=64, depth=64, warps=4, stages=5),
@@ -59,36 +60,36 @@ WEIGHT_SINGLE = (
     WeightConfig(channels=ANY, outs=64, ins=64, depth=32, warps=4, stages=3, programs_per_sm=8, measured=False),
 )
 
-# Where tiles are fewer than multiprocessors, they are made shorter, down to these rows.
+# If there are fewer tiles than multiprocessors, tiles get fewer rows, down to this number.
 LEAST_ROWS = 32
 
-# From so many rows on, those whose order is not given are sorted: below, a sort takes longer than what it saves
+# Tables with at least this many rows and no given order are sorted: below, a sort takes longer than it saves
 # (predicted).
 SORTED_FROM = 1 << 16
 
-# Whether what is made for sorting has the table in that order, too: see `row_order`.
+# Whether the result of sorting also contains the table in that order: see `row_order`.
 TABLES_SORTED = True
 
-# From so many rows on, the gradient of the weight reads lists of pairs of a table that is not sorted: below, making
-# them takes longer than reading rows that have no neighbour (predicted).
+# For tables with at least this many rows that are not sorted, the gradient of the weight reads lists of pairs. Below,
+# computing the lists takes longer than reading rows without a neighbour (predicted).
 LISTED_FROM = 1 << 14
 
-# Rows of a sorted table that the gradient of the weight takes or leaves together, a multiple of each `depth` above. Of
-# those that it takes on a surface, nearly all have a neighbour.
+# The gradient of the weight takes or skips this many rows of a sorted table together, a multiple of each `depth` above.
+# On a surface, nearly all rows of such a block have a neighbour.
 BLOCK_ROWS = 64
 
-# A sorted table of more rows is none that its blocks number with int32.
+# A sorted table with more rows is not cut into blocks: int32 could not number them.
 MOST_SORTED = 1 << 30
-MASK_ROWS, SORT_ROWS, PAIR_ROWS, TABLE_WARPS = 64, 128, 128, 4  # rows of a program that reads a table alone
+MASK_ROWS, SORT_ROWS, PAIR_ROWS, TABLE_WARPS = 64, 128, 128, 4  # rows of a program that reads only a table
 KEY_ROWS, SAMPLE, SAMPLE_ROWS, SAMPLE_WARPS, SCANNED = 256, 4096, 1024, 16, 1024
-PIECES, ELEMENTS = 32, 128  # of a tile that adds up the sums of pieces
+PIECES, ELEMENTS = 32, 128  # of a tile that sums the pieces
 
 # ---- pooling in windows --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """Bytes of a tile of one tap, columns of it at most, taps on their way at once, and warps."""
+    """Bytes of a tile of one tap, its maximum number of columns, taps in flight at once, and warps."""
 
     tile_bytes: int
     columns: int
@@ -97,7 +98,7 @@ class PoolConfig:
     measured: bool = field(default=True, compare=False)  # or predicted
 
 
-# Predicted, not measured: 16 bytes a thread for each tap that is on its way; backward loads two tensors for each.
+# Predicted, not measured: 16 bytes a thread for each tap in flight; backward loads two tensors for each.
 POOL_FORWARD = PoolConfig(tile_bytes=2048, columns=128, ahead=8, warps=4, measured=False)
 POOL_BACKWARD = PoolConfig(tile_bytes=2048, columns=128, ahead=4, warps=4, measured=False)
 
@@ -106,8 +107,8 @@ POOL_BACKWARD = PoolConfig(tile_bytes=2048, columns=128, ahead=4, warps=4, measu
 
 @dataclass(frozen=True)
 class GlobalConfig:
-    """Bytes of a tile, columns of it at most, rows of a program at least, programs for each multiprocessor that rows
-    are shared among, and warps."""
+    """Bytes of a tile, its maximum number of columns, the minimum number of rows of a program, programs on each
+    multiprocessor that share the rows, and warps."""
 
     tile_bytes: int
     columns: int
@@ -117,5 +118,5 @@ class GlobalConfig:
     measured: bool = field(default=True, compare=False)  # or predicted
 
 
-# Predicted, not measured: 16 bytes a thread twice over, and as many programs as a multiprocessor holds.
+# Predicted, not measured: twice 16 bytes a thread, and as many programs as a multiprocessor holds.
 GLOBAL = GlobalConfig(tile_bytes=4096, columns=64, share=256, programs_per_sm=8, warps=4, measured=False)

@@ -1,12 +1,12 @@
-"""Softmax and fused cross entropy of long rows in CUDA C++: a cluster of blocks holds a row, which is read once.
+"""Softmax and fused cross entropy of long rows in CUDA C++: a cluster of blocks holds a row, which it reads once.
 
-The formulas are those of softmaxes.py and losses/losses.py, which call this where a table says so. Bound by memory:
-their Triton kernels read a row that no registers hold twice, and L2 serves the second time more slowly than memory is
-read. Here each block of a cluster has a part of the row in shared memory, blocks tell each other what they found in
-theirs, and rows may begin at any address, 16 bytes being loaded at a time all the same (clusters.cu).
+The formulas are in softmaxes.py and losses/losses.py, which call this module if a table says so. Bound by memory: the
+Triton kernels read a row twice if it does not fit in registers, and L2 serves the second read more slowly than memory
+serves the first. Here each block of a cluster keeps a part of the row in shared memory, and the blocks exchange their
+partial results. Rows may begin at any address; loads have 16 bytes all the same (clusters.cu).
 
-It needs sm_90 and `cuda.core`. Masks and class weights stay with Triton, and so do results of another dtype than rows.
-Deterministic: no atomics.
+It needs sm_90 and `cuda.core`. Triton computes rows with masks or class weights, and results of another dtype than the
+rows. Deterministic: no atomics.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +24,10 @@ from torch import Tensor
 from rooftop.errors import MissingExtraError
 from rooftop.kernels.operands.cuda_texts import cuda_text
 from rooftop.kernels.operands.dtypes import CPP_TYPES
+from rooftop.kernels.operands.launch_data import Device, device_facts
+from rooftop.kernels.softmaxes import tables
 from rooftop.kernels.softmaxes.tables import ClusterConfig, OddRows, Table
 from rooftop.launch import cuda, nvrtc
-from rooftop.launch.triton_launch import shared_memory_bytes
 
 CUDA_FILES = ("operands/cluster_pieces.cu", "softmaxes/clusters.cu")
 
@@ -35,20 +37,21 @@ GROUP_BYTES = 16
 
 
 RESIDENT_THREADS = 512  # on an SM, of 128 registers each: RESIDENT in clusters.cu
-BLOCKS, HELD, THREADS = (1, 2, 4, 8, 16), range(3, 9), range(64, 513)  # of the clusters that odd rows may get
+BLOCKS, HELD, THREADS = (1, 2, 4, 8, 16), range(3, 9), range(64, 513)  # of the clusters that odd rows may use
 
 
 def fullest(groups: int, tensors: int, stages: int, shared_bytes: int) -> list[ClusterConfig]:
-    """Clusters for rows of so many 16-byte groups, first the one that leaves the fewest lanes of an SM without a group.
+    """Clusters for rows of `groups` 16-byte groups, first the one that leaves the fewest lanes of an SM without a
+    group.
 
-    What a thread does for each row beside its groups counts as 1.5 of them, and 1/16 more for each block of the cluster
-    and each warp of the block, which tell each other what they found: with that, the lanes at work find the fastest of
-    the shapes measured, or one within 4% of it (tune_clusters.json).
+    The work of a thread for each row, besides its groups, counts as 1.5 groups. Each block of the cluster and each warp
+    of the block adds 1/16 for the exchange of results. With these weights, the number of busy lanes finds the fastest
+    of the shapes measured, or one within 4% of it (tune_clusters.json).
 
     Args:
-        groups: at most, wherever a row begins.
-        tensors: that a row is read of.
-        shared_bytes: that a block may have.
+        groups: the largest number of groups, wherever a row begins.
+        tensors: the number of tensors that the kernel reads.
+        shared_bytes: shared memory available to a block.
     """
     found = []
     for blocks, held in product(BLOCKS, HELD):
@@ -69,46 +72,92 @@ def _first(groups: int, tensors: int, stages: int, shared_bytes: int) -> Cluster
     return next(iter(fullest(groups, tensors, stages, shared_bytes)), None)
 
 
-ARRIVAL_BYTES = 800  # at the beginning of shared memory, before shares of 16 bytes
+ARRIVAL_BYTES = 800  # at the beginning of shared memory, before the 16-byte partial results
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch: of clusters of `config`, each block with `part_groups` groups of 16 bytes of each of the tensors."""
+    """A launch of clusters of `config`; each block has `part_groups` 16-byte groups of each tensor."""
 
     config: ClusterConfig
     part_groups: int
     shared_bytes: int
 
 
-def plan(table: Table, sources: Sequence[Tensor], result: Tensor) -> Plan | None:
-    """How to work on rows `sources` and `result`, (M, N) with unit column stride; None: elsewhere.
+class Rows(NamedTuple):
+    """Rows that a kernel reads and writes, each of N columns with unit stride.
 
-    All are of one dtype, and their rows begin at the same distance from a multiple of 16 bytes.
+    Attributes:
+        dtypes: of the tensors that are read, and last of the result.
+        starts: for each tensor, how many bytes after a multiple of 16 the first row begins, and how many more each next
+            row.
     """
-    first, columns = sources[0], result.shape[-1]
-    if not table or first.dtype not in CPP_TYPES or result.dtype != first.dtype or not cuda.runs_on(first):
-        return None
-    size = first.element_size()
-    starts = {(t.data_ptr() % GROUP_BYTES, t.stride(0) * size % GROUP_BYTES) for t in sources}
-    if starts != {(result.data_ptr() % GROUP_BYTES, result.stride(0) * size % GROUP_BYTES)}:
-        return None
-    odd = starts != {(0, 0)} or columns * size % GROUP_BYTES != 0
+
+    columns: int
+    dtypes: tuple[torch.dtype, ...]
+    starts: tuple[tuple[int, int], ...]
+
+
+def start_of(rows: Tensor) -> tuple[int, int]:
+    """An entry of `Rows.starts`, for a tensor (M, N)."""
+    return rows.data_ptr() % GROUP_BYTES, rows.stride(0) * rows.element_size() % GROUP_BYTES
+
+
+def entry_for(table: Table, rows: Rows) -> ClusterConfig | OddRows | None:
+    """The table's entry for these rows; None: Triton's kernels are as fast."""
+    row_bytes = rows.columns * rows.dtypes[0].itemsize
+    odd = row_bytes % GROUP_BYTES != 0 or any(start != (0, 0) for start in rows.starts)
     for entry in table:
         if isinstance(entry, OddRows):
-            served = odd and (entry.unless == GROUP_BYTES or any(p % entry.unless for start in starts for p in start))
+            places = (place for start in rows.starts for place in start)
+            served = odd and (entry.unless == GROUP_BYTES or any(place % entry.unless for place in places))
         else:
             served = entry.odd == odd
-        if served and entry.above_bytes < columns * size <= entry.row_bytes:
-            found = _planned(entry, columns, size, len(sources), shared_memory_bytes(first))
-            return found if found is not None and has_clusters(first.device) else None
+        if served and entry.above_bytes < row_bytes <= entry.row_bytes:
+            return entry
     return None
+
+
+def planned(entry: ClusterConfig | OddRows, rows: Rows, device: Device) -> Plan | str:
+    """How an entry's clusters work on rows, or why they cannot."""
+    if not set(rows.dtypes) <= CPP_TYPES.keys():
+        return "rows are not of single or half precision"
+    if len(set(rows.dtypes)) > 1:
+        return "the result has another dtype than the rows"
+    if len(set(rows.starts)) > 1:
+        return "rows and results begin at other distances from multiples of 16 bytes"
+    if device.cuda < 9:
+        return "they need compute capability 9 or more"
+    sources = len(rows.dtypes) - 1
+    found = _planned(entry, rows.columns, rows.dtypes[0].itemsize, sources, device.shared_bytes)
+    if found is None:
+        return "a block does not have the room for its part of a row"
+    return found if is_installed() else "cuda.core or NVRTC is not installed"
+
+
+def fused_plan(x: Tensor, dx: Tensor) -> Plan | None:
+    """The cluster launch for cross entropy and its gradient on logits x (M, V); None: Triton's kernels.
+
+    dx may share x's memory.
+    """
+    rows = Rows(x.shape[1], (x.dtype, dx.dtype), (start_of(x), start_of(dx)))
+    return choose_fused(rows, device_facts(x.device))
+
+
+@lru_cache(maxsize=4096)
+def choose_fused(rows: Rows, device: Device) -> Plan | None:
+    """`fused_plan` from the facts of a call alone. The result is cached: clear the cache after a change of the
+    table.
+    """
+    entry = entry_for(tables.CLUSTER_FUSED, rows)
+    found = planned(entry, rows, device) if entry is not None else None
+    return found if isinstance(found, Plan) else None
 
 
 def _planned(
     entry: ClusterConfig | OddRows, columns: int, element_bytes: int, tensors: int, shared_bytes: int
 ) -> Plan | None:
-    """None where a block has not so many bytes of shared memory, or its threads hold less than their part."""
+    """None if the part needs more shared memory than a block has, or more groups than its threads hold."""
     width = GROUP_BYTES // element_bytes
     of_odd = isinstance(entry, OddRows) or entry.odd
     groups = -(-(columns + (width - 1 if of_odd else 0)) // width)
@@ -123,15 +172,13 @@ def _planned(
 
 
 def _shared_bytes(blocks: int, stages: int, tensors: int, part_groups: int) -> int:
-    """Of a block: arrivals, shares, and the parts of the rows on their way."""
+    """Shared memory of a block: arrival counters, partial results, and the parts of the rows in flight."""
     return ARRIVAL_BYTES + GROUP_BYTES * (2 * blocks + stages * tensors * part_groups)
 
 
 @cache
-def has_clusters(device: torch.device) -> bool:
-    """Whether the device runs clusters, and what compiles and launches them is installed."""
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return False
+def is_installed() -> bool:
+    """Whether the packages that compile and launch the kernels are installed."""
     try:
         nvrtc.require_cuda_core()
         nvrtc.version()
@@ -144,7 +191,7 @@ def has_clusters(device: torch.device) -> bool:
 
 
 def kernel_name(kernel: str, dtype: torch.dtype, variant: bool, config: ClusterConfig) -> str:
-    """`variant`: the logarithm of softmax, label smoothing of cross entropy."""
+    """`variant`: the logarithm of softmax, or label smoothing of cross entropy."""
     types = f"{CPP_TYPES[dtype]}, {str(variant).lower()}"
     shape = f"{config.threads}, {config.held}, {config.blocks}, {config.stages}"
     return f"{kernel}_cluster<{types}, {shape}, {str(config.odd).lower()}>"
@@ -164,12 +211,12 @@ def cross_entropy(
     plan: Plan, x: Tensor, target: Tensor, inverse: Tensor | None, losses: Tensor, dx: Tensor,
     numbers: Sequence[int | float],
 ) -> None:  # fmt: skip
-    """Losses (M,) of logits x (M, V), and dx, which may be x; the rows of either may be apart.
+    """Losses (M,) of logits x (M, V), and dx, which may be x. Rows of x and of dx need not be contiguous.
 
     Args:
         target: (M,), int64.
-        inverse: what gradients are multiplied with, (), float32.
-        losses: float32, to be written.
+        inverse: the factor of the gradients, (), float32.
+        losses: float32, written here.
         numbers: ignore_index, 1 - label smoothing, label smoothing / V, z-loss.
     """
     tensors = (x, target, inverse, losses, dx)
@@ -186,8 +233,8 @@ def _launch(
     config = plan.config
     compiled = cuda.compile(cuda_text(*CUDA_FILES), kernel_name(kernel, x.dtype, variant, config), device=x.device)
     clusters = min(rows, max(1, compiled.active_clusters(config.threads, config.blocks, plan.shared_bytes, x.device)))
-    # Each begins with `stages` + 1 rows; what is left goes to those that are free. A new counter each time: launches on
-    # several streams, and graphs, do not meet.
+    # Each cluster begins with `stages` + 1 rows; free clusters take the remaining rows. Each launch has its own
+    # counter, so that launches on several streams, and in graphs, do not share one.
     left = rows > clusters * (config.stages + 1)
     counter = torch.zeros(1, dtype=torch.int32, device=x.device) if left else None
     compiled.launch(

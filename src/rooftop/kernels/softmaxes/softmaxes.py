@@ -2,137 +2,128 @@
 
 y = exp(s - max s) / sum(exp(s - max s)), s = x * scale + mask. Online maximum and sum of long rows: Milakov and
 Gimelshein 2018, "Online normalizer calculation for softmax". Bound by memory at every size: forward reads x (and the
-mask) and writes y, backward reads dy and y and writes dx. Rows that a program's registers hold are read once; longer
-ones are read twice, the second time from L2 for as long as the rows in flight fit there, or by clusters of blocks
-(clusters.py). Deterministic: no atomics.
+mask) and writes y; backward reads dy and y, and writes dx. A program reads a row once if its registers hold it. Longer
+rows are read twice, the second time from L2 as long as the rows in flight fit there; or clusters of blocks read them
+once (clusters.py). Deterministic: no atomics.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.cost import Cost, distinct_bytes, precision_of
 from rooftop.kernels.operands.autocasting import result_dtype
 from rooftop.kernels.operands.checks import check_dtype, check_finite, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, HALVES, accumulator_dtype
 from rooftop.kernels.operands.references import by_reference
+from rooftop.kernels.operands.strided_rows import rows_of
 from rooftop.kernels.softmaxes import launches
-from rooftop.launch.operators import (
-    by_formula,
-    differentiable,
-    differentiable_by_formula,
-    in_pytorch,
-    operator,
-)
+from rooftop.kernels.softmaxes.plans import Direction, SoftmaxPlan, choose, forward_problem, gradient_of
+from rooftop.launch.operators import declare
 from rooftop.launch.symbolic import recorded_whole
 
-# ---- reference -------------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------
 
 
-def softmax_reference(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
-    """Softmax (log: its logarithm) of x (..., N) in plain PyTorch; float32 inside, or float64 for float64 rows."""
-    scores = x.to(accumulator_dtype(x.dtype)) * scale
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    return (scores.log_softmax(-1) if log else scores.softmax(-1)).to(dtype)
+class Kept(NamedTuple):
+    """What backward needs of a softmax of `dtype`; for an added mask its shape and dtype."""
+
+    y: Tensor
+    boolean_mask: Tensor | None
+    scale: float
+    log: bool
+    dtype: torch.dtype
+    added: tuple[torch.Size, torch.dtype] | None
 
 
-def softmax_backward_reference(
-    dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype
-) -> Tensor:
-    """dx; `mask` only where it is boolean: no gradient passes where it is False."""
-    inside = accumulator_dtype(y.dtype)
-    gradient, value = dy.to(inside), y.to(inside)
-    of_rows = torch.ops.aten._log_softmax_backward_data if log else torch.ops.aten._softmax_backward_data
-    dx = of_rows(gradient, value, -1, inside) * scale
-    return (dx if mask is None else dx.masked_fill(~mask, 0.0)).to(dtype)
+class Softmax(NamedTuple):
+    """Softmax (log: its logarithm) of x (..., N), in `dtype`; mask broadcastable to x."""
+
+    x: Tensor
+    mask: Tensor | None
+    scale: float
+    log: bool
+    dtype: torch.dtype
+
+    def run(self) -> Tensor:
+        return self.in_pytorch() if by_reference(self.x) else launches.forward(*self)
+
+    def fake(self) -> Tensor:
+        return self.x.new_empty(self.x.shape, dtype=self.dtype)
+
+    def in_pytorch(self) -> Tensor:
+        """float32 inside, or float64 for float64 rows."""
+        scores, mask = self.x.to(accumulator_dtype(self.x.dtype)) * self.scale, self.mask
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        return (scores.log_softmax(-1) if self.log else scores.softmax(-1)).to(self.dtype)
+
+    def formula(self) -> Tensor:
+        return self.in_pytorch()
+
+    def keep(self, made: Tensor) -> Kept:
+        x, mask, scale, log, _ = self
+        boolean = mask if mask is not None and mask.dtype == torch.bool else None
+        added = (mask.shape, mask.dtype) if mask is not None and mask.is_floating_point() else None
+        return Kept(made, boolean, scale, log, x.dtype, added)
+
+    @staticmethod
+    def gradients(kept: Kept, wanted: Sequence[bool], dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        y, mask, scale, log, dtype, added = kept
+        if not wanted[1]:
+            return _softmax_backward(dy, y, mask, scale, log, dtype), None
+        # An added mask gets the gradient of the scores, summed over the dimensions in which the mask was broadcast.
+        dscores = _softmax_backward(dy, y, None, 1.0, log, accumulator_dtype(dtype))
+        assert added is not None
+        return (dscores * scale).to(dtype), dscores.sum_to_size(added[0]).to(added[1])
+
+    def cost(self, made: Tensor) -> Cost:
+        """Flops: maximum, subtraction, exponential, sum, division (for the logarithm: subtraction); scale and mask 1
+        each.
+        """
+        flops = (5 + (self.scale != 1.0) + (self.mask is not None)) * self.x.numel()
+        read = distinct_bytes([self.x, self.mask])
+        return Cost(read, distinct_bytes([made]), {precision_of(self.x.dtype): flops})
 
 
-# ---- implementations -------------------------------------------------------------------------------------------
+class SoftmaxBackward(NamedTuple):
+    """dx in `dtype`; `mask` only if it is boolean: no gradient passes where it is False."""
+
+    dy: Tensor
+    y: Tensor
+    mask: Tensor | None
+    scale: float
+    log: bool
+    dtype: torch.dtype
+
+    def run(self) -> Tensor:
+        return self.formula() if by_reference(self.y) else launches.backward(*self)
+
+    def fake(self) -> Tensor:
+        return self.y.new_empty(self.y.shape, dtype=self.dtype)
+
+    def formula(self) -> Tensor:
+        inside = accumulator_dtype(self.y.dtype)
+        of_rows = torch.ops.aten._log_softmax_backward_data if self.log else torch.ops.aten._softmax_backward_data
+        dx: Tensor = of_rows(self.dy.to(inside), self.y.to(inside), -1, inside) * self.scale
+        return (dx if self.mask is None else dx.masked_fill(~self.mask, 0.0)).to(self.dtype)
+
+    def cost(self, made: Tensor) -> Cost:
+        """Flops: product and sum, difference and product (for the logarithm: also an exponential, but no product in the
+        sum).
+        """
+        flops = (4 + (self.scale != 1.0) + (self.mask is not None)) * self.y.numel()
+        read = distinct_bytes([self.dy, self.y, self.mask])
+        return Cost(read, distinct_bytes([made]), {precision_of(self.y.dtype): flops})
 
 
-def _forward(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
-    """x (..., N), mask broadcastable to it."""
-    compute = softmax_reference if by_reference(x) else launches.forward
-    return compute(x, mask, scale, log, dtype)
-
-
-def _backward(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
-    """dy, y (..., N); a boolean mask or none."""
-    compute = softmax_backward_reference if by_reference(y) else launches.backward
-    return compute(dy, y, mask, scale, log, dtype)
-
-
-# ---- registration ----------------------------------------------------------------------------------------------
-
-
-@operator("softmax")
-def _softmax(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
-    return _forward(x, mask, scale, log, dtype)
-
-
-@torch.library.register_fake("rooftop::softmax")
-def _(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-in_pytorch("softmax", softmax_reference)
-
-
-@operator("softmax_backward")
-def _softmax_backward(
-    dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype
-) -> Tensor:
-    return _backward(dy, y, mask, scale, log, dtype)
-
-
-@torch.library.register_fake("rooftop::softmax_backward")
-def _(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
-    return y.new_empty(y.shape, dtype=dtype)
-
-
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:  # type: ignore[type-arg]
-    x, mask, scale, log, _ = inputs
-    kept = mask if mask is not None and mask.dtype == torch.bool else None
-    ctx.save_for_backward(output, kept)  # type: ignore[arg-type]
-    ctx.scale, ctx.log, ctx.x_dtype = scale, log, x.dtype  # type: ignore[attr-defined]
-    ctx.added = (mask.shape, mask.dtype) if mask is not None and mask.is_floating_point() else None  # type: ignore[attr-defined]
-
-
-def _differentiate(ctx: torch.autograd.function.FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
-    y, mask = ctx.saved_tensors  # type: ignore[attr-defined]
-    scale, log, dtype = ctx.scale, ctx.log, ctx.x_dtype  # type: ignore[attr-defined]
-    if not ctx.needs_input_grad[1]:  # type: ignore[attr-defined]
-        return _softmax_backward(dy, y, mask, scale, log, dtype), None, None, None, None
-    # The gradient of the scores, in full, is what a mask of numbers gets where it was repeated.
-    wide = accumulator_dtype(dtype)
-    dscores = _softmax_backward(dy, y, None, 1.0, log, wide)
-    shape, mask_dtype = ctx.added  # type: ignore[attr-defined]
-    return (dscores * scale).to(dtype), dscores.sum_to_size(shape).to(mask_dtype), None, None, None
-
-
-differentiable("softmax", _differentiate, _save)
-by_formula("softmax", softmax_reference)
-differentiable_by_formula("softmax_backward", softmax_backward_reference)
-
-
-@cost_of("rooftop::softmax")
-def _forward_cost(call: Call) -> Cost:
-    """Maximum, subtraction, exponential, sum and division (of the logarithm: subtraction); scale and mask 1 each."""
-    x, mask = call["x"], call["mask"]
-    flops = (5 + (call["scale"] != 1.0) + (mask is not None)) * x.numel()
-    return Cost(distinct_bytes([x, mask]), distinct_bytes([call.out]), {precision_of(x.dtype): flops})
-
-
-@cost_of("rooftop::softmax_backward")
-def _backward_cost(call: Call) -> Cost:
-    """Product and sum, difference and product (of the logarithm: exponential too, but no product in the sum)."""
-    dy, y, mask = call["dy"], call["y"], call["mask"]
-    flops = (4 + (call["scale"] != 1.0) + (mask is not None)) * y.numel()
-    return Cost(distinct_bytes([dy, y, mask]), distinct_bytes([call.out]), {precision_of(y.dtype): flops})
+_softmax = declare("softmax", Softmax)
+_softmax_backward = declare("softmax_backward", SoftmaxBackward)
 
 
 # ---- public ----------------------------------------------------------------------------------------------------
@@ -147,22 +138,21 @@ def softmax(
     mask: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """softmax(input * scale + mask) along `dim`; arguments as of `torch.nn.functional.softmax`, and two more.
+    """softmax(input * scale + mask) along `dim`: the arguments of `torch.nn.functional.softmax`, and two more.
 
     Args:
         input: any shape, bfloat16, float16, float32 or float64.
         dim: along which the results sum to one. Any but the last costs a transposed copy of `input`, and gives a
             result whose memory is laid out with `dim` last.
-        dtype: to which `input` is cast first (from half to single precision: within the kernel).
-        mask: broadcastable to `input`, on the same device: numbers are added; of booleans, False excludes an element
-            (as in `torch.nn.functional.scaled_dot_product_attention`). The gradient of a mask of numbers costs two more
-            passes.
+        dtype: `input` is first cast to this dtype (from half to single precision: within the kernel).
+        mask: broadcastable to `input`, on the same device. Numbers are added; in a boolean mask, False excludes an
+            element (as in `torch.nn.functional.scaled_dot_product_attention`). The gradient of an added mask costs two
+            more passes.
         scale: a finite number.
 
     Returns:
-        Like input. Rows of -inf alone (or excluded as a whole) and rows with NaN are NaN, as PyTorch's. Maximum, sum
-        and exponentials are float32 (float64 for float64). Under a GPU's autocast the result is float32, as
-        PyTorch's.
+        Like input. Rows of -inf alone (or fully excluded) and rows with NaN are NaN, as in PyTorch. Maximum, sum and
+        exponentials are float32 (float64 for float64). Under a GPU's autocast the result is float32, as in PyTorch.
 
     Raises:
         TypeError: no dense tensors, or dtypes that do not fit.
@@ -184,20 +174,56 @@ def log_softmax(
     return _along("log_softmax", input, dim, dtype, mask, scale)
 
 
+def softmax_plan(
+    input: Tensor,
+    dim: int = -1,
+    dtype: torch.dtype | None = None,
+    *,
+    mask: Tensor | None = None,
+    scale: float = 1.0,
+    direction: Direction = "forward",
+) -> SoftmaxPlan:
+    """Say which kernel computes `softmax` of these arguments, and why, without launching it. `log_softmax` uses the
+    same plan.
+
+    Args:
+        input, dim, dtype, mask, scale: as in `softmax`.
+        direction: "backward" plans the gradient of input, from a contiguous gradient of the result.
+
+    Raises:
+        TypeError, ValueError: as `softmax`; another direction.
+    """
+    if direction not in ("forward", "backward"):
+        raise ValueError(f"softmax_plan: direction must be 'forward' or 'backward', got {direction!r}")
+    x, mask, dtype = _prepared("softmax_plan", input, dim, dtype, mask, scale)
+    problem = forward_problem(rows_of(x), mask, scale, False, dtype)
+    return choose(problem if direction == "forward" else gradient_of(problem))
+
+
 def _along(name: str, x: Tensor, dim: int, dtype: torch.dtype | None, mask: Tensor | None, scale: float) -> Tensor:
+    rows, mask, dtype = _prepared(name, x, dim, dtype, mask, scale)
+    y = _softmax(rows, mask, float(scale), name == "log_softmax", dtype)
+    if x.dim() == 0:
+        return y.reshape(())
+    return y if dim in (-1, x.dim() - 1) else y.transpose(dim, -1)
+
+
+def _prepared(
+    name: str, x: Tensor, dim: int, dtype: torch.dtype | None, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor | None, torch.dtype]:
+    """x and mask with `dim` as their last dimension, and the dtype of the result. Raises TypeError or ValueError if the
+    arguments do not fit.
+    """
     _check(name, x, dim, dtype, mask, scale)
     if dtype is not None and not (dtype == torch.float32 and x.dtype in HALVES):
         x = x.to(dtype)
     if dtype is None:
-        dtype = result_dtype(name, x)
+        dtype = result_dtype("softmax" if name == "softmax_plan" else name, x)
     if x.dim() == 0:
-        mask = None if mask is None else mask.reshape(1)
-        return _softmax(x.reshape(1), mask, float(scale), name == "log_softmax", dtype).reshape(())
+        return x.reshape(1), None if mask is None else mask.reshape(1), dtype
     if dim not in (-1, x.dim() - 1):
-        mask = None if mask is None else mask.expand(x.shape).transpose(dim, -1)
-        moved = x.transpose(dim, -1)
-        return _softmax(moved, mask, float(scale), name == "log_softmax", dtype).transpose(dim, -1)
-    return _softmax(x, mask, float(scale), name == "log_softmax", dtype)
+        return x.transpose(dim, -1), None if mask is None else mask.expand(x.shape).transpose(dim, -1), dtype
+    return x, mask, dtype
 
 
 def _check(name: str, x: Tensor, dim: int, dtype: torch.dtype | None, mask: Tensor | None, scale: float) -> None:

@@ -8,11 +8,12 @@ from rooftop.kernels.operands.launch_data import ANY_BYTES
 from rooftop.kernels.operands.row_tiles import LongConfig, TileConfig
 from rooftop.kernels.operands.strided_rows import LINE_BYTES
 
-# The fastest of those measured on an H200 in half precision with 1024 (rows of 2 KiB forward, 4 KiB backward), 4096,
-# 8192, 16384 and 32768 columns, long rows with 128256; between these sizes the shares of a thread are those of the
-# layer norm's table, whose traffic is the same. Backward holds 128 KiB of a row in 16 warps, where few of the 128
-# registers of a thread spill; of 64, in 32 warps, more do, and it is slower. Long rows: one wide program an SM, whose
-# 132 rows of 128256 half precision elements are 34 MB, of the 50 MB of L2, when they are read again.
+# The fastest of the parameters measured on an H200 in half precision with 1024 (rows of 2 KiB forward, 4 KiB backward),
+# 4096, 8192, 16384 and 32768 columns, and for long rows with 128256. Between these sizes, a thread's part of a row is
+# that in the layer norm's table, since the memory traffic is the same. Backward holds 128 KiB of a row in 16 warps,
+# where few of a thread's 128 registers spill. In 32 warps with 64 registers more of them spill, and it is slower. Long
+# rows: one wide program an SM. Its 132 rows of 128256 half precision elements are 34 MB of the 50 MB of L2 when they
+# are read again.
 FORWARD = (
     TileConfig(row_bytes=256, rows=16, block_bytes=256, warps=2, hold=True),
     TileConfig(row_bytes=512, rows=8, block_bytes=256, warps=2, hold=True),
@@ -41,14 +42,15 @@ BACKWARD_LONG = (LongConfig(row_bytes=ANY_BYTES, block_bytes=65536, warps=32, pr
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """How rows of more than `above_bytes`, up to `row_bytes` (of one tensor), are worked on.
+    """Parameters for rows of more than `above_bytes`, up to `row_bytes` (of one tensor).
 
     Attributes:
-        blocks: of a cluster, 1 to 16: what a row is divided into.
-        threads: of a block, a multiple of 32.
-        held: 16-byte groups of each tensor that a thread keeps in registers, enough for its share of a part.
+        blocks: blocks of a cluster, 1 to 16, which divide a row.
+        threads: threads of a block, a multiple of 32.
+        held: 16-byte groups of each tensor that a thread keeps in registers, enough for its part of a row.
         stages: rows in shared memory at a time, 1 to 6.
-        odd: for rows that begin or end within a group of 16 bytes; or else for those of whole groups.
+        odd: whether the entry is for rows that begin or end within a group of 16 bytes; otherwise for rows of whole
+            groups.
     """
 
     above_bytes: int
@@ -62,11 +64,11 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class OddRows:
-    """Rows that begin or end within a group of 16 bytes get the first of the `fullest` clusters.
+    """Rows that begin or end within a group of 16 bytes; they use the first of the `fullest` clusters.
 
     Attributes:
-        above_bytes, row_bytes, stages: as of ClusterConfig.
-        unless: but not rows that all begin at multiples of so many bytes: Triton's kernels load those at once.
+        above_bytes, row_bytes, stages: as in ClusterConfig.
+        unless: excludes rows that all begin at multiples of this many bytes: Triton's kernels load those at once.
     """
 
     above_bytes: int
@@ -77,7 +79,7 @@ class OddRows:
 
 Table = tuple[ClusterConfig | OddRows, ...]
 
-# From an H200 (results/h200/tune_clusters.json): what is not here is faster by Triton's kernels.
+# From an H200 (results/h200/tune_clusters.json): Triton's kernels are faster for the rows that are not listed here.
 CLUSTER_FORWARD: Table = (
     OddRows(above_bytes=4096, row_bytes=12_000),
     OddRows(above_bytes=12_000, row_bytes=32_768, unless=8),

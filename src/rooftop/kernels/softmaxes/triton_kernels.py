@@ -1,22 +1,22 @@
 """Triton kernels of softmax and its logarithm; `softmaxes.py` has the operators.
 
-Rows that fit a program's registers are read from memory once: a tile is ROWS rows by BLOCKS blocks of COLUMNS elements,
-kept as they were loaded (with a mask: as float32 scores) or, where HOLD says so, as float32 exponentials. Longer rows
-are read twice by persistent programs, few enough that L2 still has most of a row when it is read again; the second pass
-goes from the end to the beginning, so that it starts with what was read last. What a row has beyond its last full block
+Rows that fit a program's registers are read from memory once. A tile is ROWS rows by BLOCKS blocks of COLUMNS elements.
+It is kept as loaded (with a mask: as float32 scores) or, if HOLD says so, as float32 exponentials. Longer rows are read
+twice by so few persistent programs that L2 still holds most of a row when it is read again. The second pass goes from
+the end to the beginning, so it starts with the part that was read last. The part of a row past its last full block
 stays in registers: the loops load without masks. In the first pass each lane keeps its own maximum and its sum of
 exponentials relative to it (Milakov and Gimelshein 2018), merged at the end.
 
-WIDE, where results are float32: forward adds up exponentials in float64, and backward is float64 between loads and
-stores. A sum that is rounded shifts all results of its row alike. In one of twenty small tensors that is beyond twice
-PyTorch's error. For the same reason backward divides the sum of dy * y by that of y, which is not exactly one. Half
-precision results are rounded so much more that none of this shows.
+WIDE, for float32 results: forward adds up exponentials in float64, and backward is float64 between loads and stores.
+Rounding a sum shifts all results of its row alike. In one of twenty small tensors that shift exceeds twice PyTorch's
+error. For the same reason backward divides the sum of dy * y by the sum of y, which is not exactly one. Half precision
+results are rounded so coarsely that this makes no difference.
 
-A maximum ignores NaN, and an exponential does not: a row that has one becomes NaN as a whole, and so does a row of
+A maximum ignores NaN and an exponential does not, so a row that contains NaN becomes NaN as a whole. So does a row of
 nothing but -inf, whose exponentials of -inf - (-inf) are NaN.
 
-`units` and the strides of rows count groups of UNIT elements, so that the compiler knows by what N is divisible and
-loads several elements at a time; EVEN says that N fills the tile. All offsets of rows are 64-bit.
+`units` and the strides of rows count groups of UNIT elements, so that the compiler knows a divisor of N and loads
+several elements at a time; EVEN says that N fills the tile. All offsets of rows are 64-bit.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def softmax_forward(
         largest = tl.maximum(largest, scores)
     maximum = tl.max(largest, axis=1)[:, None]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    held = ()  # of all blocks: exponentials, or what they are of
+    held = ()  # of all blocks: exponentials, or their arguments
     for block in tl.static_range(BLOCKS):
         column = block * COLUMNS + lane
         apart = _scores(values[block], scale, column, columns, MASK, EVEN or block < BLOCKS - 1) - maximum
@@ -92,7 +92,7 @@ def softmax_forward_long(
     MASK: tl.constexpr, LOG: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """The same of every (number of programs)-th row."""
+    """Like `softmax_forward`, for every (number of programs)-th row."""
     columns = units * UNIT
     lane = tl.arange(0, COLUMNS)
     full = columns // COLUMNS * COLUMNS
@@ -176,7 +176,7 @@ def softmax_backward_long(
     MASK: tl.constexpr, LOG: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """The same of every (number of programs)-th row."""
+    """Like `softmax_backward`, for every (number of programs)-th row."""
     columns = units * UNIT
     lane = tl.arange(0, COLUMNS)
     full = columns // COLUMNS * COLUMNS
@@ -217,7 +217,7 @@ def softmax_backward_long(
             tl.store(dx_row + column, result.to(dx.dtype.element_ty), eviction_policy="evict_first")
 
 
-# ---- pieces ----------------------------------------------------------------------------------------------------
+# ---- functions that several kernels share ------------------------------------------------------------------------
 
 
 @triton.jit
@@ -252,7 +252,7 @@ def _masked(scores, place, inside, MASK: tl.constexpr):
 
 @triton.jit
 def _load(place, inside):
-    """What is `inside`, None: all of it; 0 elsewhere."""
+    """The elements where `inside` is true (None: all of them), and 0 elsewhere."""
     if inside is None:
         return tl.load(place)
     else:
@@ -261,7 +261,9 @@ def _load(place, inside):
 
 @triton.jit
 def _rows_of_mask(row, middle, inner, outer_stride, middle_stride, inner_stride):
-    """Where the mask's rows begin: a row of x counts through (outer, middle, inner), whose strides may be 0."""
+    """Where the mask's rows begin: the row number of x counts through (outer, middle, inner), whose strides may be
+    0.
+    """
     outer = row // inner // middle
     return outer * outer_stride + (row // inner % middle) * middle_stride + (row % inner) * inner_stride
 

@@ -1,1 +1,1 @@
-"""ConvLSTM and the network of the next frame; a clip continued by it; weights that Keras saved."""
+"""ConvLSTM and the network that predicts the next frame; continuing a clip with it; weights saved by Keras."""

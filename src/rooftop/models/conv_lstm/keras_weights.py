@@ -1,11 +1,11 @@
 """Weights that Keras saved: .keras files and .weights.h5 of Keras 3, and the older .h5 of Keras 2 and 3.
 
-Keras names layers by what a user called them or by a counter, so layers are matched by kind, in order: the first
-ConvLSTM2D of the file is the model's first, and so on; counts and shapes have to agree. In a Keras 3 file the order is
-that in which the layers were added, in an older one that of its list of layers.
+Keras names layers by what a user called them or by a counter. So layers are matched by kind, in order: the first
+ConvLSTM2D of the file is the model's first, and so on. Counts and shapes have to agree. In a Keras 3 file the order is
+that in which the layers were added; in an older one it is that of its list of layers.
 
-Keras keeps kernels with the spatial dimensions first, input and output channels last; torch has the output and input
-channels first. Needs h5py: `pip install "rooftop[keras]"`.
+Keras stores kernels with the spatial dimensions first and the input and output channels last; torch has the output and
+input channels first. Needs h5py: `pip install "rooftop[keras]"`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rooftop.models.weights.files import load_into
 
 @dataclass(frozen=True)
 class KerasLayer:
-    """A layer of a file: its kind (Keras's class in snake case), its name there, its weights as Keras has them."""
+    """A layer of a file: its kind (Keras's class in snake case), its name there, its weights in Keras's layout."""
 
     kind: str
     name: str
@@ -44,7 +44,7 @@ WEIGHTS = {
     "conv3d": CONVOLUTION,
     "batch_normalization": ("gamma", "beta", "moving_mean", "moving_variance"),
 }
-"""The weights of each kind that is known, in the order of Keras 3 files, which number them. A bias may be missing."""
+"""The weights of each known kind, in the order of Keras 3 files, which number them. A bias may be missing."""
 
 KINDS: tuple[tuple[str, tuple[type[nn.Module], ...]], ...] = (
     ("conv_lstm2d", (ConvLSTM2D,)),
@@ -52,7 +52,7 @@ KINDS: tuple[tuple[str, tuple[type[nn.Module], ...]], ...] = (
     ("conv3d", (nn.Conv3d,)),
     ("batch_normalization", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)),
 )
-NAMES = {  # in torch, where it is another
+NAMES = {  # Keras's name and torch's, if they differ
     "conv2d": {"kernel": "weight"},
     "conv3d": {"kernel": "weight"},
     "batch_normalization": {
@@ -68,12 +68,13 @@ def load_keras_weights(model: nn.Module, path: str | Path) -> None:
     """Load a file that Keras wrote into a model of ConvLSTM2D, Conv2d, Conv3d and batch norms.
 
     Args:
-        model: whose modules of each kind, in the order of `model.modules()`, are the file's layers of that kind.
-        path: of a .keras, .weights.h5 or .h5 file.
+        model: its modules of each kind, in the order of `model.modules()`, match the file's layers of that kind.
+        path: a .keras, .weights.h5 or .h5 file.
 
     Raises:
-        InputError: there is no such file.
-        WeightsError: it is damaged, or its layers, weights or shapes are not the model's; the message has all of them.
+        InputError: the file does not exist.
+        WeightsError: it is damaged, or its layers, weights or shapes do not match the model's; the message lists all of
+            them.
         MissingExtraError: h5py is not installed.
     """
     path = Path(path).expanduser()
@@ -120,7 +121,7 @@ def _channels_first(kernel: Tensor) -> Tensor:
 
 
 def read_keras_weights(path: str | Path) -> list[KerasLayer]:
-    """All layers with weights of a .keras, .weights.h5 or .h5 file; those of one kind in the model's order.
+    """All layers with weights of a .keras, .weights.h5 or .h5 file; the layers of one kind are in the model's order.
 
     Raises:
         InputError, WeightsError, MissingExtraError: as `load_keras_weights`.
@@ -131,7 +132,7 @@ def read_keras_weights(path: str | Path) -> list[KerasLayer]:
     except ImportError as error:
         raise MissingExtraError('weights of Keras need h5py: pip install "rooftop[keras]"') from error
     if not path.is_file():
-        raise InputError(f"{path} is no file: expected a .keras, .weights.h5 or .h5 file that Keras wrote")
+        raise InputError(f"{path} is not a file: expected a .keras, .weights.h5 or .h5 file that Keras wrote")
     try:
         source: Any = path
         if zipfile.is_zipfile(path):
@@ -153,7 +154,7 @@ def read_keras_weights(path: str | Path) -> list[KerasLayer]:
 
 
 def _by_names(root: Any) -> Iterator[KerasLayer]:
-    """Of an older file, which lists layers, and of each layer the names of its weights."""
+    """Weights of an older file, which lists layers, and for each layer the names of its weights."""
     for name in map(_text, root.attrs["layer_names"]):
         group = root[name]
         paths = [_text(each) for each in group.attrs["weight_names"]]
@@ -163,7 +164,7 @@ def _by_names(root: Any) -> Iterator[KerasLayer]:
 
 
 def _by_numbers(file: Any) -> Iterator[KerasLayer]:
-    """Of a Keras 3 file, in which each layer has a group named by its class and a counter, with numbered weights."""
+    """Weights of a Keras 3 file: each layer has a group named by its class and a counter, with numbered weights."""
     found: list[tuple[str, int, str, list[Tensor]]] = []
 
     def visit(path: str, item: Any) -> None:
@@ -187,7 +188,7 @@ def _by_numbers(file: Any) -> Iterator[KerasLayer]:
 
 
 def _kind(weights: dict[str, Tensor]) -> str:
-    """Of a layer of an older file, whose class is not beside its weights."""
+    """The kind of a layer in an older file, which does not store the class with the weights."""
     if "recurrent_kernel" in weights and weights["recurrent_kernel"].dim() == 4:
         return "conv_lstm2d"
     if "moving_mean" in weights:

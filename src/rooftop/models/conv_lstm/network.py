@@ -1,16 +1,16 @@
 """ConvLSTM with Keras's semantics, and the network of Keras's example that predicts the next frame of a video.
 
 Shi et al. 2015, "Convolutional LSTM Network: A Machine Learning Approach for Precipitation Nowcasting", without
-peepholes; order of gates, defaults and options are those of `keras.layers.ConvLSTM2D`:
+peepholes. The order of gates, the defaults and the options are those of `keras.layers.ConvLSTM2D`:
 
     z = conv(x_t, kernel) + conv(h, recurrent_kernel) + bias
     i, f, o = recurrent_activation(z_i, z_f, z_o)
     c' = f c + i activation(z_c)
     h' = o activation(c')
 
-The input convolutions of all time steps are one call; a step is one recurrent convolution with 4 F outputs and one
-kernel for the rest (`rooftop.kernels.conv_lstm_sequence`), where Keras runs eight convolutions. On a GPU memory is
-channels last, whatever data_format says: the convolutions run so.
+The input convolutions of all time steps are one call. A step is one recurrent convolution with 4 F outputs and one
+kernel for the rest (`rooftop.kernels.conv_lstm_sequence`); Keras runs eight convolutions. On a GPU memory is channels
+last, whatever data_format says, since convolutions are faster so.
 
     network = next_frame_network()
     load_keras_weights(network, "next_frame.keras")
@@ -35,40 +35,39 @@ from rooftop.launch.symbolic import module_recorded_whole, refuse_proxies
 Pair = tuple[int, int]
 States = tuple[Tensor, Tensor]
 FIRST, LAST = "channels_first", "channels_last"
-FEW = 64  # values that an output of the input convolution depends on, up to which a product of matrices is faster
-WIDE = 8  # channels: of fewer, cuDNN convolves float32 without tensor cores
+FEW = 64  # values that an output of the input convolution depends on, up to which a matrix product is faster
+WIDE = 8  # channels: with fewer, cuDNN convolves float32 without tensor cores
 
 
 class ConvLSTM2D(nn.Module):
     """`keras.layers.ConvLSTM2D`: frames (N, T, H, W, C), or (N, T, C, H, W) with channels_first, to hidden states.
 
-    Parameters are `kernel` (4 F, C, kh, kw), `recurrent_kernel` (4 F, F, kh, kw) and `bias` (4 F), gates in the order
-    i, f, c, o: Keras's weights with output and input channels first (`keras_weights.py` reads them).
+    Parameters are `kernel` (4 F, C, kh, kw), `recurrent_kernel` (4 F, F, kh, kw) and `bias` (4 F), with gates in the
+    order i, f, c, o: Keras's weights with output and input channels first (`keras_weights.py` reads them).
 
     Args:
-        in_channels: C, which Keras finds out at the first call.
+        in_channels: C, which Keras infers at the first call.
         filters: F.
-        kernel_size: of both convolutions, one number or (height, width).
-        strides: of the input convolution. The recurrent one has none, and no dilation.
-        padding: of the input convolution: "valid", or "same", where the odd one goes to the end as in TensorFlow. The
-            recurrent one is always "same".
+        kernel_size: kernel size of both convolutions, one number or (height, width).
+        strides: strides of the input convolution. The recurrent one has none, and no dilation.
+        padding: padding of the input convolution: "valid", or "same", which puts an odd row or column at the end, as in
+            TensorFlow. The recurrent one is always "same".
         data_format: "channels_last" or "channels_first", of frames and results.
-        dilation_rate: of the input convolution.
-        activation, recurrent_activation: one of `rooftop.kernels.recurrent.conv_lstms.ACTIVATIONS`. "hard_sigmoid" is
-        Keras 3's;
-            networks of Keras 2 want "hard_sigmoid_keras2".
+        dilation_rate: dilation of the input convolution. activation, recurrent_activation: one of
+        `rooftop.kernels.recurrent.conv_lstms.ACTIVATIONS`. "hard_sigmoid" is Keras 3's; networks of Keras 2 need
+        "hard_sigmoid_keras2".
         use_bias: whether there is `bias`.
         unit_forget_bias: whether the forget gate's bias starts at 1.
         return_sequences: results of all steps, (N, T, ...), or of the last, (N, ...).
         return_state: (output, hidden, cell) in place of the output.
-        go_backwards: from the last frame to the first; results are in the order in which they came about.
-        stateful: each call begins with the state that the one before ended with, until `reset_state()`. No gradient
-            goes from one call to another. The state is not part of the state dict.
+        go_backwards: from the last frame to the first; results are in the order of computation.
+        stateful: each call begins with the final state of the previous call, until `reset_state()`. No gradient goes
+            from one call to another. The state is not part of the state dict.
         dropout, recurrent_dropout: probability, below 1, with which elements of the input and of the hidden state are
-            dropped while training. Each gate has a mask of its own, drawn once a call and used for every step.
+            dropped while training. Each gate has its own mask, drawn once a call and used for every step.
 
     Raises:
-        ValueError: options that do not exist or do not fit; strides with dilation.
+        ValueError: invalid or inconsistent options; strides with dilation.
     """
 
     hidden_state: Tensor | None
@@ -149,17 +148,18 @@ class ConvLSTM2D(nn.Module):
             x: (N, T, H, W, C), or (N, T, C, H, W) with channels_first; T at least 1.
             initial_state: (hidden, cell), each (N, H', W', F) or (N, F, H', W') as the result of one step; None: zeros,
                 or the state of a stateful layer.
-            mask: (N, T) booleans; a step that is False leaves the state as it is and gives the result of the step
-                before (zeros at the first).
+            mask: (N, T) booleans; a step that is False keeps the state and returns the result of the previous step
+                (zeros at the first).
 
         Returns:
-            (N, T, H', W', F) or (N, H', W', F), channels where data_format says; with return_state also hidden and
-            cell after the last step. Memory is that of (T, N, ...) or of another format: not always contiguous.
+            (N, T, H', W', F) or (N, H', W', F), with the channels in the position that data_format says; with
+            return_state also hidden and cell after the last step. Memory has the layout of (T, N, ...) or another one:
+            not always contiguous.
 
         Raises:
             TypeError: dtypes that do not fit.
-            ValueError: shapes that do not fit, a frame smaller than the kernel, or another batch size than the state of
-                a stateful layer has.
+            ValueError: shapes that do not fit, a frame smaller than the kernel, or another batch size than that of a
+                stateful layer's state.
         """
         output, (hidden, cell) = self.unrolled(x, initial_state, mask, last_only=not self.return_sequences)
         if not self.return_sequences:
@@ -173,8 +173,8 @@ class ConvLSTM2D(nn.Module):
         mask: Tensor | None = None,
         last_only: bool = False,
     ) -> tuple[Tensor, States]:
-        """Results of all steps (last_only: of one, the last) as a sequence, and the last (hidden, cell), whatever
-        return_sequences and return_state say."""
+        """Results of all steps (last_only: only of the last) as a sequence, and the last (hidden, cell), independent of
+        return_sequences and return_state."""
         self._check(x, mask)
         if self.go_backwards:
             x, mask = x.flip(1), None if mask is None else mask.flip(1)
@@ -184,9 +184,9 @@ class ConvLSTM2D(nn.Module):
             outputs, state = self._all_steps(inputs, given)
         else:
             outputs, state = self._step_by_step(inputs, given, mask)
-        if self.stateful:  # copies: the last state must not keep those before it
+        if self.stateful:  # copies: the last state must not keep the earlier ones
             self.hidden_state, self.cell_state = (t.detach().clone() for t in state)
-        results = outputs[-1:] if last_only else outputs  # (T, N, ...): what the next layer's steps read
+        results = outputs[-1:] if last_only else outputs  # (T, N, ...): read by the next layer's steps
         hidden, cell = (self._as_given(t) for t in state)
         return results.transpose(0, 1), (hidden, cell)
 
@@ -212,11 +212,12 @@ class ConvLSTM2D(nn.Module):
         return gates.contiguous(memory_format=memory_format).unflatten(0, (steps, batch))
 
     def _memory_format(self, x: Tensor) -> torch.memory_format:
-        """Of states and gates: channels last where data_format says so, and on a GPU, whose convolutions want it."""
+        """The memory format of states and gates: channels last if data_format says so, and on a GPU, whose convolutions
+        need it."""
         return torch.channels_last if self.data_format == LAST or x.is_cuda else torch.contiguous_format
 
     def _pads(self, sizes: Sequence[int]) -> tuple[Pair, Pair]:
-        """Rows and columns of zeros before and after a frame; of an odd number there is one more after."""
+        """Rows and columns of zeros before and after a frame; if their number is odd, one more comes after."""
         if self.padding == "valid":
             return (0, 0), (0, 0)
         totals = [
@@ -229,7 +230,9 @@ class ConvLSTM2D(nn.Module):
         return (a, b), (c, d)
 
     def _all_steps(self, inputs: Tensor, given: States | None) -> tuple[Tensor, States]:
-        """Results of all steps, (T, N, ...) as given, and the last state, (N, F, H', W') each: one operator."""
+        """Results of all steps, (T, N, ...) in the given layout, and the last state, (N, F, H', W') each: one
+        operator.
+        """
         same = inputs.dtype == self.kernel.dtype
         hidden, cell = given or (None, None if same else self._zeros(inputs)[1])
         names = (self.activation, self.recurrent_activation)
@@ -238,7 +241,7 @@ class ConvLSTM2D(nn.Module):
         return self._as_given(outputs), (outputs[-1], cell)
 
     def _step_by_step(self, inputs: Tensor, given: States | None, mask: Tensor | None) -> tuple[Tensor, States]:
-        """The same where a mask or dropout comes between the steps."""
+        """The same if a mask or dropout applies between the steps."""
         state = given or self._zeros(inputs)
         kernel = self.recurrent_kernel.to(inputs.dtype)
         dropped = self.training and self.recurrent_dropout > 0
@@ -263,22 +266,24 @@ class ConvLSTM2D(nn.Module):
         return torch.stack([self._as_given(y) for y in outputs]), state
 
     def _zeros(self, inputs: Tensor) -> States:
-        """A state of zeros. The cell has the parameters' dtype: under autocast it loses nothing over time."""
+        """A state of zeros. The cell has the parameters' dtype, so that it keeps its accuracy over time under
+        autocast.
+        """
         shape = (inputs.shape[1], self.filters, *inputs.shape[3:])
         hidden = torch.zeros(shape, dtype=inputs.dtype, device=inputs.device)
         hidden = hidden.contiguous(memory_format=self._memory_format(inputs))
         return hidden, hidden.to(self.kernel.dtype)
 
     def _given_state(self, inputs: Tensor, initial_state: Sequence[Tensor] | None) -> States | None:
-        """The state to begin with, (N, F, H', W') each; None: zeros."""
+        """The initial state, (N, F, H', W') each; None: zeros."""
         shape = (inputs.shape[1], self.filters, *inputs.shape[3:])
         if initial_state is None:
             if not self.stateful or self.hidden_state is None or self.cell_state is None:
                 return None
             if self.hidden_state.shape != shape:
                 raise ValueError(
-                    f"ConvLSTM2D: the state of the call before is {tuple(self.hidden_state.shape)}, these frames need "
-                    f"{shape}: call reset_state() before another batch size or frame size"
+                    f"ConvLSTM2D: the state of the previous call is {tuple(self.hidden_state.shape)}, these frames "
+                    f"need {shape}: call reset_state() before you change the batch size or the frame size"
                 )
             return self.hidden_state.to(inputs.dtype), self.cell_state.to(self.kernel.dtype)
         if not isinstance(initial_state, Sequence) or not all(isinstance(t, Tensor) for t in initial_state):
@@ -296,7 +301,7 @@ class ConvLSTM2D(nn.Module):
         return hidden.to(inputs.dtype), cell.to(self.kernel.dtype)
 
     def _as_given(self, x: Tensor) -> Tensor:
-        """(..., F, H', W') with channels where data_format says."""
+        """(..., F, H', W') with the channels in the position that data_format says."""
         return x.movedim(-3, -1) if self.data_format == LAST else x
 
     def _check(self, x: Tensor, mask: Tensor | None) -> None:
@@ -328,9 +333,9 @@ class ConvLSTM2D(nn.Module):
 
 
 def _convolved_as_product(x: Tensor, kernel: Tensor, strides: Pair, padding: Pair, dilation: Pair) -> Tensor:
-    """The convolution of x, channels last, as one product of its windows, which are few values each; channels last.
+    """The convolution of x, channels last, as one product of its windows, if these have few values each; channels last.
 
-    Rows are whole groups of 16 bytes in half precision, so that their addresses are what tensor cores take.
+    Rows are a multiple of 16 bytes in half precision, so that tensor cores can load them.
     """
     height, width = kernel.shape[2:]
     if max(padding) > 0:
@@ -350,13 +355,15 @@ def _convolved_as_product(x: Tensor, kernel: Tensor, strides: Pair, padding: Pai
 
 
 def _masks(like: Tensor, rate: float) -> Tensor:
-    """Four masks of elements (N, C, H, W) that are kept, scaled: (N, 4, C, H, W)."""
+    """Four scaled masks of kept elements (N, C, H, W): (N, 4, C, H, W)."""
     ones = torch.ones_like(like)[:, None].expand(-1, 4, -1, -1, -1)
     return F.dropout(ones, rate)
 
 
 def _four_times(frames: Tensor, rate: float) -> Tensor:
-    """Frames (T, N, C, H, W), the same elements of all steps dropped for each of four gates: (T, N, 4 C, H, W)."""
+    """Frames (T, N, C, H, W) with dropout, the same elements in all steps, for each of four gates: (T, N, 4 C, H,
+    W).
+    """
     return (frames[:, :, None] * _masks(frames[0], rate)).flatten(2, 3)
 
 
@@ -384,15 +391,15 @@ def _one_of(name: str, value: Any, names: Sequence[str]) -> str:
 class FramesConvolution(nn.Conv3d):
     """A 3x3x3 convolution over frames, (N, C, T, H, W) -> (N, O, T, H, W), as one 2-D convolution of all frames.
 
-    Its three taps in time are 3 O output channels, which are then shifted in time and added: frames (T, N, H, W, C) in
-    memory are read where they lie, where a 3-D convolution needs them in another order.
+    Its three taps in time are 3 O output channels, which are then shifted in time and added. So the frames (T, N, H, W,
+    C) are read in place, while a 3-D convolution needs another memory order.
     """
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(in_channels, out_channels, 3, padding=1)
 
     def forward(self, x: Tensor, ahead: bool = True) -> Tensor:
-        """Each frame from the one before, itself and (`ahead`) the one after; zeros beyond the ends."""
+        """Each frame from the previous one, itself and (`ahead`) the next one; zeros beyond the ends."""
         frames = x.permute(2, 0, 1, 3, 4)  # (T, N, C, H, W)
         weight = self.weight if ahead else self.weight[:, :, :2]
         weight = weight.permute(2, 0, 1, 3, 4).flatten(0, 1)  # (3 O, C, 3, 3): the taps in time one after another
@@ -411,17 +418,17 @@ class FramesConvolution(nn.Conv3d):
 
 
 class NextFrameNetwork(nn.Module):
-    """Frames of a video to the frame that follows: the network of Keras's example "Next-Frame Video Prediction with
-    Convolutional LSTMs", and the variant of it that gives one frame only.
+    """Frames of a video to the next frame: the network of Keras's example "Next-Frame Video Prediction with
+    Convolutional LSTMs", and its variant that returns only one frame.
 
-    Three ConvLSTM layers (relu) with a batch norm after the first and the second, as Keras's (epsilon 0.001, momentum
+    Three ConvLSTM layers (relu) with a batch norm after the first and the second, like Keras's (epsilon 0.001, momentum
     0.99); then a 3x3x3 convolution over the frames, or for `every_frame=False` a 3x3 one of the last hidden state.
 
     Args:
-        channels: of frames; 1 for grey, 3 for colour.
-        filters: of each ConvLSTM layer.
-        kernel_sizes: of the three layers.
-        every_frame: results of all steps (each the frame that follows that step's), or of the last only.
+        channels: channels of the frames; 1 for grey, 3 for colour.
+        filters: filters of each ConvLSTM layer.
+        kernel_sizes: kernel sizes of the three layers.
+        every_frame: return a result for each step (the frame after it), or only for the last.
         data_format: "channels_last", (N, T, H, W, C), or "channels_first", (N, T, C, H, W).
     """
 
@@ -449,7 +456,7 @@ class NextFrameNetwork(nn.Module):
         nn.init.zeros_(self.head.bias)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Frames in [0, 1], as given: (N, T, ...) if every_frame, else (N, ...).
+        """Frames in [0, 1], in the input's layout: (N, T, ...) if every_frame, else (N, ...).
 
         Args:
             x: (N, T, H, W, C), or (N, T, C, H, W) with channels_first.
@@ -458,23 +465,23 @@ class NextFrameNetwork(nn.Module):
         return self.logits(x).sigmoid()
 
     def logits(self, x: Tensor, ahead: bool = True) -> Tensor:
-        """What the sigmoid is taken of, for `binary_cross_entropy_with_logits`, which half precision needs.
+        """The input of the sigmoid, for `binary_cross_entropy_with_logits`, which half precision needs.
 
         Args:
-            x: as of forward.
-            ahead: as of frames_of. Train with False: the state of the step that follows has seen the frame that is
-                to be predicted, and a network that may look learns to copy it.
+            x: as in `forward`.
+            ahead: as in `frames_of`. Train with False: the next step's state has seen the frame to predict, and a
+                network that can see it learns to copy it.
         """
         hidden, _ = self.features(x)
         return self.frames_of(hidden, ahead)
 
     def features(self, x: Tensor, states: Sequence[States | None] = (None, None, None)) -> tuple[Tensor, list[States]]:
-        """The last layer's hidden states, (N, T, ...), or (N, 1, ...) for one frame only, and each layer's state after
+        """The last layer's hidden states, (N, T, ...), or (N, 1, ...) for only one frame, and each layer's state after
         them.
 
-        Args:
+        x: as in `forward`.
             x: as of forward.
-            states: with which each layer begins.
+            states: the initial state of each layer.
         """
         after = []
         for index, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
@@ -486,12 +493,12 @@ class NextFrameNetwork(nn.Module):
         return x, after
 
     def frames_of(self, hidden: Tensor, ahead: bool = True) -> Tensor:
-        """The head's logits of hidden states (N, T, ...): frames (N, T, ...), or (N, ...) of the last.
+        """The head's logits for hidden states (N, T, ...): frames (N, T, ...), or (N, ...) for the last.
 
         Args:
-            hidden: of the last layer.
-            ahead: of every frame: whether the head sees the step that follows each, as in Keras's example. False: each
-                frame is what it would be if its step were the last, as it is when frames are predicted.
+            hidden: hidden states of the last layer.
+            ahead: for every frame: whether the head sees the next step, as in Keras's example. False: each frame is
+                computed as if its step were the last, as in prediction.
         """
         if self.every_frame:
             return self._from_channels_first(self.head(self._channels_first(hidden), ahead))
@@ -501,7 +508,7 @@ class NextFrameNetwork(nn.Module):
         return self.head(last.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
     def _normalized(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """The norm of all frames (N, T, ...), as one batch of them in the layers' memory format: copies nothing."""
+        """The norm of all frames (N, T, ...), as one batch in the layers' memory format, without a copy."""
         flat = x.transpose(0, 1).flatten(0, 1)  # (T N, ...)
         y = norm(flat) if self.data_format == FIRST else norm(flat.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         return y.unflatten(0, (x.shape[1], x.shape[0])).transpose(0, 1)
@@ -515,9 +522,9 @@ class NextFrameNetwork(nn.Module):
 
 
 def next_frame_network(**options: Any) -> NextFrameNetwork:
-    """The example's network for grey frames: 746,689 parameters, of which 256 are running statistics of the norms.
+    """The example's network for grey frames: 746,689 parameters; 256 of them are running statistics of the norms.
 
-    Frames (N, T, H, W, 1) in [0, 1] to the following ones, (N, T, H, W, 1): trained on pairs shifted by one frame with
+    Frames (N, T, H, W, 1) in [0, 1] to the next ones, (N, T, H, W, 1). Train it on pairs shifted by one frame, with
     binary cross entropy and Adam. Options are those of `NextFrameNetwork`.
     """
     return NextFrameNetwork(**{"channels": 1, **options})
@@ -526,23 +533,23 @@ def next_frame_network(**options: Any) -> NextFrameNetwork:
 def colour_next_frame_network(**options: Any) -> NextFrameNetwork:
     """The variant for colour frames, 759,491 parameters: (N, T, H, W, 3) in [0, 1] to the next one, (N, H, W, 3).
 
-    The last ConvLSTM gives its last state only, and a 3x3 convolution makes a frame of it; trained with the mean
+    The last ConvLSTM returns only its last state, and a 3x3 convolution turns it into a frame. Train it with the mean
     absolute error and Adam. Options are those of `NextFrameNetwork`.
     """
     return NextFrameNetwork(**{"channels": 3, "every_frame": False, **options})
 
 
 def predict_frames(network: NextFrameNetwork, frames: Tensor, count: int) -> Tensor:
-    """The next frames of a video, each predicted from all before it.
+    """Predict the next frames of a video, each from all earlier ones.
 
-    The layers' states are kept, so that a further frame costs one step; the frames are those that running the network
-    over the lengthened video each time would give. The network is run as in evaluation, without gradients, and left as
-    it was.
+    The layers' states are kept, so each further frame costs one step. The frames equal those of running the network
+    over the whole video each time. The network runs in evaluation mode, without gradients; its mode is restored
+    afterwards.
 
     Args:
-        network: of one frame or of all.
+        network: predicts one frame or all frames.
         frames: (N, T, H, W, C) or (N, T, C, H, W), as the network takes them; T at least 1.
-        count: how many, at least 1.
+        count: number of frames to predict, at least 1.
 
     Returns:
         (N, count, ...), in [0, 1].

@@ -1,10 +1,10 @@
-"""A clip continued by a network of the next frame, and how far that is from what was really filmed.
+"""Continue a clip with a next-frame network, and compare the result with the real frames.
 
     network = load_next_frame_network("digits.pth")  # of any number of filters, grey or colour: the file says which
     found = continue_clip(network, frames[:10], frames[10:], 20)
     found.frames, found.errors, found.errors_of_repeating
 
-The last is the yardstick: a network that does no better than a still picture has learned nothing of motion.
+The last is the reference: a network that is no better than a still picture has learned nothing about motion.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from rooftop.models.loading import KERAS, load
 from rooftop.models.weights.dialects import NEXT_FRAME, converted
 from rooftop.models.weights.files import read_weights, weights_file
 
-LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, which Keras and Pillow make grey with
+LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, with which Keras and Pillow compute grey
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """What follows a clip, as the network has it; frames are (C, H, W) in 0..1, C as the network's, on the CPU.
+    """The network's continuation of a clip; frames are (C, H, W) in 0..1, with the network's C, on the CPU.
 
     Attributes:
         frames: (T, C, H, W), predicted.
-        real: (R, C, H, W) that were filmed there, R at most T.
+        real: (R, C, H, W), the real frames, R at most T.
         errors: (R,) mean absolute errors of the predicted frames.
-        errors_of_repeating: (R,) those of the last frame that the network was shown, standing still.
+        errors_of_repeating: (R,) errors of repeating the last frame of the context.
     """
 
     frames: Tensor
@@ -45,14 +45,14 @@ class Continuation:
 
 
 def load_next_frame_network(weights: str | Path) -> NextFrameNetwork:
-    """A `NextFrameNetwork` with the weights of a file; channels, filters, kernels and head are the file's.
+    """Load a `NextFrameNetwork` with the weights of a file; the file determines channels, filters, kernels and head.
 
     Args:
-        weights: a file as `load` takes it: of torch.save, safetensors or Keras.
+        weights: a file of a format that `load` accepts: torch.save, safetensors or Keras.
 
     Raises:
-        InputError: there is no such file.
-        WeightsError: it is damaged, or of another network.
+        InputError: the file does not exist.
+        WeightsError: it is damaged, or from another network.
         MissingExtraError: as `load`.
     """
     path = weights_file("next_frame_network", Path(weights))
@@ -63,7 +63,7 @@ def load_next_frame_network(weights: str | Path) -> NextFrameNetwork:
 
 
 def _options(path: Path) -> dict[str, Any]:
-    """Of the network that a file is of, by the shapes of its kernels."""
+    """The options of the network in a file, from the shapes of its kernels."""
     kernels, heads = _keras_kernels(path) if path.suffix.lower() in KERAS else _kernels(path)
     if (
         [each.dim() for each in kernels] != [4, 4, 4]
@@ -108,14 +108,14 @@ def continue_clip(
     count: int,
     progress: Callable[[str, float], None] = lambda what, fraction: None,
 ) -> Continuation:
-    """Predict the frames that follow a clip, each from all before it, and compare them with the real ones.
+    """Predict the frames after a clip, each from all earlier ones, and compare them with the real ones.
 
     Args:
-        network: on the device where it is to run.
-        context: (T, 3, H, W) floating in 0..1, T at least 1; made grey for a grey network.
-        real: (R, 3, H, W) that follow; of more than `count`, the rest is left out. R may be 0.
-        count: of frames to predict, at least 1.
-        progress: called with what is being done and the fraction done.
+        network: on its device.
+        context: (T, 3, H, W) floating in 0..1, T at least 1; converted to grey for a grey network.
+        real: (R, 3, H, W), the frames after the context; frames beyond `count` are ignored. R may be 0.
+        count: number of frames to predict, at least 1.
+        progress: called with the current activity and the fraction done.
 
     Raises:
         ModelRunError: the GPU's memory is too small, or a predicted frame is not finite.

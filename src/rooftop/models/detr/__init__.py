@@ -1,4 +1,4 @@
-"""DETR: objects as a set, by one transformer; its losses, its weights from anywhere, and objects on photographs."""
+"""DETR: objects as a set, by one transformer; its losses, its weights from any source, and objects on photographs."""
 
 from rooftop.models.detr.losses import Detections, Matcher, SetCriterion, Target, corners, to_detections
 from rooftop.models.detr.network import Detr, detr_resnet50, detr_resnet101

@@ -1,12 +1,12 @@
-"""Each target its own query, at the lowest total cost: the linear assignment problem, for a batch of them.
+"""Assign each target its own query at the lowest total cost: the linear assignment problem, for a batch.
 
-Two ways with the same total cost. `assign_on_host` calls scipy for one problem after another, which for tensors on a
-GPU waits for them. `assign_batched` solves all problems in step, in plain PyTorch, and never waits: by shortest
-augmenting paths (Jonker and Volgenant 1987, in the form of Crouse 2016, "On implementing 2D rectangular assignment
-algorithms", which scipy follows, too). For M targets it takes M (M + 1) / 2 steps of some dozen launches each, whatever
-the size of the batch: it suits few targets, a CUDA graph, or a host that has better things to do.
+There are two functions with the same total cost. `assign_on_host` calls scipy for one problem after another; for
+tensors on a GPU it waits for the GPU. `assign_batched` solves all problems in lockstep, in plain PyTorch, and never
+waits. It uses shortest augmenting paths (Jonker and Volgenant 1987, in the form of Crouse 2016, "On implementing 2D
+rectangular assignment algorithms", which scipy follows, too). For M targets it takes M (M + 1) / 2 steps of some dozen
+launches each, whatever the batch size: use it for few targets, in a CUDA graph, or when the host has other work.
 
-A cost that is NaN or infinite counts as `WORST`, so that such a pair is taken only where there is no other.
+A cost that is NaN or infinite counts as `WORST`, so that such a pair is assigned only if there is no other.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch import Tensor
 from rooftop.errors import MissingExtraError
 
 WORST = 1e5
-"""Costs are held between -WORST and WORST. In float64 their sums keep ten digits after the point."""
+"""Costs are clamped to -WORST..WORST. In float64 their sums keep ten digits after the point."""
 FORBIDDEN = 1e9
-"""The cost of what is not there: more than any total of costs that are."""
+"""The cost of an absent target: more than any total of real costs."""
 
 
 def assign_on_host(cost: Tensor, valid: Tensor) -> Tensor:
     """Assign by scipy.
 
     Args:
-        cost: (B, M, Q), any floating dtype: of giving target m to query q.
-        valid: bool (B, M), which targets there are.
+        cost: (B, M, Q), any floating dtype: the cost of assigning target m to query q.
+        valid: bool (B, M), which targets exist.
 
     Returns:
-        int64 (B, M) on the device of `cost`: the query of each target; -1 for a target that is not there, or gets none
-        because there are more targets than queries.
+        int64 (B, M) on the device of `cost`: the query of each target; -1 for a target that does not exist, or gets no
+        query because there are more targets than queries.
 
     Raises:
-        ValueError: other shapes.
+        ValueError: shapes that do not fit.
         MissingExtraError: scipy is not installed.
     """
     try:
@@ -53,7 +53,9 @@ def assign_on_host(cost: Tensor, valid: Tensor) -> Tensor:
 
 @torch.no_grad()
 def assign_batched(cost: Tensor, valid: Tensor) -> Tensor:
-    """Assign all problems in step, on their device and without waiting for it; the rest is as for `assign_on_host`."""
+    """Assign all problems in lockstep, on their device and without waiting for it; arguments and results are those of
+    `assign_on_host`.
+    """
     _check(cost, valid)
     cost = _finite(cost)
     batch, targets, queries = cost.shape
@@ -61,7 +63,7 @@ def assign_batched(cost: Tensor, valid: Tensor) -> Tensor:
         return torch.full_like(valid, -1, dtype=torch.int64)
     if targets <= queries:
         return _augmented(cost, valid)
-    # Paths start from the shorter side: here each query looks for a target, and takes one that is not there at last.
+    # Paths start from the shorter side: here each query looks for a target, and takes an absent one last.
     of_queries = cost.masked_fill(~valid[..., None], FORBIDDEN).transpose(1, 2)
     chosen = _augmented(of_queries, torch.ones_like(of_queries[..., 0], dtype=torch.bool))  # (B, Q)
     numbers = torch.arange(queries, device=cost.device).expand(batch, -1)
@@ -72,7 +74,8 @@ def assign_batched(cost: Tensor, valid: Tensor) -> Tensor:
 def _augmented(cost: Tensor, active: Tensor) -> Tensor:
     """The column of each active row (B, R), for costs (B, R, C), R <= C; -1 for other rows.
 
-    Rows are taken one by one. Each searches the cheapest path to a free column, along which columns change hands.
+    Rows are taken one by one. Each searches the cheapest path to a free column; along this path, columns change their
+    rows.
     """
     batch, rows, columns = cost.shape
     numbers = torch.arange(columns, device=cost.device)
@@ -82,7 +85,7 @@ def _augmented(cost: Tensor, active: Tensor) -> Tensor:
     for row in range(rows):
         started = active[:, row]
         sink, distance, lengths, came_from, seen = _search(cost, row_prices, column_prices, row_of, row, started)
-        # Rows on the tree hold columns that were seen, but for the first; prices keep reduced costs non-negative.
+        # Rows of the tree have the visited columns, except for the first row; prices keep reduced costs non-negative.
         slack = torch.where(seen, distance[:, None] - lengths, 0)  # (B, C)
         held = column_of.clamp(min=0)
         gains = torch.where(column_of >= 0, slack.gather(1, held), 0)
@@ -121,7 +124,7 @@ def _search(
     row = torch.full_like(row_of[:, 0], first)
     sink = torch.zeros_like(row)
     open_ = started
-    for _ in range(first + 1):  # each step but the last settles the column of one of the rows before
+    for _ in range(first + 1):  # each step but the last settles the column of an earlier row
         of_row = cost.gather(1, row[:, None, None].expand(-1, 1, columns))[:, 0]  # (B, C)
         reached = (distance - row_prices.gather(1, row[:, None])[:, 0])[:, None] + of_row - column_prices
         better = (reached < lengths) & ~seen & open_[:, None]
@@ -140,12 +143,12 @@ def _search(
 
 
 def _over(done: Tensor) -> bool:
-    """Whether all problems are done, where asking costs nothing: on the CPU."""
+    """Whether all problems are done, if asking costs nothing: on the CPU."""
     return done.device.type == "cpu" and bool(done.all())
 
 
 def _finite(cost: Tensor) -> Tensor:
-    """Costs in float64, none outside of -WORST and WORST; NaN and both infinities are the worst."""
+    """Costs in float64, clamped to -WORST..WORST; NaN and both infinities become WORST."""
     return cost.detach().double().nan_to_num(WORST, WORST, WORST).clamp(-WORST, WORST)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -34,44 +35,47 @@ FIGURES = (
 
 
 class CocoDataset(Dataset[tuple[Tensor, Target]]):
-    """Photographs of a folder and the boxes that a JSON file in COCO's format has of them.
+    """Photographs of a folder, with boxes from a JSON file in COCO's format.
 
-    An item is (image, target): the image (3, H, W) float32, normalized, its shorter side at `shorter` pixels but the
-    longer one at `longer` at most; the target {"labels": int64 (n,), "boxes": float32 (n, 4)}, boxes as (center x,
-    center y, width, height), 0..1 of the image. Crowds are left out, and boxes without area within the photograph.
+    An item is (image, target). The image is (3, H, W) float32, normalized, with its shorter side at `shorter` pixels
+    but its longer one at `longer` at most. The target is {"labels": int64 (n,), "boxes": float32 (n, 4)}, boxes as
+    (center x, center y, width, height), 0..1 of the image. Crowds are ignored, and so are boxes without area within the
+    photograph.
 
     Args:
         folder: of the photographs.
-        annotations: the JSON file: "images" (id, file_name, height, width), "annotations" (image_id, category_id, bbox
-            as left, top, width, height in pixels), "categories" (id, name).
+        annotations: the JSON file, or what it would hold: "images" (id, file_name, height, width), "annotations"
+            (image_id, category_id, bbox as left, top, width, height in pixels), "categories" (id, name).
         contiguous: labels are 0, 1, ... in the order of the categories' ids; else the ids themselves.
         shorter, longer: pixels.
 
     Attributes:
-        names: of the labels, in their order; "" for ids that no category has.
+        names: names of the labels, in order; "" for ids without a category.
 
     Raises:
-        InputError: a file that is not there or is no JSON in this format; the message says where.
+        InputError: a file that does not exist or is not JSON in this format; the message says where.
     """
 
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        annotations: str | os.PathLike[str],
+        annotations: str | os.PathLike[str] | Mapping[str, Any],
         *,
         contiguous: bool = False,
         shorter: int = 800,
         longer: int = 1333,
     ) -> None:
         self.folder, self.shorter, self.longer = Path(folder), shorter, longer
-        self.annotations = _read(Path(annotations))
+        self.annotations = (
+            _checked(annotations, "annotations") if isinstance(annotations, Mapping) else _read(Path(annotations))
+        )
         images, categories = self.annotations["images"], self.annotations["categories"]
         self.images: list[Mapping[str, Any]] = sorted(images, key=lambda image: image["id"])
         ids = sorted(category["id"] for category in categories)
         if len(set(ids)) < len(ids) or len({image["id"] for image in images}) < len(images):
             raise InputError(f"{annotations}: two images or two categories have the same id")
         if not contiguous and ids and ids[0] < 0:
-            raise InputError(f"{annotations}: category id {ids[0]} is no label: pass contiguous=True")
+            raise InputError(f"{annotations}: category id {ids[0]} is not a label: pass contiguous=True")
         self.label_of = {each: label if contiguous else each for label, each in enumerate(ids)}
         name_of = {self.label_of[category["id"]]: str(category["name"]) for category in categories}
         self.names = tuple(name_of.get(label, "") for label in range(max(name_of, default=-1) + 1))
@@ -86,10 +90,18 @@ class CocoDataset(Dataset[tuple[Tensor, Target]]):
     def __len__(self) -> int:
         return len(self.images)
 
+    def picture(self, index: int) -> Image.Image:
+        """The whole photograph, RGB.
+
+        Raises:
+            InputError: it is not there or damaged.
+        """
+        return read_image(self.folder / self.images[index]["file_name"])
+
     def __getitem__(self, index: int) -> tuple[Tensor, Target]:
-        """Raises InputError where the photograph is not there or damaged."""
+        """Raises InputError if the photograph does not exist or is damaged."""
         described = self.images[index]
-        photo = read_image(self.folder / described["file_name"])
+        photo = self.picture(index)
         width, height = photo.size
         labels, boxes = [], []
         for each in self.boxes_of[described["id"]]:
@@ -112,11 +124,11 @@ def as_lists(batch: Sequence[tuple[Tensor, Target]]) -> tuple[list[Tensor], list
 
 
 def average_precision(dataset: CocoDataset, detections: Sequence[Detections]) -> dict[str, float]:
-    """COCO's twelve figures, by pycocotools; -1 where there is nothing to judge.
+    """COCO's twelve figures, from pycocotools; -1 for a figure without any objects.
 
     Args:
-        detections: of each photograph in the dataset's order, boxes in its pixels: what `to_detections` gives for the
-            sizes in the file.
+        detections: for each photograph in the dataset's order, boxes in its pixels: the result of `to_detections` for
+            the sizes in the file.
 
     Returns:
         "AP" (the mean over IoU 0.5 to 0.95, "mAP"), "AP50", "AP75", of small, medium and large objects, and average
@@ -158,7 +170,7 @@ def average_precision(dataset: CocoDataset, detections: Sequence[Detections]) ->
 
 
 def _judged(annotations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """With what pycocotools wants and a file of boxes alone may lack."""
+    """The annotations with entries that pycocotools needs and a file of boxes may lack."""
     return [
         {"id": place, "iscrowd": 0, "area": each["bbox"][2] * each["bbox"][3], **each}
         for place, each in enumerate(annotations, 1)
@@ -180,13 +192,18 @@ REQUIRED = {
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The file, with all that is used of it there and of its type."""
+    """The file's contents, after a check that all used parts exist and have the right type."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise InputError(f"{path} is no JSON: {error}") from error
+        raise InputError(f"{path} is not JSON: {error}") from error
+    return _checked(found, path)
+
+
+def _checked(found: Any, path: object) -> dict[str, Any]:
+    """The annotations, after a check that all used fields exist and have the right types."""
     for part, fields in REQUIRED.items():
         rows = found.get(part) if isinstance(found, dict) else None
         if not isinstance(rows, list):

@@ -1,4 +1,4 @@
-"""Where things are on photographs: the objects that a DETR finds, with their boxes.
+"""Objects on photographs: those that a DETR finds, with their boxes.
 
     model = load_detector("detr_resnet50", "detr-r50-e632da11.pth")
     for photo in detect(model, ["street.jpg", "holiday/"]):
@@ -33,10 +33,10 @@ HEAD = "class_embed.bias"
 
 @dataclass(frozen=True)
 class FoundObject:
-    """A thing on a photograph.
+    """An object on a photograph.
 
     Attributes:
-        label, name: its class; the name is None where names are not known.
+        label, name: its class; the name is None if names are unknown.
         score: 0..1.
         box: left, top, right, bottom in pixels of the photograph, within its edges.
     """
@@ -49,7 +49,7 @@ class FoundObject:
 
 @dataclass(frozen=True)
 class Detected:
-    """A photograph of (width, height) pixels and what is on it, best score first."""
+    """A photograph of (width, height) pixels and its objects, best score first."""
 
     path: Path
     size: tuple[int, int]
@@ -58,26 +58,26 @@ class Detected:
 
 @cache
 def coco_classes() -> tuple[str, ...]:
-    """The names of COCO's 91 classes by number; "" for the 11 numbers that are not used."""
+    """The names of COCO's 91 classes by number; "" for the 11 unused numbers."""
     return tuple(files("rooftop.models.detr").joinpath("coco_classes.txt").read_text(encoding="utf-8").splitlines())
 
 
 def load_detector(name: str, weights: str | Path) -> Detr:
-    """A DETR with weights of any known origin, ready for inference; the number of classes is that of the weights.
+    """A DETR with weights of any known source, ready for inference; the weights determine the number of classes.
 
     Args:
-        name: "detr_resnet50" or "detr_resnet101".
-        weights: as of `rooftop.models.load`.
+        name: "detr_resnet50", "detr_resnet101" or "detr_small".
+        weights: as in `rooftop.models.load`.
 
     Raises:
-        InputError: `name` is no detector.
+        InputError: `name` is not a detector.
         TargetError, WeightsError: as `rooftop.models.load`.
     """
     report = load_report(name, weights)
     shapes = report.mismatched.get(HEAD)
     model = load(name, weights) if shapes is None else load(name, weights, num_classes=shapes[0][0] - 1)
     if not isinstance(model, Detr):
-        raise InputError(f"{name} finds no objects: expected detr_resnet50 or detr_resnet101")
+        raise InputError(f"{name} finds no objects: expected detr_resnet50, detr_resnet101 or detr_small")
     return model.eval()
 
 
@@ -96,17 +96,17 @@ def detect(
     """Find the objects on photographs and folders of photographs, in the order of `find_images`.
 
     Args:
-        model: runs where and in the dtype in which its parameters are.
-        threshold: objects with at least this score.
-        classes: names by label. None: COCO's, by its 91 numbers or its 80 classes in their order, else none.
-        shorter, longer: pixels of the shorter side, and at most of the longer one, that the model sees.
+        model: runs on the device and in the dtype of its parameters.
+        threshold: only objects with at least this score are returned.
+        classes: names by label. None: the names of COCO's 91 numbers or of its 80 classes in order, else none. shorter,
+            longer: pixels of the shorter side, and maximum pixels of the longer one, in the model's input.
         on_error: "raise"; or "skip" photographs that cannot be read, with a warning for each.
-        progress: called with (what is being done, fraction done) after each batch.
+        progress: called with (the current activity, fraction done) after each batch.
 
     Raises:
         ValueError: a threshold outside 0..1; `batch_size`, `shorter` or `longer` below 1.
-        InputError: a path that does not exist or, unless such are skipped, is no image; or names of another number than
-            the classes.
+        InputError: a path that does not exist or, unless skipped, is not an image; or a number of names that differs
+            from the number of classes.
         ModelRunError: not enough memory for a batch, or an output that is not finite.
     """
     if not 0 <= threshold <= 1:
@@ -116,7 +116,7 @@ def detect(
     found = find_images(paths)
     if on_error == "raise":
         check_images(found)
-    _names(classes, model.class_embed.out_features - 1)  # before the work, that their number is right
+    _names(classes, model.class_embed.out_features - 1)  # before the work, check that their number is right
     results: list[Detected] = []
     photographs = prepared(
         found, lambda photo: (photo.size, normalized(resized(photo, shorter, longer))), batch_size, on_error
@@ -146,12 +146,11 @@ def found_objects(
 
     Args:
         inputs: (3, H, W) each, resized and normalized as the model expects them.
-        sizes: of the photographs themselves, (width, height); boxes are in their pixels.
-        called: what errors call each of them.
-        threshold, classes: as of `detect`.
+        sizes: original sizes of the photographs, (width, height); boxes are in their pixels.
+        called: name of each image for error messages. threshold, classes: as in `detect`.
 
     Raises:
-        InputError, ModelRunError: as of `detect`.
+        InputError, ModelRunError: as in `detect`.
     """
     names = _names(classes, model.class_embed.out_features - 1)
     detections = _run(model, inputs, [(height, width) for width, height in sizes], called)
@@ -159,7 +158,7 @@ def found_objects(
 
 
 def draw_objects(image: Image.Image, objects: Sequence[FoundObject]) -> Image.Image:
-    """The image with a box and a caption for each object, one colour a class; the best score is on top."""
+    """The image with a box and a caption for each object, one colour for each class; the best score is on top."""
     drawn = image.convert("RGB")
     draw = ImageDraw.Draw(drawn)
     line = max(2, round(min(drawn.size) / 250))
@@ -178,12 +177,12 @@ def draw_objects(image: Image.Image, objects: Sequence[FoundObject]) -> Image.Im
 
 
 def _colour(label: int) -> tuple[int, int, int]:
-    """Light, and far from those of the labels beside it: hues a golden section apart."""
+    """A light colour, far from those of neighbouring labels: hues differ by the golden section."""
     return tuple(round(255 * part) for part in colorsys.hsv_to_rgb(label * 0.618034 % 1, 0.55, 1.0))  # type: ignore[return-value]
 
 
 def resized(image: Image.Image, shorter: int, longer: int) -> Image.Image:
-    """With the shorter side at so many pixels, but the longer one at `longer` at most."""
+    """The image resized so that its shorter side has `shorter` pixels, and its longer one at most `longer`."""
     scale = min(shorter / min(image.size), longer / max(image.size))
     width, height = (max(1, round(side * scale)) for side in image.size)
     return image.resize((width, height), Image.Resampling.BILINEAR)
@@ -193,7 +192,7 @@ def resized(image: Image.Image, shorter: int, longer: int) -> Image.Image:
 def _run(
     model: Detr, inputs: Sequence[Tensor], sizes: list[tuple[int, int]], batch: Sequence[object]
 ) -> list[Detections]:
-    """All queries' boxes, on the CPU."""
+    """The boxes of all queries, on the CPU."""
     like = next(model.parameters())
     trained = [module for module in model.modules() if module.training]
     try:

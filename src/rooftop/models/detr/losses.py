@@ -1,7 +1,7 @@
-"""Training and reading a DETR: which prediction is which object, what that costs, and boxes in pixels.
+"""Training a DETR and decoding its output: match predictions to objects, compute losses, and convert boxes to pixels.
 
-Carion et al. 2020, section 3.1. Each object of an image gets the query that suits it best, one query for each; the
-other queries learn to say "no object". Every decoder layer is matched and judged by itself.
+Carion et al. 2020, section 3.1. Each object of an image gets its best query, one query for each; the other queries
+learn to predict "no object". Every decoder layer is matched and evaluated separately.
 
     criterion = SetCriterion(model.num_classes)
     losses = criterion(model(images), targets)
@@ -28,17 +28,17 @@ from rooftop.models.detr.assignment import assign_batched, assign_on_host
 from rooftop.models.detr.network import Predictions
 
 Target = Mapping[str, Tensor]
-OUTSIDE = 1e-3  # what rounding, also to half precision, may move an edge beyond the image
+OUTSIDE = 1e-3  # rounding, also to half precision, may move an edge out of the image by this much
 
 
 class PaddedTargets(NamedTuple):
-    """The objects of B images, M of the image that has most.
+    """The objects of B images, padded to M, the largest number in an image.
 
     Attributes:
-        labels: int64 (B, M), 0 where there is no object.
-        boxes: (B, M, 4), the whole image where there is no object.
-        valid: bool (B, M), where there is one.
-        objects: how many in all, on the host.
+        labels: int64 (B, M), 0 for no object.
+        boxes: (B, M, 4), the whole image for no object.
+        valid: bool (B, M), whether there is an object.
+        objects: their total number, on the host.
     """
 
     labels: Tensor
@@ -51,8 +51,9 @@ def pad_targets(targets: Sequence[Target], num_classes: int) -> PaddedTargets:
     """Targets of all images in three tensors, without waiting for the GPU.
 
     Raises:
-        ValueError: zero images, other shapes or dtypes; on the CPU (on a GPU with ROOFTOP_CHECK=1 in the environment,
-            which waits for it) labels outside of 0..num_classes - 1, boxes outside of the image or without area.
+        ValueError: zero images, other shapes or dtypes. On the CPU (on a GPU with ROOFTOP_CHECK=1 in the environment,
+            which waits for it) also labels outside of 0..num_classes - 1, and boxes outside of the image or without
+            area.
     """
     if not targets:
         raise ValueError("got targets of zero images: a batch needs at least one")
@@ -76,7 +77,7 @@ def generalized_iou(a: Tensor, b: Tensor) -> Tensor:
     """Rezatofighi et al. 2019: intersection / union - (hull - union) / hull, -1..1.
 
     Args:
-        a, b: (..., 4) as (left, top, right, bottom), which broadcast; at least one of a pair has area.
+        a, b: (..., 4) as (left, top, right, bottom), which broadcast; at least one of each pair has area.
 
     Returns:
         (...).
@@ -90,20 +91,20 @@ def generalized_iou(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _area(sides: Tensor) -> Tensor:
-    """Width times height of (..., 2). Not by `prod`, whose backward waits for the GPU."""
+    """Width times height of (..., 2). `prod` is not used: its backward waits for the GPU."""
     return sides[..., 0] * sides[..., 1]
 
 
 @dataclass(frozen=True)
 class Matcher:
-    """Gives each object of an image a query of its own, at the lowest total cost.
+    """Assigns each object of an image its own query, at the lowest total cost.
 
-    The cost of a pair is -class_cost * probability + box_cost * L1 - giou_cost * generalized IoU. Where it is not
-    finite (overflow in half precision) the pair is taken last.
+    The cost of a pair is -class_cost * probability + box_cost * L1 - giou_cost * generalized IoU. If its cost is not
+    finite (overflow in half precision), the pair is assigned last.
 
     Attributes:
         class_cost, box_cost, giou_cost: weights of the three parts.
-        batched: match on the GPU without waiting for it, instead of by scipy (`models/detr/assignment.py`); the total
+        batched: match on the GPU without waiting for it, instead of with scipy (`models/detr/assignment.py`); the total
             cost is the same.
 
     Raises:
@@ -121,7 +122,7 @@ class Matcher:
 
     @torch.no_grad()
     def __call__(self, predictions: Predictions, targets: PaddedTargets) -> Tensor:
-        """int64 (B, M): the query of each object; -1 where there is no object, or no query left for it."""
+        """int64 (B, M): the query of each object; -1 if there is no object, or no query left for it."""
         assign = assign_batched if self.batched else assign_on_host
         return assign(self.costs(predictions, targets), targets.valid)
 
@@ -138,13 +139,13 @@ class Matcher:
 
 
 class SetCriterion(nn.Module):
-    """What predictions cost, once each object has its query.
+    """The loss of predictions, after each object got its query.
 
     Args:
         num_classes: K of the network.
         matcher: finds the queries.
-        no_object: weight of "no object" in the loss of classes, where most queries have none.
-        class_weight, box_weight, giou_weight: of the losses in their total.
+        no_object: weight of "no object" in the loss of classes, since most queries have no object.
+        class_weight, box_weight, giou_weight: weights of the losses in their total.
     """
 
     class_weights: Tensor
@@ -168,9 +169,9 @@ class SetCriterion(nn.Module):
         """The losses of all decoder layers, each a scalar, in float32 or wider.
 
         Returns:
-            loss_ce, loss_bbox (L1), loss_giou and cardinality_error (how far the number of objects found is off; it has
-            no gradient), and for earlier decoder layers the same with _0, _1, ... The losses of boxes are divided by
-            the number of objects in the batch, averaged over the processes of torch.distributed.
+            loss_ce, loss_bbox (L1), loss_giou and cardinality_error (the error in the number of objects; it has no
+            gradient), and for earlier decoder layers the same with _0, _1, ... The losses of boxes are divided by the
+            number of objects in the batch, averaged in training over the processes of torch.distributed.
 
         Raises:
             ValueError: targets of another number of images, logits of another number of classes, wrong targets.
@@ -179,7 +180,7 @@ class SetCriterion(nn.Module):
         padded = pad_targets(targets, self.num_classes)
         layers = (predictions, *predictions.auxiliary)
         matched = self._match(layers, padded)
-        count = _mean_count(padded.objects, predictions.boxes.device)
+        count = _mean_count(padded.objects, predictions.boxes.device) if self.training else max(1.0, padded.objects)
         losses: dict[str, Tensor] = {}
         for index, (layer, queries) in enumerate(zip(layers, matched, strict=True)):
             suffix = f"_{index - 1}" if index else ""
@@ -187,12 +188,12 @@ class SetCriterion(nn.Module):
         return losses
 
     def total(self, losses: Mapping[str, Tensor]) -> Tensor:
-        """The weighted sum of all losses that have a weight, over all layers."""
+        """The weighted sum of all losses with a weight, over all layers."""
         weights = {name: self.weights.get(name.rstrip("0123456789").rstrip("_")) for name in losses}
         return torch.stack([weight * losses[name] for name, weight in weights.items() if weight is not None]).sum()
 
     def _match(self, layers: Sequence[Predictions], targets: PaddedTargets) -> Sequence[Tensor]:
-        """The queries (B, M) of each layer; all layers are matched at once, and the GPU waited for once at most."""
+        """The queries (B, M) of each layer; all layers are matched at once, with at most one wait for the GPU."""
         logits = torch.cat([layer.logits for layer in layers]).detach()  # (layers * B, Q, K + 1)
         boxes = torch.cat([layer.boxes for layer in layers]).detach()  # (layers * B, Q, 4)
         labels, wanted, valid = (torch.cat([part] * len(layers)) for part in targets[:3])
@@ -205,7 +206,7 @@ class SetCriterion(nn.Module):
         logits, boxes = _wide(predictions.logits), _wide(predictions.boxes)
         hit = queries >= 0  # (B, M)
         index = queries.clamp(min=0)
-        # Objects without a query are written behind the last one, and cut off.
+        # Objects without a query are written after the last one, and cut off.
         classes = torch.full_like(logits[:, :, 0], self.num_classes, dtype=torch.int64)  # (B, Q)
         classes = F.pad(classes, (0, 1)).scatter(1, torch.where(hit, queries, classes.shape[1]), targets.labels)[:, :-1]
         found = boxes.gather(1, index[..., None].expand(-1, -1, 4))  # (B, M, 4)
@@ -224,7 +225,7 @@ class SetCriterion(nn.Module):
 
 
 class Detections(NamedTuple):
-    """What was found on one image, in the order of the queries.
+    """The objects found on one image, in the order of the queries.
 
     Attributes:
         scores: (n,), probability of the label, 0..1.
@@ -241,12 +242,12 @@ class Detections(NamedTuple):
 def to_detections(
     predictions: Predictions, sizes: Sequence[tuple[int, int]] | Tensor, threshold: float = 0.0
 ) -> list[Detections]:
-    """Boxes in pixels with their most probable label, for each image.
+    """For each image, boxes in pixels with their most probable label.
 
     Args:
         predictions: of B images.
-        sizes: (height, width) of each image in the pixels that boxes are wanted in, without padding.
-        threshold: only what has at least this score; at 0 each query gives one box, and the GPU is not waited for.
+        sizes: (height, width) of each image, without padding, in the pixels of the returned boxes.
+        threshold: only objects with at least this score; at 0 each query gives one box, and nothing waits for the GPU.
 
     Raises:
         ValueError: another number of sizes than of images, or sizes that are not positive.
@@ -266,19 +267,19 @@ def to_detections(
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32 at least."""
+    """The tensor in float32 or wider."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def _weighted_cross_entropy(logits: Tensor, classes: Tensor, weights: Tensor) -> Tensor:
-    """That of logits (B, Q, C) as PyTorch's weighted mean; 0 where nothing has a weight."""
+    """Cross-entropy of logits (B, Q, C), as PyTorch's weighted mean; 0 if all weights are 0."""
     total = F.cross_entropy(logits.transpose(1, 2), classes, weights, reduction="sum")
     weight = weights[classes].sum()
     return total / torch.where(weight == 0, 1.0, weight)
 
 
 def _mean_count(count: int, device: torch.device) -> Tensor | float:
-    """Objects in the batch of a process, on average, and at least 1."""
+    """The mean number of objects in a process's batch, at least 1."""
     if not (dist.is_available() and dist.is_initialized()):
         return max(float(count), 1.0)
     everywhere = torch.full((), float(count), device=device)

@@ -1,17 +1,17 @@
 """DETR: objects as a set, from one transformer, with the keys of facebookresearch/detr.
 
-Carion et al. 2020, "End-to-End Object Detection with Transformers". A ResNet with frozen norms gives a map of features;
-an encoder relates its cells; a decoder turns learned queries into objects, each a class (or none) and a box:
+Carion et al. 2020, "End-to-End Object Detection with Transformers". A ResNet with frozen norms computes a feature map;
+an encoder relates its cells; a decoder turns learned queries into objects, each with a class (or none) and a box:
 
     images -> ResNet -> 1x1 projection (+ sine positions) -> encoder -> decoder(queries) -> class head, box head
 
-Images of different sizes share a batch through a mask of padding, which neither positions nor attention see.
+Images of different sizes share a batch through a padding mask: neither positions nor attention include the padding.
 
     model = detr_resnet50(weights="COCO").eval()
     found = model([photo, another])  # normalized, (3, H, W) each
     detections = to_detections(found, [(480, 640), (375, 500)])  # rooftop.models.detr.losses
 
-Training is in `rooftop.models.detr.losses`, weights of other origins in `rooftop.models.detr.weights`.
+`rooftop.models.detr.losses` has the training, `rooftop.models.detr.weights` weights from other libraries.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from rooftop.nn.norms import norm_of_sum
 
 
 class Predictions(NamedTuple):
-    """What a DETR says of B images with Q queries and K classes.
+    """A DETR's predictions for B images with Q queries and K classes.
 
     Attributes:
         logits: (B, Q, K + 1), the last for "no object".
         boxes: (B, Q, 4) as (center x, center y, width, height), each 0..1 of the image without its padding.
-        auxiliary: the same of the earlier decoder layers, first layer first.
+        auxiliary: the predictions of the earlier decoder layers, first layer first.
     """
 
     logits: Tensor
@@ -56,7 +56,7 @@ def pad_images(images: Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Ten
         images: (C, H, W) each, of one dtype and device.
         multiple: height and width of the batch are rounded up to a multiple of this.
 
-    Returns:
+    (B, C, H, W), and the padding mask (B, H, W): True where there is no image.
         (B, C, H, W), and the mask of padding (B, H, W): True where there is no image.
 
     Raises:
@@ -101,7 +101,8 @@ class FrozenBatchNorm(nn.Module):
 class Features(ResNet):
     """A ResNet without its head: (B, 3, H, W) -> (B, channels, H / 32, W / 32).
 
-    With frozen norms stem and first stage are frozen, too: they see edges and colours that detection need not relearn.
+    With frozen norms stem and first stage are frozen, too: they detect edges and colours, which detection need not
+    relearn.
     """
 
     def __init__(
@@ -120,11 +121,11 @@ class Features(ResNet):
 
 
 def sine_positions(padding: Tensor, width: int, temperature: float = 10_000.0) -> Tensor:
-    """Where each cell lies in its image, as sines and cosines: the y half, then the x half.
+    """The position of each cell in its image, as sines and cosines: the y half, then the x half.
 
     Args:
-        padding: (B, H, W), True where there is no image. Cells count from 1 at the image's first; the last is 2 pi.
-        width: of the encoding, a multiple of 4.
+        padding: (B, H, W), True where there is no image. Cells count from 1 at the image's first; the last is at 2 pi.
+        width: width of the encoding, a multiple of 4.
 
     Returns:
         float32 (B, H * W, width).
@@ -153,12 +154,12 @@ class Attention(nn.Module):
         nn.init.zeros_(self.out_proj.bias)
 
     def projection(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Weight and bias of queries (0), keys (1) and values (2), from the first to the last of them."""
+        """Weight and bias of queries (0), keys (1) and values (2), from `first` up to `last`."""
         rows = slice(first * self.width, (last + 1) * self.width)
         return self.in_proj_weight[rows], self.in_proj_bias[rows]
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Projected (B, T, D), (B, S, D), (B, S, D) -> (B, T, D); `allowed` (B, 1, 1, S): which keys."""
+        """Projected (B, T, D), (B, S, D), (B, S, D) -> (B, T, D); `allowed` (B, 1, 1, S): the visible keys."""
         q, k, v = (
             x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (query, key, value)
         )  # (B, heads, T or S, D / heads)
@@ -168,24 +169,26 @@ class Attention(nn.Module):
 
 
 class SelfAttention(Attention):
-    """Of things that have places: both say where to look, the things alone what is there."""
+    """Self-attention of items with positions: queries and keys come from content and position, values only from
+    content.
+    """
 
     def forward(self, x: Tensor, placed: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """(B, T, D) without and with their places -> (B, T, D); `allowed` (B, 1, 1, T): which may be attended to."""
+        """(B, T, D) without and with their positions -> (B, T, D); `allowed` (B, 1, 1, T): the visible items."""
         query, key = F.linear(placed, *self.projection(0, 1)).chunk(2, dim=-1)
         return self.attended(query, key, F.linear(x, *self.projection(2, 2)), allowed)
 
 
 class CrossAttention(Attention):
-    """To cells whose keys and values are projected already."""
+    """Attention to cells whose keys and values are already projected."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """(B, Q, D), (B, S, D), (B, S, D) -> (B, Q, D); `allowed` (B, 1, 1, S): which cells may be attended to."""
+        """(B, Q, D), (B, S, D), (B, S, D) -> (B, Q, D); `allowed` (B, 1, 1, S): the visible cells."""
         return self.attended(query, key, value, allowed)
 
 
 class EncoderLayer(nn.Module):
-    """Attention among cells and a feed-forward part, each added and then normed ("post-norm")."""
+    """Attention among cells and a feed-forward part, each added and then normalized ("post-norm")."""
 
     def __init__(self, width: int, heads: int, feed_forward: int, dropout: float) -> None:
         super().__init__()
@@ -223,12 +226,13 @@ class DecoderLayer(nn.Module):
         """Objects (B, Q, D) with their queries (Q, D) -> (B, Q, D).
 
         Args:
-            x: None in the first layer, where all objects are zeros.
-            key, value: of the cells (B, S, D), projected for this layer.
-            allowed: (B, 1, 1, S), which cells may be attended to.
+            x: None in the first layer, where all objects are zeros. key, value: cells (B, S, D), projected for this
+            layer.
+            allowed: (B, 1, 1, S), the visible cells.
         """
         if x is None:
-            # Dropout makes images differ; without it they are one and the same until they look at the cells.
+            # Dropout makes images differ; without it the objects of all images are equal until they attend to the
+            # cells.
             x, query = self.beginning(queries, len(key) if self.training else 1)
             x, query = (t.expand(len(key), -1, -1).contiguous() for t in (x, query))
         else:
@@ -241,14 +245,14 @@ class DecoderLayer(nn.Module):
 
     @constant
     def beginning(self, queries: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-        """Of objects that are zeros: what they are before they look at the cells, and what they ask there; (B, Q, D)
-        each."""
+        """The first step for objects that are zeros: their state before they attend to the cells, and their queries for
+        the cells; (B, Q, D) each."""
         placed = queries.expand(batch, -1, -1)  # (B, Q, D)
         x = self.norm1(self.dropout(self.self_attn(torch.zeros_like(placed), placed)))
         return x, self.asking(x, queries)
 
     def asking(self, x: Tensor, queries: Tensor) -> Tensor:
-        """Objects (B, Q, D) as queries to the cells, projected."""
+        """Objects (B, Q, D) as queries for the cells, projected."""
         return F.linear(x + queries, *self.multihead_attn.projection(0, 0))
 
 
@@ -266,7 +270,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Layers one after another; one norm reads off the result of any of them."""
+    """Layers one after another; one norm applies to the result of any of them."""
 
     def __init__(self, layers: int, width: int, heads: int, feed_forward: int, dropout: float) -> None:
         super().__init__()
@@ -275,7 +279,7 @@ class Decoder(nn.Module):
 
     def forward(self, queries: Tensor, memory: Tensor, positions: Tensor, allowed: Tensor | None) -> list[Tensor]:
         """The objects (B, Q, D) after each layer, before the norm."""
-        # All layers look at the same cells: one product each gives the keys and the values of all.
+        # All layers attend to the same cells: one product each computes the keys and the values of all layers.
         (key_weight, key_bias), (value_weight, value_bias) = (self.packed_projection(part) for part in (1, 2))
         keys = F.linear(memory + positions, key_weight, key_bias).chunk(len(self.layers), dim=-1)
         values = F.linear(memory, value_weight, value_bias).chunk(len(self.layers), dim=-1)  # (B, S, D) each
@@ -329,18 +333,18 @@ class Detr(nn.Module):
 
     Args:
         block, layers: of the ResNet, as in `rooftop.models.vision.resnet.ResNet`.
-        num_classes: K, one more than the highest label; COCO's labels go to 90.
-        queries: Q, objects that can be found in one image.
-        width, heads, feed_forward: of the transformer; `width` is a multiple of `heads` and of 4.
-        encoder_layers, decoder_layers: how many.
-        dropout: in the transformer, while training.
-        dilation: keep the resolution of the third stage in the fourth ("DC5"): twice the cells along each axis.
-        auxiliary: give the predictions of the earlier decoder layers too; training needs them, detection does not.
-        norm: of the ResNet, made from a number of channels. Frozen norms suit pretrained weights; a network that starts
-            from random numbers wants `nn.BatchNorm2d` or a group norm, and then all of it is trained.
+        num_classes: K, one more than the highest label; COCO's labels go up to 90.
+        queries: Q, the maximum number of objects in one image. width, heads, feed_forward: sizes of the transformer;
+        `width` is a multiple of `heads` and of 4. encoder_layers, decoder_layers: numbers of layers.
+        dropout: probability in the transformer, while training.
+        dilation: keep the resolution of the third stage in the fourth ("DC5"): twice as many cells along each axis.
+        auxiliary: also return the predictions of the earlier decoder layers; training needs them, detection does not.
+        norm: norm layer of the ResNet, called with a number of channels. Frozen norms suit pretrained weights. A
+            network that starts from random numbers needs `nn.BatchNorm2d` or a group norm, and is then trained as a
+            whole.
 
     Raises:
-        ValueError: a width that heads or the encoding of positions do not divide, no decoder layers.
+        ValueError: a width that is no multiple of the heads or of 4, no decoder layers.
     """
 
     def __init__(
@@ -378,11 +382,12 @@ class Detr(nn.Module):
 
         Args:
             images: (B, 3, H, W), or (3, H, W) each, which `pad_images` makes into a batch; normalized as for a ResNet.
-            padding: of a batch, bool (B, H, W), True where there is no image; None where all of it is image. An image
-                that is wholly padding is taken as a black one.
+            padding: for a batch, bool (B, H, W), True outside the image; None if there is no padding. An image that is
+                entirely padding counts as a black one.
 
         Raises:
-            ValueError: zero images, other shapes or dtypes, a mask beside a list or of another shape or dtype.
+            ValueError: zero images, other shapes or dtypes, a mask together with a list, or a mask of another shape or
+                dtype.
         """
         refuse_proxies(self, images)
         if isinstance(images, Tensor):
@@ -390,7 +395,7 @@ class Detr(nn.Module):
         elif padding is None:
             batch, padding = pad_images(images)
             if all(image.shape == images[0].shape for image in images):
-                padding = None  # all of the batch is image
+                padding = None  # the whole batch is image
         else:
             raise ValueError("a mask of padding belongs to a batch; a list of images gets its own")
         _check_batch(batch, padding)
@@ -402,17 +407,17 @@ class Detr(nn.Module):
         return last._replace(auxiliary=(*earlier,))
 
     def _places(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Positions (B or 1, S, D) of the cells of x (B, D, h, w), and which may be attended to (B, 1, 1, S)."""
+        """Positions (B or 1, S, D) of the cells of x (B, D, h, w), and the visible ones (B, 1, 1, S)."""
         if padding is None:
             return self.unpadded_positions(x.shape[-2], x.shape[-1], x.dtype, x.device), None
         cells = F.interpolate(padding[None].float(), size=x.shape[-2:])[0].bool()  # (B, h, w)
-        # Attention to nothing has no weights: in an image that is wholly padding everything may be attended to.
+        # Attention to nothing has no weights: in an image that is entirely padding everything is visible.
         allowed = ~cells | cells.all(dim=(1, 2), keepdim=True)
         return sine_positions(cells, self.width).to(x.dtype), allowed.flatten(1)[:, None, None]
 
     @constant
     def unpadded_positions(self, height: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Of a map that is all image, (1, S, D)."""
+        """Positions of a map without padding, (1, S, D)."""
         everywhere = torch.zeros((1, height, width), dtype=torch.bool, device=device)
         return sine_positions(everywhere, self.width).to(dtype)
 
@@ -429,9 +434,9 @@ def detr_resnet50(
     """DETR on a ResNet-50: 41,524,768 parameters.
 
     Args:
-        weights: "COCO", which "DEFAULT" stands for, or "COCO_DC5", as published by facebookresearch/detr; or a file of
-            weights in any dialect that `rooftop.models.detr.weights` knows.
-        backbone_weights: of the ResNet alone, to start training with: a name or a file, as for `resnet50`.
+        weights: "COCO" (also "DEFAULT") or "COCO_DC5", as published by facebookresearch/detr; or a weights file in any
+            dialect that `rooftop.models.detr.weights` knows.
+        backbone_weights: weights of only the ResNet, to start training with: a name or a file, as for `resnet50`.
         options: those of `Detr`, and `dilation=True` for DETR-DC5; "COCO_DC5" sets it unless it is given.
 
     Raises:

@@ -1,11 +1,11 @@
-"""Weights of a DETR from its origins, with the keys of `rooftop.models.detr.network`.
+"""Convert weights of a DETR from other libraries to the keys of `rooftop.models.detr.network`.
 
 Known dialects (`rooftop.models.weights.dialects.DETR`): facebookresearch/detr, whose keys are ours; Hugging Face's
 `DetrForObjectDetection`, as transformers 4 and 5 name them, on timm's ResNet or their own; MMDetection 2 and 3.
 
-Hugging Face keeps queries, keys and values apart, where ours are packed, and its mask is the inverse of ours: 1 for
-image there, True for padding here. MMDetection counts COCO's 80 classes without gaps, where the others
-keep COCO's own numbers.
+Hugging Face stores queries, keys and values in separate tensors; ours are packed. Its mask is the inverse of ours:
+there 1 is image, here True is padding. MMDetection counts COCO's 80 classes without gaps; the others use COCO's own
+numbers.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 def detr_state_dict(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of any known dialect under the keys of `rooftop.models.detr.network.Detr`.
 
-    Counts of batches are left out: a frozen norm has none.
+    Batch counters are ignored: a frozen norm has none.
 
     Raises:
-        WeightsError: keys of no known dialect, or queries, keys and values that are not there all three.
+        WeightsError: keys of no known dialect, or not all three of queries, keys and values.
     """
     return converted(tensors, DETR, "a DETR").tensors
 

@@ -1,4 +1,4 @@
-"""A decoder of text: its network, published configurations and weights, its parts in a layout, and text from it."""
+"""A text decoder: its network, published configurations and weights, its parts in a layout, and text generation."""
 
 from rooftop.models.gpt.configs import gpt_config
 from rooftop.models.gpt.generation import Generation, generate, step_cost

@@ -1,6 +1,6 @@
-"""What a decoder-only transformer is made of: the embedding, a block, the head, and how positions turn.
+"""The parts of a decoder-only transformer: the embedding, a block, the head, and rotary positions.
 
-Each is a part of `rooftop.models.gpt.network.Gpt`, and told its place in the whole model by the number of its layer.
+Each is a part of `rooftop.models.gpt.network.Gpt`, and gets the number of its layer as its place in the whole model.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rooftop.parallel.vocab_embeddings import VocabParallelEmbedding
 from rooftop.parallel.vocab_losses import vocab_parallel_linear_cross_entropy
 
 Dropouts = Callable[[float, str], nn.Module]
-"""Makes the dropout of a place: its probability, more than 0, and its name, e.g. "layers.3.mlp.dropout"."""
+"""Creates the dropout of a place from its probability, more than 0, and its name, e.g. "layers.3.mlp.dropout"."""
 
 
 def plain_dropouts(probability: float, name: str) -> nn.Module:
-    """PyTorch's dropout, whatever the place."""
+    """PyTorch's dropout, the same for every place."""
     return nn.Dropout(probability)
 
 
@@ -60,7 +60,7 @@ def summed_and_normed(norm: nn.Module, x: Tensor, update: Tensor | None) -> tupl
 
 
 class TokenEmbedding(nn.Module):
-    """A vector for each token, and where positions are learned one for each position."""
+    """A vector for each token, and for learned positions one for each position."""
 
     def __init__(
         self,
@@ -86,17 +86,18 @@ class TokenEmbedding(nn.Module):
 
 
 def rotation_of(positions: Tensor, config: GptConfig) -> Rotation:
-    """Of positions (S,) or (B, S): each pair of a head's features turns by position / rope_base ** (2 i / D).
+    """The rotation for positions (S,) or (B, S): each pair of a head's features is rotated by position / rope_base **
+    (2 i / D).
 
-    In float32, as in the models that were trained so: at a large position the angles are not exact. Powers, cosines and
-    sines are rounded from float64, so that devices agree.
+    It is in float32, as in the training of these models: at a large position the angles are not exact. Powers, cosines
+    and sines are rounded from float64, so that devices agree.
     """
     angles = positions[..., None].float() * rotary_frequencies(config, positions.device)  # (S, D / 2)
     return angles.double().cos().float(), angles.double().sin().float()
 
 
 def rotary_frequencies(config: GptConfig, device: torch.device | str = "cpu") -> Tensor:
-    """The angle by which each pair of a head's features turns from one position to the next: (D / 2,), float32."""
+    """The angle by which each pair of a head's features rotates from one position to the next: (D / 2,), float32."""
     powers = torch.arange(0, config.head_features, 2, device=device).double() / config.head_features
     frequencies = 1.0 / config.rope_base**powers
     return (frequencies if config.rope_scaling is None else config.rope_scaling.scaled(frequencies)).float()
@@ -140,9 +141,9 @@ def _mlp(
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the last sum is left to the norm that follows.
+    """x + attention(norm(x)), then x + mlp(norm(x)); the next norm does the last sum.
 
-    With `selective` backward makes again what is cheap and large (`rooftop.parallel.recomputing`).
+    With `selective`, backward recomputes tensors that are large and cheap (`rooftop.parallel.recomputing`).
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class Block(nn.Module):
         x, normed = summed_and_normed(self.mlp_norm, x, self.attention(normed, rotation, cache))
         return x, self.mlp(normed)
 
-    @_disable_dynamo  # the compiler chooses by itself what backward computes again; imported when it is called
+    @_disable_dynamo  # the compiler itself chooses what backward recomputes; imported when it is called
     def _selective(
         self, x: Tensor, update: Tensor | None, rotation: Rotation | None, cache: Remembered | None
     ) -> tuple[Tensor, Tensor]:
@@ -195,7 +196,7 @@ class Block(nn.Module):
 
 
 def _normed_again(norm: nn.Module, x: Tensor, normed: Tensor) -> AbstractContextManager[None]:
-    """Within: what autograd would keep of the norm of x is made again."""
+    """Within the block, backward recomputes the tensors of norm(x) that autograd would keep."""
     return made_again((normed,), lambda x: (as_multiplied(norm(x)),), x)
 
 
@@ -225,7 +226,7 @@ class Head(nn.Module):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
     ) -> Tensor:
-        """x and update (B, S, W); logits (B, S, V), or of targets (B, S) the loss (), whose options are those of
+        """x and update (B, S, W); logits (B, S, V), or for targets (B, S) the loss (), with the options of
         `rooftop.kernels.linear_cross_entropy`."""
         if targets is None:
             logits = self.own_logits(x, update)

@@ -1,10 +1,10 @@
-"""Decoders of text by name, and as Hugging Face's `config.json` describes them.
+"""Text decoders by name, and from Hugging Face's `config.json`.
 
     config = gpt_config("llama-7b")
     config.parameters                    # 6738415616
     config_of(json.loads(Path("Llama-2-7b-hf/config.json").read_text()))
 
-`config_of` reads the `config.json` of GPT-2, Llama, Mistral, Qwen2 and Qwen3, `hugging_face_config` writes one.
+`config_of` reads the `config.json` of GPT-2, Llama, Mistral, Qwen2 and Qwen3; `hugging_face_config` writes one.
 
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2); Touvron et al. 2023, "Llama 2: Open
 Foundation and Fine-Tuned Chat Models"; Zhang et al. 2024, "TinyLlama: An Open-Source Small Language Model"; Zheng et
@@ -59,9 +59,9 @@ PRESETS: dict[str, GptConfig] = {
     "llama-1b": _llama(22, 2048, 32, 4, 5632, 2048),  # TinyLlama
     "llama-7b": _llama(32, 4096, 32, 32, 11008, 4096),  # Llama 2
     "llama-70b": _llama(80, 8192, 64, 8, 28672, 4096),  # Llama 2
-    # The last of its 40 layers is a "top query layer", whose queries are learned vectors of the following position.
-    # Here it is a layer like the others, which has the same matrices; those vectors (2048, 5120) are not there, and
-    # its GELU, x sigmoid(1.702 x), is the tanh one. So sizes and speed are CodeGeeX's, its weights do not fit.
+    # The last of its 40 layers is a "top query layer", with learned vectors of the next position as queries. Here it is
+    # a layer like the others, with the same matrices. Those vectors (2048, 5120) are missing, and its GELU, x
+    # sigmoid(1.702 x), is the tanh one. So sizes and speed are CodeGeeX's, but its weights do not fit.
     "codegeex-13b": GptConfig(
         vocabulary=52224,
         layers=40,
@@ -79,11 +79,11 @@ def gpt_config(name: str) -> GptConfig:
     """The config of a published model.
 
     Raises:
-        TargetError: there is none of that name; the message has those that come close.
+        TargetError: the name is unknown; the message has similar names.
     """
     if name not in PRESETS:
         there_are = f"there are {', '.join(PRESETS)}"
-        raise TargetError(f"{name!r} is no model of text{did_you_mean(name, PRESETS)}: {there_are}")
+        raise TargetError(f"{name!r} is not a model of text{did_you_mean(name, PRESETS)}: {there_are}")
     return PRESETS[name]
 
 
@@ -95,16 +95,16 @@ GELUS: dict[str, Literal["gelu", "gelu_tanh"]] = {
     "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
 }
-"""Their names for an activation, the first of each as it is written."""
+"""Hugging Face's names for an activation; the first of each is written."""
 
 
 def config_of(given: Mapping[str, Any]) -> GptConfig:
-    """The config of what a `config.json` of Hugging Face's GPT-2, Llama, Mistral, Qwen2 or Qwen3 holds.
+    """The config for a `config.json` of Hugging Face's GPT-2, Llama, Mistral, Qwen2 or Qwen3.
 
     Args:
-        given: as transformers 4 or 5 writes it.
+        given: the contents, as transformers 4 or 5 writes them.
 
-    Raises:
+    WeightsError: another kind of model, a missing size, or an unsupported variant; it names the field and the reason.
         WeightsError: another kind of model, a size that is not there, or a variant that is not modelled here; it names
             the field and the reason.
     """
@@ -146,17 +146,17 @@ def _config_of_gpt2(given: Mapping[str, Any]) -> GptConfig:
 
 @dataclass(frozen=True)
 class LikeLlama:
-    """What the relatives of Llama have in common, and what each takes where config.json says nothing.
+    """Properties that the relatives of Llama share, with each one's defaults for config.json.
 
     Attributes:
         architecture: transformers' class.
-        kv_heads: of keys and values; None: as many as of the queries.
-        head_size: features of a head; None: those of the width, divided by the heads.
-        window: of the layers that have one.
-        biases: which linear layers may have biases: those of "attention" have them if attention_bias says so, those of
-            "mlp" if mlp_bias does, those of "qkv" always.
+        kv_heads: number of heads of keys and values; None: as many as of the queries.
+        head_size: features of a head; None: the width divided by the heads.
+        window: window of the layers that have one.
+        biases: which linear layers may have biases: those of "attention" if attention_bias says so, those of "mlp" if
+            mlp_bias does, those of "qkv" always.
         chooses_layers: whether layer_types, use_sliding_window and max_window_layers say which layers have the window;
-            else all of them have it.
+            otherwise all layers have it.
         head_norms: whether queries and keys have norms.
     """
 
@@ -213,7 +213,7 @@ def _config_like_llama(given: Mapping[str, Any], kind: LikeLlama) -> GptConfig:
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""Their names for layers without a window and with one."""
+"""Hugging Face's names for layers without a window and with one."""
 
 
 def _window_of(given: Mapping[str, Any], kind: LikeLlama, layers: int) -> tuple[int | None, tuple[int, ...] | None]:
@@ -239,7 +239,7 @@ def _window_of(given: Mapping[str, Any], kind: LikeLlama, layers: int) -> tuple[
 
 
 def _refuse(given: Mapping[str, Any], **expected: Any) -> None:
-    """Raises a ValueError unless what is given is as expected; what is not given, or null, is."""
+    """Raise a ValueError unless each given value equals the expected one; a missing or null value is accepted."""
     for name, value in expected.items():
         found = given.get(name)
         if found is not None and found != value:
@@ -247,10 +247,10 @@ def _refuse(given: Mapping[str, Any], **expected: Any) -> None:
 
 
 def hugging_face_kind(config: GptConfig) -> str:
-    """Which of Hugging Face's models has these switches, by model_type: the first of those that have them.
+    """The model_type of Hugging Face's model with these switches: the first that has them.
 
     Raises:
-        ValueError: none.
+        ValueError: no such model.
     """
     plain = config.activation != "swiglu" and config.biases and config.kv_heads == config.heads
     plain = plain and config.head_size is None and config.has_qkv_biases and config.has_out_bias
@@ -284,10 +284,10 @@ def _has_switches(config: GptConfig, kind: LikeLlama) -> bool:
 
 
 def hugging_face_config(config: GptConfig) -> dict[str, Any]:
-    """What their `config.json` holds for such a model; `transformers` 4 and 5 read it.
+    """The `config.json` of such a model for Hugging Face; `transformers` 4 and 5 read it.
 
     Raises:
-        ValueError: none of theirs.
+        ValueError: no model of Hugging Face has these switches.
     """
     name = hugging_face_kind(config)
     if name == "gpt2":

@@ -1,19 +1,19 @@
-"""Text from a `Gpt`: prompts of any lengths are read, then one token of each sequence after another is chosen.
+"""Text from a `Gpt`: it reads prompts of any lengths, then chooses the next token of each sequence, step by step.
 
     new = generate(model, [[464, 3290], [40]], 20)                        # the most probable ones
     new = generate(model, prompts, 100, temperature=0.8, top_p=0.95, seed=1)
     for index, token in Generation(model, prompts, 100):                  # as they come
         ...
 
-Prompts are read several at once, padded behind. A step of decoding is the same work for every row of the batch, with
-what changes, tokens, positions and the table of pages, in tensors that stay where they are: on a GPU it is one CUDA
-graph, captured once and replayed. A sequence that ends gives back its pages and its row, which the next prompt gets.
+Several prompts are read at once, padded at the end. A decoding step is the same work for every row of the batch. The
+changing values (tokens, positions and the page table) are in tensors that stay in place: on a GPU the step is one CUDA
+graph, captured once and replayed. A sequence that ends returns its pages and its row, which the next prompt gets.
 
-Decoding is bound by memory: a step reads all weights and the keys and values of all positions once. `step_cost` says
-how many bytes that is, `Generation.decode_roof_ms` how long it takes at the least.
+Decoding is bound by memory: a step reads all weights and the keys and values of all positions once. `step_cost` gives
+these bytes, and `Generation.decode_roof_ms` the shortest possible time.
 
-Tensor parallel ranks that share a model generate together: all of them call this with the same arguments, and all have
-the same tokens. Each keeps the keys and values of its own heads.
+Tensor parallel ranks that share a model generate together: all call this with the same arguments, and all get the same
+tokens. Each keeps the keys and values of its own heads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rooftop.models.gpt.switches import GptConfig
 from rooftop.parallel.exchanges import place_in
 
 PREFILL_TOKENS = 8192
-"""Tokens that are read at once, padding counted: enough that weights are read seldom, few enough for their memory."""
+"""Tokens that are read at once, including padding: enough that weights are read seldom, few enough for the memory."""
 
 Prompt = Sequence[int] | Tensor
 
@@ -63,27 +63,28 @@ def generate(
     """The tokens that follow each prompt.
 
     Args:
-        model: a whole one or a tensor parallel rank's part, in eval mode, on the device where it is to run. Ranks that
-            share a model give the same arguments.
-        prompts: tokens of each, at least one: a sequence of ints or a tensor (S,); of different lengths as they are.
-        max_new_tokens: the most for each. A sequence also ends where it has as many tokens as the model has positions.
-        temperature, top_k, top_p, seed: how tokens are chosen: see `Sampling`. A temperature of 0 takes the most
-            probable one.
+        model: a whole model or a tensor parallel rank's part, in eval mode, on its device. Ranks that share a model
+            give the same arguments.
+        prompts: tokens of each prompt, at least one: a sequence of ints or a tensor (S,); lengths may differ.
+        max_new_tokens: the maximum for each. A sequence also ends when it has as many tokens as the model has
+            positions. temperature, top_k, top_p, seed: how tokens are chosen, see `Sampling`. With temperature 0 the
+            most probable token is chosen.
         stop: tokens that end a sequence; the one that did is the last of its result.
-        sequences: a number of each prompt, of which its random numbers are a function, together with the seed and the
-            position; None: 0, 1, 2, ... So a prompt has the same text in whatever batch, under its number.
-        batch: the most sequences at once; None: all. The others wait.
-        pages: of the cache; None: as many as `batch` sequences can need. With fewer, prompts wait for pages.
+        sequences: a number for each prompt: its random numbers depend on this number, the seed and the position; None:
+            0, 1, 2, ... So a prompt with the same number gets the same text in any batch.
+        batch: the maximum number of sequences at once; None: all. The others wait.
+        pages: number of pages of the cache; None: the maximum that `batch` sequences can need. With fewer, prompts wait
+            for pages.
         page: positions of a page.
 
     Returns:
         The new tokens of each prompt, in their order.
 
-    Raises:
+    The new tokens of each prompt, in the order of the prompts.
         TypeError, ValueError: a stage of a model, one in training mode or without values, or one whose ranks share
-            sequences; a prompt that is empty, too long or has tokens that the model does not have; numbers out of
-            range; a cache too small for a prompt.
-        FloatingPointError: what the model gives is NaN or infinite, so that no token can be chosen.
+            sequences; a prompt that is empty, too long or has unknown tokens; numbers out of range; a cache too small
+            for a prompt.
+        FloatingPointError: the model's logits are NaN or infinite, so that no token can be chosen.
     """
     sampling = Sampling(temperature, top_k, top_p, seed)
     options = {"stop": stop, "sequences": sequences, "batch": batch, "pages": pages}
@@ -96,7 +97,7 @@ def generate(
 
 @dataclass
 class _Sequence:
-    """What becomes of a prompt."""
+    """The state of a prompt during generation."""
 
     index: int
     tokens: list[int]
@@ -109,23 +110,25 @@ class _Sequence:
 
     @property
     def positions(self) -> int:
-        """Of the cache, in the end: the last token is not read again."""
+        """Positions in the cache at the end: the last token is not read again."""
         return len(self.tokens) + self.budget - 1
 
 
 class Generation:
-    """Tokens as they come: iterates over (number of the prompt, token).
+    """Tokens as they are generated: iterates over (number of the prompt, token).
 
-    Arguments and what is raised are as of `generate`; autocast and inference mode change nothing. Each iteration begins
-    anew, with the same tokens; two at the same time are refused. Tensor parallel ranks iterate in step: whoever leaves
-    early leaves after the same token on all of them.
+    Arguments and errors are those of `generate`; autocast and inference mode change nothing. Each iteration starts from
+    the beginning, with the same tokens; two at the same time raise an error. Tensor parallel ranks iterate in step: if
+    the loop ends early, it must end after the same token on all of them.
 
     Attributes:
         ranks: tensor parallel ranks that share the model.
         cache: its memory, on this rank, is in `cache.bytes`.
-        prompt_tokens, prefill_s: what was read so far, in seconds on the host's clock, the device waited for.
-        steps: of decoding so far, (sequences, positions that they attended to) each; layers with a window fewer.
-        decode_s: how long those took.
+        prompt_tokens, prefill_s: tokens read so far, and the time in seconds on the host's clock, including waits for
+            the device.
+        steps: decoding steps so far, each as (sequences, positions that they attended to); layers with a window attend
+            to fewer.
+        decode_s: time of the decoding steps.
     """
 
     def __init__(
@@ -162,7 +165,7 @@ class Generation:
         self.rows = max(1, min(len(self._all), batch or len(self._all)))
         needs = [-(-each.positions // page) for each in self._all if each.budget] or [1]
         most = sum(heapq.nlargest(self.rows, needs)) if pages is None else pages
-        with torch.inference_mode(False):  # what is made in that mode cannot be written to beyond it
+        with torch.inference_mode(False):  # tensors created in that mode cannot be written to beyond it
             self.cache = PagedCache(self._part, most, page=page, dtype=self.dtype, device=self.device)
         if max(needs) > most:
             raise ValueError(
@@ -187,23 +190,23 @@ class Generation:
             self._running = False
 
     def ended(self, index: int) -> bool:
-        """Whether a prompt has all its tokens; true from when its last one is handed out."""
+        """Whether a prompt has all its tokens; true once its last one is returned."""
         return self._all[index].ended
 
     def decode_roof_ms(self, ceilings: Ceilings) -> float:
-        """The least that the steps of decoding so far could have taken on that machine.
+        """The shortest possible time of the decoding steps so far on that machine.
 
-        Of tensor parallel ranks each reads its part of the weights, and the keys and values of its heads. What they
-        exchange takes no time in it.
+        With tensor parallel ranks, each reads its part of the weights, and the keys and values of its heads. Their
+        communication counts as zero time.
 
         Raises:
-            ValueError: the machine's rate in the model's dtype is not known.
+            ValueError: the machine's rate in the model's dtype is unknown.
         """
         counted = zip(self.steps, self._windowed, strict=True)
         costs = (step_cost(self._part, *step, self.dtype, windowed) for step, windowed in counted)
         return sum(roof(cost, ceilings).ms for cost in costs)
 
-    # ---- the order of things ---------------------------------------------------------------------------------------
+    # ---- scheduling of prompts -------------------------------------------------------------------------------------
 
     def _tokens(self) -> Iterator[tuple[int, int]]:
         self._restart_counts()
@@ -220,7 +223,7 @@ class Generation:
                 yield from self._chosen(members, self._timed_step(members))
 
     def _begin(self, waiting: deque[_Sequence]) -> list[_Sequence]:
-        """Gives rows and pages to those that wait, in their order, as far as there are any."""
+        """Gives free rows and pages to the waiting prompts, in order."""
         begun = []
         while waiting and self._free_rows and self.cache.pages_for(waiting[0].positions) <= self.cache.free:
             each = waiting.popleft()
@@ -230,7 +233,7 @@ class Generation:
         return begun
 
     def _chosen(self, members: list[_Sequence], tokens: list[int]) -> Iterator[tuple[int, int]]:
-        """Counts the tokens and ends sequences before any is handed out: the caller may stop listening."""
+        """Counts the tokens and ends sequences before any token is returned: the caller may stop the iteration."""
         for each, token in zip(members, tokens, strict=True):
             if token < 0:
                 raise FloatingPointError(
@@ -261,10 +264,10 @@ class Generation:
         self.steps: list[tuple[int, int]] = []
         self._windowed: list[int] = []  # positions of each step in layers with a window
 
-    # ---- the work --------------------------------------------------------------------------------------------------
+    # ---- computation -----------------------------------------------------------------------------------------------
 
     def _make_state(self, width: int) -> None:
-        """What a step reads and writes: R rows, each with room for W pages."""
+        """The tensors that a step reads and writes: R rows, each with room for W pages."""
         rows, where = self.rows, self.device
         self._active: dict[int, _Sequence] = {}
         self._free_rows = list(reversed(range(rows)))
@@ -283,7 +286,7 @@ class Generation:
         return tokens
 
     def _prefill(self, members: list[_Sequence]) -> list[int]:
-        """Reads prompts and chooses what follows each."""
+        """Reads prompts and chooses the next token of each."""
         longest, width = max(len(each.tokens) for each in members), self._table.shape[1]
         padded = [each.tokens + [0] * (longest - len(each.tokens)) for each in members]
         table = [each.pages + [0] * (width - len(each.pages)) for each in members]
@@ -323,17 +326,19 @@ class Generation:
         return [tokens[each.row] for each in members]
 
     def _decode(self, count: int | None = None, windowed: int | None = None) -> None:
-        """The next token of each row; `count`: the positions of all, where the host may say, and in a window."""
+        """The next token of each row; `count`: the positions of all, if the host knows them, and those in a window."""
         cache = self.cache.next(self._table, self._positions, count, windowed)
         places = self._positions.clamp(min=0)[:, None]  # (R, 1)
-        last = self._last.clamp(min=0)[:, None]  # -1 where nothing could be chosen
+        last = self._last.clamp(min=0)[:, None]  # -1 if nothing could be chosen
         x, update = self.model.through_layers(last, places, cache)  # (R, 1, W)
         here, rows = self._positions + 1, torch.arange(self.rows, device=self.device)
         self._last.copy_(self._choose(x[:, 0], update[:, 0] if update is not None else None, rows, here))
         self._positions.copy_(torch.where(self._positions < 0, -1, here))
 
     def _choose(self, x: Tensor, update: Tensor | None, rows: Tensor, positions: Tensor) -> Tensor:
-        """Tokens (B,) at positions (B,) of rows (B,), of what the layers gave for the positions before, (B, W) both."""
+        """Tokens (B,) at positions (B,) of rows (B,), from the layers' results at the previous positions, (B, W)
+        both.
+        """
         assert self.model.head is not None
         logits = self.model.head.own_logits(x[:, None], None if update is None else update[:, None])[
             :, 0
@@ -342,12 +347,12 @@ class Generation:
         return choose_on_ranks(logits, numbers, self.sampling, self.model.config.vocabulary, self.model.group)
 
     def _captured_step(self) -> Callable[[], None]:
-        """A step as a CUDA graph: run twice for lazy initialization, which must not fall into the capture. What the
-        rows hold is put back. Ranks capture and replay together, and the graph holds what they exchange: it must end
-        before their group does, as `rooftop.parallel.join` sees to."""
+        """A step as a CUDA graph: run twice for lazy initialization, which must not happen in the capture. The contents
+        of the rows are restored. Ranks capture and replay together, and the graph contains their communication: it must
+        end before their group does, as `rooftop.parallel.join` ensures."""
         state = (self._last, self._positions)
         held = [tensor.clone() for tensor in state]
-        self._positions.fill_(-1)  # nobody's page is written
+        self._positions.fill_(-1)  # page 0 is written
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
@@ -363,8 +368,8 @@ class Generation:
 
 
 def groups_of(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Which prompts are read together: their places, longest first, each group with at most so many tokens when all
-    are padded to its longest, unless one alone has more."""
+    """Groups of prompts that are read together: their indices, longest first. Each group has at most `tokens` tokens
+    when all prompts are padded to its longest, unless one prompt alone has more."""
     groups: list[list[int]] = []
     room = 0
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
@@ -376,19 +381,22 @@ def groups_of(lengths: Sequence[int], tokens: int) -> list[list[int]]:
 
 
 def step_cost(config: GptConfig, rows: int, positions: int, dtype: torch.dtype, windowed: int | None = None) -> Cost:
-    """Of one step of decoding: weights, and keys and values of the positions before, read once; the new ones written.
+    """The cost of one decoding step: it reads weights, and keys and values of earlier positions, once, and writes the
+    new ones.
 
     Args:
-        config: of the model; of a tensor parallel rank `config.of_rank(ranks)`.
-        rows: sequences.
-        positions: that they attend to in all, the new ones among them.
-        dtype: of weights and cache.
-        windowed: positions that they attend to in layers with a window; None: as many as in the others.
+        config: config of the model; for a tensor parallel rank `config.of_rank(ranks)`.
+        rows: number of sequences.
+        positions: positions that they attend to in all, including the new ones.
+        dtype: dtype of weights and cache.
+        windowed: positions attended to in layers with a window; None: as many as in the others.
     """
     embeddings = config.vocabulary * (1 if config.tied else 2)
     embeddings += config.positions if config.position == "learned" else 0
     weights = config.parameters - embeddings * config.width + config.vocabulary * config.width  # the head whole
-    weights += rows * config.width * (2 if config.position == "learned" else 1)  # of embeddings, what is looked up
+    weights += (
+        rows * config.width * (2 if config.position == "learned" else 1)
+    )  # of embeddings, only the rows that are looked up
     products = config.layers * config.layer_weights + config.vocabulary * config.width
     narrow = config.windowed_layers
     seen = (config.layers - narrow) * positions + narrow * (positions if windowed is None else windowed)
@@ -397,7 +405,7 @@ def step_cost(config: GptConfig, rows: int, positions: int, dtype: torch.dtype, 
     return Cost(read, cache_bytes(config, rows, dtype), {precision_of(dtype): flops})
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------
+# ---- checks of arguments -------------------------------------------------------------------------------------------
 
 
 def _check_model(model: Gpt) -> None:
@@ -464,7 +472,7 @@ def _checked(index: int, prompt: Prompt, config: GptConfig) -> list[int]:
 
 
 def _whole_numbers(what: str, given: Iterable[Any]) -> list[int]:
-    """Ints, of Python or numpy or in tensors, in their order; nothing is rounded."""
+    """Ints, from Python, numpy or tensors, in order; nothing is rounded."""
     if isinstance(given, Tensor) and given.dim() == 1:
         given = given.tolist()
     if isinstance(given, (str, Set, Mapping, Tensor)) or not isinstance(given, Iterable):

@@ -1,8 +1,8 @@
-"""Hugging Face's names of the tensors of a `Gpt`, and what a file may hold besides them.
+"""Hugging Face's names for the tensors of a `Gpt`, and the other tensors that a file may contain.
 
-Theirs and ours differ in what is packed and what is transposed: GPT-2's matrices are (in, out) there; Llama keeps
-queries, keys and values apart, and gate and up; ours lie one after another in the rows of one matrix. Rotary pairs are
-(i, i + D / 2) in both, so that nothing is reordered. A tied head needs no tensor of its own in a file.
+The two differ in packing and transposition: GPT-2's matrices are (in, out) in Hugging Face. Llama stores queries, keys
+and values, and gate and up, in separate matrices; ours follow one another in the rows of one matrix. Rotary pairs are
+(i, i + D / 2) in both, so nothing is reordered. A tied head needs no tensor of its own in a file.
 
 Source of the names: transformers 4 and 5, `modeling_gpt2.py`, `modeling_llama.py` and `modeling_qwen3.py`. Mistral and
 Qwen2 have those of Llama.
@@ -27,12 +27,12 @@ from rooftop.models.gpt.switches import GptConfig
 
 @dataclass(frozen=True)
 class Source:
-    """What one of our tensors is made of.
+    """The Hugging Face tensors that form one of our tensors.
 
     Attributes:
-        keys: theirs, of the tensors that lie one after another in its rows.
-        rows: of each.
-        transposed: whether theirs are (in, out).
+        keys: their keys; the tensors follow one another in its rows.
+        rows: the number of rows of each.
+        transposed: whether the Hugging Face tensors are (in, out).
     """
 
     keys: tuple[str, ...]
@@ -53,7 +53,7 @@ OUTSIDE = {
         "head.output": "lm_head",
     },
 }
-"""Our modules and theirs, outside of the layers."""
+"""Our modules and Hugging Face's, outside of the layers."""
 
 LAYER: dict[str, dict[str, tuple[str, ...]]] = {
     "gpt2": {
@@ -76,23 +76,23 @@ LAYER: dict[str, dict[str, tuple[str, ...]]] = {
 """The same within one."""
 
 HEAD_NORMS = {"attention.query_norm": ("self_attn.q_norm",), "attention.key_norm": ("self_attn.k_norm",)}
-"""Beside these, where queries and keys have norms."""
+"""In addition, if queries and keys have norms."""
 
 LAYERS = {"gpt2": "transformer.h", "llama": "model.layers"}
-"""What is before the number of a layer."""
+"""The text before the number of a layer."""
 
 HEAD = "lm_head.weight"
-"""Their name of the head's weight, also where it is tied."""
+"""Hugging Face's name for the head's weight, even if it is tied."""
 
 FOLLOWING = re.compile(r"\.attn\.bias$|\.attn\.masked_bias$|\.rotary_emb\.inv_freq$")
-"""Keys of older files: causal masks and the frequencies of rotary embeddings, which follow from the config."""
+"""Keys of older files: causal masks and rotary frequencies, which follow from the config."""
 
 
 def sources(config: GptConfig) -> dict[str, Source]:
-    """Our key -> what it is made of, of the whole model.
+    """Our key -> its source, for the whole model.
 
     Raises:
-        ValueError: none of Hugging Face's models.
+        ValueError: no model of Hugging Face has these switches.
     """
     kind = names_of(config)
     found = {}
@@ -119,7 +119,7 @@ def sources(config: GptConfig) -> dict[str, Source]:
 
 
 def names_of(config: GptConfig) -> Literal["gpt2", "llama"]:
-    """Whose names the tensors of such a model have.
+    """The family whose names the tensors of such a model have.
 
     Raises:
         ValueError: none of Hugging Face's models has these switches.
@@ -128,7 +128,7 @@ def names_of(config: GptConfig) -> Literal["gpt2", "llama"]:
 
 
 def _has_bias(ours: str, config: GptConfig) -> bool:
-    """A module in a layer."""
+    """Whether a module in a layer has a bias."""
     if ours.endswith("norm"):
         return config.norm == "layer" and config.biases
     if ours.startswith("mlp"):
@@ -137,7 +137,7 @@ def _has_bias(ours: str, config: GptConfig) -> bool:
 
 
 def _rows(ours: str, config: GptConfig) -> tuple[int, ...]:
-    """Of the parts of a module in a layer."""
+    """The rows of each part of a module in a layer."""
     if ours == "attention.qkv":
         return config.query_width, config.kv_width, config.kv_width
     if ours.startswith("attention.") and ours.endswith("norm"):
@@ -147,7 +147,7 @@ def _rows(ours: str, config: GptConfig) -> tuple[int, ...]:
     return (config.width,)
 
 
-# ---- what a file has -----------------------------------------------------------------------------------------------
+# ---- the tensors of a file -----------------------------------------------------------------------------------------
 
 
 class Tensors(Protocol):
@@ -157,10 +157,12 @@ class Tensors(Protocol):
         """All names."""
 
     def shape_and_kind(self, key: str) -> tuple[tuple[int, ...], bool]:
-        """Of a tensor, and whether it holds real numbers."""
+        """Shape of a tensor, and whether it is floating point."""
 
     def part(self, key: str, rows: tuple[int, int], columns: tuple[int, int] | None, transposed: bool) -> Tensor:
-        """Rows and columns of a tensor, from and to; of one that is transposed, as if it were not."""
+        """A range of rows and a range of columns of a tensor; if it is transposed, in terms of the tensor before
+        transposition.
+        """
 
     def whole(self, key: str) -> Tensor:
         """A tensor."""
@@ -188,12 +190,12 @@ class InMemory:
 
 @dataclass(frozen=True)
 class Match:
-    """What of a file is what.
+    """How the keys of a file match the model.
 
     Attributes:
-        given: their name of each tensor that the model needs -> the key under which it was given.
-        following: keys that are left out, since their tensors follow from the config.
-        tied_head: the key of a head beside the embedding that it is said to be.
+        given: Hugging Face's name of each needed tensor -> the key under which it was given.
+        following: ignored keys, whose tensors follow from the config.
+        tied_head: the key of a separate head, although the config ties it to the embedding.
     """
 
     given: dict[str, str]
@@ -202,14 +204,14 @@ class Match:
 
 
 def matched(keys: Iterable[str], config: GptConfig) -> Match:
-    """Keys matched with what a model of this config needs.
+    """Keys matched with the tensors that a model of this config needs.
 
-    Keys may lack what a model with a head puts before them ("transformer.", "model."). A tied weight may be there as
-    the embedding's, as the head's, or as both.
+    Keys may lack the prefix of a model with a head ("transformer.", "model."). A tied weight may be given as the
+    embedding's, as the head's, or as both.
 
     Raises:
-        WeightsError: keys are missing, unexpected or there twice.
-        ValueError: a config that is none of Hugging Face's.
+        WeightsError: keys are missing, unexpected or repeated.
+        ValueError: Hugging Face has no such config.
     """
     wanted = {key for source in sources(config).values() for key in source.keys}
     prefix = LAYERS[names_of(config)].partition(".")[0] + "."
@@ -247,33 +249,33 @@ def _named(config: GptConfig) -> str:
 
 
 def shape_of_part(source: Source, part: int, ours: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that a part has with them; `ours`: of the whole tensor."""
+    """The shape of a part in Hugging Face; `ours`: that of the whole tensor."""
     shape = (source.rows[part], *ours[1:])
     return shape[::-1] if source.transposed else shape
 
 
 def shapes_of(config: GptConfig) -> dict[str, tuple[int, ...]]:
-    """Of our tensors, the whole model's."""
+    """Shapes of our tensors in the whole model."""
     return {key: tuple(value.shape) for key, value in Gpt(config, device="meta").state_dict().items()}
 
 
 def check_tensor(key: str, tensors: Tensors, expected: tuple[int, ...]) -> None:
-    """Raises a WeightsError unless the tensor is of that shape and holds real numbers."""
+    """Raises a WeightsError unless the tensor has that shape and is floating point."""
     shape, floating = tensors.shape_and_kind(key)
     if shape != expected:
         raise WeightsError(f"{key} is of shape {shape}, the config expects {expected}")
     if not floating:
-        raise WeightsError(f"{key} holds whole numbers: quantized weights are not loaded, save them as real ones")
+        raise WeightsError(f"{key} holds integers: quantized weights are not supported; save them as floating point")
 
 
-# ---- what is left out ----------------------------------------------------------------------------------------------
+# ---- ignored tensors -----------------------------------------------------------------------------------------------
 
 ROWS_AT_ONCE = 4096
-"""Of two tensors that are compared: some 100 MB of a wide vocabulary."""
+"""Rows of two tensors compared at a time: some 100 MB for a wide vocabulary."""
 
 
 def with_own_head(config: GptConfig, tensors: Tensors) -> GptConfig:
-    """The config, untied where the tensors have another head than the embedding, as transformers loads them.
+    """The config, untied if the tensors have another head than the embedding, as transformers loads them.
 
     Raises:
         WeightsError: keys are missing, unexpected or there twice.
@@ -285,7 +287,7 @@ def with_own_head(config: GptConfig, tensors: Tensors) -> GptConfig:
 
 
 def check_tied_head(match: Match, config: GptConfig, tensors: Tensors) -> None:
-    """Raises a WeightsError where a tied model would lose a head that is not the embedding."""
+    """Raise a WeightsError if a tied model would lose a head that differs from the embedding."""
     if match.tied_head is not None and not _head_is_the_embedding(match, config, tensors):
         raise WeightsError(
             f"{match.tied_head} is not the embedding, but the config ties them, and one of the two would be lost: "
@@ -307,7 +309,7 @@ def _head_is_the_embedding(match: Match, config: GptConfig, tensors: Tensors) ->
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
-    """Whether all values are the same, also of different dtypes; without values, whether they may be."""
+    """Whether all values are the same, also in different dtypes; without values, whether they may be."""
     if one.shape != other.shape:
         return False
     if one.is_meta or other.is_meta or one is other:
@@ -317,7 +319,7 @@ def equal(one: Tensor, other: Tensor) -> bool:
 
 
 def differing(match: Match, config: GptConfig, tensors: Tensors) -> list[str]:
-    """The keys that are left out although their tensors are not what follows from the config."""
+    """The ignored keys whose tensors do not follow from the config."""
     return [key for key in match.following if not _follows(key, tensors.whole(key), config)]
 
 
@@ -328,6 +330,6 @@ def _follows(key: str, given: Tensor, config: GptConfig) -> bool:
         expected = rotary_frequencies(config)
         # A model that was cast to a narrow dtype had its frequencies cast, too.
         return given.shape == expected.shape and torch.allclose(given.float().cpu(), expected, rtol=4e-3, atol=0)
-    if key.endswith("masked_bias"):  # what hidden pairs get: a large negative number, rounded to the model's dtype
+    if key.endswith("masked_bias"):  # the score of hidden pairs: a large negative number, rounded to the model's dtype
         return given.numel() == 1 and given.item() <= -9984
     return given.dim() >= 2 and torch.equal(given != 0, torch.ones_like(given, dtype=torch.bool).tril())

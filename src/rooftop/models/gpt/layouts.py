@@ -1,4 +1,5 @@
-"""A rank's part of a `Gpt`, in any layout the same model: initial values and masks by seed, name and global place.
+"""A rank's part of a `Gpt`. In any layout the model is the same: initial values and masks depend on seed, name and
+global position.
 
     layout = Layout.of_world(launched().size, tp=2, sequence_parallel=True)
     with join(layout) as world:
@@ -13,8 +14,8 @@
         optimizer.step()
 
 A data rank takes its part of the batch, a context parallel rank its positions of the sequences; the tensor ranks of one
-group take the same. `fully_sharded_gpt` in place of
-`parallel_gpt` lets the data ranks share parameters, gradients and optimizer; the rest of the program stays as it is.
+group take the same input. `fully_sharded_gpt` instead of `parallel_gpt` shards parameters, gradients and optimizer over
+the data ranks; the rest of the program does not change.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from rooftop.parallel.shards import Shard, shards_of
 
 @dataclass(frozen=True)
 class OfPieces:
-    """A rule of initial values for what a rank holds of a parameter; padding is 0."""
+    """A rule of initial values for a rank's part of a parameter; padding is 0."""
 
     rule: Init
     shard: Shard
 
     def __call__(self, stream: Stream, tensor: Tensor, name: str, box: Boxes | None) -> Tensor:
-        """Fills the tensor; the box is the shard's."""
+        """Fills the tensor; the box describes the shard."""
         tensor.detach().zero_()
         for piece, part in self.shard.parts(tensor.detach()):
             self.rule(stream, part, name, piece.box)
@@ -65,25 +66,26 @@ def parallel_gpt(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Gpt:
-    """This rank's part of a model, with its initial values; nothing else is ever made.
+    """Create this rank's part of a model, with its initial values; the whole model is never created.
 
     Args:
-        config: of the whole model.
+        config: config of the whole model.
         layout: its `dp`, `tp` and `cp` ranks; None: one process.
         groups: `layout.process_groups()`; made here if not given.
-        seed: of initial values and of dropout, from 0 to 2^64 - 1.
-        recompute: what backward computes again, as of `Gpt`.
-        halves: whether tensor ranks compute the halves of a batch in turn, so that what they exchange of one is on its
-            way while they compute the other; as of `Gpt`.
+        seed: seed of initial values and of dropout, from 0 to 2^64 - 1.
+        recompute: what backward recomputes, as in `Gpt`.
+        halves: whether tensor ranks compute the two halves of a batch alternately, so that they communicate one half
+            while they compute the other; as in `Gpt`.
         context: how context parallel ranks exchange keys and values; None: `Context(groups["cp"])`.
-        device, dtype: of the parameters. Values are float32, rounded to the dtype: the same model in each.
+        device, dtype: of the parameters. Values are computed in float32 and rounded to the dtype: the same model in
+            each.
 
     Returns:
-        A `Gpt`. Its dropout drops by `step` of `forward`.
+        A `Gpt`. Its dropout masks depend on `step` of `forward`.
 
     Raises:
-        ValueError: a layout that does not fit the processes or the model, with the nearest that do; or with pipeline
-            ranks. The same on every rank, before anything is communicated.
+        ValueError: a layout that does not fit the processes or the model, with the nearest ones that do; or a layout
+            with pipeline ranks. The error is the same on every rank, before any communication.
     """
     layout = layout or Layout()
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -140,21 +142,22 @@ def fully_sharded_gpt(
     dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype | None = None,
 ) -> Gpt:
-    """This rank's part of a model that data ranks share (FSDP2), with its initial values; nothing else is ever made.
+    """Create this rank's part of a model sharded over data ranks (FSDP2), with its initial values; the whole model is
+    never created.
 
-    The same model as `parallel_gpt` makes. Blocks are gathered one by one, embedding and head each by itself, or
-    together with all that is left where they are tied. The last block and the head stay gathered until backward, which
-    begins with them.
+    The model is the same as that of `parallel_gpt`. Blocks are gathered one by one. Embedding and head are gathered
+    separately, or together with the rest if they are tied. The last block and the head stay gathered until backward,
+    which begins with them.
 
     Args:
-        config, layout, groups, seed, recompute, context, device: as of `parallel_gpt`; the layout has at least two data
+        config, layout, groups, seed, recompute, context, device: as in `parallel_gpt`; the layout has at least two data
             or context parallel ranks, which share the model.
-        dtype: of parameters, their gradients and the optimizer's state.
-        compute_dtype: in which parameters are gathered and used, e.g. bfloat16; None: `dtype`.
+        dtype: dtype of parameters, their gradients and the optimizer's state.
+        compute_dtype: the dtype in which parameters are gathered and used, e.g. bfloat16; None: `dtype`.
 
     Returns:
-        A `Gpt`, whose `forward` must be called and not its parts. Its parameters are DTensors; `ModelGradients` knows
-        how to sum, measure and clip their gradients.
+        A `Gpt`; call its `forward`, not its parts. Its parameters are DTensors; `ModelGradients` knows how to sum,
+        measure and clip their gradients.
 
     Raises:
         ValueError: as `parallel_gpt`; a layout without data ranks.
@@ -188,7 +191,7 @@ def fully_sharded_gpt(
 def fill_shared(
     model: nn.Module, config: GptConfig, seed: int, whole_name: Callable[[str], str] = lambda name: name
 ) -> None:
-    """Give what this rank holds of a shared model the initial values of a seed.
+    """Fill this rank's part of a sharded model with the initial values of a seed.
 
     Args:
         whole_name: from a parameter's name here to that in the whole model, for the stages of a pipeline.
@@ -202,12 +205,12 @@ def fill_shared(
 
 
 def rules_of(model: Gpt) -> list[tuple[str, Init]]:
-    """The rules of `initial_values` as `rooftop.parallel.materialize` takes them, for what the model holds."""
+    """The rules of `initial_values` in the form of `rooftop.parallel.materialize`, for the model's parameters."""
     return rules_of_parts(model.config, shards_of(model))
 
 
 def rules_of_parts(config: GptConfig, shards: Mapping[str, Shard]) -> list[tuple[str, Init]]:
-    """The same for what a rank holds of some parameters, by their names in the whole model."""
+    """The same for a rank's parts of some parameters, by their names in the whole model."""
     rules = _whole_rules_of(config)
     return [(name, OfPieces(_rule_of(name, rules), shard)) for name, shard in shards.items()] + rules
 

@@ -8,18 +8,18 @@ a `GptConfig`.
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; Touvron et al. 2023, "Llama 2: Open
 Foundation and Fine-Tuned Chat Models"; Shoeybi et al. 2019, "Megatron-LM" (the initial values of residual layers).
 
-A sublayer does not add its result to what it was given: it hands on both, `x` and `update`, and the norm that follows
-takes their sum in its own kernel, also across blocks. Queries, keys and values are one matrix product, and so are a
-SwiGLU's gate and what it lets through; `ColumnParallelLinear.parts` says which rows of such a weight are whose.
+A sublayer does not add its result to its input. It returns both, `x` and `update`, and the next norm adds them in its
+own kernel, also across blocks. Queries, keys and values are one matrix product, and so are both halves of a SwiGLU;
+`ColumnParallelLinear.parts` says which rows of such a weight belong to which part.
 
-Its layers are those of `rooftop.parallel`, which tensor parallel ranks share and one process has whole;
-`rooftop.models.parallel_gpt` makes a rank's part of a model.
+Its layers come from `rooftop.parallel`: tensor parallel ranks split them, and one process has them whole.
+`rooftop.models.parallel_gpt` creates a rank's part of a model.
 
-A stage owns some of the layers, under the keys that they have in the whole model; the first one also the embedding
-(`pre_process`), the last one the final norm and the head (`post_process`). Between stages goes the sum (B, S, W).
+A stage owns some of the layers, under their keys in the whole model. The first one also has the embedding
+(`pre_process`), and the last one the final norm and the head (`post_process`). Stages pass on the sum (B, S, W).
 
-Dropout is made by a factory, which is told the name of its place in the whole model: pass another for masks that do not
-depend on how a model is split.
+A factory creates the dropouts, from the name of their place in the whole model. Pass another factory for masks that do
+not depend on how a model is split.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ from rooftop.parallel.turns import Phases, take_turns
 
 
 class Cache:
-    """Keys and values of the positions so far, each layer's in one tensor; without gradients.
+    """Keys and values of the positions so far, one tensor for each layer; without gradients.
 
-    Memory is taken when a layer first writes, in the dtype and on the device of its keys.
+    Memory is allocated when a layer first writes, in the dtype and on the device of its keys.
 
     Args:
-        positions: the most that it can hold.
+        positions: the maximum that it can hold.
 
     Attributes:
         length: positions that it holds.
 
-    Raises:
+    ValueError: fewer than one position.
         ValueError: no room for one position.
     """
 
@@ -80,14 +80,14 @@ class Cache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attended(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As of `Remembered`: to all positions so far."""
+        """As in `Remembered`: attends to all positions so far."""
         return attention.attend(query, *self.extended(attention.layer, key, value))
 
     def extended(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values (B, H, S, D) behind those of a layer; (B, H, length + S, D) of all, views.
+        """Append keys and values (B, H, S, D) to those of a layer; returns views of all, (B, H, length + S, D).
 
         Raises:
-            ValueError: autograd watches them, they are of another batch than the first ones, or there is no room.
+            ValueError: they require gradients, they have another batch size than the first ones, or there is no room.
         """
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise ValueError("Cache: keys and values are kept without gradients: call the model under torch.no_grad()")
@@ -112,31 +112,31 @@ class Cache:
 class Gpt(nn.Module):
     """A decoder, or a stage of one.
 
-    On the meta device nothing has values, and `to_empty` unties what is tied: call `tie()` after it, and then
+    On the meta device tensors have no values, and `to_empty` unties tied weights: call `tie()` after it, and then
     `initialize()` or load weights.
 
     Args:
-        config: of the whole model.
-        layers: which of its layers this stage owns; None: all.
+        config: config of the whole model.
+        layers: the layers that this stage owns; None: all.
         pre_process: whether it owns the embedding, and takes tokens.
-        post_process: whether it owns the final norm and the head, and gives logits or a loss.
-        dropouts: makes the modules that drop; see `Dropouts`.
-        group: tensor parallel ranks that share the layers; None: all is here. A part is built on the meta device, and
-            has values by `parallel_gpt`.
-        sequence_parallel: whether these also split what is between the layers, along the sequence. Between stages goes
-            then a rank's part of it.
-        recompute: what backward computes again instead of keeping it (`rooftop.parallel.recomputing`): False: nothing;
-            True or "full": all but what goes from block to block; "selective": what is cheap and large.
-        halves: compute the two halves of a batch in turn: what tensor parallel ranks exchange of one is on its way
-            while the other is computed (`rooftop.parallel.turns`). Without such ranks, and with a cache, the batch is
-            computed as a whole. Layers are called by their parts: hooks of a block and of what is in it do not run.
+        post_process: whether it owns the final norm and the head, and returns logits or a loss.
+        dropouts: creates the dropout modules; see `Dropouts`.
+        group: tensor parallel ranks that share the layers; None: this process has all of them. A part is built on the
+            meta device, and gets its values from `parallel_gpt`.
+        sequence_parallel: whether these ranks also split the tensors between the layers along the sequence. Then stages
+            pass on a rank's part.
+        recompute: what backward recomputes instead of keeping it (`rooftop.parallel.recomputing`): False: nothing; True
+            or "full": everything except the tensors between blocks; "selective": cheap and large tensors.
+        halves: compute the two halves of a batch alternately: tensor parallel ranks communicate one half while they
+            compute the other (`rooftop.parallel.turns`). Without such ranks, and with a cache, the batch is computed as
+            a whole. Layers are called by their parts: hooks of a block and of its modules do not run.
         context: the ranks that share sequences (`rooftop.parallel.contexts`); None: this one has whole sequences.
-        device, dtype: of the parameters; PyTorch's defaults if not given. They are cast once all are there: a model
+        device, dtype: of the parameters; PyTorch's defaults if not given. They are cast once all are created: a model
             that fits only in a narrow dtype is built on the meta device.
 
     Raises:
-        ValueError: layers that the model does not have, or not in order; sizes that the ranks cannot split; a part that
-            is not on the meta device; halves that are to be computed again.
+        ValueError: layers that the model lacks, or out of order; sizes that the ranks cannot split; a part that is not
+            on the meta device; `halves` together with `recompute`.
     """
 
     def __init__(
@@ -163,9 +163,9 @@ class Gpt(nn.Module):
             raise ValueError("Gpt: a part of a model is built with device='meta': rooftop.models.parallel_gpt fills it")
         granularity = granularity_of(recompute, "Gpt")
         if halves and granularity:
-            raise ValueError("Gpt: halves in turn cannot be computed again in backward: leave out halves or recompute")
+            raise ValueError("Gpt: halves=True cannot be combined with recompute: leave out one of them")
         if halves and context is not None and context.ranks > 1:
-            raise ValueError("Gpt: halves in turn cannot have context parallel ranks: leave out halves or the context")
+            raise ValueError("Gpt: halves=True cannot be combined with context parallel ranks: leave out one of them")
         self.config, self.group, self.recompute = config, group, granularity
         self.halves = halves and group is not None
         self.context = context or Context()
@@ -185,7 +185,7 @@ class Gpt(nn.Module):
             self.initialize()
 
     def tie(self) -> None:
-        """Make the head's weight the embedding's, where the config says so and this stage owns both."""
+        """Tie the head's weight to the embedding's, if the config says so and this stage owns both."""
         if self.config.tied and self.embedding is not None and self.head is not None:
             self.head.output.weight = self.embedding.tokens.weight
 
@@ -194,12 +194,12 @@ class Gpt(nn.Module):
         """Give all parameters new values, by the rules of `initial_values`.
 
         Args:
-            generator: on the device of the parameters; None: PyTorch's own. Of a part of a model, each rank's generator
-                must be in the same state: it draws whole parameters, one at a time, as one process does, and keeps its
-                part.
+            generator: on the device of the parameters; None: PyTorch's own. For a part of a model, each rank's
+                generator must be in the same state: it draws whole parameters, one at a time, as one process does, and
+                keeps its part.
 
         Raises:
-            ValueError: this is a part of a model, and without a generator its ranks would draw other values each.
+            ValueError: this is a part of a model, and without a generator its ranks would draw different values.
         """
         if self.group is not None and generator is None:
             raise ValueError(
@@ -232,19 +232,20 @@ class Gpt(nn.Module):
         z_loss: float = 0.0,
         step: int | Tensor = 0,
     ) -> Tensor:
-        """Logits, a loss, or what the next stage takes.
+        """Logits, a loss, or the input of the next stage.
 
         Args:
-            input: tokens (B, S), int64 or int32; without the embedding what the stage before gave, (B, S, W).
-            targets: the token that follows each, (B, S), int64; -100 where there is none to learn.
-            positions: of the tokens, (S,) or (B, S), int64; None: one after another, behind those of the cache, or
-                those that the packing gives this rank.
-            packing: the documents of the sequences, and which context parallel rank holds which positions of them: the
-                tokens are those of this rank. None: each sequence is one document, split as `Context.packing` says.
-            cache: the positions before, which are seen too; these are added.
-            reduction, label_smoothing, z_loss: of the loss, as of `rooftop.kernels.linear_cross_entropy`.
-            step: of the training, counting micro-batches: which masks `CounterDropouts` give. Others ignore it. In a
-                CUDA graph a tensor, () int64 on the device: see `rooftop.kernels.counter_dropout`.
+            input: tokens (B, S), int64 or int32; in a stage without the embedding, the previous stage's result, (B, S,
+                W).
+            targets: the next token of each, (B, S), int64; -100 for tokens to ignore.
+            positions: positions of the tokens, (S,) or (B, S), int64; None: consecutive, after those in the cache, or
+                as the packing says for this rank.
+            packing: the documents of the sequences, and the positions of each context parallel rank: the tokens are
+                this rank's. None: each sequence is one document, split as in `Context.packing`.
+            cache: the earlier positions, which are visible too; the new ones are added.
+            reduction, label_smoothing, z_loss: of the loss, as in `rooftop.kernels.linear_cross_entropy`.
+            step: training step, counting micro-batches: it determines the masks of `CounterDropouts`. Others ignore it.
+                In a CUDA graph a tensor, () int64 on the device: see `rooftop.kernels.counter_dropout`.
 
         Returns:
             (B, S, V); with targets (), their mean or sum; without the head (B, S, W), with sequence parallelism this
@@ -252,7 +253,7 @@ class Gpt(nn.Module):
 
         Raises:
             TypeError, ValueError: an input of another shape or dtype, more positions than the model has, targets for a
-                stage without the head; and what `Cache` and `linear_cross_entropy` refuse.
+                stage without the head; and the errors of `Cache` and `linear_cross_entropy`.
         """
         refuse_proxies(self, input)
         self._check(input, targets, positions, cache, packing)
@@ -277,7 +278,7 @@ class Gpt(nn.Module):
     def through_layers(
         self, input: Tensor, positions: Tensor, cache: Remembered | None = None, packing: Packing | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """What the head takes, (B, S, W) both; arguments as of `forward`, unchecked.
+        """The head's input (x, update), both (B, S, W); arguments as in `forward`, unchecked.
 
         Raises:
             ValueError: a cache and sequence parallelism.
@@ -298,7 +299,7 @@ class Gpt(nn.Module):
         return x, update
 
     def _in_turns(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
-        """Through the layers, the halves of the batch in turn."""
+        """Run the layers on the two halves of the batch alternately."""
         cosines = [None, None] if rotation is None else _halves_of(rotation)
         halves = [self._half(part, turned) for part, turned in zip(x.chunk(2), cosines, strict=True)]
         turn_of = self.masks.in_half if self.masks is not None else (lambda place: nullcontext())
@@ -314,7 +315,7 @@ class Gpt(nn.Module):
         return x, update
 
     def _length(self, input: Tensor) -> int:
-        """Positions of the whole sequence, of which a later stage is given a part."""
+        """Number of positions of the whole sequence; a later stage gets only a part of it."""
         return input.shape[1] * (1 if self.embedding is not None else place_in(self.split_along)[1])
 
     def _check(
@@ -377,7 +378,7 @@ class Gpt(nn.Module):
                 f"Gpt: the packing has documents of {len(packing.documents.spans)} sequences, the batch has {batch}"
             )
         if self.halves:
-            raise ValueError("Gpt: halves in turn cannot be packed: build the model without halves")
+            raise ValueError("Gpt: halves=True does not take packed sequences: build the model without halves")
 
 
 def _through(
@@ -387,7 +388,7 @@ def _through(
 
 
 def _check_tied_head(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *_: object) -> None:
-    """Raises before anything is loaded where a state dict has two values for one tied weight."""
+    """Raise before anything is loaded if a state dict has two values for one tied weight."""
     assert isinstance(model, Gpt)
     both = [state_dict.get(f"{prefix}{name}.weight") for name in ("embedding.tokens", "head.output")]
     if model.head is None or model.embedding is None or model.head.output.weight is not model.embedding.tokens.weight:
@@ -403,7 +404,7 @@ def _check_tied_head(model: nn.Module, state_dict: Mapping[str, Tensor], prefix:
 
 
 def _halves_of(rotation: Rotation) -> list[Rotation]:
-    """Of the two halves of a batch: the same, where all its sequences have the same positions."""
+    """The rotation for each half of a batch: the same if all its sequences have the same positions."""
     if rotation[0].dim() == 2:
         return [rotation, rotation]
     (cosines, others), (sines, other_sines) = (each.chunk(2) for each in rotation)
@@ -411,10 +412,10 @@ def _halves_of(rotation: Rotation) -> list[Rotation]:
 
 
 def initial_values(config: GptConfig) -> tuple[tuple[str, float, float], ...]:
-    """What parameters begin with, as rules: (pattern of names in the whole model, mean, standard deviation).
+    """Initial values of the parameters, as rules: (pattern of names in the whole model, mean, standard deviation).
 
-    The first pattern that matches counts, as of a shell. 0.02 for matrices and embeddings; less by sqrt(2 L) for those
-    whose results are added to the residual, so that its variance does not grow with the number of layers.
+    The first pattern that matches counts, as in a shell. 0.02 for matrices and embeddings. It is less by sqrt(2 L) for
+    matrices whose results are added to the residual, so that its variance does not grow with the number of layers.
     """
     residual = 0.02 / math.sqrt(2 * config.layers)
     return (
@@ -427,7 +428,7 @@ def initial_values(config: GptConfig) -> tuple[tuple[str, float, float], ...]:
 
 
 def parts_of(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Of each parameter that packs several, by its name: part -> rows, in their order."""
+    """For each parameter that packs several parts, by its name: part -> rows, in order."""
     return {
         f"{name}.{parameter}": module.parts
         for name, module in model.named_modules()
@@ -441,7 +442,7 @@ def parts_of(model: nn.Module) -> dict[str, dict[str, int]]:
 
 @torch.no_grad()
 def continue_greedily(model: Gpt, tokens: Tensor, count: int) -> Tensor:
-    """Append the most probable token, again and again, with a cache.
+    """Append the most probable token repeatedly, with a cache.
 
     Args:
         model: a whole one, in eval mode.

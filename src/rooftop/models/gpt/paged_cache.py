@@ -1,12 +1,12 @@
-"""Keys and values of many sequences in pages, so that each takes memory for its own positions and no more.
+"""Keys and values of many sequences in pages, so that each takes memory only for its own positions.
 
     cache = PagedCache(config, pages=1000, dtype=torch.bfloat16, device="cuda")
     pages = cache.take(prompt_length + new_tokens)   # a sequence begins
     cache.give_back(pages)                           # and ends
 
-A page has the same number of positions for every sequence, in all layers; a table says which pages are whose (Kwon et
-al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention"). Page 0 is nobody's: what
-belongs to no sequence, padding and rows without one, is written there.
+A page has the same number of positions for every sequence, in all layers. A table says which pages belong to which
+sequence (Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention"). Page 0
+belongs to no sequence: padding, and rows without a sequence, are written there.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from rooftop.models.gpt.switches import GptConfig
 from rooftop.parallel.self_attentions import ParallelSelfAttention
 
 PAGE = 16
-"""Positions of a page: half of them are lost in the last page of a sequence, on the average."""
+"""Number of positions in a page. On average, half of the last page of a sequence is unused."""
 
 
 class PagedCache:
     """Pages of keys and values, without gradients.
 
     Args:
-        config: of the model; of a tensor parallel rank `config.of_rank(ranks)`, whose heads alone are kept.
-        pages: how many sequences can have in all.
+        config: config of the model; for a tensor parallel rank `config.of_rank(ranks)`: it only holds its own heads.
+        pages: total number of pages for sequences.
         page: positions of each.
-        dtype: of keys and values, that of the model's activations.
+        dtype: dtype of keys and values, that of the model's activations.
         device: of the model.
 
     Attributes:
-        keys, values: (layers, 1 + pages, kv_heads, page, head_features) each; page 0 is nobody's.
-        free: pages that no sequence has.
+        keys, values: (layers, 1 + pages, kv_heads, page, head_features) each; page 0 belongs to no sequence.
+        free: unused pages.
 
     Raises:
         TypeError, ValueError: no pages, or pages without positions.
-        torch.OutOfMemoryError: as of PyTorch.
+        torch.OutOfMemoryError: as in PyTorch.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PagedCache:
         shape = (config.layers, 1 + pages, config.kv_heads, page, config.head_features)
         self.keys, self.values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
         self.page_bytes = cache_bytes(config, page, dtype)
-        self._free = list(range(pages, 0, -1))  # the last is the next that is taken
+        self._free = list(range(pages, 0, -1))  # the last is taken next
         self._taken: set[int] = set()
 
     @property
@@ -64,18 +64,18 @@ class PagedCache:
 
     @property
     def bytes(self) -> int:
-        """Of all pages, and of the one that is nobody's."""
+        """Bytes of all pages, including page 0."""
         return (1 + self.pages) * self.page_bytes
 
     def pages_for(self, positions: int) -> int:
-        """How many pages so many positions take."""
+        """Number of pages for that many positions."""
         return -(-positions // self.page)
 
     def take(self, positions: int) -> list[int]:
-        """The pages of a new sequence, in their order.
+        """The pages of a new sequence, in order.
 
         Raises:
-            ValueError: there are not as many.
+            ValueError: there are not enough pages.
         """
         needed = self.pages_for(positions)
         if needed > self.free:
@@ -90,42 +90,42 @@ class PagedCache:
         return taken
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """The pages of a sequence that has ended; what they hold may be overwritten from now on.
+        """Free the pages of a sequence that has ended; their contents may be overwritten from now on.
 
         Raises:
-            ValueError: some were not taken, or are there twice. Then none is given back.
+            ValueError: some were not taken, or are repeated. Then none is freed.
         """
         wrong = set(pages) - self._taken
         if wrong or len(set(pages)) < len(pages):
-            raise ValueError(f"PagedCache: expected pages that were taken, each once, got {sorted(pages)}")
+            raise ValueError(f"PagedCache: expected pages in use, each once, got {sorted(pages)}")
         self._taken.difference_update(pages)
         self._free.extend(reversed(pages))
 
     def first(self, table: Tensor, lengths: Tensor, positions: int) -> FirstPositions:
-        """What the layers take to read prompts of lengths (B,), padded behind to `positions`; table (B, W)."""
+        """The layers' cache for reading prompts of lengths (B,), padded at the end to `positions`; table (B, W)."""
         return FirstPositions(self, table, lengths, positions)
 
     def next(
         self, table: Tensor, positions: Tensor, count: int | None = None, windowed: int | None = None
     ) -> NextPosition:
-        """What the layers take for one new token of each sequence.
+        """The layers' cache for one new token of each sequence.
 
         Args:
             table: (B, W), the pages of each.
-            positions: (B,), of the new tokens; -1: no sequence, and what is attended to is 0.
+            positions: (B,), of the new tokens; -1: no sequence, and attention returns 0.
             count: the positions of all sequences together, if known: see `rooftop.kernels.paged_attention`.
             windowed: the same in layers with a window.
         """
         return NextPosition(self, table, positions, count, windowed)
 
     def write(self, layer: int, pages: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Keys and values (B, H_k, S, D) to places (B, S) in pages; autograd must not watch them."""
+        """Write keys and values (B, H_k, S, D) to positions (B, S) in pages; without autograd."""
         for stored, new in ((self.keys, key), (self.values, value)):
             stored[layer][pages, :, slots] = new.transpose(1, 2)  # (B, S, H_k, D): indexed dimensions come first
 
 
 class FirstPositions:
-    """Prompts, each padded behind: a causal mask hides what is padded from what is not."""
+    """Prompts, each padded at the end: a causal mask hides the padding from the other positions."""
 
     def __init__(self, cache: PagedCache, table: Tensor, lengths: Tensor, positions: int) -> None:
         self.cache = cache
@@ -135,13 +135,13 @@ class FirstPositions:
         self.pages, self.slots = torch.where(real, pages, 0), place % cache.page
 
     def attended(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """(B, H, S, D), of all positions to those before."""
+        """(B, H, S, D): each position attends to itself and earlier ones."""
         self.cache.write(attention.layer, self.pages, self.slots, key, value)
         return attention.attend(query, key, value)
 
 
 class NextPosition:
-    """One position of each sequence: nothing of it is read by the host, so that a graph can hold it."""
+    """One position of each sequence: the host reads none of its values, so that a graph can hold it."""
 
     def __init__(
         self, cache: PagedCache, table: Tensor, positions: Tensor, count: int | None, windowed: int | None = None
@@ -153,7 +153,7 @@ class NextPosition:
         self.lengths = positions + 1
 
     def attended(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """(B, H, 1, D), to all positions up to this one."""
+        """(B, H, 1, D): attends to all positions up to this one."""
         self.cache.write(attention.layer, self.pages, self.slots, key, value)
         keys, values = self.cache.keys[attention.layer], self.cache.values[attention.layer]
         count, window = self.count if attention.window is None else self.windowed, attention.window
@@ -162,5 +162,5 @@ class NextPosition:
 
 
 def cache_bytes(config: GptConfig, positions: int, dtype: torch.dtype) -> int:
-    """Of the keys and values of so many positions, in all layers."""
+    """Bytes of keys and values for that many positions, in all layers."""
     return 2 * config.layers * config.kv_width * positions * dtype.itemsize

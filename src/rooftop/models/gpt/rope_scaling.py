@@ -1,4 +1,4 @@
-"""Rotary frequencies of models that were taught longer texts than they were first trained on.
+"""Rotary frequencies of models that were trained on longer texts after their first training.
 
     scaling = RopeScaling(kind="llama3", factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0,
                           original_positions=8192)
@@ -27,23 +27,22 @@ REFUSED = {
     "yarn": "it also scales the scores of attention",
     "longrope": "it has other frequencies for short texts than for long ones",
 }
-"""Kinds of transformers that are not modelled, and why."""
+"""Kinds of transformers that are not supported, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How frequencies are scaled.
+    """A scaling of rotary frequencies.
 
     Attributes:
         kind: "linear" or "llama3".
-        factor: by which texts may be longer.
-        low_frequency_factor, high_frequency_factor: of "llama3"; a wave longer than original_positions /
+        factor: how many times longer texts may be.
+        low_frequency_factor, high_frequency_factor: for "llama3"; a wave longer than original_positions /
             low_frequency_factor is scaled, one shorter than original_positions / high_frequency_factor is not.
-        original_positions: of "llama3", those of the first training.
+        original_positions: for "llama3", the positions of the first training.
 
     Raises:
-        ValueError: a kind that there is not, numbers that are not positive, or factors of "llama3" that are not there
-            or not in order.
+        ValueError: an unknown kind, numbers that are not positive, or missing or unordered factors for "llama3".
     """
 
     kind: Literal["linear", "llama3"]
@@ -80,7 +79,9 @@ class RopeScaling:
             return frequencies / self.factor
         assert self.original_positions is not None
         low, high = self._factors
-        turns = self.original_positions * frequencies / (2 * math.pi)  # of a pair within the original positions
+        turns = (
+            self.original_positions * frequencies / (2 * math.pi)
+        )  # rotations of a pair within the original positions
         kept = ((turns - low) / (high - low)).clamp(0, 1)  # 0 for long waves, 1 for short ones
         return (1 - kept) * frequencies / self.factor + kept * frequencies
 
@@ -89,14 +90,14 @@ class RopeScaling:
 
 
 def scaling_of(given: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """The base of the angles and their scaling, of a `config.json` of transformers 4 (`rope_theta` and `rope_scaling`)
-    or 5 (`rope_parameters`).
+    """The base of the angles and their scaling, from a `config.json` of transformers 4 (`rope_theta` and
+    `rope_scaling`) or 5 (`rope_parameters`).
 
     Raises:
-        ValueError: a scaling that is not modelled, or rotary embeddings of a part of the features.
-        KeyError: a number of a scaling that is not there.
+        ValueError: an unsupported scaling, or rotary embeddings for a part of the features.
+        KeyError: a missing number of a scaling.
     """
-    # In this order in transformers.
+    # transformers looks them up in this order.
     name = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
     rope = given.get(name) or {}
     if not isinstance(rope, Mapping):
@@ -128,7 +129,7 @@ def scaling_of(given: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 
 def hugging_face_rope(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """What their `config.json` holds for it, for transformers 4 and 5."""
+    """The entry of `config.json` for it, for transformers 4 and 5."""
     found: dict[str, Any] = {"rope_type": "default"}
     if scaling is not None:
         found = {"rope_type": scaling.kind, "factor": scaling.factor}

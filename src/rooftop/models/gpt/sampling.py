@@ -1,14 +1,14 @@
-"""Which token comes next: the most probable one, or one drawn from the probable ones.
+"""Choosing the next token: the most probable one, or one drawn from the probable ones.
 
-What is drawn is a function of a seed, the number of the sequence and the position, through the counter-based generator
-of `rooftop.kernels`: it depends neither on the other sequences of a batch nor on the device. (Logits do, in their last
-bits: where a number falls between two tokens to within such a bit, they may differ.)
+A drawn token is a function of a seed, the number of the sequence and the position, through the counter-based generator
+of `rooftop.kernels`. It depends neither on the other sequences of a batch nor on the device. (Logits do, in their last
+bits: if a number falls between two tokens to within such a bit, they may differ.)
 
 Tensor parallel ranks share the vocabulary and choose the same token. Greedily, each one finds the best of its own
 tokens, and they exchange two numbers a sequence. To draw, they gather the logits of one position.
 
 Fan et al. 2018, "Hierarchical Neural Story Generation" (top-k); Holtzman et al. 2020, "The Curious Case of Neural Text
-Degeneration" (top-p). As in transformers the temperature comes first, then top-k, then top-p of what that left.
+Degeneration" (top-p). As in transformers, the temperature comes first, then top-k, then top-p on the result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rooftop.kernels import Box, random_key, random_uniform
 from rooftop.parallel.exchanges import Group, place_in, start_gather
 
 SEQUENCES = POSITIONS = 1 << 31
-"""The whole tensor of random numbers, of which each sequence has a row."""
+"""The whole tensor of random numbers; each sequence has a row in it."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Sampling:
     """How the next token is chosen.
 
     Attributes:
-        temperature: what logits are divided by; 0: the most probable token, always.
-        top_k: draw from so many of the most probable tokens; None: from all. Of equal ones the first count.
-        top_p: draw from the fewest that together have this probability.
+        temperature: divisor of the logits; 0: always the most probable token.
+        top_k: draw from this many of the most probable tokens; None: from all. Of equal logits the first counts.
+        top_p: draw from the fewest tokens that together have this probability.
         seed: from 0 to 2^64 - 1.
 
     Raises:
-        TypeError, ValueError: a number of another kind, or out of range.
+        TypeError, ValueError: a number of a wrong type, or out of range.
     """
 
     temperature: float = 0.0
@@ -77,7 +77,8 @@ def numbers_of(seed: int, sequence: int, positions: int, device: torch.device | 
 
 
 def check_sequence(number: int) -> None:
-    """Raises `TypeError` for a number of a sequence that is no int, `ValueError` for one below 0 or beyond 2^31 - 1."""
+    """Raise `TypeError` for a sequence number that is not an int, and `ValueError` for one below 0 or beyond 2^31 -
+    1."""
     if not isinstance(number, int) or isinstance(number, bool):
         raise TypeError(f"the number of a sequence must be an int, got {number!r}")
     if not 0 <= number < SEQUENCES:
@@ -89,11 +90,11 @@ def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
 
     Args:
         logits: (B, V).
-        numbers: (B,), float64, uniform in [0, 1); of no use to a greedy choice.
-        sampling: how.
+        numbers: (B,), float64, uniform in [0, 1); unused for a greedy choice.
+        sampling: the settings.
 
     Returns:
-        (B,), int64; -1 where nothing can be chosen: logits are NaN, or none is more than -inf, or, to draw, one is inf.
+        (B,), int64; -1 if nothing can be chosen: logits are NaN, or none is above -inf, or, for drawing, one is inf.
     """
     if sampling.greedy:
         best, token = logits.max(-1)
@@ -106,28 +107,28 @@ def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
         scores = scores[:, : sampling.top_k]
     weights = scores.softmax(-1)
     reached = weights.cumsum(-1)
-    if sampling.top_p < 1:  # a token stays if those before it have not the probability yet
+    if sampling.top_p < 1:  # a token stays if those before it do not have the probability yet
         reached = torch.where(reached - weights < sampling.top_p, reached, 0.0).cummax(-1).values
     end = reached[:, -1:]
     place = torch.searchsorted(reached, numbers[:, None] * end, right=True)  # (B, 1)
     place = torch.minimum(place, (reached < end).sum(-1, keepdim=True))  # the product may round up to the end
     found = place if tokens is None else tokens.gather(1, place)
-    return torch.where(end > 0, found, -1)[:, 0]  # not of NaN
+    return torch.where(end > 0, found, -1)[:, 0]  # not for NaN
 
 
 def choose_on_ranks(logits: Tensor, numbers: Tensor, sampling: Sampling, vocabulary: int, group: Group) -> Tensor:
-    """The next tokens, the same on all tensor parallel ranks, as `choose` finds them of the whole logits.
+    """The next tokens, the same on all tensor parallel ranks: those that `choose` finds in the whole logits.
 
     Args:
         logits: (B, V here), of this rank's tokens; all ranks have as many columns, those beyond the vocabulary are
             padding.
-        numbers: (B,), as of `choose`.
-        sampling: how.
-        vocabulary: V, tokens of all ranks.
+        numbers: (B,), as in `choose`.
+        sampling: the settings.
+        vocabulary: V, number of tokens of all ranks.
         group: the ranks; None: this one has all tokens.
 
     Returns:
-        (B,), int64; -1 as of `choose`.
+        (B,), int64; -1 as in `choose`.
     """
     if group is None:
         return choose(logits, numbers, sampling)
@@ -139,7 +140,8 @@ def choose_on_ranks(logits: Tensor, numbers: Tensor, sampling: Sampling, vocabul
 
 
 def _best_on_ranks(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
-    """Of equal tokens the first: `max` finds the first of equal ones, and ranks are in the order of their tokens."""
+    """Of equal tokens the first counts: `max` finds the first of equal values, and ranks are in the order of their
+    tokens."""
     start = place_in(group)[0] * logits.shape[-1]
     tokens = torch.arange(start, start + logits.shape[-1], device=logits.device)
     best, column = logits.masked_fill(tokens >= vocabulary, -torch.inf).max(-1)  # (B,)
@@ -147,4 +149,4 @@ def _best_on_ranks(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
     bests, places = start_gather(own[None], 0, group)().unbind(-1)  # (ranks, B)
     most, rank = bests.max(0)
     token = places.gather(0, rank[None])[0].long()
-    return torch.where(most > -torch.inf, token, -1)  # not of NaN, which is the most of all
+    return torch.where(most > -torch.inf, token, -1)  # not for NaN, which exceeds everything

@@ -1,11 +1,11 @@
-"""The stages of a `Gpt` that a rank of a pipeline has: the same model, initial values and masks as in one process.
+"""The stages of a `Gpt` on a pipeline rank: the same model, initial values and masks as in one process.
 
     schedule = schedule_of("1f1b", layout.pp, micro_batches=8)
     model = parallel_gpt_stages(config, layout, groups, schedule, length=256, seed=1, device=world.device)
     pipeline = Pipeline(schedule, group=groups["pp"], shape=model.shape_between(micro_batch, length), ...)
     losses = pipeline.run(lambda stage, number, x: model(stage, tokens[number] if x is None else x, ...))
 
-Layers are divided among stages so that the slowest rank, and then the slowest stage, is as fast as can be. The first
+Layers are divided among stages so that the slowest rank, and then the slowest stage, is as fast as possible. The first
 stage also has the embedding, and the last one the head.
 """
 
@@ -35,16 +35,16 @@ EMBEDDING, HEAD = "embedding.tokens.weight", "head.output.weight"
 
 
 SLOWER_ATTENTION = ((64, 2.5), (math.inf, 1.5))
-"""(up to so many features of a head, how often attention's flops count): they are 3.5 times those of forward in all,
-where products have 3 times, at 0.46 and 0.77 of the rate of products (`results/h100/context_attention.json`)."""
+"""(up to this many features of a head, weight of attention's flops). In all they are 3.5 times those of forward, while
+products have 3 times, at 0.46 and 0.77 of the rate of products (`results/h100/context_attention.json`)."""
 FLOPS_OF_BYTE = 250
-"""Flops of products that take as long as a byte of memory, on an H100 and an H200."""
+"""Flops of products that take as long as one byte of memory traffic, on an H100 and an H200."""
 ELEMENT = 2  # bytes
 
 
 def whole_name(config: GptConfig, name: str) -> str:
-    """What a parameter of a rank is called in the whole model: a tied weight by the embedding's name, also in a stage
-    that has no embedding."""
+    """The name of a rank's parameter in the whole model; a tied weight has the embedding's name, also in a stage
+    without an embedding."""
     return EMBEDDING if config.tied and name == HEAD else name
 
 
@@ -52,15 +52,16 @@ def whole_name(config: GptConfig, name: str) -> str:
 
 
 def layers_of_stages(config: GptConfig, placement: Sequence[Sequence[int]], length: int) -> list[range]:
-    """Which layers each stage has, so that the slowest rank takes as little time as it can.
+    """The layers of each stage, so that the slowest rank takes the least time.
 
-    Time is counted in flops of matrix products: those of attention several times, as its kernels are slower, and bytes
-    of norms, activations and sums as the flops that are done meanwhile. On an H100 the head of llama-1b takes as
-    long as 0.85 layers of 4,096 tokens; the estimate is 0.86. The embedding, a lookup, counts as its bytes.
+    Time is counted in flops of matrix products. Flops of attention count several times, because its kernels are slower.
+    Bytes of norms, activations and sums count as the flops that take the same time. On an H100 the head of llama-1b
+    takes as long as 0.85 layers of 4,096 tokens; the estimate is 0.86. The embedding is a lookup and counts as its
+    bytes.
 
     Args:
-        config: of the whole model.
-        placement: of each rank its stages (`Schedule.placement`).
+        config: config of the whole model.
+        placement: the stages of each rank (`Schedule.placement`).
         length: tokens of a sequence: attention's flops grow with it.
 
     Raises:
@@ -78,7 +79,7 @@ def layers_of_stages(config: GptConfig, placement: Sequence[Sequence[int]], leng
 
 
 def _cost_of_layer(config: GptConfig, layer: int, length: int) -> float:
-    """Of a token, forward; backward is about twice as much of everything."""
+    """Forward cost of a token; backward costs about twice as much everywhere."""
     window = config.window_of(layer)
     seen = min(length, window or length)
     pairs = seen * (seen + 1) // 2 + (length - seen) * seen
@@ -92,16 +93,18 @@ def _cost_of_layer(config: GptConfig, layer: int, length: int) -> float:
 def divided(
     costs: Sequence[float], placement: Sequence[Sequence[int]], first: float = 0, last: float = 0
 ) -> list[range]:
-    """Consecutive items in parts of at least one, which are placed at ranks, whose most expensive rank costs little.
+    """Divide consecutive items into parts of at least one, placed on ranks, so that the most expensive rank costs
+    little.
 
-    With one part a rank no division has a cheaper most expensive one, and of all such ones it is the one with the least
-    sum of squares: the others are as equal as can be. Among equals the first parts have more. With several parts a rank
-    no item moved from one part to another, with those between shifted, makes the ranks cheaper, or then the parts.
+    With one part a rank, no division has a cheaper most expensive one. Among equals it has the least sum of squares:
+    the others are as equal as possible. If costs are equal, the first parts get more items. With several parts a rank,
+    moving one item from one part to another, and shifting those between, makes neither the ranks nor then the parts
+    cheaper.
 
     Args:
-        costs: of the items, as many as parts or more.
-        placement: of each rank, the numbers of its parts.
-        first, last: what the first and the last part cost beside their items.
+        costs: cost of each item; at least as many items as parts.
+        placement: the numbers of each rank's parts. first, last: costs of the first and the last part besides their
+        items.
     """
     sums, parts = [0.0, *accumulate(costs)], sum(map(len, placement))
 
@@ -125,7 +128,7 @@ def divided(
 
 
 def _neighbours(ends: Sequence[int]) -> Iterator[list[int]]:
-    """The ends of parts of which one gives an item up, and another one has one more."""
+    """Divisions in which one part has one item less, and another one item more."""
     sizes = [end - start for start, end in pairwise([0, *ends])]
     for giver, taker in permutations(range(len(sizes)), 2):
         if sizes[giver] > 1:
@@ -139,7 +142,7 @@ def _best(
     joined: Callable[[float, float], float],
     limit: float,
 ) -> tuple[float, list[int]]:
-    """(the least joined cost of the parts, their ends), where no part costs more than the limit."""
+    """(the least joined cost of the parts, their ends), if no part costs more than the limit."""
     # best[end]: of the items before `end` in the parts so far
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for part in range(parts):
@@ -158,22 +161,22 @@ def _best(
 
 
 class GptStages(nn.Module):
-    """What a rank of a pipeline has of a `Gpt`: one stage, or several that do not follow each other.
+    """The stages of a `Gpt` on a pipeline rank: one stage, or several that are not adjacent.
 
-    Parameters have the names of the whole model. Where first and last stage are at different ranks and the head is
+    Parameters have the names of the whole model. If the first and last stage are on different ranks and the head is
     tied to the embedding, both hold the weight: `ModelGradients(..., tied=model.tied)` sums its gradients.
 
     Args:
-        config: of the whole model.
-        stages: by number, as `Gpt` makes them.
-        total: stages of the whole pipeline.
+        config: config of the whole model.
+        stages: by number, as `Gpt` creates them.
+        total: number of stages of the whole pipeline.
 
     Attributes:
         stages: by number.
-        embedding, layers, head: of all stages here; None where there is none.
+        embedding, layers, head: those of all stages here; None if there is none.
         masks: the dropouts of all stages here; their `place` is that of the next forward pass.
         tied: the name of the weight that another rank holds too; None if there is none.
-        shared: whether data ranks share the parameters.
+        shared: whether the parameters are sharded over data ranks.
     """
 
     def __init__(self, config: GptConfig, stages: Mapping[int, Gpt], total: int) -> None:
@@ -192,16 +195,16 @@ class GptStages(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Make the head's weight the embedding's, where the config says so and both are here."""
+        """Tie the head's weight to the embedding's, if the config says so and both are here."""
         if self.config.tied and self.embedding is not None and self.head is not None:
             self.head.output.weight = self.embedding.tokens.weight
 
     def whole_name(self, name: str) -> str:
-        """What a parameter is called in the whole model."""
+        """The name of a parameter in the whole model."""
         return whole_name(self.config, name)
 
     def shape_between(self, batch: int, length: int) -> tuple[int, int, int]:
-        """Of what goes between stages, (B, S, W): of S what context and sequence parallelism leave this rank.
+        """Shape of the tensors between stages, (B, S, W): S is this rank's part after context and sequence parallelism.
 
         Raises:
             ValueError: the sequence cannot be split among the ranks.
@@ -215,15 +218,15 @@ class GptStages(nn.Module):
         return batch, length // ranks, self.config.width
 
     def begin_step(self) -> None:
-        """Where data ranks share the model: keep what is gathered, and sum no gradients until `end_step`."""
+        """For a sharded model: keep gathered parameters, and sum no gradients until `end_step`."""
         if self.shared:
             self._at_the_end(False)
 
     def end_step(self) -> None:
-        """Where data ranks share the model: sum the gradients of all micro-batches, and let go of what was gathered.
+        """For a sharded model: sum the gradients of all micro-batches, and free the gathered parameters.
 
-        The backward of the shared model as a whole does so, for all of its parts whose own backward has not: it needs
-        none of them to compute.
+        The backward of the whole sharded model does so for all parts whose own backward has not; none of them needs to
+        compute anything.
         """
         if self.shared:
             self._at_the_end(True)
@@ -239,9 +242,9 @@ class GptStages(nn.Module):
         self.set_requires_gradient_sync(last)
 
     def forward(self, stage: int | None, input: Tensor, targets: Tensor | None = None, **options: object) -> Tensor:
-        """What a stage makes of tokens or of what the stage before gave; arguments as of `Gpt.forward`.
+        """Run a stage on tokens or on the previous stage's result; arguments as in `Gpt.forward`.
 
-        Without a stage nothing is computed (`end_step`).
+        Without a stage, nothing is computed (`end_step`).
         """
         if stage is None:
             return input + 1
@@ -265,22 +268,22 @@ def parallel_gpt_stages(
     dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype | None = None,
 ) -> GptStages:
-    """This rank's stages of a model, with their initial values; nothing else is ever made.
+    """Create this rank's stages of a model, with their initial values; the whole model is never created.
 
     Args:
-        config: of the whole model.
-        layout: its ranks; the schedule is for its `pp`.
+        config: config of the whole model.
+        layout: the layout of the ranks; the schedule is for its `pp`.
         groups: `layout.process_groups()`.
         schedule: says which stages this rank has.
-        length: tokens of a sequence, by which layers are divided among stages.
-        seed, recompute, halves, context, device, dtype: as of `rooftop.models.parallel_gpt`.
-        fully_shard: whether data ranks share each stage (`rooftop.parallel.fully_sharded`). Its parameters are gathered
-            once a step, and gradients summed once: between `begin_step` and `end_step` of what this gives.
-        compute_dtype: of a shared model, as of `rooftop.models.fully_sharded_gpt`.
+        length: tokens of a sequence, for the division of layers among stages.
+        seed, recompute, halves, context, device, dtype: as in `rooftop.models.parallel_gpt`.
+        fully_shard: whether each stage is sharded over data ranks (`rooftop.parallel.fully_sharded`). Its parameters
+            are gathered once a step, and its gradients summed once, between `begin_step` and `end_step` of the result.
+        compute_dtype: for a sharded model, as in `rooftop.models.fully_sharded_gpt`.
 
     Raises:
         ValueError: a layout that does not fit the processes, the model or the schedule; fewer layers than stages. The
-            same on every rank, before anything is communicated.
+            error is the same on every rank, before any communication.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     layout.check(
@@ -328,7 +331,7 @@ def parallel_gpt_stages(
 
 
 def _share(model: GptStages, data: Group, device: torch.device, dtype: torch.dtype | None, seed: int) -> None:
-    """Let data ranks share what is on the meta device, and give it its initial values."""
+    """Shard the parameters on the meta device over data ranks, and fill them with initial values."""
     from rooftop.parallel.sharded_data import fully_sharded  # with PyTorch's DTensor, which takes most of a second
 
     ends = [end for end in (model.embedding, model.head) if end is not None]

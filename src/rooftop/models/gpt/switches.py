@@ -1,13 +1,13 @@
-"""What a decoder-only transformer is made of: its sizes and switches, its parameters and flops.
+"""A decoder-only transformer's sizes and switches, its parameters and flops.
 
     config = GptConfig(vocabulary=256, layers=2, width=64, heads=4, kv_heads=4, hidden=256, positions=100)
     config.parameters                    # 122880
     config.flops_per_token(100)          # of a training step
     small = replace(config, layers=1)    # dataclasses.replace
 
-Beside GPT-2 and Llama: Jiang et al. 2023, "Mistral 7B" (a sliding window of attention); Yang et al. 2024, "Qwen2
+Besides GPT-2 and Llama: Jiang et al. 2023, "Mistral 7B" (a sliding window of attention); Yang et al. 2024, "Qwen2
 Technical Report" (biases of queries, keys and values); Yang et al. 2025, "Qwen3 Technical Report" (norms of queries and
-keys). `rooftop.models.gpt.configs` has published ones.
+keys). `rooftop.models.gpt.configs` has published configurations.
 """
 
 from __future__ import annotations
@@ -34,30 +34,32 @@ class GptConfig:
         layers: L.
         width: features of a position, W.
         heads: of the queries.
-        kv_heads: of keys and values; they divide `heads`. Fewer than those: grouped-query attention.
-        head_size: features of a head; None: the heads share W evenly.
+        kv_heads: number of heads of keys and values; it divides `heads`. Fewer heads than the queries have:
+            grouped-query attention.
+        head_size: features of a head; None: W divided by the heads.
         hidden: features inside of the MLP.
-        positions: the most that a sequence may have.
+        positions: the maximum length of a sequence.
         norm: "layer" or "rms", before each sublayer and after the last one.
-        position: "learned", a vector for each that is added to the token's; or "rope", rotary embeddings of queries and
-            keys, in pairs (i, i + D / 2).
-        rope_base: of the angles, position / rope_base ** (2 i / D). Ignored where positions are learned.
-        rope_scaling: of the angles' frequencies, for longer texts; None: none.
-        activation: of the MLP, "gelu", "gelu_tanh" or "swiglu", which has a gate beside what it lets through.
-        biases: of linear layers and layer norms; an RMS norm and the head have none.
-        qkv_biases, out_biases, mlp_biases: of the linear layers of queries, keys and values, of attention's result, and
-            of the MLP, where they are not as `biases` says; None: as it says.
-        head_norms: RMS norms of each head's queries and keys, before they are turned.
-        window: positions that a position sees, its own the last of them; None: all up to its own.
+        position: "learned", a vector for each position that is added to the token's; or "rope", rotary embeddings of
+            queries and keys, in pairs (i, i + D / 2).
+        rope_base: base of the angles, position / rope_base ** (2 i / D). Ignored for learned positions.
+        rope_scaling: scaling of the frequencies for longer texts; None: no scaling.
+        activation: activation of the MLP, "gelu", "gelu_tanh" or "swiglu" (with a gate).
+        biases: whether linear layers and layer norms have biases; an RMS norm and the head have none. qkv_biases,
+        out_biases, mlp_biases: the same for the linear layers of queries, keys and values, of attention's result, and
+        of the MLP, if they differ from `biases`; None: as `biases`.
+        head_norms: RMS norms of each head's queries and keys, before rotation.
+        window: number of positions that a position sees, up to and including itself; None: all up to itself.
         window_layers: the layers whose attention has the window; None: all.
-        tied: the head's weight is the embedding's.
-        dropout: probability, of the embedding and of the result of each sublayer.
-        attention_dropout: probability, of the weights of attention, which is then not the kernel but plain PyTorch.
+        tied: whether head and embedding share their weight.
+        dropout: probability for the embedding and for the result of each sublayer.
+        attention_dropout: probability for the weights of attention, which plain PyTorch then computes instead of a
+            kernel.
         epsilon: of the norms.
 
     Raises:
-        ValueError: a size that is not a positive int, heads that do not fit, a probability that is none, or a switch
-            that there is not.
+        ValueError: a size that is not a positive int, heads that do not fit, a probability outside 0..1, or an unknown
+            switch.
     """
 
     vocabulary: int
@@ -109,7 +111,10 @@ class GptConfig:
         if self.heads % self.kv_heads:
             raise ValueError(f"GptConfig: {self.kv_heads} kv_heads do not divide {self.heads} heads")
         if self.position == "rope" and self.head_features % 2:
-            raise ValueError(f"GptConfig: rope turns pairs, but a head has {self.head_features} features")
+            raise ValueError(
+                f"GptConfig: rope rotates pairs of features, but a head has {self.head_features} features: expected an "
+                "even number"
+            )
         if self.rope_scaling is not None and self.position != "rope":
             raise ValueError("GptConfig: rope_scaling belongs to position='rope', got learned positions")
         if self.window_layers is not None and (self.window is None or not self._are_layers(self.window_layers)):
@@ -123,7 +128,7 @@ class GptConfig:
         return len(set(numbers)) == len(numbers) and set(numbers) <= set(range(self.layers))
 
     def _write_in_one_way(self) -> None:
-        """What says the same is written the same, so that configs of the same model are equal."""
+        """Write equivalent settings the same way, so that configs of the same model are equal."""
         found: dict[str, Any] = {}
         if self.head_size is not None and self.head_size * self.heads == self.width:
             found["head_size"] = None
@@ -172,7 +177,8 @@ class GptConfig:
         return self.biases if self.mlp_biases is None else self.mlp_biases
 
     def of_rank(self, ranks: int) -> GptConfig:
-        """The sizes of what each of so many tensor parallel ranks holds: its heads, hidden features and tokens.
+        """The sizes of the part that each of `ranks` tensor parallel ranks holds: its heads, hidden features and
+        tokens.
 
         Its `parameters` are those of a rank, with the padding of the vocabulary. Fewer `kv_heads` than ranks: each rank
         has one. The ranks must fit, as `rooftop.parallel.Layout.check` says.
@@ -189,17 +195,17 @@ class GptConfig:
         )
 
     def window_of(self, layer: int) -> int | None:
-        """The window of a layer's attention; None: it sees all positions up to its own."""
+        """The window of a layer's attention; None: it attends to all positions up to its own."""
         return self.window if self.window_layers is None or layer in self.window_layers else None
 
     @property
     def windowed_layers(self) -> int:
-        """How many layers have the window."""
+        """The number of layers with the window."""
         return sum(self.window_of(layer) is not None for layer in range(self.layers))
 
     @property
     def layer_weights(self) -> int:
-        """Elements of the matrices of a layer: what each of its tokens is multiplied by."""
+        """Elements of a layer's matrices: each token is multiplied by them."""
         attention = self.width * (2 * self.query_width + 2 * self.kv_width)
         return attention + self.width * self.hidden * (3 if self.activation == "swiglu" else 2)
 
@@ -217,15 +223,14 @@ class GptConfig:
         return embeddings * self.width + self.layers * (self.layer_weights + biases + 2 * norm) + norm
 
     def flops_per_token(self, length: int, training: bool = True) -> int:
-        """Of the matrix products of a sequence, divided by its tokens.
+        """Flops of the matrix products of a sequence, divided by its tokens.
 
-        Attention counts the pairs that a causal mask lets through, half of them: (length + 1) / 2 keys for a token, or
-        as many as a window has. An
-        embedding is looked up and counts nothing; recomputation is not counted.
+        Attention counts the pairs that a causal mask keeps, half of all pairs: (length + 1) / 2 keys per token, or as
+        many as the window has. An embedding is a look-up and counts nothing; recomputation is not counted.
 
         Args:
             length: tokens of the sequence.
-            training: forward and backward, three times the forward pass; or forward only.
+            training: forward and backward, three times the forward pass; otherwise only forward.
 
         Raises:
             ValueError: a length that is not positive.

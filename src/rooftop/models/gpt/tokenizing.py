@@ -1,6 +1,6 @@
-"""Text as tokens and back: by the `tokenizer.json` beside a model's weights, or a token for each byte.
+"""Text to tokens and back, with the `tokenizer.json` in the weights' folder, or with one token per byte.
 
-What comes token by token can end within a character: `Decoder` holds back what is not whole yet.
+Text that arrives token by token can end within a character: `Decoder` holds back incomplete characters.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any, Protocol
 from rooftop.errors import InputError, MissingExtraError
 
 TOKENIZER = "tokenizer.json"
-UNFINISHED = "�"  # what a decoder puts where bytes are no character
+UNFINISHED = "�"  # a decoder's output for bytes that are not a whole character
 
 
 class Tokenizer(Protocol):
     """Text to tokens and back."""
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, with those that a model expects at its beginning."""
+        """The tokens of a text, including those that a model expects at its beginning."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without those that are no text; U+FFFD where they end within a character."""
+        """The text of tokens, without special tokens; U+FFFD if they end within a character."""
 
 
 class ByteTokenizer:
-    """A token for each byte of UTF-8; what is beyond 255 is shown by its number, as <1234>."""
+    """A token for each byte of UTF-8; tokens beyond 255 are shown by their number, as <1234>."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -37,13 +37,13 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """Of a `tokenizer.json`, as Hugging Face writes it.
+    """The tokenizer in a `tokenizer.json`, as Hugging Face writes it.
 
     Args:
         path: the file.
 
     Raises:
-        InputError: it is not there or damaged.
+        InputError: it does not exist or is damaged.
         MissingExtraError: `tokenizers` is not installed.
     """
 
@@ -59,7 +59,7 @@ class FileTokenizer:
             raise MissingExtraError('tokenizer.json needs tokenizers: pip install "rooftop[text]"') from error
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises no class of its own
+        except Exception as error:  # the library has no error class of its own
             raise InputError(f"{path} is damaged or no tokenizer ({error})") from error
 
     def encode(self, text: str) -> list[int]:
@@ -70,7 +70,8 @@ class FileTokenizer:
 
 
 def stop_tokens(folder: Path) -> list[int]:
-    """The tokens that end a text, as the folder's generation_config.json or else config.json says, if one of them does.
+    """The tokens that end a text, from the folder's generation_config.json or else config.json; empty if neither has
+    any.
 
     Raises:
         InputError: one of them cannot be read.
@@ -94,22 +95,22 @@ def stop_tokens(folder: Path) -> list[int]:
 
 
 class Decoder:
-    """The text of tokens as they come.
+    """The text of tokens as they arrive.
 
     Args:
-        tokenizer: of the model.
-        prompt: the tokens before, on which the text of the first may depend, such as its space.
+        tokenizer: the model's tokenizer.
+        prompt: the preceding tokens; the text of the first new token may depend on them, such as its space.
     """
 
     CONTEXT = 5  # tokens before: enough for what a decoder joins or cuts at the beginning
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer, self._tokens = tokenizer, list(prompt)
-        self._told = len(self._tokens)  # tokens whose text was given
+        self._told = len(self._tokens)  # tokens whose text was returned
         self._begin = max(0, self._told - self.CONTEXT)
 
     def add(self, token: int) -> str:
-        """What the token adds to the text; nothing while a character is not whole."""
+        """Returns the text that the token adds; nothing while a character is incomplete."""
         self._tokens.append(token)
         text = self._new()
         if not text or text.endswith(UNFINISHED):
@@ -118,7 +119,7 @@ class Decoder:
         return text
 
     def rest(self) -> str:
-        """What was held back: at the end of the text."""
+        """Returns the text that was held back, at the end."""
         text = self._new()
         self._told = len(self._tokens)
         return text

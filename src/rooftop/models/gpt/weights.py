@@ -3,12 +3,12 @@
     model = load_gpt("Llama-2-7b-hf/")     # config.json and *.safetensors
     save_gpt(model, "mine/")               # which transformers' from_pretrained reads
 
-Files are read and written one tensor at a time, straight into parameters: a model, or a stage of one, is never there
-twice. Of a tensor that is split among ranks, each reads its own rows and columns alone; to write, ranks join one file's
+Files are read and written one tensor at a time, directly into parameters: a model, or a stage of one, never exists
+twice. If a tensor is split among ranks, each reads only its own rows and columns; to write, ranks join one file's
 tensors at a time. `rooftop.models.gpt.keys` has the names, and what is packed and transposed.
 
-A head that the config ties to the embedding, but that the files have with other values, is kept, as transformers does:
-the model is then not tied.
+If the config ties the head to the embedding but the files have another head, that head is kept, as in transformers: the
+model is then not tied.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ if TYPE_CHECKING:
 
 
 def gpt_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) -> dict[str, Tensor]:
-    """The state dict of a `Gpt` made of that of a GPT2LMHeadModel or a LlamaForCausalLM.
+    """The state dict of a `Gpt` from that of a GPT2LMHeadModel or a LlamaForCausalLM.
 
-    Also of gradients by their names, since packing and transposing do to them what they do to weights.
+    It also converts gradients by their names, because packing and transposing apply to them as to weights.
 
     Args:
-        tensors: by their keys, with or without what a model with a head puts before them. A tied weight may be there as
-            the embedding's, as the head's, or as both. Causal masks and rotary frequencies of older models are left
-            out; a warning names those that are not what the config says.
-        config: which of the two it is, and the sizes.
+        tensors: by their keys, with or without the prefix of a model with a head. A tied weight may be given as the
+            embedding's, as the head's, or as both. Causal masks and rotary frequencies of older models are ignored; a
+            warning names those that do not follow from the config.
+        config: which of the two models it is, and the sizes.
 
     Raises:
-        WeightsError: keys are missing or unexpected, tensors of another shape or of whole numbers, or a head that is
-            not the embedding although the config ties them.
+        WeightsError: keys are missing or unexpected, tensors have another shape or are integers, or the head differs
+            from the embedding although the config ties them.
         ValueError: a config that is neither a GPT-2's nor a Llama's.
     """
     there, shapes = InMemory(tensors), shapes_of(config)
@@ -87,7 +87,8 @@ def gpt_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) -> dict[str
 
 
 def hugging_face_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) -> dict[str, Tensor]:
-    """The way back: of a whole `Gpt`'s state dict. A tied head is left out; what is not packed shares memory.
+    """The inverse conversion, of a whole `Gpt`'s state dict. A tied head is omitted; tensors that are not packed share
+    memory.
 
     Raises:
         WeightsError: a tensor of the model is missing, or its head is not the embedding although the config ties them.
@@ -100,7 +101,7 @@ def hugging_face_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) ->
 
 
 def _exported(tensors: Mapping[str, Tensor], config: GptConfig) -> Iterator[tuple[str, Tensor]]:
-    """Their keys and tensors, views where they can be; each once."""
+    """Their keys and tensors, as views if possible; each once."""
     for ours, source in sources(config).items():
         if config.tied and ours == "head.output.weight":
             continue
@@ -129,18 +130,19 @@ def load_gpt(
     dtype: torch.dtype | None = None,
     group: Group = None,
 ) -> Gpt:
-    """A model from a folder as Hugging Face writes it: config.json, and one safetensors file or several and an index.
+    """A model from a folder in Hugging Face's format: config.json, and one safetensors file or several and an index.
 
     Args:
-        folder: with these files.
-        device, dtype: of the parameters; float32 if not given, whatever the files have.
-        group: tensor parallel ranks that share the model, of which each reads its own part; None: this one has all.
+        folder: folder with these files. device, dtype: of the parameters; float32 if not given, whatever the files'
+        dtype is.
+        group: tensor parallel ranks that share the model; each reads its own part; None: this one has all.
 
     Returns:
-        In training mode. Its head is its own where the files have another than the embedding, whatever the config says.
+        The model, in training mode. It gets a separate head if the files' head differs from the embedding, whatever the
+        config says.
 
     Raises:
-        InputError: no such folder, or files are not there.
+        InputError: no such folder, or missing files.
         WeightsError: damaged, of another kind of model, or tensors that do not fit the config.
         MissingExtraError: safetensors is not installed.
         ValueError: heads or features that the ranks cannot split.
@@ -158,9 +160,9 @@ def empty_gpt(
     dtype: torch.dtype | None = None,
     group: Group = None,
 ) -> Gpt:
-    """A model, or a tensor parallel rank's part, whose parameters have memory and no values yet.
+    """A model, or a tensor parallel rank's part, whose parameters have memory but no values yet.
 
-    Arguments and what is raised are as of `load_gpt`.
+    Arguments and what is raised are as in `load_gpt`.
     """
     model = Gpt(config, group=group, device="meta", dtype=dtype or torch.float32).to_empty(device=device)
     model.tie()
@@ -168,11 +170,11 @@ def empty_gpt(
 
 
 def read_gpt_config(folder: str | Path) -> GptConfig:
-    """The config in a folder as Hugging Face writes it.
+    """The config in a folder in Hugging Face's format.
 
     Raises:
         InputError: there is no config.json.
-        WeightsError: it is damaged, or not that of a model that is known here.
+        WeightsError: it is damaged, or not that of a known model.
     """
     path = Path(folder) / CONFIG
     if not path.is_file():
@@ -184,10 +186,10 @@ def read_gpt_config(folder: str | Path) -> GptConfig:
 
 
 def config_of_files(config: GptConfig, path: str | Path) -> GptConfig:
-    """The config, untied where the files have another head than the embedding, as transformers loads them.
+    """The config, untied if the files have another head than the embedding, as transformers loads them.
 
     Raises:
-        InputError, WeightsError, MissingExtraError: as of `load_gpt`.
+        InputError, WeightsError, MissingExtraError: as in `load_gpt`.
         ValueError: a config that is neither a GPT-2's nor a Llama's.
     """
     if not config.tied:
@@ -201,23 +203,23 @@ def config_of_files(config: GptConfig, path: str | Path) -> GptConfig:
 
 @torch.no_grad()
 def load_gpt_weights(model: Gpt | GptStages, path: str | Path) -> LoadReport:
-    """Copy weights from files into a model, a stage of one, or a rank's part, which read no more than their own.
+    """Copy weights from files into a model, a stage of one, or a rank's part; each reads only its own tensors.
 
-    Nothing is copied unless all keys are there and all tensors of the model fit. Ranks need not call it together.
+    Nothing is copied unless all keys are present and all tensors of the model fit. Ranks need not call it together.
 
     Args:
-        model: on any device, with the config of the weights; also as `parallel_gpt` or `parallel_gpt_stages` makes it.
-        path: a folder as of `load_gpt`, or one .safetensors file.
+        model: on any device, with the config of the weights; also a result of `parallel_gpt` or `parallel_gpt_stages`.
+        path: a folder as in `load_gpt`, or one .safetensors file.
 
     Returns:
-        What went where, of this stage or part. What was left out is among the `unneeded_keys`: causal masks and rotary
-        frequencies of older files, and a head that is the embedding. A warning names masks and frequencies that are not
-        what the config says.
+        The report of loaded keys, for this stage or part. Ignored keys are in `unneeded_keys`: causal masks and rotary
+        frequencies of older files, and a head equal to the embedding. A warning names masks and frequencies that do not
+        follow from the config.
 
     Raises:
-        InputError, MissingExtraError: as of `load_gpt`.
-        WeightsError: as of `load_gpt`; or a head that is not the embedding, and a config that ties them:
-            `config_of_files` gives the one that fits.
+        InputError, MissingExtraError: as in `load_gpt`.
+        WeightsError: as in `load_gpt`; or a head that differs from the embedding, with a config that ties them:
+            `config_of_files` returns the right one.
         ValueError: a config that is neither a GPT-2's nor a Llama's.
     """
     path = Path(path)
@@ -253,12 +255,13 @@ def load_gpt_weights(model: Gpt | GptStages, path: str | Path) -> LoadReport:
 
 
 def _whole_shape(held: Tensor, shard: Shard | None) -> tuple[int, ...]:
-    """Of the tensor of which a rank holds this; its first dimension is not known where all is padding, nor needed."""
+    """The shape of the whole tensor of which a rank holds this part. Its first dimension is unknown, and not needed, if
+    the part is only padding."""
     return shard.pieces[0].box.shape if shard is not None and shard.pieces else tuple(held.shape)
 
 
 def _held(held: Tensor, shard: Shard | None) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-    """What a rank holds of a tensor, in pieces, each with where it begins in the whole one; padding becomes 0."""
+    """A rank's part of a tensor, in pieces, each with its start in the whole tensor; padding becomes 0."""
     if shard is None:
         yield held, (0,) * held.dim()
         return
@@ -269,9 +272,9 @@ def _held(held: Tensor, shard: Shard | None) -> Iterator[tuple[Tensor, tuple[int
 
 
 def _fill(place: Tensor, start: tuple[int, ...], source: Source, given: Mapping[str, str], files: TensorFiles) -> None:
-    """Copies into a tensor what files have from `start` on, of all tensors whose rows it crosses."""
+    """Copies into a tensor the files' rows from `start` on, from all tensors that contain them."""
     columns = None if place.dim() == 1 else (start[1], start[1] + place.shape[1])
-    row = 0  # where the next of theirs begins
+    row = 0  # where the next file tensor begins
     for key, rows in zip(source.keys, source.rows, strict=True):
         first, last = max(start[0], row), min(start[0] + place.shape[0], row + rows)
         if first < last:
@@ -281,20 +284,20 @@ def _fill(place: Tensor, start: tuple[int, ...], source: Source, given: Mapping[
 
 
 def save_gpt(model: Gpt, folder: str | Path, *, file_bytes: int = 5 * 10**9) -> None:
-    """Write a whole model as Hugging Face does: config.json, and one safetensors file or several and an index.
+    """Write a whole model in Hugging Face's format: config.json, and one safetensors file or several and an index.
 
-    The folder appears when all is written. At most one file's tensors are in memory beside the model. Of a model that
-    is split among ranks, as `parallel_gpt` makes it, all tensor parallel ranks of one group call this; the first of
-    them writes, and the others return when the folder is there.
+    The folder appears when everything is written. Besides the model, at most one file's tensors are in memory. For a
+    model split among ranks, as from `parallel_gpt`, all tensor parallel ranks of one group call this; the first of them
+    writes, and the others return when the folder is complete.
 
     Args:
         model: on any device.
-        folder: not there yet, or empty.
-        file_bytes: the most that the tensors of a file take, unless one alone takes more.
+        folder: a new or empty one.
+        file_bytes: the maximum size of a file's tensors, unless one alone is larger.
 
     Raises:
-        InputError: the folder has something in it; on all ranks.
-        WeightsError: the head is not the embedding although the config ties them.
+        InputError: the folder is not empty; on all ranks.
+        WeightsError: the head differs from the embedding although the config ties them.
         ValueError: a stage, or a model that is neither a GPT-2 nor a Llama.
         MissingExtraError: safetensors is not installed.
     """
@@ -318,11 +321,11 @@ def save_gpt(model: Gpt, folder: str | Path, *, file_bytes: int = 5 * 10**9) -> 
         if model.group is not None:
             dist.barrier(model.group)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # which is gone if all went well
+        shutil.rmtree(partial, ignore_errors=True)  # gone if all went well
 
 
 def _on_any_rank(model: Gpt, said: bool) -> bool:
-    """Whether a tensor parallel rank says so: all of them go the same way."""
+    """Whether the condition holds on any tensor parallel rank: all of them continue in the same way."""
     if model.group is None:
         return said
     together = torch.tensor([int(said)], device=next(model.parameters()).device)
@@ -371,7 +374,7 @@ def _write(model: Gpt, folder: Path, file_bytes: int, writes: bool) -> None:
 
 @dataclass(frozen=True)
 class _Joined(Mapping[str, Tensor]):
-    """The whole tensors of a model, of which ranks may hold parts: joined when they are asked for, by all ranks."""
+    """The whole tensors of a model that may be split among ranks: all ranks join them on request."""
 
     model: Gpt
     state: Mapping[str, Tensor]

@@ -1,1 +1,1 @@
-"""Networks of point clouds, by sparse convolutions."""
+"""Networks for point clouds, with sparse convolutions."""

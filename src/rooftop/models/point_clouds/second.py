@@ -1,7 +1,7 @@
 """The backbone of SECOND: from voxels of a LiDAR scan to a map as seen from above.
 
 Yan et al. 2018, "SECOND: Sparsely Embedded Convolutional Detection", section 3.2, with the layers, norms and keys of
-OpenPCDet's `VoxelBackBone8x`, on which most detectors for road scenes stand.
+OpenPCDet's `VoxelBackBone8x`, which most detectors for road scenes use.
 
     backbone = second_backbone()
     bev = backbone(x)  # (B, 256, H / 8, W / 8) of a grid of 41 x H x W
@@ -18,12 +18,13 @@ from rooftop.errors import WeightsError
 from rooftop.launch.symbolic import refuse_proxies
 from rooftop.sparse import SparseConv3d, SparseConvTensor, SparseSequential, SubMConv3d
 
-PREFIX = "backbone_3d."  # of its keys in a detector of OpenPCDet
-CHECKPOINT = "model_state"  # where a checkpoint of OpenPCDet has the state dict
+PREFIX = "backbone_3d."  # prefix of its keys in a detector of OpenPCDet
+CHECKPOINT = "model_state"  # the state dict's key in a checkpoint of OpenPCDet
 
 
 class SecondBackbone(nn.Module):
-    """Four stages of submanifold convolutions, three of them at half of the grid of the one before, then height halved.
+    """Four stages of submanifold convolutions; three of them halve the previous stage's grid; the last convolution
+    halves the height.
 
     Args:
         in_channels: of a voxel.
@@ -47,8 +48,8 @@ class SecondBackbone(nn.Module):
             x: voxels with `in_channels`, on a grid (D, H, W) as large as the kernels need: 25 x 1 x 1 at least.
 
         Returns:
-            (B, 128 d, h, w), the channels of all heights beside each other; d = 2 where D is 41, h and w are H / 8 and
-            W / 8 rounded up. Zero where no voxel reaches.
+            (B, 128 d, h, w), the channels of all heights concatenated; d = 2 if D is 41, h and w are H / 8 and W / 8
+            rounded up. Cells that no voxel reaches are zero.
 
         Raises:
             ValueError: the grid is too small.
@@ -58,8 +59,8 @@ class SecondBackbone(nn.Module):
         return dense.flatten(1, 2)
 
     def stages(self, x: SparseConvTensor) -> tuple[SparseConvTensor, ...]:
-        """What each of the four stages gives, with 16, 32, 64 and 64 channels, and the last convolution, with 128: for
-        detectors that look at voxels again."""
+        """The results of the four stages, with 16, 32, 64 and 64 channels, and of the last convolution, with 128: for
+        detectors that use voxels again."""
         x = self.conv_input(x)
         found = []
         for layer in (self.conv1, self.conv2, self.conv3, self.conv4, self.conv_out):
@@ -72,7 +73,7 @@ class SecondBackbone(nn.Module):
 
 
 def norm(channels: int) -> nn.BatchNorm1d:
-    """With OpenPCDet's epsilon and momentum."""
+    """A batch norm with OpenPCDet's epsilon and momentum."""
     return nn.BatchNorm1d(channels, eps=1e-3, momentum=0.01)
 
 
@@ -92,13 +93,13 @@ def stage(channels: int, out: int, padding: int | Sequence[int], number: int) ->
 
 
 def second_state_dict(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The backbone's tensors in what `torch.load` reads of a detector that OpenPCDet has trained.
+    """The backbone's tensors from a checkpoint that OpenPCDet trained, as `torch.load` returns it.
 
     Args:
         checkpoint: the checkpoint, the detector's state dict, or that of the backbone.
 
     Raises:
-        WeightsError: there is no backbone in it.
+        WeightsError: it contains no backbone.
     """
     tensors = checkpoint.get(CHECKPOINT, checkpoint)
     if any(key.startswith(PREFIX) for key in tensors):
@@ -115,5 +116,5 @@ def second_state_dict(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def second_backbone(in_channels: int = 4) -> SecondBackbone:
-    """The backbone for voxels of `in_channels`: x, y, z and reflectance unless told otherwise."""
+    """The backbone for voxels with `in_channels`, by default x, y, z and reflectance."""
     return SecondBackbone(in_channels)

@@ -1,14 +1,14 @@
 """Networks that label the sites of a point cloud: MinkUNet and a plain U-Net, of sparse convolutions.
 
 Choy et al. 2019, "4D Spatio-Temporal ConvNets: Minkowski Convolutional Neural Networks", is the source of MinkUNet: its
-stages, widths and blocks, with a stem of two 3 x 3 x 3 convolutions for the one of 5 x 5 x 5, as in Tang et al. 2020,
+stages, widths and blocks. The stem has two 3 x 3 x 3 convolutions instead of one of 5 x 5 x 5, as in Tang et al. 2020,
 "Searching Efficient 3D Architectures with Sparse Point-Voxel Convolution". Ronneberger et al. 2015, "U-Net".
 
     model = minkunet18(in_channels=4, num_classes=19)
     logits = model(x).features  # (N, 19), in the rows of x
 
 Convolutions that keep the sites are submanifold ones; those of one level share one rulebook. Each step down halves the
-grid; the step back up is its inverse, which gives the very sites that there were, so skips fit row by row.
+grid. The step back up is its inverse and restores exactly the earlier sites, so skips match row by row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import nn
 from rooftop.launch.symbolic import refuse_proxies
 from rooftop.sparse import SparseConv3d, SparseConvTensor, SparseInverseConv3d, SparseSequential, SubMConv3d
 
-LEVELS = 4  # that a MinkUNet goes down
+LEVELS = 4  # levels that a MinkUNet goes down
 MINK_PLANES = (32, 64, 128, 256, 256, 128, 96, 96)
 PLANES = (32, 64, 128, 256)
 
@@ -31,8 +31,8 @@ class UShape(nn.Module):
     """A stem, stages down, stages up with skips, and logits of each site.
 
     Args:
-        stem, encoder, decoder, head: its parts; each of the decoder's is an `Up`, the last ones of the encoder first.
-        multiple: a grid is made larger to a multiple of it, in each dimension, so that no stage leaves sites out.
+        stem, encoder, decoder, head: its parts; each part of the decoder is an `Up`, in reverse order of the encoder.
+        multiple: a grid is enlarged to a multiple of it, in each dimension, so that no stage drops sites.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class UShape(nn.Module):
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
         """N sites with C channels to the same rows with `num_classes`.
 
-        What is given has all rulebooks: a tensor with its `indice_dict` and the same indices makes none again.
+        The input keeps all rulebooks: a tensor with its `indice_dict` and the same indices builds none again.
 
         Raises:
             TypeError, ValueError: no `SparseConvTensor`, or another number of dimensions or channels.
@@ -132,8 +132,8 @@ class SparseUNet(UShape):
 
 
 class Block(nn.Module):
-    """relu(f(x) + shortcut(x)), f of two convolutions; the shortcut is the identity or,
-    where channels change, a product of matrices."""
+    """relu(f(x) + shortcut(x)), with f of two convolutions; the shortcut is the identity or, if channels change, a
+    matrix product."""
 
     def __init__(self, channels: int, out: int, key: str) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Block(nn.Module):
 
 
 class Up(nn.Module):
-    """Back to the finer sites, their features of before beside the new ones, then blocks."""
+    """Returns to the finer sites, concatenates their earlier features with the new ones, then runs blocks."""
 
     def __init__(self, up: nn.Module, blocks: nn.Module) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def halving(channels: int, out: int, kernel: int, padding: int, key: str) -> Spa
 
 
 def doubling(channels: int, out: int, kernel: int, key: str) -> SparseSequential:
-    """The inverse of the `halving` of that key, norm, ReLU."""
+    """The inverse of the `halving` with that key, norm, ReLU."""
     return SparseSequential(
         SparseInverseConv3d(channels, out, kernel, bias=False, indice_key=key),
         nn.BatchNorm1d(out),
@@ -199,7 +199,7 @@ def doubling(channels: int, out: int, kernel: int, key: str) -> SparseSequential
 
 
 def enlarged(x: SparseConvTensor, multiple: int) -> SparseConvTensor:
-    """The same sites on a grid whose sizes are multiples: a kernel of 2 and stride 2 leaves out the last site of an odd
+    """The same sites on a grid whose sizes are multiples: a kernel of 2 and stride 2 drops the last site of an odd
     size."""
     return on_grid(x, [-(-size // multiple) * multiple for size in x.spatial_shape])
 

@@ -1,1 +1,1 @@
-"""Networks of photographs and videos: ResNets and Swin transformers, and what they say is on them."""
+"""Networks for photographs and videos: ResNets and Swin transformers, and classification with them."""

@@ -1,4 +1,4 @@
-"""What is on photographs: the classes that an image model finds most probable.
+"""Classify photographs: the classes that an image model finds most probable.
 
 model, preprocessing = load_classifier("resnet50")
 for photo in classify(model, ["cat.jpg", "holiday/"], preprocessing=preprocessing):
@@ -22,12 +22,13 @@ from rooftop.errors import InputError, ModelRunError
 from rooftop.media.ahead import usual_threads
 from rooftop.models.images import IMAGENET, Preprocessing, check_images, find_images, prepared, preprocess
 from rooftop.models.registry import model_entry
-from rooftop.models.weights.files import HEADS, load_into, preprocessing_of, read_weights, weights_file
+from rooftop.models.weights.files import HEADS, load_into, options_of, preprocessing_of, read_weights, weights_file
+from rooftop.models.weights.trained_files import trained_file
 
 
 @dataclass(frozen=True)
 class Guess:
-    """A class, its name (None where names are not known) and its probability, 0..1."""
+    """A class, its name (None if names are unknown) and its probability, 0..1."""
 
     index: int
     name: str | None
@@ -50,20 +51,24 @@ def imagenet_classes() -> tuple[str, ...]:
 
 
 def load_classifier(name: str, weights: str | Path = "DEFAULT") -> tuple[nn.Module, Preprocessing]:
-    """A built-in model with weights, ready for inference, and the preprocessing that belongs to them.
+    """A built-in model with weights, ready for inference, and its preprocessing.
 
-    The number of classes is that of the weights.
+    The number of classes is that of the weights. A file that `rooftop train` wrote also says the builder's options.
 
     Raises:
         TargetError: no such model.
-        InputError: `weights` is neither a name nor a file.
+        InputError: `weights` is neither a name nor a file, or a file that `rooftop train` wrote of another model.
         WeightsError: the file cannot be fetched, is damaged, or belongs to another model.
     """
     entry = model_entry(name)
     path = weights_file(name, weights)
+    trained = trained_file(path)
+    if trained is not None and trained.model != name:
+        raise InputError(f"{path} has weights of {trained.model}, got the model {name}: name {trained.model}")
     tensors = read_weights(path)
     head = next((tensors[key] for key in HEADS if key in tensors), None)
-    model = entry.build(num_classes=1000 if head is None or head.dim() != 1 else len(head))
+    options = options_of(name, weights) | {"num_classes": 1000 if head is None or head.dim() != 1 else len(head)}
+    model = entry.build(**options)
     load_into(model, tensors, path)
     return model.eval(), preprocessing_of(name, weights)
 
@@ -82,17 +87,17 @@ def classify(
     """Classify photographs and folders of photographs, in the order of `find_images`.
 
     Args:
-        model: (B, 3, crop, crop) -> logits (B, classes); runs where and in the dtype in which its parameters are.
-        classes: names in the order of the logits. None: ImageNet's where there are 1000 logits, else none.
-        top: how many classes to give for each photograph, at most.
+        model: (B, 3, crop, crop) -> logits (B, classes); runs on the device and in the dtype of its parameters.
+        classes: names in the order of the logits. None: ImageNet's if there are 1000 logits, else none.
+        top: the maximum number of classes for each photograph.
         on_error: "raise"; or "skip" photographs that cannot be read, with a warning for each.
-        progress: called with (what is being done, fraction done) after each batch.
+        progress: called with (the current activity, fraction done) after each batch.
 
     Raises:
         ValueError: `top` or `batch_size` below 1.
-        InputError: a path that does not exist or, unless such are skipped, is no image; or names of another number than
-            the logits.
-        ModelRunError: not enough memory for a batch, an output that is no logits, or logits that are not finite.
+        InputError: a path does not exist, a file is not an image (unless such files are skipped), or the number of
+            names differs from the number of logits.
+        ModelRunError: not enough memory for a batch, an output without logits, or logits that are not finite.
     """
     if top < 1 or batch_size < 1:
         raise ValueError(f"expected top and batch_size of at least 1, got {top} and {batch_size}")
@@ -118,15 +123,14 @@ def classify(
 def guessed(
     model: nn.Module, images: Tensor, called: Sequence[object], classes: Sequence[str] | None, top: int, what: str
 ) -> list[tuple[Guess, ...]]:
-    """Of each of the images (B, 3, H, W), prepared as the model expects them, its most probable classes.
+    """The most probable classes of each of the images (B, 3, H, W), prepared as the model expects them.
 
     Args:
-        called: what errors call each of them.
-        classes, top: as of `classify`.
-        what: they are, in the plural.
+        called: name of each image for error messages. classes, top: as in `classify`.
+        what: what the images are, in the plural.
 
     Raises:
-        InputError, ModelRunError: as of `classify`.
+        InputError, ModelRunError: as in `classify`.
     """
     logits = _logits(model, images, what)  # (B, classes)
     if not (finite := logits.isfinite().all(1)).all():

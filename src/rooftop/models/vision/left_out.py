@@ -1,4 +1,4 @@
-"""Tensors that files hold although a model computes them: compared with these before they are left out."""
+"""Tensors in files that a model computes itself: they are compared with these before they are ignored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rooftop.models.vision.swin import Size, SwinBlock, relative_positions
 
 
 def differing_keys(model: nn.Module, left_out: Mapping[str, tuple[str, Tensor]]) -> list[str]:
-    """The keys of a file that are left out although their tensors are not what the model computes.
+    """The ignored keys of a file whose tensors differ from the model's own.
 
     Args:
         model: also on the meta device.
@@ -23,7 +23,7 @@ def differing_keys(model: nn.Module, left_out: Mapping[str, tuple[str, Tensor]])
 
 def _follows(model: nn.Module, ours: str, given: Tensor) -> bool:
     owner, _, name = ours.rpartition(".")
-    if name == "num_batches_tracked":  # has no part in the results
+    if name == "num_batches_tracked":  # does not affect the results
         return True
     try:
         module = model.get_submodule(owner)
@@ -38,8 +38,8 @@ def _follows(model: nn.Module, ours: str, given: Tensor) -> bool:
 
 
 def _hides_across_edges(mask: Tensor, window: Size) -> bool:
-    """Whether a mask (windows, N, N) is that of a square map shifted by half a window: 0 where a pair is seen, else
-    less. Which size of photographs it is of does not matter: ours is made for each."""
+    """Whether a mask (windows, N, N) belongs to a square map shifted by half a window: 0 for a visible pair, else less.
+    The photograph size for which it was made does not matter: our mask is computed for each."""
     high, wide = window
     rows = math.isqrt(len(mask)) if mask.dim() == 3 else 0
     if mask.shape != (rows * rows, high * wide, high * wide):
@@ -51,7 +51,7 @@ def _hides_across_edges(mask: Tensor, window: Size) -> bool:
 
 
 def _regions(length: int, window: int) -> Tensor:
-    """Of each position on an axis that was shifted by half a window: 0 before the last window, 1 in it, and 2 for those
-    that came from the other end."""
+    """The region of each position on an axis shifted by half a window: 0 before the last window, 1 in it, and 2 for
+    positions that wrapped around."""
     place = torch.arange(length)
     return (place >= length - window).long() + (place >= length - window // 2).long()

@@ -1,6 +1,6 @@
 """ResNet, ResNeXt and Wide ResNet, with torchvision's keys.
 
-He et al. 2015, "Deep Residual Learning for Image Recognition"; the stride of a bottleneck sits in its 3x3 convolution
+He et al. 2015, "Deep Residual Learning for Image Recognition"; the stride of a bottleneck is in its 3x3 convolution
 ("v1.5", Goyal et al. 2017). Xie et al. 2016 add groups (ResNeXt); Zagoruyko and Komodakis 2016 widen the 3x3.
 
 A block computes relu(f(x) + shortcut(x)); the shortcut is the identity unless shape or stride changes.
@@ -39,11 +39,11 @@ def conv1x1(channels: int, out: int, stride: int = 1) -> nn.Conv2d:
 
 @dataclass(frozen=True)
 class Variant:
-    """What all blocks of one network share.
+    """Settings that all blocks of one network share.
 
     Attributes:
         groups, base_width: of the bottleneck's 3x3 (ResNeXt, Wide ResNet).
-        norm: makes a norm from a number of channels.
+        norm: creates a norm from a number of channels.
     """
 
     groups: int = 1
@@ -153,6 +153,8 @@ class ResNet(nn.Module):
         groups, width_per_group: of the bottleneck's 3x3 (ResNeXt, Wide ResNet).
         replace_stride_with_dilation: for stages 2 to 4, keep the resolution and dilate instead.
         norm_layer: makes a norm from a number of channels.
+        small_images: a 3x3 stem that keeps the size, for images of some 64 pixels or less.
+        channels: of the stem, and planes of the first stage; each later stage has twice those of the one before it.
 
     Raises:
         ValueError: `layers` or `replace_stride_with_dilation` of another length.
@@ -168,6 +170,8 @@ class ResNet(nn.Module):
         width_per_group: int = 64,
         replace_stride_with_dilation: Sequence[bool] | None = None,
         norm_layer: Norm | None = None,
+        small_images: bool = False,
+        channels: int = 64,
     ) -> None:
         super().__init__()
         replace = replace_stride_with_dilation
@@ -178,13 +182,17 @@ class ResNet(nn.Module):
                 f"got {list(layers)} and {replace!r}"
             )
         variant = Variant(groups, width_per_group, norm_layer or nn.BatchNorm2d)
-        self.conv1 = nn.Conv2d(3, 64, kernel_size=7, stride=2, padding=3, bias=False)
-        self.bn1 = variant.norm(64)
+        self.conv1 = (
+            conv3x3(3, channels) if small_images else nn.Conv2d(3, channels, 7, stride=2, padding=3, bias=False)
+        )
+        self.bn1 = variant.norm(channels)
         self.relu = nn.ReLU(inplace=True)
-        self.maxpool = nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
-        stages, channels, dilation = [], 64, 1
-        for planes, blocks, stride, dilated in zip((64, 128, 256, 512), layers, (1, 2, 2, 2), dilate, strict=True):
-            first_dilation = dilation  # the first block changes stride and width, and dilates like the stage before
+        self.maxpool = nn.Identity() if small_images else nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
+        stages, widths, dilation = [], [channels << place for place in range(4)], 1
+        for planes, blocks, stride, dilated in zip(widths, layers, (1, 2, 2, 2), dilate, strict=True):
+            first_dilation = (
+                dilation  # the first block changes stride and width, and has the dilation of the previous stage
+            )
             if dilated:
                 dilation, stride = dilation * stride, 1
             stage = [block(channels, planes, stride, first_dilation, variant)]

@@ -3,9 +3,9 @@
 Liu et al. 2021, "Swin Transformer: Hierarchical Vision Transformer using Shifted Windows"; Liu et al. 2022, "Swin
 Transformer V2: Scaling Up Capacity and Resolution".
 
-A block attends within windows of a map, every second one within windows that are shifted by half their size, so that
-neighbours meet; between stages, 2x2 positions become one of twice the width. Images of any size: maps are padded to
-whole windows, and where one window covers a map nothing is shifted.
+A block attends within windows of a map. Every second one attends within windows that are shifted by half their size, so
+that neighbours meet. Between stages, 2x2 positions become one of twice the width. Images can have any size: maps are
+padded to whole windows, and a map that one window covers is not shifted.
 
     model = swin_t(weights="IMAGENET1K_V1").eval()
 
@@ -49,18 +49,18 @@ class Permute(nn.Module):
 
 
 class GlobalAverage(nn.AdaptiveAvgPool2d):
-    """(B, C, H, W) -> (B, C, 1, 1): the same mean. Of channels last torch's gives it other strides, for which ONNX has
-    no operator."""
+    """(B, C, H, W) -> (B, C, 1, 1): the same mean. For channels last, torch's pooling gives other strides, for which
+    ONNX has no operator."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean((2, 3), keepdim=True)
 
 
 class StochasticDepth(nn.Module):
-    """While training, zero for an image with probability p, and else divided by 1 - p (Huang et al. 2016).
+    """While training, an image is set to zero with probability p, and otherwise divided by 1 - p (Huang et al. 2016).
 
     Raises:
-        ValueError: p is no probability.
+        ValueError: p is not a probability.
     """
 
     def __init__(self, p: float) -> None:
@@ -78,7 +78,9 @@ class StochasticDepth(nn.Module):
 
 @recorded_whole
 def stochastic_depth(x: Tensor, p: float, training: bool) -> Tensor:
-    """As the module says. torch.fx records it in both modes, so that nodes have the same names in both."""
+    """Stochastic depth as in the module. torch.fx records it in both modes, so that nodes have the same names in
+    both.
+    """
     if not training or p == 0:
         return x
     kept = x.new_empty((x.shape[0],) + (1,) * (x.dim() - 1)).bernoulli_(1 - p)
@@ -95,7 +97,7 @@ class PatchMerging(nn.Module):
 
     @staticmethod
     def normalized(channels: int) -> int:
-        """How wide the norm is."""
+        """The width of the norm."""
         return 4 * channels
 
     def forward(self, x: Tensor) -> Tensor:
@@ -115,7 +117,7 @@ class PatchMergingV2(PatchMerging):
 
 @recorded_whole
 def gathered(x: Tensor) -> Tensor:
-    """Of each 2x2 positions, by column and then by row, all channels: (B, H, W, C) -> (B, H / 2, W / 2, 4 C)."""
+    """All channels of each 2x2 positions, by column and then by row: (B, H, W, C) -> (B, H / 2, W / 2, 4 C)."""
     batch, height, width, channels = x.shape
     down, across = (height + 1) // 2, (width + 1) // 2
     traced = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None  # for sizes of any kind
@@ -128,19 +130,19 @@ def gathered(x: Tensor) -> Tensor:
 class ShiftedWindowAttention(nn.Module):
     """(B, H, W, C) -> (B, H, W, C): linear layers around `rooftop.kernels.window_attention`.
 
-    The bias of a pair of positions depends on how far they are apart: a table has a row for each of the
-    (2 h - 1)(2 w - 1) offsets, `relative_position_index` (N * N,) says which row is whose.
+    The bias of a pair of positions depends on their offset: a table has a row for each of the (2 h - 1)(2 w - 1)
+    offsets, and `relative_position_index` (N * N,) gives each pair's row.
 
     Args:
         channels: C.
         window, shift: (h, w) in positions.
-        heads: which share C evenly.
-        dropout: probability, of the result.
-        attention_dropout: probability, of the weights of attention while training, which is then not the kernel but
-            plain PyTorch.
+        heads: the number of heads, which divides C.
+        dropout: probability for the result.
+        attention_dropout: probability for the weights of attention while training, which plain PyTorch then computes
+            instead of the kernel.
 
     Raises:
-        ValueError: channels that heads do not divide, or an attention_dropout that is no probability.
+        ValueError: channels that heads do not divide, or an attention_dropout that is not a probability.
     """
 
     relative_position_index: Tensor
@@ -182,7 +184,9 @@ class ShiftedWindowAttention(nn.Module):
         return table[self.relative_position_index].view(positions, positions, -1).permute(2, 0, 1).contiguous()
 
     def attend(self, x: Tensor) -> Tensor:
-        """Without the last linear layer. Where a map is padded, queries, keys and values are the first one's bias."""
+        """The attention without the last linear layer. In a map's padding, queries, keys and values are the first
+        layer's bias.
+        """
         return self._attention(self.qkv(x), padding=self.qkv.bias)
 
     def _attention(self, qkv: Tensor, **options: Any) -> Tensor:
@@ -196,7 +200,9 @@ class ShiftedWindowAttention(nn.Module):
 
 
 class ShiftedWindowAttentionV2(ShiftedWindowAttention):
-    """Cosine attention with a learned scale of each head, and a bias that a small network makes of log offsets."""
+    """Cosine attention with a learned scale for each head, and a bias that a small network computes from log
+    offsets.
+    """
 
     relative_coords_table: Tensor
 
@@ -244,7 +250,7 @@ def relative_positions(window: Size) -> Tensor:
 
 
 def log_offsets(window: Size) -> Tensor:
-    """(1, 2 h - 1, 2 w - 1, 2): offsets in a window, stretched to -8..8, on a logarithmic scale to -1..1 or so."""
+    """(1, 2 h - 1, 2 w - 1, 2): offsets in a window, stretched to -8..8, on a logarithmic scale to about -1..1."""
     axes = [torch.arange(-(size - 1), size, dtype=torch.float32) / max(1, size - 1) for size in window]
     offsets = 8 * torch.stack(torch.meshgrid(*axes, indexing="ij"), -1)[None]
     return torch.sign(offsets) * torch.log2(torch.abs(offsets) + 1.0) / 3.0
@@ -254,12 +260,11 @@ class SwinBlock(nn.Module):
     """x + attention(norm(x)), then the same with two linear layers: (B, H, W, C) -> (B, H, W, C).
 
     Args:
-        channels: C.
-        heads, window, shift: of the attention.
+        channels: C. heads, window, shift: settings of the attention.
         mlp_ratio: how much wider the hidden layer is.
         dropout: probability, after each part.
-        stochastic_depth_prob: probability that a part is left out for an image.
-        norm: makes a norm from a number of channels.
+        stochastic_depth_prob: probability that a part is skipped for an image.
+        norm: creates a norm from a number of channels.
         attention_dropout: of the attention.
     """
 
@@ -284,7 +289,9 @@ class SwinBlock(nn.Module):
         self.norm2 = norm(channels)
         hidden = int(channels * mlp_ratio)
         first = LinearAct(channels, hidden, activation="gelu")
-        gelu = nn.Identity()  # which the first layer computes: the names of the others are the origin's
+        gelu = (
+            nn.Identity()
+        )  # the first layer computes the activation: the names of the others match the original model
         self.mlp = nn.Sequential(first, gelu, nn.Dropout(dropout), nn.Linear(hidden, channels), nn.Dropout(dropout))
         for layer in self.mlp:
             if isinstance(layer, nn.Linear):
@@ -292,7 +299,7 @@ class SwinBlock(nn.Module):
                 nn.init.normal_(layer.bias, std=1e-6)
 
     def forward(self, x: Tensor, branch: Tensor | None = None, summed: bool = True) -> Tensor | tuple[Tensor, Tensor]:
-        """Of x, or of x + branch; gives the result, or if not `summed` the two of which it is the sum."""
+        """Runs on x, or on x + branch. Returns the result, or if not `summed`, the two terms of the sum."""
         y, x = (self.norm1(x), x) if branch is None else norm_of_sum(self.norm1, branch, x)
         y, x = norm_of_sum(self.norm2, self.stochastic_depth(self.attn(y)), x)
         branch = self.stochastic_depth(self.mlp(y))
@@ -311,7 +318,7 @@ class SwinBlockV2(SwinBlock):
 
 class Stage(nn.Sequential):
     """Blocks one after another. The last sum of a `SwinBlock` and the first norm of the next one are one kernel, unless
-    someone watches the blocks or has put others there, or torch.fx traces them."""
+    hooks watch the blocks, the blocks were replaced, or torch.fx traces them."""
 
     def forward(self, x: Tensor) -> Tensor:
         watched = proxy_in((x,)) is not None or not all(is_plain(block, SwinBlock) for block in self)
@@ -327,24 +334,24 @@ class SwinTransformer(nn.Module):
     """Patches, stages of blocks with mergings between, global average, linear head: (B, 3, H, W) -> (B, num_classes).
 
     Args:
-        patch_size: (h, w) of a patch in pixels; pixels beyond whole patches are not seen.
+        patch_size: (h, w) of a patch in pixels; pixels beyond whole patches are ignored.
         embed_dim: channels of the first stage.
         depths: blocks of each stage.
         num_heads: heads in each stage.
         window_size: (h, w) of a window in positions.
         mlp_ratio: how much wider the hidden layer of a block is.
         dropout: probability, after attention and linear layers.
-        attention_dropout: probability, of the weights of attention while training, in plain PyTorch (much slower). No
+        attention_dropout: probability for the weights of attention while training, in plain PyTorch (much slower). No
             published model has it.
-        stochastic_depth_prob: of the last block; the first has 0, those between lie on a line.
+        stochastic_depth_prob: probability of the last block; the first has 0, the others are interpolated linearly.
         num_classes: width of the head.
-        norm_layer: makes a norm from a number of channels; LayerNorm with eps 1e-5 if not given.
+        norm_layer: creates a norm from a number of channels; LayerNorm with eps 1e-5 if not given.
         block: SwinBlock or SwinBlockV2.
         downsample_layer: PatchMerging or PatchMergingV2.
 
     Raises:
-        ValueError: `depths` and `num_heads` of different lengths, sizes that are not two, heads that do not divide the
-            channels, or no probability.
+        ValueError: `depths` and `num_heads` of different lengths, sizes that are no pairs, heads that do not divide the
+            channels, or an invalid probability.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What is in a video: the classes that an image model finds most probable, second by second.
+"""Classify a video: the classes that an image model finds most probable, second by second.
 
     model, preprocessing = load_classifier("resnet50")
     frames = SampledVideo("walk.mp4", preprocessing, every=0.5)
@@ -6,8 +6,8 @@
         print(frame.time, frame.guesses[0].name, frame.guesses[0].probability)
 
 Frames are prepared as photographs are: the shorter side resized, the centre cropped, normalized. On a GPU whose NVDEC
-decodes the video all of it happens there, and what comes to the host are the logits. Numbers differ by the rounding of
-8-bit pixels from those of the same frame as a photograph, which Pillow rounds after the resize.
+decodes the video all of it happens there, and only the logits come to the host. Numbers differ by the rounding of 8-bit
+pixels from those of the same frame as a photograph, which Pillow rounds after the resize.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from rooftop.media import DamagedVideoError, VideoReader
 from rooftop.models.images import IMAGENET, Preprocessing
 from rooftop.models.vision.classification import Guess, guessed
 
-SLACK_S = 0.0005  # as VideoReader.frames_at: 2 / 30 is frame 2 also where the file says 0.067 s
+SLACK_S = 0.0005  # as VideoReader.frames_at: 2 / 30 is frame 2 even if the file says 0.067 s
 MODES = {Image.Resampling.BILINEAR: "bilinear", Image.Resampling.BICUBIC: "bicubic"}  # of torch, as Pillow's
 
 
 @dataclass(frozen=True)
 class ClassifiedFrame:
-    """A frame of a video, when it is shown in seconds, and its classes, most probable first."""
+    """A frame of a video, its time in seconds, and its classes, most probable first."""
 
     position: int
     time: float
@@ -42,21 +42,21 @@ class ClassifiedFrame:
 
 
 class SampledVideo:
-    """Frames of a video, some seconds apart, as the input of a model; each of them once.
+    """Frames of a video, at intervals of some seconds, as a model's input; each frame once.
 
     Args:
         path_or_bytes: a file, or the content of one.
-        preprocessing: as of photographs.
-        every: seconds from one to the next, from the first frame on: the frames shown at these times.
-        device: where frames are decoded and prepared, as of `VideoReader`: "cpu", "cuda", "cuda:1" or "auto".
+        preprocessing: as for photographs.
+        every: seconds from one frame to the next, from the first frame on: the frames shown at these times.
+        device: where frames are decoded and prepared, as in `VideoReader`: "cpu", "cuda", "cuda:1" or "auto".
 
     Attributes:
-        device, fallback_reason: as of `VideoReader`.
-        positions, times: of the frames, in the video; seconds.
+        device, fallback_reason: as in `VideoReader`.
+        positions, times: indices of the frames in the video, and their seconds.
 
     Raises:
-        InputError: no video, or `every` that is no number above 0.
-        DamagedVideoError, NoVideoDecoderError, MissingExtraError: as of `VideoReader`.
+        InputError: no video, or `every` that is not a number above 0.
+        DamagedVideoError, NoVideoDecoderError, MissingExtraError: as in `VideoReader`.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class SampledVideo:
         *,
         every: float = 1.0,
     ) -> SampledVideo:
-        """Decoded by NVDEC of the GPU on which the model is, where it can be had and pays; else on the CPU."""
+        """Decoded by NVDEC on the model's GPU, if available and faster; else on the CPU."""
         where = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         on_gpu = where.type == "cuda"
         with torch.cuda.device(where) if on_gpu else nullcontext():
@@ -111,8 +111,8 @@ class SampledVideo:
         """(B, 3, crop, crop) float32 on `device`, B at most `batch_size`.
 
         Raises:
-            DamagedVideoError: at the first frame that cannot be decoded, or where the file ends too early; after all
-                frames before it.
+            DamagedVideoError: at the first frame that cannot be decoded, or if the file ends too early; after all
+                earlier frames.
         """
         held: list[Tensor] = []
         try:
@@ -140,7 +140,7 @@ class SampledVideo:
         raise DamagedVideoError(f"{self._reader.source.name} is damaged: {damage}{until}", last)
 
     def _prepared(self, frame: Tensor) -> Tensor:
-        """(3, H, W) as the reader gives it -> (3, crop, crop)."""
+        """(3, H, W) as the reader returns it -> (3, crop, crop)."""
         how = self.preprocessing
         if self._reader.resize is None:
             mode = MODES[how.interpolation]
@@ -160,12 +160,12 @@ class SampledVideo:
 
 
 def _sampled(times: Tensor, durations: Tensor, every: float) -> list[int]:
-    """Positions of the frames shown at the first one's time and every so many seconds later, each once."""
+    """Indices of the frames shown at the first frame's time and at intervals of `every` seconds, each once."""
     if not len(times):
         return []
-    every = max(every, SLACK_S)  # all frames: no two are so near
-    since = times - times[0] - SLACK_S  # (N,) float64: from when on a time counts as this frame's
-    asked = (since / every).ceil() * every  # the first time asked for from there on
+    every = max(every, SLACK_S)  # all frames: no two are closer
+    since = times - times[0] - SLACK_S  # (N,) float64: the time from which this frame counts as shown
+    asked = (since / every).ceil() * every  # the first requested time from there on
     chosen: list[int] = (asked < since + durations).nonzero().flatten().tolist()
     return chosen
 
@@ -182,17 +182,17 @@ def classify_video(
     """The classes of a video's frames, one after another.
 
     Args:
-        model, classes, top: as of `rooftop.models.classify`.
-        video: a path or bytes, of which there is a frame every second, prepared for ImageNet where the model is; or
-            frames chosen and prepared otherwise.
-        batch_size: frames at once, at most.
-        progress: called with (what is being done, fraction done) after each batch.
+        model, classes, top: as in `rooftop.models.classify`.
+        video: a path or bytes, from which a frame every second is taken, prepared for ImageNet on the model's device;
+            or frames chosen and prepared otherwise.
+        batch_size: maximum number of frames at once.
+        progress: called with (the current activity, fraction done) after each batch.
 
     Raises:
         ValueError: `top` or `batch_size` below 1.
-        InputError: no video, or names of another number than the logits.
+        InputError: no video, or a number of names that differs from the number of logits.
         DamagedVideoError: after the frames before the damage.
-        ModelRunError: as of `classify`.
+        ModelRunError: as in `classify`.
     """
     if top < 1 or batch_size < 1:
         raise ValueError(f"expected top and batch_size of at least 1, got {top} and {batch_size}")

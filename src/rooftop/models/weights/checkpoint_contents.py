@@ -1,4 +1,4 @@
-"""Which of the tensors in a checkpoint are a model's weights: under which key, averaged or not, behind which prefixes.
+"""Find a model's weights in a checkpoint: under which key, averaged or not, with which prefixes.
 
     found = weights_in(torch.load("checkpoint.pth"))
     found.tensors          # by the model's keys
@@ -15,8 +15,8 @@
 | callbacks of Lightning | `state_dict`, and under `callbacks` the averages of one of them | the averaged ones |
 | ema_pytorch | `online_model.` and `ema_model.` under one key | the averaged ones |
 
-What `DataParallel`, `torch.compile`, FSDP and activation checkpointing put before keys, or within, is taken off in any
-order. Several models in one file are refused with their names, of which `part` chooses one.
+Prefixes and infixes that `DataParallel`, `torch.compile`, FSDP and activation checkpointing add to keys are removed in
+any order. A file with several models is an error, which names them: choose one with `part`.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from typing import Any
 from torch import Tensor
 
 from rooftop.errors import WeightsError
-from rooftop.models.weights.dialects import DETR, NEXT_FRAME, RESNET, SWIN
+from rooftop.models.weights.dialects import DETR, HYBRID, NEXT_FRAME, RESNET, SWIN
 
 PLAIN = ("state_dict", "model", "model_state_dict", "module", "net", "network", "current_model_state")
 """Keys under which scripts save the state dict of a model."""
 
 AVERAGED = re.compile(r"(^|[_./])(ema|swa|averaged?|avg|polyak|shadow)([_./]|$)", re.IGNORECASE)
-"""Names of averaged weights: by exponential moving averages (EMA) or stochastic weight averaging (SWA)."""
+"""Names for averaged weights: by exponential moving averages (EMA) or stochastic weight averaging (SWA)."""
 
 ONLINE = "online_model."
-"""What ema_pytorch puts before the weights that are trained, beside those that it averages."""
+"""ema_pytorch's prefix for the trained weights, besides the averaged ones."""
 
 COUNT = "n_averaged"
-"""Where `AveragedModel` counts what it has averaged."""
+"""The key under which `AveragedModel` counts averaged models."""
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What DataParallel, `torch.compile`, FSDP and activation checkpointing put into the keys of a model."""
+"""The infixes of DataParallel, `torch.compile`, FSDP and activation checkpointing in the keys of a model."""
 
 SIGNS = (
-    *(dialect.sign for dialect in (*RESNET, *SWIN, *DETR, *NEXT_FRAME)),
+    *(dialect.sign for dialect in (*RESNET, *SWIN, *HYBRID, *DETR, *NEXT_FRAME)),
     "embedding.tokens.weight", "transformer.wte.weight", "wte.weight", "model.embed_tokens.weight",
     "embed_tokens.weight",
 )  # fmt: skip
@@ -56,13 +56,13 @@ SIGNS = (
 
 @dataclass(frozen=True)
 class Contents:
-    """The weights of a model that a file holds.
+    """The weights of a model in a file.
 
     Attributes:
         tensors: by the model's keys.
         taken: which of the file's tensors these are, and whether they are averaged, in words.
         averaged: whether they are averages of the weights of several steps.
-        others: names of other weights in the file, which `part` would take.
+        others: names of other weights in the file, as values for `part`.
     """
 
     tensors: dict[str, Tensor]
@@ -73,22 +73,22 @@ class Contents:
 
 @dataclass(frozen=True)
 class _Candidate:
-    name: str  # where it is in the file: keys that lead to it, and the prefix of its own
+    name: str  # its position in the file: the keys that lead to it, and its own prefix
     tensors: dict[str, Tensor]
     averaged: bool
 
 
 def weights_in(content: Any, part: str | None = None) -> Contents:
-    """The weights of one model in what a file holds.
+    """The weights of one model in a file's contents.
 
-    Of weights and their averages, the averages are taken: those are what training is evaluated by.
+    If a file has weights and their averages, the averages are used: training evaluates with those.
 
     Args:
-        content: what `torch.load` gave.
+        content: the result of `torch.load`.
         part: a name of `Contents.others`, or of the choices of an error; None: the only one, or the averaged one.
 
     Raises:
-        WeightsError: no weights, several models, several averages, no such part, or two tensors of one key.
+        WeightsError: no weights, several models, several averages, no such part, or two tensors for one key.
     """
     candidates = [each for found in _state_dicts(content) for each in _models_in(found)]
     if not candidates:
@@ -132,7 +132,7 @@ def _named(content: Any) -> str:
 
 
 def _state_dicts(content: Any, path: tuple[str, ...] = ()) -> Iterator[_Candidate]:
-    """The state dicts in what a file holds, each by the keys that lead to it."""
+    """The state dicts in a file's contents, each by the keys that lead to it."""
     if not isinstance(content, Mapping) or len(path) > 3:
         return
     if all(isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items()):
@@ -155,7 +155,7 @@ def _state_dicts(content: Any, path: tuple[str, ...] = ()) -> Iterator[_Candidat
 
 
 def _nameless_averages(content: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Where averages are a list, in the order of a model's parameters, as torch_ema saves them."""
+    """Whether averages are a list, in the order of a model's parameters, as torch_ema saves them."""
     if not isinstance(content, Mapping) or len(path) > 3:
         return
     for key, value in content.items():
@@ -171,7 +171,7 @@ def _nameless_averages(content: Any, path: tuple[str, ...] = ()) -> Iterator[str
 
 
 def _models_in(found: _Candidate) -> Iterator[_Candidate]:
-    """The models whose tensors a state dict has, each by the keys of its own."""
+    """The models whose tensors a state dict has, each by its own keys."""
     tensors = _unwrapped(found.tensors)
     prefixes = _prefixes(tensors)
     averaged = found.averaged or COUNT in tensors
@@ -181,10 +181,12 @@ def _models_in(found: _Candidate) -> Iterator[_Candidate]:
         return
     for prefix in prefixes:
         own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        if len(prefixes) == 1:  # what else is there belongs to no other model, and is not to be lost
+        if len(prefixes) == 1:  # the remaining keys belong to no other model, and must not be lost
             others = {key: value for key, value in tensors.items() if not key.startswith(prefix)}
             own |= {key: value for key, value in others.items() if key not in own}
-        around = [key for key in counts if prefix.startswith(key.removesuffix(COUNT))]  # of an average of this model
+        around = [
+            key for key in counts if prefix.startswith(key.removesuffix(COUNT))
+        ]  # belong to an average of this model
         if around:
             own = {key: value for key, value in own.items() if key not in around} | {COUNT: tensors[around[-1]]}
         mine = COUNT in own or AVERAGED.search(prefix) is not None or (averaged and not prefix.endswith(ONLINE))
@@ -192,10 +194,10 @@ def _models_in(found: _Candidate) -> Iterator[_Candidate]:
 
 
 def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without what wrappers have put into their keys.
+    """The tensors without the parts that wrappers have added to their keys.
 
     Raises:
-        WeightsError: two tensors have then one key.
+        WeightsError: two tensors then have the same key.
     """
     keys = {key: key for key in tensors}
     while rest := [key for key in keys.values() if key != COUNT]:
@@ -208,13 +210,13 @@ def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         first, *inner = now.split(".")
         name = ".".join([first, *(each for each in inner[:-1] if f"{each}." not in WRAPPERS), *inner[-1:]])
         if name in found and name.rpartition(".")[2] != COUNT:  # averages of averages have two counts
-            raise WeightsError(f"has {found[name]} and {key}, which are both {name}: save the one that is meant alone")
+            raise WeightsError(f"has {found[name]} and {key}, which both mean {name}: save only one of them")
         found.setdefault(name, key)
     return {name: tensors[key] for name, key in found.items()}
 
 
 def _prefixes(tensors: Mapping[str, Tensor]) -> list[str]:
-    """What stands before the keys of each model: the shortest that come before one of the signs."""
+    """The prefix of each model's keys: the shortest ones before one of the signs."""
     ends = [key.removesuffix(sign) for sign in SIGNS for key in tensors if key == sign or key.endswith(f".{sign}")]
     shortest: list[str] = []
     for prefix in sorted(set(ends), key=lambda each: (len(each), each)):

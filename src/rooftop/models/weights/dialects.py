@@ -1,8 +1,8 @@
-"""What other libraries call the weights of a model, and how their tensors become ours.
+"""Other libraries' names for a model's weights, and the conversion of their tensors to ours.
 
-A dialect is recognized by one key, its sign, that no other dialect of the same family of models has. Its renames turn
-each key of the file into one of ours. Where we pack what the file keeps apart, a renamed key ends with the part that it
-is, `in_proj_weight[q]`; parts are joined in the order q, k, v.
+A dialect is recognized by one key, its sign, which no other dialect of the same family has. Its renames turn each key
+of the file into one of ours. If we pack tensors that the file stores separately, a renamed key ends with its part,
+`in_proj_weight[q]`; parts are joined in the order q, k, v.
 
 Sources of the names: torchvision 0.28, timm 1.0 (`swin_transformer.py`, `swin_transformer_v2.py`), transformers 4 and 5
 (`modeling_detr.py`, `modeling_resnet.py`), facebookresearch/detr, MMDetection 2 (`detr_head.py`) and 3 (`detr.py`,
@@ -21,22 +21,22 @@ from torch import Tensor
 from rooftop.errors import WeightsError
 
 Rename = tuple[str, str | Callable[[re.Match[str]], str]]
-"""A pattern, and what replaces it wherever it is found, as for `re.sub`."""
+"""A pattern and its replacement, as for `re.sub`."""
 
 PARTS = "qkv"
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """The keys of one origin.
+    """The keys of one library.
 
     Attributes:
-        origin: who names them so.
+        origin: the library.
         sign: the key by which the dialect is recognized.
         renames: to our keys; applied one after another.
-        unneeded: a pattern of keys whose tensors follow from the model, or have no part in its results; None: there are
+        unneeded: a pattern of keys whose tensors follow from the model, or do not affect its results; None: there are
             none.
-        zero_parts: parts that this origin leaves out because they are zero.
+        zero_parts: parts that this library omits because they are zero.
     """
 
     origin: str
@@ -51,10 +51,10 @@ class Converted:
     """The tensors of a file by our keys.
 
     Attributes:
-        origin: of the file.
+        origin: the file's library.
         tensors: by our keys.
         sources: our key -> the file's keys of that tensor.
-        left_out: keys of the file whose tensors follow from the model -> our names for them, and the tensors.
+        left_out: ignored keys of the file, whose tensors follow from the model -> our names for them, and the tensors.
     """
 
     origin: str
@@ -64,7 +64,7 @@ class Converted:
 
     @property
     def unneeded(self) -> tuple[str, ...]:
-        """The keys of the file that were left out."""
+        """The ignored keys of the file."""
         return tuple(self.left_out)
 
 
@@ -72,12 +72,12 @@ def converted(tensors: Mapping[str, Tensor], dialects: tuple[Dialect, ...], kind
     """The tensors of a file under our keys.
 
     Args:
-        tensors: as they are in the file.
-        dialects: of this kind of model, in the order in which their signs are looked for.
-        kind: what the error calls such a model, e.g. "a DETR".
+        tensors: tensors as in the file.
+        dialects: dialects of this kind of model, in the order in which their signs are tested.
+        kind: name of such a model in the error, e.g. "a DETR".
 
     Raises:
-        WeightsError: keys of none of these dialects; a part that is not there; two tensors for one key.
+        WeightsError: no dialect has these keys, a part is missing, or one key has two tensors.
     """
     dialect = next((each for each in dialects if each.sign in tensors), None)
     if dialect is None:
@@ -148,10 +148,10 @@ RESNET = (
 
 
 def _swin(merging: int) -> tuple[Rename, ...]:
-    """torchvision numbers patches, stages and mergings in one row: stage i is 2 i + 1. A merging lies before it.
+    """torchvision numbers patches, stages and mergings in one sequence: stage i is 2 i + 1. A merging comes before it.
 
     Args:
-        merging: which of the row layers.0.downsample is.
+        merging: the index in that sequence of layers.0.downsample.
     """
     return (
         (r"^patch_embed\.proj\.", "features.0.0."),
@@ -165,17 +165,19 @@ def _swin(merging: int) -> tuple[Rename, ...]:
     )
 
 
-# The index has other dimensions in torchvision. The second version's table of coordinates is loaded where a file has
-# it: of all that such a file holds, only its shape says how large the windows are.
+# The index has other dimensions in torchvision. The second version's table of coordinates is loaded if a file has it:
+# only its shape gives the window size.
 SWIN_TABLES = r"\.(relative_position_index|attn_mask)$"
 
 SWIN = (
     Dialect("torchvision", "features.0.0.weight"),
-    # The merging is the end of the stage before it; the only dialect whose first stage has one.
+    # The merging ends the previous stage; this is the only dialect whose first stage has one.
     Dialect("Microsoft", "layers.0.downsample.reduction.weight", _swin(merging=2), SWIN_TABLES, zero_parts="k"),
-    # The merging is the beginning of the stage after it.
+    # The merging begins the next stage.
     Dialect("timm", "patch_embed.proj.weight", _swin(merging=0), SWIN_TABLES, zero_parts="k"),
 )
+
+HYBRID = (Dialect("rooftop", "layer3.0.reduction.weight"),)
 
 HUGGING_FACE_DETR: tuple[Rename, ...] = (
     (r"^class_labels_classifier\.", "class_embed."),
@@ -186,14 +188,14 @@ HUGGING_FACE_DETR: tuple[Rename, ...] = (
     (r"^model\.(encoder|decoder)\.", r"transformer.\1."),
     (r"^transformer\.decoder\.layernorm\.", "transformer.decoder.norm."),
     (r"\.([qkv])_proj\.(weight|bias)$", r".in_proj_\2[\1]"),
-    (r"\.o_proj\.", ".out_proj."),  # version 5; version 4 says out_proj
+    (r"\.o_proj\.", ".out_proj."),  # version 5; version 4 has out_proj
     (r"\.(mlp\.)?fc([12])\.", r".linear\2."),  # with mlp: version 5
     (r"\.self_attn_layer_norm\.", ".norm1."),
     (r"\.encoder_attn_layer_norm\.", ".norm2."),
     (r"^(transformer\.encoder\..*)\.final_layer_norm\.", r"\1.norm2."),
     (r"^(transformer\.decoder\..*)\.final_layer_norm\.", r"\1.norm3."),
     (r"\.encoder_attn\.", ".multihead_attn."),
-    *HUGGING_FACE_RESNET,  # where the backbone is not timm's, whose keys are torchvision's
+    *HUGGING_FACE_RESNET,  # if the backbone is not timm's, whose keys equal torchvision's
 )
 
 MMDETECTION_3: tuple[Rename, ...] = (
@@ -213,7 +215,7 @@ MMDETECTION_3: tuple[Rename, ...] = (
     (r"\.post_norm\.", ".norm."),
 )
 
-# To the names of version 3, and on from there. The second of each choice is of before version 2.12.
+# To the names of version 3, and from there to ours. The second of each choice is from before version 2.12.
 MMDETECTION_2: tuple[Rename, ...] = (
     (r"^bbox_head\.transformer\.", ""),
     (r"^bbox_head\.query_embedding\.", "query_embedding."),

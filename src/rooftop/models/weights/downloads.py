@@ -1,4 +1,4 @@
-"""One file from a server to the disk: all of it, with the right checksum, or nothing and one error that says why."""
+"""Download one file: the whole file with the right checksum, or nothing and one error that says why."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Failure(Exception):
 
 
 def download(url: str, target: Path, sha256: str) -> None:
-    """Fetch `url` under a temporary name beside `target`, check it, rename it; whatever happens, no part of it stays.
+    """Download `url` under a temporary name next to `target`, check it, and rename it; a failure leaves no part of it.
 
     Args:
         sha256: hex digits that the checksum must begin with.
@@ -44,14 +44,14 @@ def download(url: str, target: Path, sha256: str) -> None:
         if not digest.hexdigest().startswith(sha256):
             raise _Failure(f"the server sent another file, whose SHA-256 begins with {digest.hexdigest()[:8]}")
         partial.replace(target)
-    except (OSError, _Failure) as error:  # OSErrors of the disk: `_received` makes failures of those of the network
+    except (OSError, _Failure) as error:  # OSErrors of the disk: `_received` turns those of the network into failures
         problem = error if isinstance(error, _Failure) else f"{target} cannot be written ({error.strerror or error})"
         raise WeightsError(
             f"{url} was not downloaded: {problem}. Expected a file whose SHA-256 begins with {sha256}. "
             f"Download it elsewhere and put it at {target}, or give a file as weights"
         ) from error
     finally:
-        with suppress(OSError):  # it may never have come to be
+        with suppress(OSError):  # it may never have existed
             partial.unlink()
 
 
@@ -69,7 +69,7 @@ def sha256_of(path: Path) -> str:
 
 
 def _received(url: str, name: str) -> Generator[bytes]:
-    """The body as it arrives, all of it.
+    """The body as it arrives, until it is complete.
 
     Raises:
         _Failure: the network or the server.
@@ -101,7 +101,7 @@ def _received(url: str, name: str) -> Generator[bytes]:
 
 @contextmanager
 def _progress_bar(name: str) -> Iterator[tuple[Progress, TaskID]]:
-    """Nothing is shown where stderr is no terminal."""
+    """Shows nothing if stderr is not a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:

@@ -1,8 +1,8 @@
 """Published weights by name: found in the cache or downloaded, checked, and loaded into a model.
 
-A published file carries the first eight hex digits of its SHA-256 in its name (`resnet50-11ad3fa6.pth`); the bytes are
-checked against them before the file gets that name, and again whenever it is used. Files lie where torchvision puts
-its own (`torch.hub.get_dir()/checkpoints`), so that what either of them has downloaded serves both.
+A published file has the first eight hex digits of its SHA-256 in its name (`resnet50-11ad3fa6.pth`). The bytes are
+checked against them before the file gets that name, and again at each use. Files are in torchvision's folder
+(`torch.hub.get_dir()/checkpoints`), so that both use each other's downloads.
 
 `ROOFTOP_WEIGHTS_URL` in the environment replaces the address that the file names are appended to: a mirror, or a folder
 as file:///...
@@ -29,6 +29,7 @@ from rooftop.models.registry import builtin_models
 from rooftop.models.weights.checkpoint_contents import Contents, weights_in
 from rooftop.models.weights.downloads import download, sha256_of
 from rooftop.models.weights.load_reports import COMPUTED, compared
+from rooftop.models.weights.trained_files import trained_file
 
 PUBLIC_URL = "https://download.pytorch.org/models"
 DETR_URL = "https://dl.fbaipublicfiles.com/detr"
@@ -36,12 +37,12 @@ DETR_URL = "https://dl.fbaipublicfiles.com/detr"
 
 @dataclass(frozen=True)
 class Weights:
-    """A published file of weights, and how photographs were prepared for them.
+    """A published weights file, and the preprocessing of photographs for it.
 
     Attributes:
         file: its name, NAME-SHA256.pth with the first eight hex digits of the checksum.
-        preprocessing: of the evaluation whose accuracy was published; None: of a detector, which is shown whole
-            photographs (`rooftop.models.detect`).
+        preprocessing: preprocessing of the evaluation with the published accuracy; None for a detector, which gets
+            whole photographs (`rooftop.models.detect`).
         publisher: the address that the file's name is appended to.
         dilation: the fourth stage of the ResNet keeps the resolution of the third ("DC5"). The file does not show it.
     """
@@ -58,12 +59,12 @@ class Weights:
 
     @property
     def url(self) -> str:
-        """Where the file is downloaded from."""
+        """The download address of the file."""
         return f"{(os.environ.get('ROOFTOP_WEIGHTS_URL') or self.publisher).rstrip('/')}/{self.file}"
 
     @property
     def path(self) -> Path:
-        """Where the file lies once it is downloaded."""
+        """The path of the file after its download."""
         return Path(torch.hub.get_dir()) / "checkpoints" / self.file
 
 
@@ -98,7 +99,7 @@ WEIGHTS: dict[str, dict[str, Weights]] = {
         "swin_v2_b": [("781e5279", _bicubic(272, 256))],
     }.items()
 }
-# As the README of facebookresearch/detr lists them; the dilated network is never the default, since it is slower.
+# As listed in the README of facebookresearch/detr; the dilated network is never the default, since it is slower.
 WEIGHTS |= {
     "detr_resnet50": {
         "COCO_DC5": Weights("detr-r50-dc5-f0fb7ef5.pth", None, DETR_URL, dilation=True),
@@ -113,7 +114,7 @@ WEIGHTS |= {
 
 
 HEADS = ("fc.bias", "head.bias")
-"""What the last layer's bias is called, whose length is the number of classes."""
+"""The name of the last layer's bias; its length is the number of classes."""
 
 
 def load_weights(model: nn.Module, builder: str, weights: str | Path) -> None:
@@ -129,7 +130,7 @@ def load_weights(model: nn.Module, builder: str, weights: str | Path) -> None:
 
 
 def weights_file(builder: str, weights: str | Path) -> Path:
-    """The file that a name (downloaded if need be) or a path stands for. A `Path` is never taken for a name.
+    """The file for a name (downloaded if necessary) or a path. A `Path` is never a name.
 
     Raises:
         InputError: neither a name nor a file.
@@ -156,20 +157,25 @@ def published_weights(builder: str, weights: str | Path) -> Weights | None:
 
 
 def preprocessing_of(builder: str, weights: str | Path) -> Preprocessing:
-    """How photographs are prepared for these weights, also where they are a copy that kept its file name.
+    """The preprocessing of photographs for these weights, also for a copy that kept its file name.
 
-    For any other file: the shorter side to 256 pixels, the central 224 x 224.
+    A file of `rooftop train` says it. For any other file: the shorter side to 256 pixels, the central 224 x 224.
     """
     published = _named_or_copied(builder, weights)
+    if published is None and (trained := trained_file(weights)) is not None and trained.preprocessing is not None:
+        return trained.preprocessing
     return (published and published.preprocessing) or Preprocessing()
 
 
-def options_of(builder: str, weights: str | Path) -> dict[str, bool]:
-    """What a builder must be told for these weights, also where they are a copy that kept its file name.
+def options_of(builder: str, weights: str | Path) -> dict[str, Any]:
+    """The builder's options for these weights, also for a copy that kept its file name.
 
-    {"dilation": True} for those of a dilated DETR, whose keys and shapes are those of the plain one; else nothing.
+    {"dilation": True} for weights of a dilated DETR, whose keys and shapes equal the plain one's; what a file that
+    `rooftop train` wrote for this builder says; else nothing.
     """
     published = _named_or_copied(builder, weights)
+    if published is None and (trained := trained_file(weights)) is not None and trained.model == builder:
+        return dict(trained.options)
     return {"dilation": True} if published and published.dilation else {}
 
 
@@ -181,20 +187,20 @@ def _named_or_copied(builder: str, weights: str | Path) -> Weights | None:
 def read_weights(path: Path, part: str | None = None) -> dict[str, Tensor]:
     """The tensors of a file that `torch.save(model.state_dict(), path)` or safetensors wrote, on the CPU.
 
-    Those of `read_checkpoint`, whose arguments and errors these are.
+    The tensors of `read_checkpoint`; arguments and errors are the same.
     """
     return read_checkpoint(path, part).tensors
 
 
 def read_checkpoint(path: Path, part: str | None = None) -> Contents:
-    """A model's weights in a file, on the CPU, and which they are.
+    """A model's weights in a file, on the CPU, and which ones they are.
 
-    Runs no code from it. A checkpoint is opened, and what training has put before the keys is taken off:
-    `rooftop.models.weights.checkpoint_contents` says what is taken of which file.
+    Runs no code from it. A checkpoint is searched for its weights, and the prefixes that training has added to the keys
+    are removed: `rooftop.models.weights.checkpoint_contents` says which part of which file is used.
 
     Args:
-        path: of what torch.save or safetensors wrote.
-        part: which weights, of a file that has several.
+        path: file written by torch.save or safetensors.
+        part: which weights of a file with several.
 
     Raises:
         WeightsError: damaged, not a file of tensors, or weights of several models.
@@ -202,7 +208,7 @@ def read_checkpoint(path: Path, part: str | None = None) -> Contents:
     """
     try:
         if path.is_file() and path.stat().st_size == 0:
-            raise WeightsError(f"{path} is damaged or no file of weights: it is empty. {EXPECTED}")
+            raise WeightsError(f"{path} is damaged or not a file of weights: it is empty. {EXPECTED}")
         content = _safetensors(path) if path.suffix.lower() == ".safetensors" else _unpickled(path)
     except OSError as error:
         raise WeightsError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -218,7 +224,7 @@ EXPECTED = "Expected what torch.save(model.state_dict(), path) writes"
 def _unpickled(path: Path) -> Any:
     try:
         with (
-            warnings.catch_warnings(action="ignore"),  # about what torch cannot read: the errors below say it
+            warnings.catch_warnings(action="ignore"),  # about files that torch cannot read: the errors below say it
             torch.serialization.safe_globals(
                 [argparse.Namespace]
             ),  # the options that training scripts save: plain data
@@ -232,7 +238,7 @@ def _unpickled(path: Path) -> Any:
                 f"{path} holds more than tensors: loading {forbidden[1]} could run code, so it is refused. {EXPECTED}"
             ) from error
         raise WeightsError(
-            f"{path} is damaged or no file of weights: torch.load(weights_only=True) raised {type(error).__name__}. "
+            f"{path} is damaged or not a file of weights: torch.load(weights_only=True) raised {type(error).__name__}. "
             f"{EXPECTED}"
         ) from error
 
@@ -264,7 +270,7 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> No
 
 
 def fitting(tensors: Mapping[str, Tensor]) -> str:
-    """Which built-in models the shapes of tensors belong to, as a sentence; "" if none."""
+    """The built-in models that the shapes of tensors fit, as a sentence; "" if none."""
     found = {key: tuple(value.shape) for key, value in tensors.items()}
     classes = next((found[key][0] for key in HEADS if found.get(key)), 1000)
     names = []

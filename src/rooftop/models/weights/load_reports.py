@@ -1,4 +1,4 @@
-"""What of a file of weights goes where in a model, key by key."""
+"""Where each key of a weights file goes in a model."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ from torch import Tensor
 Shape = tuple[int, ...]
 
 COMPUTED = ("num_batches_tracked", "relative_position_index", "relative_coords_table")
-"""Ends of keys that a model needs no file for. The tables of a Swin Transformer follow from its window, and timm saves
-none; a count of batches has no part in the result, and files from before torch 0.4.1 have none."""
+"""Ends of keys that a model does not need from a file. The tables of a Swin Transformer follow from its window, and
+timm saves none. A batch counter does not affect the result, and files from before torch 0.4.1 have none."""
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What becomes of every key of a file of weights, and where every key of the model comes from.
+    """The use of every key of a weights file, and the source of every key of the model.
 
-    A key of the file whose tensor does not fit, `mismatched` or `quantized`, goes by the model's name for it.
+    A key of the file whose tensor does not fit, `mismatched` or `quantized`, is listed under the model's name for it.
 
     Attributes:
         path: the file.
-        origin: whose names the file's keys are, e.g. "timm".
-        used: key of the model -> the file's keys that it is made of: several where the model packs what the file has
-            apart.
-        missing_keys: of the model, for which the file has nothing.
-        unexpected_keys: of the file, for which the model has no place.
+        origin: the library whose names the file's keys are, e.g. "timm".
+        used: key of the model -> the keys of the file that form it: several if the model packs separate tensors.
+        missing_keys: keys of the model that the file lacks.
+        unexpected_keys: keys of the file that the model lacks.
         mismatched: key of the model -> its shape in the file, and in the model.
-        quantized: key of the model that wants real numbers -> the dtype in the file, which has others: whole numbers
-            mean nothing without their scales.
-        computed_keys: of the model, not in the file, which follow from the model itself.
-        unneeded_keys: of the file, left out because they follow from the model itself.
-        differing_keys: of these, the ones whose tensors are not what the model computes.
+        quantized: key of the model that needs floating point -> integer dtype in the file: integers mean nothing
+            without their scales.
+        computed_keys: keys of the model that are not in the file and follow from the model itself.
+        unneeded_keys: ignored keys of the file, which follow from the model itself.
+        differing_keys: those of them whose tensors differ from the model's own.
         taken: which of the file's weights these are, averaged or not, in words.
         averaged: whether they are averages of the weights of several steps.
-        others: other weights of the file, by the name that `part` takes.
+        others: other weights of the file, as values for `part`.
     """
 
     path: Path
@@ -60,7 +59,7 @@ class LoadReport:
         return not (self.missing_keys or self.unexpected_keys or self.mismatched or self.quantized)
 
     def problems(self) -> str:
-        """What does not fit: numbers, and the first three of each kind; "" if all fits."""
+        """The problems: counts, and the first three of each kind; "" if all fits."""
         shapes = [f"{key} (file {found}, model {expected})" for key, (found, expected) in self.mismatched.items()]
         dtypes = [f"{key} ({dtype})" for key, dtype in self.quantized.items()]
         kinds = {
@@ -72,7 +71,7 @@ class LoadReport:
         return "; ".join(f"{len(keys)} {kind}: {_first(keys)}" for kind, keys in kinds.items() if keys)
 
     def differences(self) -> str:
-        """Which tensors were left out although they are not what the model computes; "" if none."""
+        """The tensors that were ignored although they differ from the model's own; "" if none."""
         if not self.differing_keys:
             return ""
         return (
@@ -109,12 +108,12 @@ def compared(
     """The report of loading tensors into a model.
 
     Args:
-        expected: the model's state dict; only shapes and dtypes are looked at.
+        expected: the model's state dict; only its shapes and dtypes are read.
         found: tensors by the model's keys.
-        path, origin: as of `LoadReport`.
+        path, origin: as in `LoadReport`.
         sources: the file's keys for each of `found`; None: the same keys.
-        unneeded: keys of the file that are not among `found`.
-        differing: of these, the ones whose tensors are not what the model computes.
+        unneeded: keys of the file that are not in `found`.
+        differing: those of them whose tensors differ from the model's own.
     """
     sources = sources or {key: (key,) for key in found}
     shapes = {key: (tuple(found[key].shape), tuple(expected[key].shape)) for key in expected if key in found}

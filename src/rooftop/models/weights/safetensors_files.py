@@ -17,7 +17,7 @@ from rooftop.errors import InputError, MissingExtraError, WeightsError
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATING = ("F64", "F32", "F16", "BF16")
-"""What safetensors calls the dtypes that are loaded."""
+"""safetensors' names of the supported dtypes."""
 
 
 class TensorFiles:
@@ -37,11 +37,11 @@ class TensorFiles:
             file.__exit__(None, None, None)
 
     def keys(self) -> tuple[str, ...]:
-        """Of all files."""
+        """The keys of all files."""
         return tuple(self._places)
 
     def shape_and_kind(self, key: str) -> tuple[tuple[int, ...], bool]:
-        """Of a tensor, and whether it holds real numbers; without reading it."""
+        """Shape of a tensor, and whether it is floating point; without reading the tensor."""
         view = self._file(self._places[key]).get_slice(key)
         return tuple(view.get_shape()), view.get_dtype() in FLOATING
 
@@ -51,7 +51,9 @@ class TensorFiles:
         return found
 
     def part(self, key: str, rows: tuple[int, int], columns: tuple[int, int] | None, transposed: bool) -> Tensor:
-        """Rows and columns of a tensor, from and to, on the CPU; of one that is transposed, as if it were not."""
+        """A range of rows and a range of columns of a tensor, on the CPU; if it is transposed, in terms of the tensor
+        before transposition.
+        """
         view = self._file(self._places[key]).get_slice(key)
         if columns is None:
             found: Tensor = view[slice(*rows)]
@@ -67,7 +69,7 @@ class TensorFiles:
             file = path if path.is_file() else path / ONE_FILE
             return dict.fromkeys(self._file(file).keys(), file)
         if not (path / INDEX).is_file():
-            raise InputError(f"{path} is no .safetensors file, nor a folder with {ONE_FILE} or {INDEX}")
+            raise InputError(f"{path} is not a .safetensors file, nor a folder with {ONE_FILE} or {INDEX}")
         index = read_json(path / INDEX).get("weight_map")
         if not isinstance(index, dict) or not index:
             raise WeightsError(f"{path / INDEX} has no weight_map: expected an index as transformers writes it")
@@ -83,7 +85,7 @@ class TensorFiles:
                 raise WeightsError(
                     f"{file} and {places[other].name} both have {other}: the files do not belong together"
                 )
-            places |= dict.fromkeys(sorted(keys - set(places)), file)  # which the index leaves out
+            places |= dict.fromkeys(sorted(keys - set(places)), file)  # a file that the index omits
         return places
 
     def _file(self, path: Path) -> Any:
@@ -99,7 +101,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        WeightsError: it cannot be read, or holds something else.
+        WeightsError: it cannot be read, or is not a JSON object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

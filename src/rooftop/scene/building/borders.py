@@ -1,77 +1,73 @@
-"""Where batches of triangles meet: the places that several use, and what can be said of the mesh only across them.
+"""Where batches of triangles meet: the places that several batches use, and the facts about the mesh that depend on
+several batches.
 
-Parts that hang together and edges that are not between two faces are found batch by batch, on all cores. Only what
-touches a place that several batches use is looked at again, by one.
+Connected parts, and edges that are not between two faces, are found batch by batch, on all cores. Only the parts at
+places that several batches use are processed again, by one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.errors import MissingExtraError
 from rooftop.scene.building.excerpts import Excerpt
 from rooftop.scene.building.meshes import Vertices
 from rooftop.scene.building.ragged import numbered, starts_of
-from rooftop.scene.building.workers import Stage, shared
+from rooftop.scene.building.workers import shared
 
 Ints = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.uint32]
 
 
 class SharedPlaces:
-    """Which places are used by several owners (batches, or groups)."""
+    """Which places are used by several owners (batches, or groups).
+
+    Attributes:
+        several: (places,) 1 if more than one owner uses a place; undefined for unused places.
+    """
 
     def __init__(self) -> None:
         self.owner = np.empty(0, np.int32)
         self.several = np.empty(0, np.uint8)
 
-    def stages(
-        self, batches: Sequence[Any], used: Callable[[Any], tuple[Numbers, Any]], places: int, held: Numbers
-    ) -> list[Stage]:
-        """What fills `several` (places,): 1 where more than one owner uses a place; says nothing of unused places.
-
-        Workers write to the same arrays. Whichever owner of a place comes last, the others find another one there.
-
-        Args:
-            batches: of triangles.
-            used: the places (T, 3) that a batch uses, and the owner of each triangle.
-            places: how many there are.
-            held: places that count as used by several.
-        """
+    def begin(self, places: int) -> None:
+        """Make room for `places` places, before owners are recorded."""
         if places > len(self.owner):
             self.owner, self.several = shared(places, np.int32), shared(places, np.uint8)
 
-        def own(batch: Any) -> None:
-            at, owners = used(batch)
-            self.owner[at] = np.asarray(owners, np.int32)[..., None]
-            self.several[at] = 0
+    def own(self, at: Numbers, owners: Any) -> None:
+        """Record the owners (T,), or one owner, of triangles with these places (T, 3), in a first pass.
 
-        def mark(batch: Any) -> None:
-            at, owners = used(batch)
-            self.several[at[self.owner[at] != np.asarray(owners, np.int32)[..., None]]] = 1
+        Workers write to the same arrays. Whichever owner of a place is stored last, the others find a different one
+        there.
+        """
+        self.owner[at] = np.asarray(owners, np.int32)[..., None]
+        self.several[at] = 0
 
-        def hold(places: Numbers) -> None:
-            self.several[places] = 1
+    def mark(self, at: Numbers, owners: Any) -> None:
+        """In a second pass, mark the places of these triangles that also have another owner."""
+        self.several[at[self.owner[at] != np.asarray(owners, np.int32)[..., None]]] = 1
 
-        return [(own, batches), (mark, batches), (hold, [held] if len(held) else [])]
+    def hold(self, places: Numbers) -> None:
+        """After that: these places count as used by several."""
+        self.several[places] = 1
 
 
 @dataclass(frozen=True)
 class Connections:
-    """What a batch says of its parts and edges.
+    """The parts and edges found in a batch.
 
     Attributes:
-        parts: how many parts its triangles are.
-        vertices: numbers in the mesh; of_vertices: the part of each, or None where there is one part.
-        places: that other batches use, too; of_places: the part of each.
-        crowded: edges, both of whose places no other batch uses, with more than two faces.
-        open_places: places of such edges that have one face.
-        edges: (E, 2) places of all other edges, the lower first; faces: (E,) how many each has here.
+        parts: the number of connected parts of its triangles.
+        vertices: numbers in the mesh; of_vertices: the part of each, or None if there is one part.
+        places: those that other batches also use; of_places: the part of each.
+        crowded: edges with more than two faces whose places no other batch uses.
+        open_places: places of such edges with one face.
+        edges: (E, 2) places of all other edges, the lower first; faces: (E,) the number of faces of each here.
     """
 
     parts: int
@@ -86,7 +82,7 @@ class Connections:
 
     @classmethod
     def of(cls, excerpt: Excerpt, several: npt.NDArray[np.uint8]) -> Connections:
-        """Of the triangles of a batch.
+        """From the triangles of a batch.
 
         Args:
             excerpt: the batch.
@@ -102,7 +98,7 @@ class Connections:
         first = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
         faces = np.diff(np.append(first, len(keys)))
         low, high = np.divmod(keys[first], count)
-        parts, labels = _components(low, high, count)
+        parts, labels = components(low, high, count)
         is_several = several[places].astype(bool)
         outside = is_several[low] & is_several[high]
         lonely = ~outside & (faces == 1)
@@ -122,12 +118,12 @@ class Connections:
 
 @dataclass(frozen=True)
 class Whole:
-    """What all batches say together.
+    """The combined results of all batches.
 
     Attributes:
         parts: (V,) the part of each vertex; None if there is one part.
         non_manifold_edges: edges with more than two faces.
-        open_places: of edges with one face.
+        open_places: places of edges with one face.
     """
 
     parts: Numbers | None
@@ -158,7 +154,7 @@ class Whole:
 
     @classmethod
     def of_faces(cls, vertices: Vertices, faces: Numbers) -> Whole:
-        """Of a mesh as a single batch."""
+        """From a mesh as a single batch."""
         several = np.zeros(int(vertices.place.max()) + 1, np.uint8)
         return cls.of([Connections.of(Excerpt.of(vertices, faces), several)], lambda _: np.unique(faces), vertices)
 
@@ -170,7 +166,7 @@ def _parts(batches: list[Connections], used: Callable[[int], Numbers], vertices:
     order = np.argsort(places, kind="stable")
     places, of = places[order], of[order]
     same = np.flatnonzero(places[1:] == places[:-1])
-    parts, labels = _components(of[same], of[same + 1], int(first[-1]))
+    parts, labels = components(of[same], of[same + 1], int(first[-1]))
     if parts == 1:
         return None
     found = np.zeros(len(vertices.grid), np.uint32)
@@ -183,23 +179,28 @@ def _parts(batches: list[Connections], used: Callable[[int], Numbers], vertices:
     return found
 
 
-def load_scipy() -> None:
-    """Load what finds parts, once, before workers would each load it.
+def components(begin: Ints, end: Ints, count: int) -> tuple[int, npt.NDArray[np.int32]]:
+    """The number of connected components of `count` items joined in pairs, and the component of each item.
 
-    Raises:
-        MissingExtraError: scipy is not installed.
+    Components are numbered by their first items. In each round, every item becomes the child of a neighbour with a
+    higher number, or every item the child of one with a lower number, whichever leaves fewer roots; a tree then counts
+    as one item. That at least halves the items that still have neighbours. (SciPy takes half the time, but a third of a
+    second to import.)
     """
-    try:
-        from scipy.sparse import csgraph  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError('building a scene needs scipy: pip install "rooftop[scene]"') from error
-
-
-def _components(begin: Ints, end: Ints, count: int) -> tuple[int, npt.NDArray[np.int32]]:
-    """How many parts so many things are, and the part of each, if these pairs are connected."""
-    from scipy.sparse import csr_matrix
-    from scipy.sparse.csgraph import connected_components
-
-    graph = csr_matrix((np.ones(len(begin), np.int8), (begin, end)), (count, count))
-    parts, labels = connected_components(graph, directed=False)
-    return int(parts), labels
+    things = np.arange(count, dtype=np.int32)
+    root = things
+    a, b = begin.astype(np.int32), end.astype(np.int32)
+    while len(a):
+        low, high = np.minimum(a, b), np.maximum(a, b)
+        up, down = things.copy(), things.copy()
+        up[low], down[high] = high, low
+        below = up if np.count_nonzero(up == things) <= np.count_nonzero(down == things) else down
+        while (below[below] != below).any():
+            below = below[below]
+        root, a, b = below[root], below[a], below[b]
+        apart = a != b
+        a, b = a[apart], b[apart]
+    first = np.empty(count, np.int32)
+    first[root[::-1]] = things[::-1]  # for equal roots the last assignment stays: the first item
+    is_first = first[root] == things
+    return int(np.count_nonzero(is_first)), (np.cumsum(is_first, dtype=np.int32) - np.int32(1))[first[root]]

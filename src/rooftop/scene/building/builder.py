@@ -1,4 +1,4 @@
-"""`build` and `build_file`: a mesh in, a geometry file out, and a report of what was done."""
+"""`build` and `build_file`: from a mesh to a geometry file, with a report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from rooftop.errors import InputError
 from rooftop.scene import layouts
 from rooftop.scene.building.levels import Hierarchy, build_levels
-from rooftop.scene.building.meshes import Mesh, Repairs, checked_mesh
+from rooftop.scene.building.meshes import Mesh, Repairs, checked_mesh, column_bounds
 from rooftop.scene.building.reading import read_mesh
 from rooftop.scene.building.workers import Workers
 from rooftop.scene.building.writing import renamed_when_done, write
@@ -38,15 +38,15 @@ class BuildReport:
 
     Attributes:
         path: of the file.
-        triangles: of the mesh, after repairs.
+        triangles: triangles of the mesh, after repairs.
         levels: from the finest to the coarsest.
-        fill: triangles of all clusters, as a fraction of what they could hold.
-        size_bytes: of the file; image_bytes: of these, its textures'; bytes_per_triangle: the others for each triangle
-            of the mesh.
+        fill: triangles of all clusters, as a fraction of the clusters' capacity.
+        size_bytes: size of the file; image_bytes: the part for textures; bytes_per_triangle: the other bytes per
+            triangle of the mesh.
         precision: the step of the grid, in object units.
-        roots: clusters that nothing replaces; why_several: why they are more than one, or None.
-        repairs: what was mended.
-        seconds: that it took.
+        roots: clusters without a coarser replacement; why_several: why there is more than one, or None.
+        repairs: the repairs made to the mesh.
+        seconds: the build time.
     """
 
     path: Path
@@ -84,24 +84,24 @@ def build(
         vertices: (V, 3) positions, in object units.
         faces: (F, 3) three vertices each.
         path: where the file is written; by convention it ends in .rtg.
-        normals: (V, 3); or "smooth": computed; or None: none are stored, a renderer uses those of the faces.
+        normals: (V, 3); or "smooth": computed; or None: none are stored, and a renderer uses the faces' normals.
         uv: (V, 2) texture coordinates.
         materials: (F,) numbers from 0 to 65535.
         colors: (V, 3) red, green and blue, 0 to 1 or uint8, as displayed; kept with 8 bits each.
-        material_table: what faces look like, a `Material` for each number of `materials` from 0 on. It is kept in the
-            file, with its images as they were encoded. Textures are looked up at `uv`.
+        material_table: a `Material` for each number of `materials` from 0 on. It is stored in the file, with its images
+            in their original encoding. Textures are looked up at `uv`.
         precision: positions are rounded to a grid whose step is a power of two, at most this. By default 1/64 of the
             mean edge, or 1/16384 of the mesh's extent if that is less.
-        progress: called with what is being done and the fraction done.
-        workers: processes, by default as many as there are CPUs. The file does not depend on it.
-        lock_borders: vertices of edges that have a single face stay where they are, in all levels: tiles of a scan that
-            meet there (at equal positions, with the same power of two as `precision`) meet in all levels.
+        progress: called with the current activity and the fraction done.
+        workers: processes, by default one per CPU. The file does not depend on it.
+        lock_borders: vertices of edges with a single face stay in place in all levels. Tiles of a scan that meet there
+            (at equal positions, with the same power of two as `precision`) then meet in all levels.
 
     Raises:
-        FileNotFoundError: there is no folder to write into.
-        TypeError, ValueError: a mesh that cannot be built from; the message says what is wrong with it.
+        FileNotFoundError: the folder for the file does not exist.
+        TypeError, ValueError: an invalid mesh; the message says what is wrong with it.
         MissingExtraError: meshoptimizer is not installed.
-        BuildError: a worker was ended from outside.
+        BuildError: a worker was killed.
     """
     arrays = (vertices, faces, normals, uv, materials, colors)
     return _build(arrays, path, material_table, False, precision, progress, workers, lock_borders)
@@ -142,7 +142,7 @@ def _build(
         why += ": borders are locked"
     meta = _meta(mesh, hierarchy, levels, why) | ({"linear_colors": True} if linear_colors else {})
     with renamed_when_done(target) as file:
-        written = write(file, hierarchy, math.ldexp(1.0, mesh.vertices.exponent), meta, sections)
+        written = write(file, hierarchy, math.ldexp(1.0, mesh.vertices.exponent), meta, sections, team)
     size, images = written["bytes"], sum(len(content) for name, content in sections if name == IMAGES.encode())
     return BuildReport(
         path=target, triangles=len(mesh.faces), levels=levels, fill=fill, size_bytes=size,
@@ -164,16 +164,15 @@ def build_file(
 ) -> BuildReport:
     """Write a mesh file as a geometry file.
 
-    Parts of a scene are put together at their places; each has its own material number. Texture coordinates are kept
-    where all parts have them, or where a textured one has; colours of vertices where any has, and the others are white
-    then. Of glTF and OBJ base colours and their textures are kept, too.
+    Parts of a scene are combined at their positions; each has its own material number. Texture coordinates are kept if
+    all parts have them, or if a textured part has. Vertex colours are kept if any part has them; the other parts are
+    then white. Base colours and their textures are also stored, for glTF and OBJ.
 
     Args:
         mesh: any file that trimesh reads: .glb, .gltf, .obj, .ply, .stl and more.
-        path: where the file is written; by default beside the mesh, with the suffix .rtg.
-        normals: "file": as all parts of the file have them, or none; "smooth": computed; "flat": none are stored, a
-            renderer uses those of the faces.
-        precision, progress, workers, lock_borders: as for `build`.
+        path: path of the new file; by default next to the mesh, with the suffix .rtg.
+        normals: "file": from the file, if all its parts have them, else none; "smooth": computed; "flat": none are
+            stored, and a renderer uses the faces' normals. precision, progress, workers, lock_borders: as for `build`.
         textures: whether images of materials are kept; without them their colours are.
 
     Raises:
@@ -199,11 +198,11 @@ def build_file(
 def _sections(
     table: Sequence[Material] | None, materials: npt.ArrayLike | None, has_uv: bool
 ) -> list[tuple[bytes, bytes]]:
-    """The sections of a file that say what its materials look like. All images are decoded, so that none is damaged."""
+    """The sections of a file about its materials. All images are decoded, so that none is damaged."""
     if table is None:
         return []
     given = np.zeros(0) if materials is None else np.asarray(materials)
-    numbers = int(given.max()) + 1 if given.dtype.kind in "iu" and given.size else 1  # others are refused later on
+    numbers = int(given.max()) + 1 if given.dtype.kind in "iu" and given.size else 1  # others raise later
     checked = checked_materials(table, numbers, "the mesh")
     for each in checked:
         if each.texture is not None:
@@ -226,9 +225,10 @@ def _levels(hierarchy: Hierarchy) -> tuple[LevelCount, ...]:
 
 
 def _meta(mesh: Mesh, hierarchy: Hierarchy, levels: tuple[LevelCount, ...], why: str | None) -> dict[str, Any]:
-    """What the file says of itself. Lengths are in object units; bounds are relative to the origin."""
+    """The file's description of itself. Lengths are in object units; bounds are relative to the origin."""
     vertices = mesh.vertices
     step = math.ldexp(1.0, vertices.exponent)
+    low, high = column_bounds(vertices.grid)
     return {
         "origin": mesh.origin.tolist(),
         "grid_exponent": vertices.exponent,
@@ -241,7 +241,7 @@ def _meta(mesh: Mesh, hierarchy: Hierarchy, levels: tuple[LevelCount, ...], why:
         "clusters": len(hierarchy.levels),
         "groups": len(hierarchy.errors),
         "levels": [asdict(level) for level in levels],
-        "bounds": [(vertices.grid.min(0) * step).tolist(), (vertices.grid.max(0) * step).tolist()],
+        "bounds": [(low * step).tolist(), (high * step).tolist()],
         "roots": int((hierarchy.errors[hierarchy.groups] == layouts.NEVER).sum()),
         "why_several_roots": why,
         "repairs": asdict(mesh.repairs),

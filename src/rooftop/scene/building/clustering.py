@@ -1,7 +1,7 @@
-"""Pieces of a mesh cut into clusters of at most 128 triangles, each encoded at once.
+"""Cut pieces of a mesh into clusters of at most 128 triangles, and encode each at once.
 
-A piece is a run of triangles: of the mesh as it was given, or what a group was simplified to. Clusters grow triangle by
-triangle over shared edges (meshoptimizer's meshlets), never from one piece into another.
+A piece is a run of triangles: of the given mesh, or of a simplified group. Clusters grow triangle by triangle over
+shared edges (meshoptimizer's meshlets), never from one piece into another.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Corners = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class Clusters:
-    """Clusters that were cut.
+    """The resulting clusters.
 
     Attributes:
         corners: (T, 3) of all triangles, cluster by cluster, as numbers of the mesh's vertices.
-        triangles: (C,) how many each cluster has.
-        pieces: (C,) which piece it was cut from; does not decrease.
+        triangles: (C,) number of triangles of each cluster.
+        pieces: (C,) the piece of each, not decreasing.
         spheres: (C, 4) float32, around each cluster's vertices, in object units.
-        encoded: what is written.
+        encoded: the words to write.
     """
 
     corners: Corners
@@ -44,7 +44,7 @@ class Clusters:
     encoded: Encoded
 
     def part(self, chosen: Ints) -> Clusters:
-        """These clusters, ascending."""
+        """These clusters, in ascending order."""
         if len(chosen) == len(self.triangles):
             return self
         rows = taken(starts_of(self.triangles)[chosen], self.triangles[chosen])
@@ -74,7 +74,7 @@ def localized(corners: Corners, counts: Ints) -> Local:
 
     Args:
         corners: (T, 3) of all pieces, one after another, as numbers of the mesh's vertices.
-        counts: (P,) how many triangles each piece has.
+        counts: (P,) number of triangles of each piece.
     """
     if len(counts) == 1:
         vertices, local = numbered(corners, int(corners.max(initial=0)) + 1)
@@ -101,7 +101,7 @@ def cut(vertices: Vertices, corners: Corners, counts: Ints, levels: Ints) -> Clu
     Args:
         vertices: of the mesh.
         corners: (T, 3), piece by piece.
-        counts: (P,) how many triangles each piece has.
+        counts: (P,) number of triangles of each piece.
         levels: (P,) of the clusters.
     """
     local = localized(corners, counts)
@@ -161,6 +161,6 @@ def _meshlets(
     return found, owned[: last["vertex"] + last["vertices"]], flat[: last["triangle"] + 3 * last["triangles"]]
 
 
-LEAST_TRIANGLES = 96  # a cluster that has so many may end where its next triangle
-SPLIT_FACTOR = 2.0  # is farther away than so many times its radius,
-SPLIT_FROM = 2 * layouts.MAX_TRIANGLES  # in a piece of more triangles: few clusters must become fewer
+LEAST_TRIANGLES = 96  # a cluster with at least this many triangles may end if its next one
+SPLIT_FACTOR = 2.0  # is farther away than this many times its radius,
+SPLIT_FROM = 2 * layouts.MAX_TRIANGLES  # in a piece with more triangles: few clusters must become fewer

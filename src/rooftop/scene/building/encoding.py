@@ -1,7 +1,7 @@
-"""Clusters as words: heads and streams, as docs/scene-format.md says, for many clusters at once.
+"""Clusters as words: heads and streams, as in docs/scene-format.md, for many clusters at once.
 
-Nothing here loops over triangles or vertices; a stream of all clusters is written by shifting every value to its bit
-and adding up those that fall into the same word.
+Nothing here loops over triangles or vertices. A stream of all clusters is written by shifting every value to its bit
+and adding up the values of each word.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rooftop.scene.heads import bit_lengths
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
-Shorts = npt.NDArray[np.int16]  # numbers of a cluster's vertices, and how many
+Shorts = npt.NDArray[np.int16]  # numbers of a cluster's vertices, and their count
 
-# With which corner a triangle begins so that its new corners are its last, by which corners are new (bits 0, 1, 2).
+# The corner with which a triangle begins so that its new corners come last, by which corners are new (bits 0, 1, 2).
 _BEGIN = np.array([0, 1, 2, 2, 0, 1, 0, 0], np.int32)
 _TURN = (_BEGIN[:, None] + np.arange(3, dtype=np.int32)) % 3
 _NEW = np.array([0, 1, 1, 2, 1, 2, 2, 3], np.int16)
 _IS_NEW = np.arange(3) >= 3 - np.arange(4)[:, None]  # which corners are, by how many
-# How a triangle gets its corners: by how many are new, or EXPLICIT. Which corners are stored, and what is taken off.
+# How a triangle gets its corners: by how many are new, or EXPLICIT. Which corners are stored, and what is subtracted.
 _EXPLICIT = 4
 _STORED = np.array([[0, 0, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]], bool)
 _OFF = np.array([[1, 1, 2], [1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 2, 2]], np.int16)
@@ -35,12 +35,12 @@ _REFERENCES = _STORED.sum(1)
 
 @dataclass(frozen=True)
 class Encoded:
-    """Clusters as they stand in pages, but for what depends on their page.
+    """Clusters as in pages, except for the parts that depend on their page.
 
     Attributes:
-        heads: (C, CLUSTER_COLUMNS) uint32; spheres, errors, sources and places of streams are not filled in yet.
+        heads: (C, CLUSTER_COLUMNS) uint32; spheres, errors, sources and stream positions are not filled in yet.
         streams: the words of all streams, cluster by cluster.
-        counts: (C,) how many words each has.
+        counts: (C,) number of words of each.
     """
 
     heads: Words
@@ -61,10 +61,10 @@ def encode(
 
     Args:
         vertices: of the mesh.
-        triangles: (C,) how many triangles each cluster has, at least 1.
-        members: (C,) how many vertices.
+        triangles: (C,) number of triangles of each cluster, at least 1.
+        members: (C,) number of vertices.
         corners: (T, 3) of all triangles, cluster by cluster: which of the cluster's vertices.
-        owned: the clusters' vertices as numbers into `vertices`, cluster by cluster.
+        owned: the clusters' vertices as indices into `vertices`, cluster by cluster.
         levels: (C,) of each cluster.
     """
     clusters = len(triangles)
@@ -75,7 +75,7 @@ def encode(
     flat = (corners + (of_triangle.astype(np.int32) * 256)[:, None]).ravel()
     place_of_corner = np.arange(len(flat), dtype=np.int32)
     seen = np.empty(clusters * 256, np.int32)
-    seen[flat[::-1]] = place_of_corner[::-1]  # of equal keys the last assignment stays: the first use
+    seen[flat[::-1]] = place_of_corner[::-1]  # for equal keys the last assignment stays: the first use
     uses_first = (seen[flat] == place_of_corner).reshape(-1, 3).view(np.uint8)
     pattern = uses_first[:, 0] | uses_first[:, 1] << 1 | uses_first[:, 2] << 2
     keys = flat[_TURN[pattern] + place_of_corner[::3, None]]
@@ -136,7 +136,7 @@ def encode(
         mixed = least != greatest
         heads[:, layouts.CLUSTER_MATERIAL] = np.where(mixed, layouts.MIXED, least).astype(np.int32).view(np.uint32)
 
-    # The streams, one behind the other.
+    # The streams, one after the other.
     widths = np.zeros(clusters, np.int64)
     for bits in attribute_bits:
         widths += bits
@@ -148,7 +148,7 @@ def encode(
         np.where(mixed, words_of(layouts.MATERIAL_BITS * triangles), 0),
     ]
     counts = np.sum(lengths, axis=0)
-    ends = np.cumsum(np.concatenate([starts_of(counts)[None, :-1], lengths]), axis=0)  # (6, C): where each begins
+    ends = np.cumsum(np.concatenate([starts_of(counts)[None, :-1], lengths]), axis=0)  # (6, C): the start of each
     streams = np.zeros(int(counts.sum()) + 2, np.uint32)  # a value's upper half may reach into the next word
 
     place = within(triangles)
@@ -164,10 +164,10 @@ def encode(
 
 
 def _kinds(new: Shorts, local: Shorts, before: Shorts) -> tuple[Shorts, Shorts]:
-    """How each triangle (T,) gets its corners, and the corners (T, 3), turned as that needs.
+    """The kind of each triangle (T,), which says how it gets its corners, and the corners (T, 3), rotated to match.
 
     Args:
-        new: (T,) how many corners are new. before: (T,) vertices of the cluster before the triangle.
+        new: (T,) number of new corners. before: (T,) vertices of the cluster before the triangle.
         local: (T, 3) the corners, new ones last.
     """
     kind = new.copy()
@@ -175,7 +175,7 @@ def _kinds(new: Shorts, local: Shorts, before: Shorts) -> tuple[Shorts, Shorts]:
     newest = local[old] == before[old, None] - 1
     turned = _TURN[newest[:, 1] + 2 * newest[:, 2]]
     local[old] = np.take_along_axis(local[old], turned, 1)
-    goes_on = np.ones(len(new), bool)  # whether a triangle after this one may go on around the newest vertex
+    goes_on = np.ones(len(new), bool)  # whether a later triangle may continue around the newest vertex
     goes_on[old] = newest.any(1)
     last = np.where(new > 0, local[:, 1], local[:, 2])
     fan = goes_on[old] & goes_on[old - 1] & (last[old - 1] == local[old, 1])
@@ -184,7 +184,7 @@ def _kinds(new: Shorts, local: Shorts, before: Shorts) -> tuple[Shorts, Shorts]:
 
 
 def words_of(bits: Ints) -> Ints:
-    """How many words hold so many bits."""
+    """Number of words for that many bits."""
     return (bits + 31) // 32
 
 
@@ -201,7 +201,7 @@ def pack(words: Words, values: npt.NDArray[np.integer], bits: Ints) -> None:
 
 
 def _pack_columns(words: Words, columns: list[Words], bits: list[Ints], begin: Ints, at: Ints, place: Ints) -> None:
-    """Interleaved values of each vertex: column after column, with as many bits as the vertex's cluster says."""
+    """Interleaved values of each vertex: column after column, with the bits of the vertex's cluster."""
     if not columns:
         return
     width = np.sum(bits, axis=0)
@@ -212,7 +212,7 @@ def _pack_columns(words: Words, columns: list[Words], bits: list[Ints], begin: I
 
 
 def _joined(columns: list[Words], bits: list[Ints], at: Ints) -> Iterator[tuple[Words, Ints]]:
-    """Columns that follow one another as one, as long as 32 bits hold them in every cluster: fewer to pack."""
+    """Consecutive columns combined into one, as long as 32 bits hold them in every cluster: fewer to pack."""
     column, width = columns[0], bits[0]
     for more, bit in zip(columns[1:], bits[1:], strict=True):
         if int((width + bit).max(initial=0)) <= 32:
@@ -227,7 +227,7 @@ def _joined(columns: list[Words], bits: list[Ints], at: Ints) -> Iterator[tuple[
 def _put_masks(
     words: Words, kind: Shorts, of_triangle: Ints, place: Ints, begin: Ints, explicit: npt.NDArray[np.bool_]
 ) -> None:
-    """The masks of each cluster: bits of the kinds of its triangles, and where there are any, which are EXPLICIT."""
+    """The masks of each cluster: bits of the kinds of its triangles and, if there are any, which are EXPLICIT."""
     dense = np.zeros((len(begin), layouts.MAX_TRIANGLES), np.uint8)
     dense[of_triangle, place] = kind
     marked = dense == _EXPLICIT
@@ -242,12 +242,14 @@ def _put_masks(
 def _boxed(
     values: npt.NDArray[np.integer], chosen: npt.NDArray[np.uint32], starts: Ints, at: Ints
 ) -> tuple[list[Words], npt.NDArray[np.int32], Words]:
-    """Each column of the chosen rows above the lowest of its cluster; the lowest corners (C, N); the boxes' extents."""
+    """Each column of the chosen rows relative to the lowest of its cluster; the lowest corners (C, N); the boxes'
+    extents.
+    """
     columns, bases, extents = [], [], []
     for axis in range(values.shape[1]):
         column = values[chosen, axis].astype(np.int32)
         base = lowest(column, starts)
-        above = (column - base[at]).view(np.uint32)  # right beyond 2^31, too
+        above = (column - base[at]).view(np.uint32)  # also correct beyond 2^31
         columns.append(above)
         bases.append(base)
         extents.append(highest(above, starts))

@@ -1,6 +1,6 @@
 """Excerpts of a mesh: the vertices that a batch of triangles uses, numbered from 0.
 
-A batch is worked on by itself: in arrays of its own size, whatever the size of the mesh.
+A batch is processed in arrays of its own size, whatever the size of the mesh.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Excerpt:
     """Triangles and their vertices.
 
     Attributes:
-        vertices: those that the triangles use, and those that stand for them (`Vertices.merged`).
-        numbers: (V,) what each is in the mesh, ascending.
+        vertices: those that the triangles use, and those that replace them (`Vertices.merged`).
+        numbers: (V,) the number of each in the mesh, ascending.
         corners: (T, 3) as numbers of these vertices.
     """
 
@@ -34,21 +34,22 @@ class Excerpt:
 
     @classmethod
     def of(cls, vertices: Vertices, corners: Numbers) -> Excerpt:
-        """Of these triangles (T, 3)."""
+        """From these triangles (T, 3)."""
         numbers, local = numbered(corners, len(vertices.grid))
         merged = vertices.merged[numbers]
         if (merged != numbers).any():
             numbers = np.union1d(numbers, merged).astype(np.uint32)
-            merged = vertices.merged[numbers]
+            merged = np.searchsorted(numbers, vertices.merged[numbers]).astype(np.uint32)
             local = np.searchsorted(numbers, corners).astype(np.uint32)
+        else:
+            merged = np.arange(len(numbers), dtype=np.uint32)
         rows: dict[str, Any] = {
             name: None if (column := getattr(vertices, name)) is None else column[numbers]
             for name in ("grid", "place", "normals", "uv", "colors", "materials", "parts")
         }
-        merged = np.searchsorted(numbers, merged).astype(np.uint32)
         return cls(replace(vertices, merged=merged, **rows), numbers, local)
 
     def in_mesh(self, corners: Numbers, added: Added, vertices: int) -> tuple[Numbers, Added]:
-        """The same as numbers of the mesh, which has so many vertices; those that were added follow behind."""
+        """The corners as numbers of the mesh, which has `vertices` vertices; added vertices follow them."""
         numbers = np.concatenate([self.numbers, np.arange(vertices, vertices + len(added.sources), dtype=np.uint32)])
         return numbers[corners], replace(added, sources=self.numbers[added.sources].astype(np.int64))

@@ -1,9 +1,10 @@
-"""Materials of a glTF document: base colours, and images of them.
+"""Materials of a glTF document: base colours and their images.
 
-A factor is in linear light, an image as displayed; here both are kept as displayed. Of a texture are read: its sampler
-(how it repeats, whether it is magnified by nearest texels), KHR_texture_transform, which set of coordinates it takes,
-and images in the file, beside it or in a `data:` URI, also those of EXT_texture_webp and MSFT_texture_dds. Images in
-KHR_texture_basisu are refused by name. Of the older KHR_materials_pbrSpecularGlossiness the diffuse colour is read.
+A factor is in linear light, and an image is as displayed; here both are kept as displayed. For a texture it reads its
+sampler (how it repeats, whether it is magnified by nearest texels), KHR_texture_transform, its set of coordinates, and
+images in the file, next to it or in a `data:` URI, including those of EXT_texture_webp and MSFT_texture_dds. Images in
+KHR_texture_basisu raise an error with their name. For the older KHR_materials_pbrSpecularGlossiness the diffuse colour
+is read.
 
 Source: the glTF 2.0 specification of the Khronos Group (3.8 and 3.9), and its registry of extensions.
 """
@@ -34,17 +35,17 @@ class GltfMaterials:
     """The materials of a document.
 
     Args:
-        document: which is not changed.
+        document: the document; it is not changed.
         view: the bytes of a buffer view, by its number.
         path: of the file.
         textures: whether images are read.
 
     Attributes:
-        found: of each material of the document.
-        uv_sets: of each, which set of texture coordinates its texture takes.
+        found: the result for each material of the document.
+        uv_sets: for each material, the set of texture coordinates of its texture.
 
     Raises:
-        InputError: an image is missing, damaged, too large, or of a kind that cannot be read.
+        InputError: an image is missing, damaged, too large, or of an unsupported kind.
     """
 
     def __init__(self, document: Document, view: Callable[[int], bytes], path: Path, textures: bool) -> None:
@@ -97,7 +98,7 @@ class GltfMaterials:
         return self._images[number]
 
     def _content(self, image: Document, called: str) -> tuple[bytes, str]:
-        """The file of an image, and what messages call it."""
+        """The file of an image, and its name in messages."""
         uri = image.get("uri")
         if uri is None:
             return self._view(image["bufferView"]), f"image {image.get('name', '')}".rstrip()
@@ -108,7 +109,7 @@ class GltfMaterials:
 
 
 def _base_color(described: Document) -> tuple[list[float], Document | None]:
-    """The factor, and what is said of the texture."""
+    """The factor, and the texture's entry."""
     older = described.get("extensions", {}).get("KHR_materials_pbrSpecularGlossiness")
     if older is not None:
         return older.get("diffuseFactor", [1.0] * 4), older.get("diffuseTexture")
@@ -117,7 +118,7 @@ def _base_color(described: Document) -> tuple[list[float], Document | None]:
 
 
 def _placing(transform: Document) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-    """That of KHR_texture_transform, which is offset * rotation * scale where v goes downwards."""
+    """The placing for KHR_texture_transform, which is offset * rotation * scale with v downwards."""
     if not transform:
         return AS_IT_IS
     (x, y), (wide, high) = transform.get("offset", (0.0, 0.0)), transform.get("scale", (1.0, 1.0))
@@ -125,7 +126,7 @@ def _placing(transform: Document) -> tuple[tuple[float, float, float], tuple[flo
     if not all(math.isfinite(each) for each in (x, y, wide, high, angle)):
         raise InputError(f"KHR_texture_transform has numbers that are not finite: {short(transform)}; or {WITHOUT}")
     cosine, sine = math.cos(angle), math.sin(angle)
-    # down(u, w) = (cosine wide u + sine high w + x, -sine wide u + cosine high w + y), of w = 1 - v; and v' = 1 - w'.
+    # (u, w) = (cosine wide u + sine high w + x, -sine wide u + cosine high w + y), with w = 1 - v; and v' = 1 - w'.
     return (
         (cosine * wide, -sine * high, sine * high + x),
         (sine * wide, cosine * high, 1.0 - cosine * high - y),

@@ -1,10 +1,11 @@
-"""glTF with all that it allows for geometry, made plain for a reader that takes less; the rest is refused by name.
+"""Convert glTF with all its geometry features into a simple form for a reader that supports less; other features raise
+an error with their name.
 
-Plain are triangles whose positions, normals and texture coordinates are float32, each value in its place. The format
-has more: integers that stand for -1..1 (quantized meshes), values that replace some of others (sparse accessors),
-strips and fans of triangles. Their bytes are read here, and written behind the others. Points and lines are no
-surfaces: they are left out with a warning. Meshes compressed by Draco or meshoptimizer, and instances in an extension,
-are refused: a reader that does not know them makes something else of the file, without a word.
+Simple means triangles whose positions, normals and texture coordinates are float32, with each value in its place. The
+format has more: integers that stand for -1..1 (quantized meshes), values that replace some of others (sparse
+accessors), strips and fans of triangles. Their bytes are read here, and written after the others. Points and lines are
+no surfaces: they are ignored with a warning. Meshes compressed by Draco or meshoptimizer, and instances in an
+extension, raise an error: a reader without them would misread the file silently.
 
 Source: the glTF 2.0 specification of the Khronos Group, and its registry of extensions.
 """
@@ -46,17 +47,17 @@ _REFUSED = {
 
 
 def plain_gltf(path: Path, textures: bool = True) -> tuple[bytes | None, list[PartMaterial]]:
-    """The file converted to a GLB with plain meshes only, and its materials.
+    """The file converted to a GLB with simple meshes only, and its materials.
 
     Args:
         textures: whether images are read.
 
     Returns:
-        The GLB, None if the file is plain already and has no materials; there each material is named by its number, and
-        there are no images. The materials, by that number.
+        The GLB, or None if the file is simple already and has no materials. In the GLB each material is named by its
+        number, and there are no images. The materials, by that number.
 
     Raises:
-        InputError: it is damaged, or has geometry in a form that cannot be read here.
+        InputError: it is damaged, or has geometry in an unsupported form.
     """
     try:
         document, binary = _parts(path)
@@ -102,17 +103,17 @@ def _refuse_extensions(document: Document, path: Path) -> None:
 
 
 class _Plain:
-    """A document that is being made plain."""
+    """A document during conversion."""
 
     def __init__(self, document: Document, binary: tuple[int, int], path: Path) -> None:
         self._document, self._binary, self._path = document, binary, path
         self._buffers: list[bytes] | None = None
-        self._added: list[bytes] = []  # behind the buffers, each for one view
-        self._made: dict[tuple[int, bool], int] = {}  # accessor, whether indices -> its plain one
+        self._added: list[bytes] = []  # after the buffers, each for one view
+        self._made: dict[tuple[int, bool], int] = {}  # accessor, whether indices -> its simple one
         self._changed = False
 
     def take_materials(self, textures: bool) -> list[PartMaterial]:
-        """The materials. What is left of them are their numbers, and textures' coordinates in the first set."""
+        """The materials. Only the numbers of the materials remain, with the textures' coordinates in the first set."""
         document = self._document
         if not document.get("materials"):
             return []
@@ -141,7 +142,7 @@ class _Plain:
                     self._make_plain(primitive)
         if left_out:
             counted = ", ".join(f"{count} of {kind}" for kind, count in left_out.items())
-            warnings.warn(f"{self._path}: parts that are no surfaces are left out ({counted})", stacklevel=4)
+            warnings.warn(f"{self._path}: parts that are not surfaces are left out ({counted})", stacklevel=4)
         return self._glb() if self._changed else None
 
     def _make_plain(self, primitive: Document) -> None:
@@ -149,7 +150,7 @@ class _Plain:
         for name in _READ:
             if name in attributes and self._is_other(self._accessor(attributes[name]), (_FLOAT32,)):
                 attributes[name] = self._plain(attributes[name], is_index=False)
-        if "TEXCOORD_0" in attributes and "material" not in primitive:  # without which they are not looked at
+        if "TEXCOORD_0" in attributes and "material" not in primitive:  # without which they are not read
             self._document.setdefault("materials", []).append({})
             primitive["material"], self._changed = len(self._document["materials"]) - 1, True
         mode, indices = primitive.get("mode", _TRIANGLES), primitive.get("indices")
@@ -220,7 +221,7 @@ class _Plain:
         return np.ndarray((count, width), item, content, begin, (stride, item.itemsize))
 
     def _view_bytes(self, number: int) -> bytes:
-        """All of a view, such as an image."""
+        """All bytes of a view, such as an image."""
         view = self._document["bufferViews"][number]
         begin, content = view.get("byteOffset", 0), self._content(view["buffer"])
         if begin + view["byteLength"] > len(content):
@@ -263,7 +264,7 @@ class _Plain:
 
 
 def _floats(values: Array, normalized: bool) -> Array:
-    """Integers as the numbers that they stand for: themselves, or fractions of the greatest."""
+    """Integers as the numbers that they represent: themselves, or fractions of the greatest."""
     if not normalized or values.dtype.kind == "f":
         return values.astype(np.float32)
     found: Array = np.maximum(values.astype(np.float64) / np.iinfo(values.dtype).max, -1.0)
@@ -271,7 +272,7 @@ def _floats(values: Array, normalized: bool) -> Array:
 
 
 def _triangles(order: Array, mode: int) -> Array:
-    """(3 T,) of a strip or a fan of vertices; in a strip every other triangle is turned."""
+    """(3 T,) from a strip or a fan of vertices; in a strip every other triangle is reversed."""
     if len(order) < 3:
         return order[:0]
     if mode == _FAN:

@@ -1,4 +1,4 @@
-"""Which clusters are simplified together: neighbours that share many vertices, 8 to 32 of them."""
+"""Choose the clusters that are simplified together: groups of 8 to 32 neighbours that share many vertices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rooftop.scene.building.ragged import numbered
 Ints = npt.NDArray[np.int64]
 
 LEAST, MOST = 8, 32
-USUAL = 20  # meshoptimizer makes at most 11/8 of it: 27
+USUAL = 20  # meshoptimizer makes groups of at most 11/8 of it: 27
 GROUP_BYTES = layouts.PAGE_BYTES - 4 * (
     layouts.PAGE_WORDS + layouts.GROUP_WORDS + 1
 )  # of clusters, in a page of its own
@@ -24,7 +24,7 @@ def group(places: npt.NDArray[np.uint32], triangles: Ints, spheres: npt.NDArray[
 
     Args:
         places: (T, 3) of all corners, cluster by cluster.
-        triangles: (C,) how many each cluster has.
+        triangles: (C,) number of triangles of each.
         spheres: (C, 4).
         sizes: (C,) in bytes, heads and streams.
     """
@@ -40,7 +40,7 @@ def group(places: npt.NDArray[np.uint32], triangles: Ints, spheres: npt.NDArray[
 
 
 def _small_ones_joined(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
-    """Parts of fewer than LEAST clusters (lonely bodies, leftovers between full parts) joined along Morton's curve.
+    """Join parts of fewer than LEAST clusters (isolated bodies, leftovers between full parts) along Morton's curve.
 
     The last one joins its neighbour there: alone it would not become fewer clusters.
     """
@@ -87,7 +87,7 @@ def _along_curve(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
 
 
 def _divided(parts: Ints, sizes: Ints) -> Ints:
-    """Groups that have more than MOST clusters or would not fit into a page, cut into such that do."""
+    """Cut groups that have more than MOST clusters or would not fit into a page."""
     counts, totals = np.bincount(parts), np.bincount(parts, sizes)
     if not ((counts > MOST) | (totals > GROUP_BYTES)).any():
         return parts

@@ -1,36 +1,36 @@
-"""The levels of a mesh: clusters, grouped, simplified, cut again, until one is left.
+"""The levels of a mesh: clusters, grouped, simplified, and cut again, until one is left.
 
-A step takes the front (the coarsest clusters so far), groups it, and replaces each group by the clusters of what it was
-simplified to. Clusters of a group that does not shrink stay in the front, to be grouped otherwise the next time; after
-a few times, and when nothing shrinks any more, they stay for good: nothing replaces them.
+A step takes the front (the coarsest clusters so far), groups it, and replaces each group by the clusters of its
+simplified triangles. Clusters of a group that does not shrink stay in the front, to be grouped differently the next
+time. After a few times, and when nothing shrinks any more, they stay for good, without a replacement.
 
-Batches of groups are worked on side by side. How the mesh is divided into batches, and where groups may lie, depends on
-the mesh alone: the file is the same, bit for bit, whatever the number of workers.
+Batches of groups are processed in parallel. The division of the mesh into batches, and the places of groups, depend
+only on the mesh: the file is the same, bit for bit, whatever the number of workers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from rooftop.scene import layouts
-from rooftop.scene.building.borders import Connections, SharedPlaces, Whole, load_scipy
+from rooftop.scene.building.borders import Connections, SharedPlaces, Whole
 from rooftop.scene.building.clustering import Clusters, cut
 from rooftop.scene.building.encoding import Encoded
 from rooftop.scene.building.excerpts import Excerpt
 from rooftop.scene.building.grouping import group
 from rooftop.scene.building.meshes import Mesh
-from rooftop.scene.building.orders import order_along_curve
+from rooftop.scene.building.orders import ordering
 from rooftop.scene.building.parts import Added
 from rooftop.scene.building.ragged import rows_of, starts_of, taken
 from rooftop.scene.building.simplifying import simplify
 from rooftop.scene.building.spheres import around_spheres
-from rooftop.scene.building.workers import ALONE, Workers, shared
+from rooftop.scene.building.workers import ALONE, Call, Stage, Team, Workers, shared
 from rooftop.scene.heads import head_words
 
 Ints = npt.NDArray[np.int64]
@@ -39,27 +39,27 @@ Words = npt.NDArray[np.uint32]
 Progress = Callable[[str, float], None]
 V = TypeVar("V", bound=np.generic)
 
-PIECE_TRIANGLES = 1 << 14  # of the mesh as given, cut together: clusters do not cross from one piece into another
+PIECE_TRIANGLES = 1 << 14  # of the given mesh, cut together: clusters do not extend from one piece into another
 PIECES = 4  # of a batch
 BATCH_TRIANGLES = 1 << 16  # of groups that are simplified together, at most
-BATCHES = 64  # that there are at least, of
-LEAST_TRIANGLES = 1 << 13  # each: as long as there is enough to do, 16 workers and more have it
-RUN_CLUSTERS = 1 << 11  # neighbours among which groups are found: no group crosses from one run into another
+BATCHES = 64  # at least, each of
+LEAST_TRIANGLES = 1 << 13  # each: with enough work, 16 workers or more have it
+RUN_CLUSTERS = 1 << 11  # clusters among which groups are found: no group extends from one run into another
 GROWTH = 1 + 2**-10 + 2**-20  # an error is larger than those below it by 1 + 2^-10, also when rounded to float32
 TRIES = 3
 MOST_LEVELS = 255
 LONGEST_HEAD = head_words(replaces=True, normals=True, uv=True)
-CUTTING = 0.45  # of the time of a build, about
+CUTTING = 0.45  # of the time of a build, approximately
 
 
 @dataclass(frozen=True)
 class Front:
-    """Clusters that nothing replaces yet.
+    """Clusters without a replacement so far.
 
     Attributes:
         corners: (T, 3) of all, cluster by cluster.
         triangles: (C,).
-        numbers: (C,) of the clusters, in the order in which they were made.
+        numbers: (C,) of the clusters, in order of creation.
         tries: (C,) how often each was in a group that did not shrink.
     """
 
@@ -80,15 +80,15 @@ class Hierarchy:
     """All clusters and groups.
 
     Attributes:
-        heads: (C, CLUSTER_COLUMNS) of all clusters in the order in which they were made; CLUSTER_SOURCE is the group's
-            number here, CLUSTER_STREAMS is not filled in.
-        streams: of all clusters, one after another, in the parts in which they were made.
+        heads: (C, CLUSTER_COLUMNS) of all clusters in order of creation; CLUSTER_SOURCE is the group's number here,
+            CLUSTER_STREAMS is not filled in.
+        streams: streams of all clusters, one after another, in the parts in which they were created.
         lengths: (C,) the words of each cluster's streams.
         levels: (C,).
         groups: (C,) the group of each cluster.
         spheres: (G, 4) float32, errors: (G,) float32: of each group; the error of terminal ones is NEVER.
         non_manifold_edges: of the mesh.
-        unshrunk: how many clusters nothing replaces because no group with them shrank.
+        unshrunk: number of clusters without a replacement because no group with them shrank.
     """
 
     heads: Words
@@ -106,16 +106,18 @@ def build_levels(mesh: Mesh, progress: Progress, workers: Workers, lock_borders:
     """Clusters of all levels, from the mesh's own faces to the root.
 
     Args:
-        mesh: to build from.
-        progress: is told what is being done, and which fraction is done.
-        workers: that do it.
-        lock_borders: whether vertices of edges with a single face stay where they are in all levels.
+        mesh: the source mesh.
+        progress: called with the current activity and the fraction done.
+        workers: the workers.
+        lock_borders: whether vertices of edges with a single face stay in place in all levels.
     """
-    return _Levels(mesh, workers, progress, lock_borders).build()
+    levels = _Levels(mesh, progress, lock_borders)
+    with workers.team(levels.calls()) as team:
+        return levels.build(team)
 
 
 class _Column(Generic[V]):
-    """An array that grows: what is appended is joined when it is asked for."""
+    """An array that grows: appended parts are joined on request."""
 
     def __init__(self, first: npt.NDArray[V]) -> None:
         self._pieces = [first]
@@ -131,7 +133,7 @@ class _Column(Generic[V]):
 
 @dataclass(frozen=True)
 class _Cut:
-    """What a worker sends back of the mesh's own triangles, whose corners it has put into order in place."""
+    """A worker's result for the mesh's own triangles, whose corners it has reordered in place."""
 
     triangles: Ints
     spheres: Reals
@@ -141,13 +143,13 @@ class _Cut:
 
 @dataclass(frozen=True)
 class _Next:
-    """What a worker sends back of a batch of groups.
+    """A worker's result for a batch of groups.
 
     Attributes:
-        errors: (G,) of simplifying, in object units. shrunk: (G,) whether a group has become fewer clusters.
-        spheres: (G, 4) around the clusters of a group, and what replaces them if vertices were added.
-        clusters: what replaces the groups that shrank, if any did.
-        added: vertices; corners name them by numbers from V on, whatever other batches add.
+        errors: (G,) errors of simplification, in object units. shrunk: (G,) whether a group has become fewer clusters.
+        spheres: (G, 4) around the clusters of a group, and around their replacement if vertices were added.
+        clusters: the clusters that replace the groups that shrank, if any.
+        added: new vertices; corners number them from V on, whatever other batches add.
     """
 
     errors: npt.NDArray[np.float64]
@@ -157,18 +159,62 @@ class _Next:
     added: Added
 
 
-class _Levels:
-    """What is made step by step."""
+@dataclass(frozen=True)
+class _Runs:
+    """The runs of a front in which groups are found.
 
-    def __init__(self, mesh: Mesh, workers: Workers, progress: Progress, lock_borders: bool) -> None:
+    Attributes:
+        ends: (R + 1,), the start of each run, then the end of the last one.
+        starts: (C + 1,) the start of each cluster's triangles; triangles: (C,).
+        spheres, sizes: (C, ...) as in `group`.
+    """
+
+    ends: Ints
+    starts: Ints
+    triangles: Ints
+    spheres: Reals
+    sizes: Ints
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A front divided into groups.
+
+    Attributes:
+        order: (C,) its clusters, group by group.
+        cluster_starts: (C + 1,) the start of each cluster's triangles; cluster_triangles: (C,).
+        starts: (G + 1,) the start of the clusters of each group in `order`.
+        counts, triangles: (G,) clusters and triangles of each group.
+        levels: (G,) the level of each group's replacement.
+        spheres: (G, 4) around its clusters.
+    """
+
+    order: Ints
+    cluster_starts: Ints
+    cluster_triangles: Ints
+    starts: Ints
+    counts: Ints
+    triangles: Ints
+    levels: Ints
+    spheres: Reals
+
+
+class _Levels:
+    """The data that is built step by step.
+
+    The workers of a team see everything as it was when they were forked. Of mutable state they use the shared corners
+    of the front, and `mesh`: code that changes `mesh` makes the team forget it.
+    """
+
+    def __init__(self, mesh: Mesh, progress: Progress, lock_borders: bool) -> None:
         self.mesh = mesh
-        self.workers = workers
+        self.corners = shared(mesh.faces.shape, np.uint32)  # of the front, allocated before everything else
         self._told, self._progress = 0.0, progress
         self.lock_borders = lock_borders
         self.places = int(mesh.vertices.place.max()) + 1
         self.step = math.ldexp(1.0, mesh.vertices.exponent)
         self.shared_places = SharedPlaces()
-        self.held: Words = np.empty(0, np.uint32)  # places that no level may leave
+        self.held: Words = np.empty(0, np.uint32)  # places that no level may move
         self.non_manifold_edges = 0
         self.heads: list[Words] = []
         self.streams: list[Words] = []
@@ -185,11 +231,16 @@ class _Levels:
         self.unshrunk = 0
         self.steps = 0
 
-    def build(self) -> Hierarchy:
-        front = self._finest()
+    def calls(self) -> list[Call]:
+        """The functions that workers will call, besides cutting."""
+        return [self._group, self._own, self._mark, self._hold, self._replace]
+
+    def build(self, team: Team) -> Hierarchy:
+        """All levels."""
+        front = self._finest(team)
         total = len(front.triangles)
         while len(front.triangles) > 1:
-            front = self._next(front, total)
+            front = self._next(front, total, team)
         if len(front.triangles):
             self._end(front.numbers, np.zeros(len(front.numbers), np.int64))
         groups = np.full(self.clusters, -1)
@@ -201,28 +252,21 @@ class _Levels:
             self.non_manifold_edges,
         )  # fmt: skip
 
-    def _finest(self) -> Front:
+    def _finest(self, team: Team) -> Front:
         """The mesh's own faces as clusters."""
-        load_scipy()
         what = f"cutting {len(self.mesh.faces):,} triangles"
         self.progress(what, 0.0)
-        vertices = self.mesh.vertices
-        order = order_along_curve(vertices.grid, self.mesh.faces[:, 0], self.workers)
-        corners = shared(self.mesh.faces.shape, np.uint32)
-        np.take(self.mesh.faces, order, axis=0, out=corners, mode="clip")  # otherwise it makes a copy first
-        self.mesh = replace(self.mesh, faces=np.empty((0, 3), np.uint32))
-        del order
+        vertices, corners = self.mesh.vertices, self.corners
+        self.shared_places.begin(self.places)
         count = len(corners)
         ends = np.linspace(0, count, -(-count // PIECE_TRIANGLES) + 1).astype(np.int64)
         pieces = [ends[i : i + PIECES + 1] for i in range(0, len(ends) - 1, PIECES)]
-        shared_by = self.shared_places.stages(
-            list(enumerate(pieces)),
-            lambda batch: (vertices.place[corners[batch[1][0] : batch[1][-1]]], batch[0]),
-            self.places,
-            self.held,
-        )
 
-        def work(batch: Ints) -> _Cut:
+        def used(number: int) -> Words:
+            return vertices.place[corners[pieces[number][0] : pieces[number][-1]]]
+
+        def work(number: int) -> _Cut:
+            batch = pieces[number]
             own = corners[batch[0] : batch[-1]]
             excerpt = Excerpt.of(vertices, own)
             counts = np.diff(batch)
@@ -231,8 +275,16 @@ class _Levels:
             connections = Connections.of(excerpt, self.shared_places.several)
             return _Cut(clusters.triangles, clusters.spheres, clusters.encoded, connections)
 
+        numbers = range(len(pieces))
+        stages: list[Stage] = [
+            *ordering(vertices.grid, self.mesh.faces, corners),
+            (lambda number: self.shared_places.own(used(number), number), numbers),
+            (lambda number: self.shared_places.mark(used(number), number), numbers),
+            (self.shared_places.hold, [self.held] if len(self.held) else []),
+        ]
         done = _Fraction(len(pieces), lambda fraction: self.progress(what, CUTTING * fraction))
-        found = self.workers.run(work, pieces, "cutting triangles", done, shared_by)
+        found = team.run_items(work, numbers, "cutting triangles", done, stages)
+        self.mesh = replace(self.mesh, faces=np.empty((0, 3), np.uint32))
         whole = Whole.of(
             [each.connections for each in found],
             lambda number: np.unique(corners[pieces[number][0] : pieces[number][-1]]),
@@ -241,53 +293,47 @@ class _Levels:
         self.non_manifold_edges = whole.non_manifold_edges
         if self.lock_borders:
             self.held = whole.open_places
-        self.mesh = replace(self.mesh, vertices=replace(vertices, parts=whole.parts))
-        numbers = [
+        if whole.parts is not None:
+            self.mesh = replace(self.mesh, vertices=replace(vertices, parts=whole.parts))
+            team.forget()
+        kept = [
             self._keep(each.encoded, each.spheres, np.zeros(len(each.triangles), np.float32), None) for each in found
         ]
         triangles = np.concatenate([each.triangles for each in found])
-        return Front(corners, triangles, np.concatenate(numbers), np.zeros(len(triangles), np.int64))
+        return Front(corners, triangles, np.concatenate(kept), np.zeros(len(triangles), np.int64))
 
-    def _next(self, front: Front, total: int) -> Front:
+    def _next(self, front: Front, total: int, team: Team) -> Front:
         """One step."""
         what = f"simplifying {len(front.triangles):,} clusters"
         self.progress(what, self._fraction(len(front.triangles), total))
         numbers = front.numbers
-        parts = self._grouped(front)
+        parts = self._grouped(front, team)
         order = np.argsort(parts, kind="stable")  # clusters, group by group
         counts = np.bincount(parts)  # clusters of each group
         starts = starts_of(counts)
-        vertices = self.mesh.vertices
         triangles = np.add.reduceat(front.triangles[order], starts[:-1])
         batches = _batches(triangles)
-        own_starts = starts_of(front.triangles)
-
-        def own_corners(batch: tuple[int, int]) -> Words:
-            chosen = order[starts[batch[0]] : starts[batch[1]]]
-            return front.corners[taken(own_starts[chosen], front.triangles[chosen])]
-
-        shared_by = self.shared_places.stages(
-            batches,
-            lambda batch: (vertices.place[own_corners(batch)], np.repeat(np.arange(*batch), triangles[slice(*batch)])),
-            self.places,
-            self.held,
-        )
-        spheres = around_spheres(self.spheres.all()[numbers[order]], counts)
         least = np.maximum.reduceat(self.errors.all()[numbers[order]], starts[:-1]).astype(np.float64) * GROWTH
-        levels = np.maximum.reduceat(self.levels.all()[numbers[order]], starts[:-1]) + 1
-
-        def work(batch: tuple[int, int]) -> _Next:
-            a, b = batch
-            return self._replaced(own_corners(batch), triangles[a:b], counts[a:b], levels[a:b], spheres[a:b])
-
+        step = _Step(
+            order=order,
+            cluster_starts=starts_of(front.triangles),
+            cluster_triangles=front.triangles,
+            starts=starts,
+            counts=counts,
+            triangles=triangles,
+            levels=np.maximum.reduceat(self.levels.all()[numbers[order]], starts[:-1]) + 1,
+            spheres=around_spheres(self.spheres.all()[numbers[order]], counts),
+        )
         soon = self._fraction(len(front.triangles) // 2, total) - self._fraction(len(front.triangles), total)
         done = _Fraction(
             len(batches),
             lambda fraction: self.progress(what, self._fraction(len(front.triangles), total) + soon * fraction),
         )
-        workers = self.workers if int(triangles.sum()) > LEAST_TRIANGLES else ALONE
-        found = workers.run(work, batches, what, done, shared_by)
-        self._numbered(found)
+        held = [self.held] if len(self.held) else []
+        before: list[tuple[Call, Sequence[Any]]] = [(self._own, batches), (self._mark, batches), (self._hold, held)]
+        those = team if int(triangles.sum()) > LEAST_TRIANGLES else ALONE.team(self.calls())
+        found = those.run(self._replace, batches, step, what, done, before)
+        self._numbered(found, team)
 
         fronts, stuck = [], []
         for (a, b), each in zip(batches, found, strict=True):
@@ -313,47 +359,68 @@ class _Levels:
             self._end(numbers[left[over]], part)
         rest = front.part(left[~over])
         fronts.append(replace(rest, tries=tries[~over]))
-        return _joined(fronts)
+        return _joined(fronts, self.corners)
 
     def progress(self, what: str, fraction: float) -> None:
-        """Tell what is being done; a front that shrinks less than was expected does not turn back what was told."""
+        """Report the progress; a front that shrinks less than expected does not move it back."""
         self._told = max(self._told, fraction)
         self._progress(what, self._told)
 
     def _fraction(self, left: int, total: int) -> float:
-        """Of the whole build, where so many of the finest clusters' number are left."""
+        """The finished fraction of the whole build, when `left` of the finest clusters' number remain."""
         return 1 - (1 - CUTTING) * left / total
 
-    def _grouped(self, front: Front) -> Ints:
-        """The group of each cluster. Every other step the runs among which they are found lie elsewhere."""
+    def _grouped(self, front: Front, team: Team) -> Ints:
+        """The group of each cluster. Every other step the runs are shifted."""
         count = len(front.triangles)
-        runs = -(-count // RUN_CLUSTERS)
-        ends = np.linspace(0, count, runs + 1)
-        if self.steps % 2 and runs > 1:
+        many = -(-count // RUN_CLUSTERS)
+        ends = np.linspace(0, count, many + 1)
+        if self.steps % 2 and many > 1:
             ends = np.concatenate([[0], (ends[1:] + ends[:-1]) / 2, [count]])
         self.steps += 1
-        ends = ends.astype(np.int64)
-        starts = starts_of(front.triangles)
-        spheres, sizes = self.spheres.all()[front.numbers], self.sizes.all()[front.numbers]
-        place = self.mesh.vertices.place
-
-        def work(run: int) -> Ints:
-            a, b = ends[run], ends[run + 1]
-            return group(place[front.corners[starts[a] : starts[b]]], front.triangles[a:b], spheres[a:b], sizes[a:b])
-
-        found = self.workers.run(work, range(len(ends) - 1), "grouping clusters")
+        runs = _Runs(
+            ends=ends.astype(np.int64),
+            starts=starts_of(front.triangles),
+            triangles=front.triangles,
+            spheres=self.spheres.all()[front.numbers],
+            sizes=self.sizes.all()[front.numbers],
+        )
+        found = team.run(self._group, range(len(ends) - 1), runs, "grouping clusters")
         first = starts_of([int(each.max()) + 1 for each in found])
         return np.concatenate([each + start for each, start in zip(found, first[:-1].tolist(), strict=True)])
 
-    def _replaced(self, corners: Words, triangles: Ints, counts: Ints, levels: Ints, spheres: Reals) -> _Next:
-        """Groups simplified and cut again.
+    # ---- functions of the workers ---------------------------------------------------------------------------------
 
-        Args:
-            corners: (T, 3) of all groups.
-            triangles, counts: (G,) how many triangles and clusters each has.
-            levels: (G,) of what replaces it.
-            spheres: (G, 4) around its clusters.
-        """
+    def _group(self, runs: _Runs, run: int) -> Ints:
+        """The groups of the clusters of a run."""
+        a, b = runs.ends[run], runs.ends[run + 1]
+        places = self.mesh.vertices.place[self.corners[runs.starts[a] : runs.starts[b]]]
+        return group(places, runs.triangles[a:b], runs.spheres[a:b], runs.sizes[a:b])
+
+    def _own(self, step: _Step, batch: tuple[int, int]) -> None:
+        self.shared_places.own(*self._used(step, batch))
+
+    def _mark(self, step: _Step, batch: tuple[int, int]) -> None:
+        self.shared_places.mark(*self._used(step, batch))
+
+    def _hold(self, _: _Step, places: Words) -> None:
+        self.shared_places.hold(places)
+
+    def _used(self, step: _Step, batch: tuple[int, int]) -> tuple[Words, Ints]:
+        """The places of a batch of groups, and the group of each triangle."""
+        groups = np.repeat(np.arange(*batch), step.triangles[slice(*batch)])
+        return self.mesh.vertices.place[self._corners(step, batch)], groups
+
+    def _corners(self, step: _Step, batch: tuple[int, int]) -> Words:
+        """The corners of a batch of groups."""
+        chosen = step.order[step.starts[batch[0]] : step.starts[batch[1]]]
+        return self.corners[taken(step.cluster_starts[chosen], step.cluster_triangles[chosen])]
+
+    def _replace(self, step: _Step, batch: tuple[int, int]) -> _Next:
+        """Simplify a batch of groups and cut it again."""
+        own = slice(*batch)
+        corners, triangles, counts = self._corners(step, batch), step.triangles[own], step.counts[own]
+        levels, spheres = step.levels[own], step.spheres[own]
         whole = len(self.mesh.vertices.grid)
         excerpt = Excerpt.of(self.mesh.vertices, corners)
         mesh = replace(self.mesh, vertices=excerpt.vertices)
@@ -373,8 +440,8 @@ class _Levels:
         clusters = replace(clusters, corners=kept).part(np.flatnonzero(shrunk[clusters.pieces]))
         return _Next(errors, shrunk, spheres, clusters, added)
 
-    def _numbered(self, found: list[_Next]) -> None:
-        """Number vertices that were added over all batches; the mesh gets them."""
+    def _numbered(self, found: list[_Next], team: Team) -> None:
+        """Number added vertices over all batches, and add them to the mesh."""
         first = len(self.mesh.vertices.grid)
         starts = starts_of([len(each.added.sources) for each in found])
         if not starts[-1]:
@@ -382,16 +449,17 @@ class _Levels:
         added = Added.joined([each.added for each in found])
         self.mesh = replace(self.mesh, vertices=added.behind(self.mesh.vertices))
         self.places = int(self.mesh.vertices.place.max()) + 1
+        self.shared_places.begin(self.places)
+        team.forget()
         for each, start in zip(found, starts[:-1].tolist(), strict=True):
             if start and each.clusters is not None:
                 each.clusters.corners[each.clusters.corners >= first] += start
 
     def _keep(self, encoded: Encoded, spheres: Reals, errors: Reals, sources: Ints | None) -> Ints:
-        """Number new clusters and remember what will be written of them.
+        """Number new clusters and keep their values for the file.
 
         Args:
-            encoded: the clusters.
-            spheres, errors: of each; those of its group, but for the finest.
+            encoded: the clusters. spheres, errors: of each cluster; those of its group, except for the finest.
             sources: the group that each replaces; none at the finest level.
         """
         heads, count = encoded.heads, len(encoded.heads)
@@ -412,7 +480,7 @@ class _Levels:
         return numbers
 
     def _end(self, clusters: Ints, parts: Ints) -> None:
-        """Groups of clusters that nothing replaces."""
+        """Groups of clusters without a replacement."""
         order = np.argsort(parts, kind="stable")
         counts = np.bincount(parts)
         self.members.append((clusters[order], parts[order] + self.groups))
@@ -422,7 +490,7 @@ class _Levels:
 
 
 class _Fraction:
-    """Tells what fraction of items is done, as they are."""
+    """Reports the finished fraction of items."""
 
     def __init__(self, items: int, told: Callable[[float], None]) -> None:
         self.items, self.told, self.done = items, told, 0
@@ -440,9 +508,11 @@ def _batches(triangles: Ints) -> list[tuple[int, int]]:
     return list(zip(first.tolist(), [*first[1:].tolist(), len(triangles)], strict=True))
 
 
-def _joined(fronts: list[Front]) -> Front:
+def _joined(fronts: list[Front], corners: Words) -> Front:
+    """The fronts as one; their corners are written to the start of `corners`."""
+    count = sum(len(each.corners) for each in fronts)
     return Front(
-        np.concatenate([each.corners for each in fronts]),
+        np.concatenate([each.corners for each in fronts], out=corners[:count]),
         np.concatenate([each.triangles for each in fronts]),
         np.concatenate([each.numbers for each in fronts]),
         np.concatenate([each.tries for each in fronts]),

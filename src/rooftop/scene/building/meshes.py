@@ -1,9 +1,9 @@
-"""The mesh that is built from: checked, mended, put on its grid, equal vertices made one.
+"""The source mesh: checked, repaired, rounded to its grid, with equal vertices merged.
 
-What cannot be meant is refused (a vertex that is no number, an index outside), what does no harm is dropped and counted
-(faces without area on the grid, faces that are there twice, vertices that nothing uses). Edges that are not manifold
-are kept and counted. All levels of the geometry use vertices of this mesh, but for small parts that grow (see
-`thinning`): so they are rounded here, once.
+Invalid input raises (a vertex that is not a number, an index out of range). Harmless input is dropped and counted
+(faces without area on the grid, duplicate faces, unused vertices). Edges that are not manifold are kept and counted.
+All levels of the geometry use vertices of this mesh, except for small parts that grow (see `thinning`): so they are
+rounded here, once.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from rooftop.scene import layouts
 from rooftop.scene.building import meshopt
 from rooftop.scene.building.normals import from_octahedral, octahedral, smooth_normals, unit_vectors
 from rooftop.scene.building.welding import weld
-from rooftop.scene.building.workers import ALONE, Workers, chunks
+from rooftop.scene.building.workers import ALONE, SHORT, Workers, chunks
 
 Floats = npt.NDArray[np.float64]
 
-STEPS_PER_EDGE = 64  # the grid is at least so much finer than the mean edge is long,
-STEPS = 1 << 14  # and than the mesh is: a quarter of a pixel where it fills a picture 4096 wide
-MOST_STEPS = 1 << 24  # along an axis: whole numbers up to here are exact in float32, in which renderers compute
-STEPS_PER_SMALL_EDGE = 16  # and than the edges of most faces that it would swallow otherwise
-NEEDLE = 0.01  # height of a face over its longest edge, below which it may be swallowed
-UV_STEPS_PER_EDGE = 8  # or more, by the step below: a texture that is finer than a mesh decides
+STEPS_PER_EDGE = 64  # the grid is at least this much finer than the mean edge,
+STEPS = 1 << 14  # and than the mesh: a quarter of a pixel if it fills a picture 4096 wide
+MOST_STEPS = 1 << 24  # along an axis: integers up to this are exact in float32, in which renderers compute
+STEPS_PER_SMALL_EDGE = 16  # and than the edges of most faces that it would remove otherwise
+NEEDLE = 0.01  # height of a face over its longest edge, below which it may be removed
+UV_STEPS_PER_EDGE = 8  # or more, by the step below: a texture that is finer than the mesh determines it
 UV_STEP = 2.0**-13  # half a texel of a texture 4096 wide
-MOST_UV_STEPS = (1 << 30) - 1  # so that what is between the lowest and the highest has 31 bits
+MOST_UV_STEPS = (1 << 30) - 1  # so that the range from the lowest to the highest has 31 bits
 LARGEST, SMALLEST = 2.0**60, 2.0**-60  # a mesh, and a step of its grid: squares stay far from float32's limits
 MOST_MATERIALS = 1 << layouts.MATERIAL_BITS
 
 
 @dataclass(frozen=True)
 class Vertices:
-    """What clusters are encoded from. A vertex is a place with its attributes; along seams a place has several.
+    """The vertices for encoding clusters. A vertex is a place with its attributes; along seams a place has several.
 
     Attributes:
         grid: (V, 3) int32, in steps of the grid from the origin.
         place: (V,) uint32, equal for vertices at the same place.
         normals: (V, 2) uint16, octahedral, or None.
-        uv: (V, 2) int32, in steps of theirs, or None.
+        uv: (V, 2) int32, in steps of their own, or None.
         colors: (V, 3) uint8, or None.
-        materials: (V,) uint16, or None where all are 0.
-        merged: (V,) uint32: the vertex that stands for all at this place with this material.
-        parts: (V,) uint32, equal for vertices that faces connect; None where they connect all.
-        exponent, uv_exponent: a step is two to that.
+        materials: (V,) uint16, or None if all are 0.
+        merged: (V,) uint32: the vertex that represents all at this place with this material.
+        parts: (V,) uint32, equal for vertices that faces connect; None if they connect all.
+        exponent, uv_exponent: a step is two to this power.
     """
 
     grid: npt.NDArray[np.int32]
@@ -65,16 +65,16 @@ class Vertices:
 
 @dataclass(frozen=True)
 class Repairs:
-    """What was done to the mesh before it was built from.
+    """The repairs made to the mesh before the build.
 
     Attributes:
-        degenerate_faces: dropped, since two of their corners are at the same place: they have no area, or next to none.
-        small_faces: dropped, since two of their corners are at the same place of the grid, though they have an area.
-        duplicate_faces: dropped, since the same face is there already.
+        degenerate_faces: dropped, since two of their corners are at the same place: they have almost no area.
+        small_faces: dropped, since two of their corners are at the same place of the grid, although they have an area.
+        duplicate_faces: dropped, since the same face exists already.
         unused_vertices: dropped.
-        equal_vertices: made one with another.
-        non_manifold_edges: kept, but more than two faces share each.
-        coarser_grid: whether the mesh is too large for the grid that its edges ask for.
+        equal_vertices: merged with another.
+        non_manifold_edges: kept, although more than two faces share each.
+        coarser_grid: whether the mesh is too large for the grid that its edges need.
     """
 
     degenerate_faces: int = 0
@@ -93,8 +93,8 @@ class Mesh:
     Attributes:
         vertices: with one more for each place with a seam, which `Vertices.merged` names.
         faces: (F, 3) uint32.
-        origin: what was subtracted from all positions, in object units; a point of the grid.
-        uv_length: how long a step of uv is on the surface, on average, in steps of the grid.
+        origin: offset subtracted from all positions, in object units; a point of the grid.
+        uv_length: the average length of a step of uv on the surface, in steps of the grid.
     """
 
     vertices: Vertices
@@ -114,7 +114,7 @@ def checked_mesh(
     colors: npt.ArrayLike | None = None,
     workers: Workers = ALONE,
 ) -> Mesh:
-    """Check, mend and round a mesh.
+    """Check, repair and round a mesh.
 
     Args:
         positions: (V, 3) numbers.
@@ -122,14 +122,14 @@ def checked_mesh(
         normals: (V, 3), or "smooth": of the faces around a vertex, weighted by their angles.
         uv: (V, 2).
         materials: (F,) integers, 0 to 65535.
-        precision: the greatest step of the grid, in object units; by default about 1/64 of the mean edge, and where
-            faces would be smaller than that, 1/16 of theirs.
+        precision: the largest step of the grid, in object units; by default about 1/64 of the mean edge, or 1/16 of the
+            edges of faces that would be smaller than that.
         colors: (V, 3), 0 to 1, or uint8.
-        workers: that help.
+        workers: the workers.
 
     Raises:
-        TypeError: an array that does not hold numbers, or not whole ones.
-        ValueError: shapes, indices or numbers that cannot be.
+        TypeError: an array that does not hold numbers, or not integers.
+        ValueError: invalid shapes, indices or numbers.
     """
     points = _numbers("vertices", positions, 3)
     triangles = _integers("faces", faces, (None, 3))
@@ -144,8 +144,12 @@ def checked_mesh(
     if len(triangles) >= 1 << 30 or len(points) >= 1 << 31:
         raise ValueError(f"{len(triangles):,} faces are too many: a mesh has at most 2^30; split it into several")
     used = np.zeros(len(points), bool)
-    used[triangles] = True
-    _refuse_non_finite("vertex", points, used)
+
+    def use(rows: slice) -> None:
+        used[triangles[rows]] = True
+
+    workers.threads(use, chunks(len(triangles), SHORT))
+    _refuse_non_finite("vertex", points, used, workers)
 
     directions = None
     if isinstance(normals, str):
@@ -154,11 +158,11 @@ def checked_mesh(
         directions = smooth_normals(points, triangles, workers)
     elif normals is not None:
         directions = _numbers("normals", normals, 3, len(points))
-        _refuse_non_finite("normal", directions, used)
+        _refuse_non_finite("normal", directions, used, workers)
     texture = None
     if uv is not None:
         texture = _numbers("uv", uv, 2, len(points))
-        _refuse_non_finite("uv", texture, used)
+        _refuse_non_finite("uv", texture, used, workers)
     shades = None if colors is None else _colors(colors, used)
     ids = None
     if materials is not None:
@@ -167,21 +171,20 @@ def checked_mesh(
             raise ValueError(f"materials are 0 to {MOST_MATERIALS - 1}, not {ids.min()} to {ids.max()}")
 
     meant = points if used.all() else points[used]
-    low = np.array([column.min() for column in meant.T])
-    high = np.array([column.max() for column in meant.T])
+    low, high = column_bounds(meant, workers)
     exponent, coarser = _grid_exponent(points, triangles, high - low, precision)
     step = math.ldexp(1.0, exponent)
     origin = np.rint((low + (high - low) / 2) / step) * step
-    grid = _rounded(points, origin, step, used)
+    grid = _rounded(points, origin, step, used, workers)
 
     attributes: list[npt.NDArray[np.int32]] = []
     uv_exponent = 0
     if directions is not None:
-        attributes.append(_octahedral(directions))
+        attributes.append(_octahedral(directions, workers))
         directions = None
     if texture is not None:
         uv_exponent = _uv_exponent(texture, triangles, used)
-        attributes.append(_rounded(texture, np.zeros(2), math.ldexp(1.0, uv_exponent), used))
+        attributes.append(_rounded(texture, np.zeros(2), math.ldexp(1.0, uv_exponent), used, workers))
     if shades is not None:
         attributes.append(shades)
     if ids is not None and ids.any():
@@ -208,8 +211,8 @@ def checked_mesh(
         equal_vertices=welded.equal_vertices,
         coarser_grid=coarser,
     )
-    columns = iter([each[welded.kept] for each in attributes])
-    places = grid[welded.kept]
+    columns = iter([np.take(each, welded.kept, axis=0) for each in attributes])
+    places = np.take(grid, welded.kept, axis=0)
     vertices = Vertices(
         grid=places,
         place=welded.places,
@@ -227,20 +230,38 @@ def checked_mesh(
     return Mesh(_with_merged(vertices), welded.faces, origin, repairs, uv_length)
 
 
-def _rounded(values: Floats, origin: Floats, step: float, used: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-    """(V, K) in whole steps from the origin; 0 where a vertex is not used."""
+def column_bounds(values: npt.NDArray[Any], workers: Workers = ALONE) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """The minimum and the maximum of each column of (V, K) numbers, V > 0."""
+
+    def of(rows: slice) -> list[tuple[Any, Any]]:
+        return [(column.min(), column.max()) for column in values[rows].T]
+
+    found = np.array(workers.threads(of, chunks(len(values), SHORT)), values.dtype)  # (chunks, K, 2)
+    return found[..., 0].min(0), found[..., 1].max(0)
+
+
+def _rounded(
+    values: Floats, origin: Floats, step: float, used: npt.NDArray[np.bool_], workers: Workers
+) -> npt.NDArray[np.int32]:
+    """(V, K) in whole steps from the origin; 0 for unused vertices."""
     found = np.zeros(values.shape, np.int32)
-    for rows in chunks(len(values)):
+
+    def round_to(rows: slice) -> None:
         steps = (values[rows] - origin) / step
         np.rint(steps, out=found[rows], casting="unsafe", where=used[rows, None])
+
+    workers.threads(round_to, chunks(len(values), SHORT))
     return found
 
 
-def _octahedral(directions: Floats) -> npt.NDArray[np.int32]:
+def _octahedral(directions: Floats, workers: Workers) -> npt.NDArray[np.int32]:
     """(V, 2) of directions of any length."""
     found = np.empty((len(directions), 2), np.int32)
-    for rows in chunks(len(directions)):
+
+    def turn(rows: slice) -> None:
         found[rows] = octahedral(unit_vectors(directions[rows]))
+
+    workers.threads(turn, chunks(len(directions), SHORT))
     return found
 
 
@@ -274,25 +295,28 @@ def _integers(name: str, values: npt.ArrayLike, shape: tuple[int | None, ...]) -
     if array.size == 0 and array.ndim == 1 and len(shape) == 2:
         array = np.empty((0, 3), np.int64)  # an empty list
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{name} are whole numbers, not {array.dtype}")
+        raise TypeError(f"{name} are integers, not {array.dtype}")
     if array.ndim != len(shape) or any(b not in (None, a) for a, b in zip(array.shape, shape, strict=True)):
         expected = "(F, 3)" if len(shape) == 2 else f"({shape[0]:,},), one for each face"
         raise ValueError(f"{name} have shape {expected}, not {array.shape}")
     return array.astype(np.int64, copy=False)
 
 
-def _refuse_non_finite(name: str, values: Floats, used: npt.NDArray[np.bool_]) -> None:
-    finite = used.copy()
-    for column in values.T:
-        finite &= np.isfinite(column)
-    wrong = np.flatnonzero(used & ~finite)
+def _refuse_non_finite(name: str, values: Floats, used: npt.NDArray[np.bool_], workers: Workers = ALONE) -> None:
+    def of(rows: slice) -> npt.NDArray[np.int64]:
+        finite = np.ones(rows.stop - rows.start, bool)
+        for column in values[rows].T:
+            finite &= np.isfinite(column)
+        return np.flatnonzero(used[rows] & ~finite) + rows.start
+
+    wrong = np.concatenate([np.zeros(0, np.int64), *workers.threads(of, chunks(len(values), SHORT))])
     if len(wrong):
         others = f" and {len(wrong) - 1:,} more" if len(wrong) > 1 else ""
         raise ValueError(f"{name} {wrong[0]}{others} is not finite ({values[wrong[0]].tolist()}), and faces use it")
 
 
 def _mean_edge(points: npt.NDArray[Any], faces: npt.NDArray[Any]) -> float:
-    """The mean length of edges that have one, of at most 2^17 faces."""
+    """The mean length of edges with a length, over at most 2^17 faces."""
     corners = points[faces[:: (len(faces) >> 17) + 1]].astype(np.float64)
     edges = corners - np.roll(corners, 1, axis=1)
     scale = float(np.abs(edges).max())
@@ -315,7 +339,7 @@ def _grid_exponent(
         raise ValueError(f"the mesh is only {largest:.3g} units long; float32 needs {SMALLEST * STEPS:.3g}: scale it")
     least = max(math.ceil(math.log2(largest / MOST_STEPS)), math.ceil(math.log2(SMALLEST)))
     if precision is None:
-        edge = _mean_edge(points, faces) or largest  # where no face has one, that is found when faces are welded
+        edge = _mean_edge(points, faces) or largest  # a mesh without any area is detected when faces are welded
         wanted = math.floor(math.log2(min(edge / STEPS_PER_EDGE, largest / STEPS)))
         return max(wanted, least), wanted < least
     if not (math.isfinite(precision) and precision > 0):
@@ -343,7 +367,8 @@ def _edges_of_small(points: Floats, faces: npt.NDArray[np.int64]) -> Floats:
 
 
 def _finer_exponent(small: Floats, largest: float) -> int | None:
-    """For faces with these shortest edges; no finer than a mesh of that length can have. None where that keeps none."""
+    """An exponent for faces with these shortest edges; no finer than a mesh of that length can have. None if that keeps
+    none."""
     least = max(math.ceil(math.log2(largest / MOST_STEPS)), math.ceil(math.log2(SMALLEST)))
     kept = small[small > 2 * math.ldexp(1.0, least)]
     if not len(kept):
@@ -362,7 +387,7 @@ def _uv_exponent(uv: Floats, faces: npt.NDArray[np.int64], used: npt.NDArray[np.
 def _split_by_material(
     faces: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], vertices: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Faces whose vertices have one material each; which vertex each was, and its material."""
+    """Faces whose vertices have one material each; the original of each vertex, and its material."""
     material = np.zeros(vertices, np.int64)
     material[faces] = ids[:, None]
     other = material[faces] != ids[:, None]  # corners at a vertex that belongs to another material

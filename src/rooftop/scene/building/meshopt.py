@@ -1,8 +1,8 @@
-"""meshoptimizer, which cuts and simplifies meshes: the one place that calls it.
+"""meshoptimizer, which cuts and simplifies meshes: the only module that calls it.
 
-The package on the index wraps part of its functions; these are called in its library directly, which lets go of the
-interpreter while it works, so threads run side by side. Pointers are addresses: the caller keeps the arrays alive and
-in C order.
+Its Python package wraps only a part of its functions. These are called directly in its library, which releases the
+interpreter's lock while it works, so threads run in parallel. Pointers are addresses: the caller keeps the arrays alive
+and in C order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rooftop.errors import MissingExtraError
 Array = npt.NDArray[np.generic]
 
 ABSOLUTE = 1 << 2  # errors in the units of the positions
-NO_LIMIT = 1e18  # an error that no mesh reaches, whose square is a float32 still
+NO_LIMIT = 1e18  # an error that no mesh reaches, whose square is still a float32
 
 MESHLET = np.dtype([("vertex", "<u4"), ("triangle", "<u4"), ("vertices", "<u4"), ("triangles", "<u4")])  # two starts
 
@@ -41,7 +41,7 @@ _SIGNATURES: dict[str, tuple[type, list[type]]] = {
 def library() -> ctypes.CDLL:
     """Its functions, by the names in its header.
 
-    Raises:
+    The library's functions, by the names in its header.
         MissingExtraError: it is not installed.
     """
     try:
@@ -56,7 +56,7 @@ def library() -> ctypes.CDLL:
 
 
 def address(array: Array) -> int:
-    """Where an array in C order begins in memory."""
+    """The address of an array in C order."""
     assert array.flags.c_contiguous
     return array.ctypes.data
 
@@ -69,7 +69,7 @@ def same_rows(rows: Array, used: npt.NDArray[np.uint32] | None = None) -> tuple[
         used: numbers of rows, in the order in which they appear; by default all.
 
     Returns:
-        how many differ, and the number of each row (N,); 2^32 - 1 for those that are not used.
+        the number of distinct rows, and the number of each row (N,); 2^32 - 1 for unused ones.
     """
     numbers = np.empty(len(rows), np.uint32)
     if not len(rows):
@@ -83,11 +83,11 @@ def same_rows(rows: Array, used: npt.NDArray[np.uint32] | None = None) -> tuple[
 def partition(
     corners: npt.NDArray[np.uint32], counts: npt.NDArray[np.uint32], vertices: int, size: int
 ) -> npt.NDArray[np.uint32]:
-    """The part that each cluster belongs to: about `size` clusters (at most 11/8 of it) that share many vertices.
+    """The part of each cluster: about `size` clusters (at most 11/8 of it) that share many vertices.
 
     Args:
         corners: the vertices of all clusters' corners, cluster by cluster.
-        counts: (C,) how many corners each cluster has.
+        counts: (C,) number of corners of each cluster.
     """
     parts = np.empty(len(counts), np.uint32)
     library().meshopt_partitionClusters(

@@ -1,10 +1,10 @@
 """Materials of an OBJ file: Kd and map_Kd of the .mtl files that it names.
 
-Colours and images are as displayed (sRGB), as programs that write such files mean them. `map_Kd` is multiplied by `Kd`,
-as the format says; a Kd of 0 0 0 beside it counts as white, since some programs write that. Of the options of `map_Kd`
-are read: -s and -o (scale and offset of the texture coordinates), -clamp. Others are skipped, with a warning if they
-would change the picture. A path may have blanks, backslashes or a drive: a file that is not where it says is looked for
-beside the .mtl file.
+Colours and images are as displayed (sRGB), as in the programs that write such files. `map_Kd` is multiplied by `Kd`, as
+the format says. With it a Kd of 0 0 0 counts as white, because some programs write that. Of the options of `map_Kd` it
+reads -s and -o (scale and offset of the texture coordinates), and -clamp. Others are skipped, with a warning if they
+would change the picture. A path may have blanks, backslashes or a drive: a file that is missing at its path is looked
+up next to the .mtl file.
 
 Source: the MTL specification of Alias|Wavefront (Object files, appendix B1, "Material file format").
 """
@@ -24,7 +24,7 @@ from rooftop.scene.images import Texture
 from rooftop.scene.materials import Material
 
 _LIBRARY = re.compile(rb"(?:^|[\r\n])[ \t]*mtllib[ \t]+([^\r\n]+)")
-_NUMBERS = {"-s": 3, "-o": 3, "-t": 3}  # up to so many numbers follow
+_NUMBERS = {"-s": 3, "-o": 3, "-t": 3}  # followed by up to that many numbers
 _WORDS = {
     "-blendu": 1,
     "-blendv": 1,
@@ -36,19 +36,26 @@ _WORDS = {
     "-imfchan": 1,
     "-mm": 2,
 }
-_HARMLESS = {"-blendu", "-blendv", "-texres", "-bm", "-boost"}  # of how other programs filter, and of bump maps
+_HARMLESS = {
+    "-blendu",
+    "-blendv",
+    "-texres",
+    "-bm",
+    "-boost",
+}  # options for filtering in other programs, and for bump maps
 
 
 def materials_of_obj(content: bytes, path: Path, textures: bool) -> dict[str, PartMaterial] | None:
-    """The materials that an OBJ file can use, by name; None where it names no .mtl file that is there.
+    """The materials that an OBJ file can use, by name; None if it names no existing .mtl file.
 
     Args:
-        content: of the OBJ file, in UTF-8.
-        path: of the OBJ file.
+        content: content of the OBJ file, in UTF-8.
+        path: path of the OBJ file.
         textures: whether images are read.
 
     Raises:
-        InputError: an image is missing, damaged or too large, or numbers are none. The message names file and material.
+        InputError: an image is missing, damaged or too large, or a number is invalid. The message names file and
+            material.
     """
     files: list[Path] = []
     for line in dict.fromkeys(_LIBRARY.findall(content)):
@@ -80,7 +87,7 @@ def _libraries(names: str, path: Path) -> list[Path]:
 
 
 def _beside(name: str, folder: Path) -> Path | None:
-    """A file by the path that another one gives, or by its last part in the folder of that one."""
+    """A file by the path in another one, or by its file name in that one's folder."""
     for each in (name, name.replace("\\", "/"), PureWindowsPath(name).name):
         file = folder / each
         if each and file.is_file():
@@ -89,7 +96,7 @@ def _beside(name: str, folder: Path) -> Path | None:
 
 
 def _described(file: Path) -> dict[str, dict[str, tuple[int, str]]]:
-    """Of each material: line and rest, by the line's first word in lower case."""
+    """For each material: line number and rest of the line, by the line's first word in lower case."""
     found: dict[str, dict[str, tuple[int, str]]] = {}
     words: dict[str, tuple[int, str]] = {}
     text = utf8(file.read_bytes()).decode()
@@ -156,7 +163,7 @@ def _color(words: dict[str, tuple[int, str]], file: Path, name: str) -> tuple[fl
 
 
 def _last_number(text: str) -> float | None:
-    """Of `0.5` and of `-halo 0.5`."""
+    """The last number of `0.5` and of `-halo 0.5`."""
     try:
         return float(text.split()[-1])
     except (IndexError, ValueError):
@@ -164,7 +171,7 @@ def _last_number(text: str) -> float | None:
 
 
 def _image_and_options(text: str, where: str) -> tuple[str, dict[str, list[str]]]:
-    """The path, which may have blanks, and what stands before it."""
+    """The path, which may have blanks, and the options before it."""
     options: dict[str, list[str]] = {}
     rest = text
     while rest.startswith("-"):
@@ -192,7 +199,7 @@ def _changes_nothing(options: dict[str, list[str]], option: str) -> bool:
 
 
 def _pair(options: dict[str, list[str]], option: str, otherwise: float, where: str) -> tuple[float, float]:
-    """Of u and of v; one that is not given is as usual."""
+    """The values for u and v; a missing one is the default."""
     words = options.get(option, [])[:2]
     numbers = [float(word) for word in words]
     if not all(map(math.isfinite, numbers)):

@@ -1,4 +1,4 @@
-"""Normals: of a mesh that has none, and as two whole numbers on an octahedron."""
+"""Normals: computed for a mesh that has none, and encoded as two integers on an octahedron."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rooftop.scene.layouts import NORMAL_MIDDLE
 
 Floats = npt.NDArray[np.float64]
 
-FACES = 1 << 16  # whose sums are made together: the sums of all are the same whatever the number of workers
+FACES = 1 << 16  # faces in a batch of sums: the sums do not depend on the number of workers
 
 
 def unit_vectors(vectors: npt.NDArray[Any]) -> Floats:
@@ -43,7 +43,7 @@ def smooth_normals(points: Floats, faces: npt.NDArray[np.int64], workers: Worker
         edges = unit_vectors((np.roll(corners, -1, 1) - corners).reshape(-1, 3)).reshape(-1, 3, 3)
         across = np.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0])
         has_area = (across[:, 0] != 0) | (across[:, 1] != 0) | (across[:, 2] != 0)
-        across = unit_vectors(across) * has_area[:, None]  # a face without area has no say
+        across = unit_vectors(across) * has_area[:, None]  # a face without area does not count
         sums = np.zeros((len(used), 3))
         for corner in range(3):
             cosines = -np.einsum("ij,ij->i", edges[:, corner], edges[:, corner - 1])
@@ -69,7 +69,7 @@ def octahedral(directions: Floats) -> npt.NDArray[np.uint16]:
 
 
 def from_octahedral(numbers: npt.NDArray[Any]) -> Floats:
-    """The unit vectors (N, 3) of two numbers each."""
+    """The unit vectors (N, 3) for two numbers each."""
     flat = (numbers.astype(np.float64) - NORMAL_MIDDLE) / NORMAL_MIDDLE
     z = 1 - np.abs(flat).sum(1)
     folded = (1 - np.abs(flat[:, ::-1])) * np.where(flat < 0, -1.0, 1.0)

@@ -1,9 +1,9 @@
-"""Wavefront OBJ as its format allows it, made plain for a reader that takes less.
+"""Wavefront OBJ in its full format, simplified for a reader that accepts less.
 
-Plain are: UTF-8, lines that end with a line feed, blanks between words, indices counted from the beginning, and
-triangles or convex polygons. The format has more: any encoding, carriage returns, tabs, lines that go on after a
-backslash, indices counted back from where they stand, and polygons with corners that point inwards, which a fan of
-triangles covers wrongly. What is plain already is not touched, since each pass over a large text takes long.
+The simple form is UTF-8, with lines that end with a line feed, blanks between words, indices counted from the
+beginning, and triangles or convex polygons. The format allows more: any encoding, carriage returns, tabs, lines
+continued after a backslash, indices counted back from their position, and polygons with inward corners, which a fan of
+triangles covers wrongly. A text in simple form is not changed, since each pass over a large text takes long.
 
 Source: the OBJ specification of Alias|Wavefront (B1. Object Files, version 3.0).
 """
@@ -28,11 +28,11 @@ _FACE, _VERTEX = re.compile(rb"\nf ([^\n]*)"), re.compile(rb"\nv ([^\n]*)")
 _COLORED = re.compile(rb"\nv(?:[ \t]+[^\s]+){3}((?:[ \t]+[^\s]+){3})")
 _OTHER_INDICES = re.compile(rb"/\S*")
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
-_STRAIGHT = 1e-12  # of the square of a polygon's size: corners that turn less turn not at all
+_STRAIGHT = 1e-12  # of the square of a polygon's size: a corner that turns less counts as straight
 
 
 def utf8(content: bytes) -> bytes:
-    """A text in UTF-8 without a mark; what is no UTF-8 is Latin-1, as older exporters write it."""
+    """A text in UTF-8 without a byte order mark; invalid UTF-8 is taken as Latin-1, which older exporters write."""
     for mark, encoding in _MARKS:
         if content.startswith(mark):
             return content.decode(encoding, errors="replace").encode()
@@ -44,13 +44,13 @@ def utf8(content: bytes) -> bytes:
 
 
 def plain_obj(content: bytes, name: str) -> bytes:
-    """The same mesh as a plain text.
+    """The same mesh as a simple text.
 
     Args:
-        content: of a file. name: what messages call it.
+        content: content of a file. name: the file's name in messages.
 
     Raises:
-        InputError: a face that names a vertex which is not there, or indices that are no numbers.
+        InputError: a face that names a missing vertex, or indices that are not numbers.
     """
     content = utf8(content)
     if _is_plain(b"\n" + content):
@@ -59,14 +59,14 @@ def plain_obj(content: bytes, name: str) -> bytes:
 
 
 def brightest(content: bytes) -> float | None:
-    """The largest number of the colours of a file's vertices; None where no vertex has six numbers, its place and its
+    """The largest colour number of a file's vertices; None if no vertex has six numbers, its position and its
     colour."""
     colors = _COLORED.findall(b"\n" + content)
     return float(np.array(b" ".join(colors).split(), dtype=np.float64).max()) if colors else None
 
 
 def _is_plain(text: bytes) -> bool:
-    """Whether a text, behind a line feed, needs no change. It is gone through by what is fastest for large ones."""
+    """Whether a text, after a line feed, needs no change. It uses the fastest checks for large texts."""
     if any(mark in text for mark in _MARKS_OF_OTHERS) or (b"\r" in text and _LONE_RETURN.search(text)):
         return False
     if (b"\n " in text and _INDENTED.search(text)) or _BACKWARD.search(text):
@@ -85,7 +85,7 @@ def _has_polygons(text: bytes) -> bool:
 
 
 def _has_concave(text: bytes) -> bool:
-    """Whether a polygon has a corner that points inwards, or one cannot be told here."""
+    """Whether a polygon has an inward corner, or this cannot be decided here."""
     try:
         vertices = _table(_VERTEX.findall(text))
         by_count: dict[int, list[bytes]] = {}
@@ -97,21 +97,21 @@ def _has_concave(text: bytes) -> bool:
                 if (indices < 0).any() or bool(_concave(vertices[indices, :3]).any()):
                     return True
     except (ValueError, IndexError):
-        return True  # the words are looked at one by one, and the first wrong one is named
+        return True  # the words are checked one by one, and the error names the first wrong one
     return False
 
 
 def _table(lines: list[bytes]) -> Points:
-    """Numbers of lines that have equally many; of `v/vt/vn` the first.
+    """The numbers of lines with equally many words; for `v/vt/vn` the first number.
 
     Raises:
-        ValueError: a word is no number, or lines differ in how many they have.
+        ValueError: a word is not a number, or lines differ in how many they have.
     """
     text = b" ".join(lines)
     if b"/" in text:
         text = _OTHER_INDICES.sub(b"", text)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # that a text has an end that is no number is only deprecated
+        warnings.simplefilter("error")  # NumPy only deprecates texts that end in something other than a number
         try:
             numbers: Points = np.fromstring(text, dtype=np.float64, sep=" ")
         except DeprecationWarning as warning:
@@ -120,7 +120,7 @@ def _table(lines: list[bytes]) -> Points:
 
 
 def _concave(polygons: Points) -> npt.NDArray[np.bool_]:
-    """Of (P, N, 3) corners: whether one turns against the others."""
+    """For (P, N, 3) corners: whether one turns against the others."""
     edges = np.roll(polygons, -1, 1) - polygons
     turns = np.cross(np.roll(edges, 1, 1), edges)
     normals = np.cross(polygons - polygons[:, :1], np.roll(polygons, -1, 1) - polygons[:, :1]).sum(1)
@@ -170,7 +170,7 @@ def _absolute(corner: str, counts: dict[str, int], line: int, name: str) -> str:
         try:
             index = int(part) if part else None
         except ValueError as error:
-            raise InputError(f"{name}, line {line}: {corner!r} is no index of a vertex") from error
+            raise InputError(f"{name}, line {line}: {corner!r} is not an index of a vertex") from error
         if index is not None and index < 0:
             index += counts[kind] + 1
         if index is not None and index < 1:
@@ -182,8 +182,8 @@ def _absolute(corner: str, counts: dict[str, int], line: int, name: str) -> str:
 def _cut(corners: Points) -> list[tuple[int, int, int]]:
     """A polygon (N, 3) as triangles, by cutting off one corner after another; a convex one as a fan.
 
-    A corner can be cut off if it points outwards and no other lies in its triangle. Of a polygon that crosses itself,
-    in which there is no such corner, the rest is a fan.
+    A corner can be cut off if it points outwards and no other lies in its triangle. If a polygon crosses itself, it has
+    no such corner, and the rest is a fan.
     """
     if not bool(_concave(corners[None])[0]):
         return [(0, n, n + 1) for n in range(1, len(corners) - 1)]

@@ -1,4 +1,4 @@
-"""An order along which neighbours in space are mostly neighbours: Morton's."""
+"""Morton order, along which neighbours in space are mostly neighbours."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.scene.building.workers import Workers, chunks, shared
+from rooftop.scene.building.ragged import starts_of
+from rooftop.scene.building.workers import CHUNK, Stage, chunks, give_back, shared
 
 BITS = 20  # of each axis
+HALF = 15  # bits of what `ordering` sorts by at once
+PARTS = 1 << HALF
+MOST_PIECES = 64  # of the faces: each has a count for each part
 
 
 def morton_codes(points: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """The place of each point (N, 3) on the curve through the cube around all of them."""
+    """The position of each point (N, 3) on the curve through the cube around all points."""
     return _codes(points, *_cube(points))
 
 
 def _cube(points: npt.NDArray[Any]) -> tuple[npt.NDArray[np.float64], float]:
-    """The lowest corner of the cube around points, and how long it is."""
+    """The lowest corner of the cube around points, and its length."""
     low = np.array([column.min() for column in points.T], np.float64)
     high = np.array([column.max() for column in points.T], np.float64)
     return low, float((high - low).max()) or 1.0
@@ -32,25 +36,52 @@ def _codes(points: npt.NDArray[Any], low: npt.NDArray[np.float64], extent: float
     return codes
 
 
-def order_along_curve(points: npt.NDArray[Any], of: npt.NDArray[Any], workers: Workers) -> npt.NDArray[np.int64]:
-    """The order (N,) of things along the curve, each at one of the points; of equal ones, as they are.
+def ordering(points: npt.NDArray[Any], faces: npt.NDArray[np.uint32], ordered: npt.NDArray[np.uint32]) -> list[Stage]:
+    """Stages that write faces (F, 3) into `ordered`, which is shared: along the curve, by the points of their first
+    corners.
 
-    By the upper 30 bits of the codes, 16 at a time, which NumPy sorts by counting.
+    They sort by the upper 30 bits of the codes: faces are divided into parts by the upper half of these, then sorted in
+    each part by the lower half. Both halves have 15 bits, which NumPy sorts by counting. Equal codes keep their order.
     """
     low, extent = _cube(points)
+    size = max(CHUNK, -(-len(faces) // MOST_PIECES))
+    pieces = chunks(len(faces), size)
     codes = shared(len(points), np.uint32)
-    lower, upper = shared(len(of), np.uint16), shared(len(of), np.uint16)
+    rows = shared(len(faces), np.uint32)  # part by part
+    counts = shared((len(pieces), PARTS), np.uint32)  # count of each part, in each piece
 
-    def encode(rows: slice) -> None:
-        codes[rows] = _codes(points[rows], low, extent) >> np.uint64(3 * BITS - 30)
+    def encode(piece: slice) -> None:
+        codes[piece] = _codes(points[piece], low, extent) >> np.uint64(3 * BITS - 30)
 
-    def take(rows: slice) -> None:
-        own = codes[of[rows]]
-        lower[rows], upper[rows] = own & 0xFFFF, own >> 16
+    def count(number: int) -> None:
+        counts[number] = np.bincount(codes[faces[pieces[number], 0]] >> HALF, minlength=PARTS)
 
-    workers.run(take, chunks(len(of)), "sorting triangles", before=[(encode, chunks(len(points)))])
-    order: npt.NDArray[np.int64] = np.argsort(lower, kind="stable")
-    return order[np.argsort(upper[order], kind="stable")]
+    def divide(number: int) -> None:
+        piece = pieces[number]
+        parts = (codes[faces[piece, 0]] >> HALF).astype(np.uint16)
+        order = np.argsort(parts, kind="stable")
+        first = starts_of(counts.sum(0))[:-1] + counts[:number].sum(0, dtype=np.int64)
+        first -= starts_of(counts[number])[:-1]
+        rows[first[parts[order]] + np.arange(len(order))] = order + piece.start
+
+    def sort(piece: slice) -> None:
+        """The parts that begin in this piece of the rows."""
+        starts = starts_of(counts.sum(0))
+        begin, end = starts[np.searchsorted(starts, [piece.start, piece.stop])]
+        own = rows[begin:end]
+        own_codes = codes[faces[own, 0]]
+        order = np.argsort((own_codes & PARTS - 1).astype(np.uint16), kind="stable")
+        order = order[np.argsort((own_codes >> HALF).astype(np.uint16)[order], kind="stable")]
+        ordered[begin:end] = faces[own[order]]
+
+    numbers = range(len(pieces))
+    return [
+        (encode, chunks(len(points))),
+        (count, numbers),
+        (divide, numbers),
+        (sort, pieces),
+        (give_back, [codes, rows, counts]),
+    ]
 
 
 def _spread(cells: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

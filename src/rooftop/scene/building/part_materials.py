@@ -1,4 +1,4 @@
-"""What a mesh file says of a part's look, before the part's texture coordinates are known."""
+"""The look of a part in a mesh file, before its texture coordinates are known."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class PartMaterial:
 
     Attributes:
         material: colour and texture.
-        placing: 2 x 3, from the file's texture coordinates (u, v, 1), v upwards, to those that the texture is looked up
-            at. It is applied to the mesh's coordinates, since each part has its own.
-        see_through: what the file has of transparency, for a warning; "" if nothing.
+        placing: 2 x 3, from the file's texture coordinates (u, v, 1), v upwards, to those for the texture look-up. It
+            is applied to the mesh's coordinates, since each part has its own.
+        see_through: the file's transparency settings, for a warning; "" if none.
     """
 
     material: Material = field(default_factory=Material)

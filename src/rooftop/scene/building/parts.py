@@ -1,4 +1,4 @@
-"""Vertices that parts of a mesh get when they grow (see `thinning`)."""
+"""New vertices of parts of a mesh that grow (see `thinning`)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Added:
     """Vertices that are copies of others at other places.
 
     Attributes:
-        sources: (N,) which they copy.
-        grid: (N, 3) int32 where they are, in steps of the grid.
+        sources: (N,) the copied vertices.
+        grid: (N, 3) int32 positions, in steps of the grid.
         places: (N,) equal for vertices at the same place, numbered from 0.
     """
 
@@ -35,7 +35,7 @@ class Added:
 
     @classmethod
     def joined(cls, several: list[Added]) -> Added:
-        """All of these, in order. Places of different ones stay different."""
+        """All of these combined, in order. Places of different ones stay different."""
         first = starts_of([int(each.places.max(initial=-1)) + 1 for each in several])
         return cls(
             np.concatenate([each.sources for each in several]),
@@ -44,7 +44,7 @@ class Added:
         )
 
     def behind(self, vertices: Vertices) -> Vertices:
-        """All vertices, these behind the others."""
+        """All vertices, with these after the others."""
         of, count = self.sources, len(vertices.grid)
         if not len(of):
             return vertices

@@ -1,6 +1,6 @@
-"""Rows of different lengths, one behind the other in one array: where they start, and sums and extremes of each.
+"""Rows of different lengths, one after the other in one array: their starts, and sums and extremes of each.
 
-And numbers for what is in them.
+And numbers for their items.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy.typing as npt
 Numbers = npt.NDArray[Any]
 Counts = npt.NDArray[np.int64]
 
-DENSE = 8  # values that there could be, over those that there are, up to which a mark for each is faster than sorting
+DENSE = 8  # possible values per actual value, up to which marking each is faster than sorting
 
 
 def starts_of(counts: npt.ArrayLike) -> Counts:
-    """Where each row starts, and the end of the last: (N + 1,)."""
+    """The start of each row, and the end of the last: (N + 1,)."""
     counts = np.asarray(counts, np.int64)
     starts = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=starts[1:])
@@ -25,14 +25,14 @@ def starts_of(counts: npt.ArrayLike) -> Counts:
 
 
 def within(counts: npt.ArrayLike) -> Counts:
-    """The place of each element in its row."""
+    """The index of each element in its row."""
     counts = np.asarray(counts, np.int64)
     starts = starts_of(counts)
     return np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
 
 
 def taken(starts: npt.ArrayLike, counts: npt.ArrayLike) -> Counts:
-    """Where the elements of rows are that start at `starts`, row by row."""
+    """The indices of the elements of rows that start at `starts`, row by row."""
     counts = np.asarray(counts, np.int64)
     return np.repeat(np.asarray(starts, np.int64), counts) + within(counts)
 
@@ -44,21 +44,21 @@ def rows_of(counts: npt.ArrayLike) -> Counts:
 
 
 def lowest(values: Numbers, starts: Counts) -> Numbers:
-    """The lowest value of each row, none of which is empty."""
+    """The lowest value of each row; no row may be empty."""
     return np.minimum.reduceat(values, starts[:-1], axis=0)
 
 
 def highest(values: Numbers, starts: Counts) -> Numbers:
-    """The highest value of each row, none of which is empty."""
+    """The highest value of each row; no row may be empty."""
     return np.maximum.reduceat(values, starts[:-1], axis=0)
 
 
 def numbered(values: Numbers, below: int) -> tuple[Numbers, npt.NDArray[np.uint32]]:
-    """The different values, ascending, and for each value which of them it is.
+    """The distinct values, ascending, and for each value its index among them.
 
     Args:
-        values: whole numbers from 0.
-        below: which they are.
+        values: integers of at least 0.
+        below: upper bound of the values.
     """
     if below <= DENSE * values.size:
         there = np.zeros(below, bool)

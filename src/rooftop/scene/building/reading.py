@@ -1,4 +1,4 @@
-"""Meshes from files, through trimesh: all parts of a scene put together at their places."""
+"""Meshes from files, through trimesh: all parts of a scene combined at their positions."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from rooftop.scene.building.part_materials import PartMaterial
 from rooftop.scene.materials import Material
 
 Floats = npt.NDArray[np.float64]
-HEAD_BYTES = 1 << 16  # in which a PLY file's head is looked for
+HEAD_BYTES = 1 << 16  # bytes in which a PLY file's head is searched
 
 
 @dataclass(frozen=True)
 class MeshFile:
-    """What is in a mesh file.
+    """The contents of a mesh file.
 
     Attributes:
         vertices: (V, 3); faces: (F, 3).
-        normals: (V, 3) where all parts have them, or None.
-        uv: (V, 2) where all parts have them, or where any has that is textured (0 elsewhere); or None.
-        colors: (V, 3) uint8 where any part has them, white elsewhere; or None.
-        materials: (F,) the part that a face is of: parts that are placed several times count once.
-        parts: how many placed parts.
-        table: what each part looks like, by the numbers of `materials`; None if none has a colour or a texture.
-        linear_colors: whether `colors` are in linear light, as those of glTF are; else they are as displayed.
+        normals: (V, 3) if all parts have them, or None.
+        uv: (V, 2) if all parts have them, or if any textured part has (0 elsewhere); or None.
+        colors: (V, 3) uint8 if any part has them, white elsewhere; or None.
+        materials: (F,) the part of each face: parts that are placed several times count once.
+        parts: the number of placed parts.
+        table: the look of each part, by the numbers of `materials`; None if none has a colour or a texture.
+        linear_colors: whether `colors` are in linear light, as in glTF; else they are displayed values.
     """
 
     vertices: Floats
@@ -56,12 +56,12 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
     """Read any file that trimesh reads: .glb, .gltf, .obj, .ply, .stl, .off, .3mf and more.
 
     Args:
-        textures: whether images of materials are read; their colours are, of glTF and OBJ.
+        textures: whether images of materials are read; their colours are always read, for glTF and OBJ.
 
     Raises:
-        FileNotFoundError: there is none.
-        InputError: it is of a format that trimesh does not read, damaged, or without triangles; or an image of a
-            material is missing, damaged or too large.
+        FileNotFoundError: the file does not exist.
+        InputError: trimesh does not read its format, it is damaged, or it has no triangles; or an image of a material
+            is missing, damaged or too large.
         MissingExtraError: trimesh is not installed, or a package that it needs for this format.
     """
     trimesh = _load_trimesh()
@@ -77,7 +77,7 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
         raise InputError(
             f"{path} is in no format that can be read here ({error}); try .glb, .obj, .ply or .stl"
         ) from error
-    except Exception as error:  # whatever a reader meets in a damaged file
+    except Exception as error:  # a reader may raise anything for a damaged file
         raise InputError(f"{path} cannot be read ({type(error).__name__}: {error}); it may be damaged") from error
     placed = []
     for node in scene.graph.nodes_geometry:
@@ -172,8 +172,8 @@ def _load_trimesh() -> ModuleType:
 
 
 def _loaded(trimesh: ModuleType, path: Path, textures: bool) -> tuple[Any, dict[str, PartMaterial]]:
-    """Its scene, and its materials by the names that they have there. OBJ files and glTF files are made plain first;
-    their materials are read here, and trimesh only tells which part has which."""
+    """Its scene, and its materials by their names in it. OBJ files and glTF files are converted to their simple form
+    first. Their materials are read here, and trimesh only reports which part has which."""
     suffix = path.suffix.lower()
     if suffix in (".glb", ".gltf"):
         plain, materials = plain_gltf(path, textures)
@@ -188,7 +188,7 @@ def _loaded(trimesh: ModuleType, path: Path, textures: bool) -> tuple[Any, dict[
     found = materials_of_obj(text, path, textures)
 
     class Names(trimesh.resolvers.FilePathResolver):  # type: ignore[misc, name-defined]
-        """In the place of .mtl files: the names of all materials, and nothing of them."""
+        """A replacement for .mtl files: the names of all materials, without their properties."""
 
         def get(self, name: str) -> bytes:
             if found is None:
@@ -204,13 +204,13 @@ def _material_name(part: Any) -> str:
 
 
 def _faces(at: Floats, part: Any) -> npt.NDArray[np.int64]:
-    """A mirrored part shows its back: its faces are turned round."""
+    """A mirrored part shows its back, so its faces are reversed."""
     faces: npt.NDArray[np.int64] = np.asarray(part.faces, np.int64)
     return faces[:, ::-1] if np.linalg.det(at[:3, :3]) < 0 else faces
 
 
 def _normals(at: Floats, part: Any) -> Floats:
-    """Normals turn with the transposed inverse; a part that is squashed flat keeps its own."""
+    """Normals transform with the transposed inverse; a part that is scaled flat keeps its own."""
     normals = np.asarray(part.vertex_normals, np.float64)
     linear = at[:3, :3]
     if abs(np.linalg.det(linear)) < np.finfo(np.float64).tiny:

@@ -1,14 +1,13 @@
-"""Groups simplified to half their triangles, their borders kept.
+"""Groups simplified to half their triangles, with fixed borders.
 
-A vertex that another group uses too is locked, by its place: so is every vertex there, whatever its attributes. What is
-left uses vertices of the mesh. Parts that grew use copies of them. Errors are in steps of the grid.
+A vertex that another group also uses is locked by its place: every vertex there is locked, whatever its attributes. The
+remaining triangles use vertices of the mesh; parts that grew use copies of them. Errors are in steps of the grid.
 
-One way after another is tried until a group shrinks:
+Several methods are tried until a group shrinks:
 
-1. with attributes; small parts that lie in the group whole become fewer and larger, if that costs less (see
-   `thinning`);
-2. with the attributes of a place merged into one vertex, where seams hold everything (a mesh in which every face has
-   vertices of its own);
+1. with attributes; small parts inside the group become fewer and larger, if that has a smaller error (see `thinning`);
+2. with the attributes of a place merged into one vertex, if seams block everything (a mesh in which every face has its
+   own vertices);
 3. by moving together the vertices in each cell of a grid, whatever the topology, and whatever the materials.
 """
 
@@ -37,26 +36,26 @@ Corners = npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float32]
 
 # meshoptimizer's error is a mean over the planes around a vertex, so places can be farther off. Sampled over all levels
-# of balls, noise, bumps, terrain and tori, 99 of 100 clusters were nowhere farther from the mesh as it was given than
-# 2.2 times that error (half of them less than 1.3 times), and the worst 2.6 times.
+# of balls, noise, bumps, terrain and tori, 99 of 100 clusters were nowhere farther from the given mesh than 2.2 times
+# that error (half of them less than 1.3 times), and the worst 2.6 times.
 SAFETY = 2.0
-SHRUNK = 0.85  # of the triangles, or fewer, are left of a group that was simplified
-NORMAL_EDGES = 0.5  # a normal that is 1 off weighs as much as a vertex that is so many mean edges off
-CELL_SEARCH = 10  # sizes of cells that are tried, each halving the interval in which the right one is
-VERTICES_USED = 0.9  # of 255, by a cluster that has no room for more: what is left shares a little less than before
-COLOR_EDGES = 0.5  # a colour that is black instead of white, the same
-UV_EDGES = 0.25  # and a texture that has moved by an edge as much as one that is so many off
+SHRUNK = 0.85  # of the triangles may remain for a group to count as simplified
+NORMAL_EDGES = 0.5  # a normal that is off by 1 counts as much as a vertex that is off by this many mean edges
+CELL_SEARCH = 10  # cell sizes to try, each halving the interval
+VERTICES_USED = 0.9  # of 255, by a cluster that is full: the remaining clusters share slightly less
+COLOR_EDGES = 0.5  # a colour that is black instead of white counts the same
+UV_EDGES = 0.25  # and a texture that moved by one edge counts as much as a vertex that is off by this many
 
 
 @dataclass(frozen=True)
 class Simplified:
-    """What is left of groups.
+    """The remaining triangles of groups.
 
     Attributes:
-        corners: (T, 3) of all groups, one after another; of a group that would not shrink, nothing.
-        counts: (G,) how many triangles each has left.
-        errors: (G,) float64, how far what is left is from what was there, in steps of the grid.
-        added: vertices that the mesh does not have; corners name them by numbers from V on.
+        corners: (T, 3) of all groups, one after another; none for a group that did not shrink.
+        counts: (G,) number of remaining triangles of each.
+        errors: (G,) float64, the distance of the remaining surface from the earlier one, in steps of the grid.
+        added: vertices that are not in the mesh; corners number them from V on.
     """
 
     corners: Corners
@@ -69,9 +68,9 @@ def simplify(mesh: Mesh, corners: Corners, counts: Ints, locked: npt.NDArray[np.
     """Simplify groups.
 
     Args:
-        mesh: whose vertices these are.
+        mesh: the mesh of these vertices.
         corners: (T, 3) of all groups, one after another.
-        counts: (G,) how many triangles each group has.
+        counts: (G,) number of triangles of each group.
         locked: (V,) whether a vertex must stay.
     """
     left: list[Corners] = []
@@ -110,13 +109,12 @@ def simplify(mesh: Mesh, corners: Corners, counts: Ints, locked: npt.NDArray[np.
 def _thinned(
     mesh: Mesh, corners: Corners, locked: npt.NDArray[np.bool_], parts: LooseParts, kept: Corners, error: float
 ) -> Thinned:
-    """A group with several loose parts: simplified, or with fewer parts, whichever costs less.
+    """A group with several loose parts: simplified, or with fewer parts, whichever has the smaller error.
 
     Args:
         mesh, locked: as for `simplify`.
         corners: (T, 3) of the group.
-        parts: its loose parts.
-        kept, error: what simplifying leaves of it, and its error.
+        parts: its loose parts. kept, error: the triangles left after simplification, and its error.
     """
     count = len(corners)
     missing = parts.missing(kept)
@@ -139,18 +137,18 @@ def _thinned(
 
 
 def without_flat(vertices: Vertices, corners: Corners) -> Corners:
-    """The triangles of which no two corners are at the same place."""
+    """The triangles whose three corners are at different places."""
     return corners[~repeats(vertices.place[corners])]
 
 
 def _target(triangles: int, vertices: int) -> int:
-    """About half, in full clusters: of 128 triangles, or of fewer where these share so few vertices."""
+    """About half, in full clusters: of 128 triangles, or of fewer if they share few vertices."""
     full = min(layouts.MAX_TRIANGLES, int(VERTICES_USED * layouts.MAX_VERTICES * triangles / vertices))
     return max(1, round(triangles / (2 * full))) * full
 
 
 def _shrunk(kept: Corners, before: int) -> bool:
-    """Whether so few triangles are left, or as many as one cluster holds."""
+    """Whether few enough triangles are left, or at most one cluster."""
     if 0 < len(kept) <= SHRUNK * before:
         return True
     fits = 0 < len(kept) <= layouts.MAX_TRIANGLES
@@ -160,11 +158,11 @@ def _shrunk(kept: Corners, before: int) -> bool:
 def _attempt(
     mesh: Mesh, corners: Corners, counts: Ints, locked: npt.NDArray[np.bool_], targets: Ints | None = None
 ) -> list[tuple[Corners, float]]:
-    """The triangles that are left of each group, and the error.
+    """The remaining triangles of each group, and the error.
 
     Args:
         mesh, corners, counts, locked: as for `simplify`.
-        targets: (G,) how many triangles to leave, approximately; by default half.
+        targets: (G,) approximate number of triangles to keep; by default half.
     """
     vertices = mesh.vertices
     local = localized(corners, counts)
@@ -220,10 +218,10 @@ def _together(columns: list[npt.NDArray[Any]]) -> Floats:
 
 
 def _by_cells(vertices: Vertices, corners: Corners, locked: npt.NDArray[np.bool_]) -> tuple[Corners, float]:
-    """Vertices moved to the first one in their cell of a grid, but for those that must stay: whatever the topology.
+    """Vertices moved to the first vertex in their grid cell, except for locked ones: ignores topology.
 
-    The cells are as small as leaves half the triangles. No point of the surface moves farther than its corners do: the
-    error is exact.
+    The cells have the smallest size that leaves half the triangles. No point of the surface moves farther than its
+    corners: the error is exact.
     """
     places, at = np.unique(vertices.place[corners], return_inverse=True)
     at = at.reshape(-1, 3)
@@ -237,7 +235,7 @@ def _by_cells(vertices: Vertices, corners: Corners, locked: npt.NDArray[np.bool_
     for _ in range(CELL_SEARCH):
         cell = (finest + coarsest) / 2
         number = np.unique(np.floor(grid / 2**cell), axis=0, return_inverse=True)[1].ravel()
-        number[stays] = len(places) + np.arange(len(stays))  # each a cell of its own
+        number[stays] = len(places) + np.arange(len(stays))  # each in its own cell
         _, first, of = np.unique(number, return_index=True, return_inverse=True)
         target = first[of]
         mapped = target[at]

@@ -1,7 +1,7 @@
-"""Spheres around points and around spheres: what is stored, in float32, encloses what it should.
+"""Enclosing spheres of points and of spheres: the stored float32 sphere still encloses them.
 
-A centre is rounded first, the radius measured from the rounded centre in float64 and enlarged by SPARE. The rounding of
-the radius (6e-8 of it) disappears in that.
+A centre is rounded first; the radius is measured from the rounded centre in float64 and enlarged by SPARE. SPARE
+exceeds the rounding of the radius (6e-8 of it).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def around_points(points: npt.NDArray[Any], starts: Ints) -> Spheres:
 
 
 def around_spheres(spheres: Spheres, counts: Ints) -> Spheres:
-    """A sphere around each row of spheres, with room to spare also around what these spare."""
+    """A sphere around each row of spheres, with enough margin to include their margins."""
     starts = starts_of(counts)
     wide = spheres.astype(np.float64)
     centres, radii = wide[:, :3], wide[:, 3:]

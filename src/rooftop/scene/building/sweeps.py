@@ -1,11 +1,11 @@
 """The order of a cluster's triangles: along a sweep through it, so that references are few and short.
 
-A corner that is not new is stored as how far its vertex is before the newest one. Where a front sweeps through the
-cluster, that is no more than what the front is wide: about ten vertices of eighty. All references of a cluster take as
-many bits as its longest: 4.3 on average, where the order in which triangles were collected takes 5.8.
+A corner that is not new is stored as the distance of its vertex before the newest one. If a front sweeps through the
+cluster, that is at most the width of the front: about ten vertices of eighty. All references of a cluster have the bits
+of its longest: 4.3 on average; in the order in which triangles were collected, 5.8.
 
-A triangle comes with the last of its vertices along the sweep. Those that come with the same vertex follow one another
-around it, counterclockwise: then each but the first needs one reference alone.
+A triangle is visited with the last of its vertices along the sweep. Triangles with the same last vertex follow one
+another around it, counterclockwise: then each but the first needs only one reference.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from rooftop.scene.building.ragged import highest, lowest, rows_of, starts_of, w
 
 Ints = npt.NDArray[np.int64]
 
-# Ways to sweep, as shares of the two longest axes of the box around a cluster. Of each cluster the best is taken.
+# Sweep directions, as shares of the two longest axes of the box around a cluster. The best direction is used for each
+# cluster.
 WAYS = ((1.0, 0.1), (1.0, 0.5), (1.0, -0.5), (0.1, 1.0))
 KEY_BITS, VERTEX_BITS, TRIANGLE_BITS = 28, 8, 7
 
@@ -28,9 +29,9 @@ def swept(
     """The order (T,) of the triangles of all clusters, cluster by cluster: along the sweep alone, and in fans.
 
     Args:
-        points: of the clusters' vertices, cluster by cluster.
-        triangles, members: (C,) how many triangles and vertices each cluster has.
-        corners: (T, 3): which of the cluster's vertices.
+        points: points of the clusters' vertices, cluster by cluster. triangles, members: (C,) number of triangles and
+        vertices of each cluster.
+        corners: (T, 3): indices among the cluster's vertices.
     """
     first, starts = starts_of(members), starts_of(triangles)
     at, of_triangle = rows_of(members), rows_of(triangles)
@@ -59,7 +60,7 @@ def swept(
     least, most = _least(ranks), _most(ranks)
     middle = ranks[0] ^ ranks[1] ^ ranks[2] ^ least ^ most
     keys = of_triangle
-    for corner in (most, middle, least):  # a triangle comes with its last vertex
+    for corner in (most, middle, least):  # a triangle is visited with its last vertex
         keys = keys << VERTEX_BITS | corner
     keys = np.sort(keys << TRIANGLE_BITS | within(triangles))
     order = starts[of_triangle] + (keys & (1 << TRIANGLE_BITS) - 1)
@@ -67,10 +68,10 @@ def swept(
 
 
 def _in_fans(ranks: npt.NDArray[np.uint8], of_triangle: Ints) -> Ints:
-    """An order (T,) in which those that come with the same vertex follow one another around it.
+    """An order (T,) in which triangles with the same last vertex follow one another around it.
 
     Args:
-        ranks: (3, T) along the sweep, of triangles in the order in which their last vertices are.
+        ranks: (3, T) along the sweep, for triangles in the order of their last vertices.
         of_triangle: (T,) the cluster of each.
     """
     count = len(of_triangle)
@@ -85,14 +86,16 @@ def _in_fans(ranks: npt.NDArray[np.uint8], of_triangle: Ints) -> Ints:
     sizes = np.diff(begins, append=count)
     first = np.repeat(begins.astype(np.int32), sizes)
 
-    # A vertex whose triangles all come with later vertices appears first with the earliest of these. Triangles that
-    # have such a vertex come last, the other way around: the first brings it, and the next goes on around it.
+    # A vertex whose triangles are all visited later appears first with the earliest of them. Triangles with such a
+    # vertex come last, the other way around: the first introduces it, and the next continues around it.
     appears = np.empty(int(own[-1]) + (1 << VERTEX_BITS), np.uint8)
     corners = np.stack([before, after, most], 1)
-    appears[(own[:, None] | corners).ravel()[::-1]] = np.repeat(most[::-1], 3)  # of equal places the last one stays
+    appears[(own[:, None] | corners).ravel()[::-1]] = np.repeat(
+        most[::-1], 3
+    )  # for equal places the last assignment stays
     late = (appears[own | before] == most) | (appears[own | after] == most)
 
-    # Which triangle each follows.
+    # The predecessor of each triangle.
     previous = np.full(count, -1, np.int32)
     left = np.repeat(sizes.astype(np.int32), sizes) - (rows - first)  # triangles of the fan from this one on
     near = rows
@@ -118,7 +121,7 @@ def _in_fans(ranks: npt.NDArray[np.uint8], of_triangle: Ints) -> Ints:
         via = head[left]
         place[left], head[left] = place[left] + place[via], head[via]
         left = left[head[via] != via]
-    place = np.minimum(place, (1 << TRIANGLE_BITS) - 1)  # where faces are there twice, some follow each other for ever
+    place = np.minimum(place, (1 << TRIANGLE_BITS) - 1)  # if faces are duplicates, some would follow each other forever
     keys = first.astype(np.int64) << 1 | late
     keys = keys << TRIANGLE_BITS | (head - first)
     keys = keys << TRIANGLE_BITS | np.where(late, (1 << TRIANGLE_BITS) - 1 - place, place)

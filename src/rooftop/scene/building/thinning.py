@@ -1,13 +1,13 @@
-"""Small parts of a mesh, such as leaves: fewer and larger ones, which cover as much.
+"""Small parts of a mesh, such as leaves: fewer and larger ones that cover the same area.
 
-Leaves, blades of grass or gravel cannot be simplified by moving vertices: each is a few triangles already. Without them
-far pictures would miss what they cover. So of two neighbours one goes, and the other grows until it has the area of
-both, a narrow one in width first. Where parts hide each other, as in clumps of leaves, that would be too much: samples
-of the group tell how much it covers before and after. Vertices of a part that grew are new ones, copies of the old in
-all but the position. Its error is about its width: narrower than a pixel, two parts cannot be told from one that covers
-as much.
+Leaves, blades of grass or gravel cannot be simplified by moving vertices: each has only a few triangles already.
+Without them, pictures from far away would miss the area that they cover. So of two neighbours one is removed, and the
+other grows until it has the area of both; a narrow one grows in width first. If parts hide each other, as in clumps of
+leaves, that would be too much: samples of the group measure its coverage before and after. Vertices of a part that grew
+are new ones, copies of the old in all but the position. Its error is about its width: if they are narrower than a
+pixel, two parts look like one that covers the same area.
 
-Only *loose* parts are treated so: those that lie whole in one group, whose vertices no other group uses.
+This treats only *loose* parts: those that lie completely in one group and share no vertices with other groups.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ Ints = npt.NDArray[np.int64]
 Corners = npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float64]
 
-SEEN = 1.75  # of half the width of a part that stands for two: its error
-MOST_GROWTH = 4.0  # of a part's area in one round: a needle would grow without end
-FAR_LARGER = 4.0  # areas of a part over its neighbour's, from which on it always stays
-LIKE = 2.0  # median errors of pairs: pairs with more, such as a leaf and its tree, are left alone
-MISSING = 0.05  # of the area of all parts: those of which simplifying leaves nothing
-LARGE_PARTS = 16  # half their widths over an error, from which on they need not grow
-UNCHANGED = 0.01  # of its area: a part that would grow by less stays as it is
-ROUNDS = 4  # of growing and moving back into the group's room, in which parts become wider for what is cut off
-HITS, SIDES = 10_000, (64, 512)  # of triangles by samples of a picture; samples along its side, least and most
+SEEN = 1.75  # of half the width of a part that replaces two: its error
+MOST_GROWTH = 4.0  # of a part's area in one round: a needle would grow without limit
+FAR_LARGER = 4.0  # ratio of a part's area to its neighbour's, from which on it always stays
+LIKE = 2.0  # median errors of pairs: pairs with more, such as a leaf and its tree, are not merged
+MISSING = 0.05  # of the area of all parts: allowed loss for parts that simplification removes completely
+LARGE_PARTS = 16  # ratio of half their widths to an error, from which on they need not grow
+UNCHANGED = 0.01  # of its area: a part that would grow by less does not change
+ROUNDS = 4  # of growing and moving back into the group's room; wider parts replace area that is cut off
+HITS, SIDES = 10_000, (64, 512)  # triangle hits by samples of a picture; least and most samples along its side
 LOOKS = 2  # at most, at what a group covers
-OVERLAP = 1.5  # the power of what is missing by which areas grow: much of it is hidden
+OVERLAP = 1.5  # the power of the missing area by which areas grow: much of it is hidden
 LEAST, LARGE = 1e-30, 1e30
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Of each pair one part stays for both.
+    """Pairs of parts; in each, one part replaces both.
 
     Attributes:
-        kept, gone: (N,) parts, as numbers into `LooseParts.ids`.
+        kept, gone: (N,) parts, as indices into `LooseParts.ids`.
         error: in steps of the grid.
     """
 
@@ -65,12 +65,12 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Thinned:
-    """What is left of a group.
+    """The remaining triangles of a group.
 
     Attributes:
         corners: (T, 3). Numbers from V on are added vertices.
         error: in steps of the grid.
-        added: those vertices.
+        added: the added vertices.
     """
 
     corners: Corners
@@ -82,7 +82,7 @@ class LooseParts:
     """The loose parts of a group.
 
     Args:
-        vertices: of the mesh, which has several parts.
+        vertices: vertices of the mesh, which has several parts.
         corners: (T, 3) of the group.
         locked: (V,) whether a vertex is also used by another group.
 
@@ -111,9 +111,11 @@ class LooseParts:
 
     @cached_property
     def _side(self) -> int:
-        """Samples along the side of a picture of the group: so many that its triangles are hit about equally often."""
+        """Samples along the side of a picture of the group, so that its triangles are hit about equally often."""
         grid = self._vertices.grid[self._corners].astype(np.float64)
-        edges = np.square(grid - np.roll(grid, 1, 1)).sum(2).max(1)  # a box around a needle is as wide as it is long
+        edges = (
+            np.square(grid - np.roll(grid, 1, 1)).sum(2).max(1)
+        )  # a box around a needle is as wide as the needle is long
         size = float(((grid.max((0, 1)) - grid.min((0, 1))) ** 2).sum())
         return int(np.clip(math.sqrt(HITS * size / max(float(edges.sum()) / 4, LEAST)), *SIDES))
 
@@ -133,18 +135,18 @@ class LooseParts:
 
     @cached_property
     def _order(self) -> Ints:
-        """All parts, neighbours of one material side by side."""
+        """All parts in an order in which neighbours of one material are adjacent."""
         return np.lexsort([morton_codes(self._shapes.centres), self._materials])
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def pairs(self, most: int, error: float = np.inf) -> Pairs:
-        """Of the smallest parts two neighbours each, of one material if possible.
+        """Pairs of neighbours among the smallest parts, of one material if possible.
 
         Args:
-            most: about so many triangles may go with parts that go.
-            error: of the pairs, at most.
+            most: approximate number of triangles that may be removed with parts.
+            error: largest error of a pair.
         """
         shapes = self._shapes
         by_size = np.argsort(shapes.widths, kind="stable")
@@ -155,7 +157,7 @@ class LooseParts:
             runs = np.array([len(chosen)])
         second = np.flatnonzero(within(runs) % 2 == 1)
         pairs = np.column_stack([chosen[second - 1], chosen[second]])
-        pairs[::2] = pairs[::2, ::-1]  # always the larger one would make grass taller
+        pairs[::2] = pairs[::2, ::-1]  # always keeping the larger one would make grass taller
         smaller = FAR_LARGER * shapes.areas[pairs[:, 0]] < shapes.areas[pairs[:, 1]]
         pairs[smaller] = pairs[smaller, ::-1]
         kept, gone = pairs.T
@@ -167,33 +169,33 @@ class LooseParts:
         return Pairs(kept, gone, float(errors.max(initial=0.0)))
 
     def missing(self, left: Corners) -> float:
-        """The area of the parts that are gone, as a share of the area of all parts."""
+        """The area of the removed parts, as a share of the area of all parts."""
         areas = self._shapes.areas
         there = np.zeros(len(self), bool)
         there[self._of(left)[0]] = True
         return float(areas[~there].sum() / max(areas.sum(), LEAST))
 
     def are_large(self, error: float) -> bool:
-        """Whether parts that are off by so much still have nearly their area."""
+        """Whether parts with this error still have nearly their area."""
         return float(self._shapes.widths.min()) > LARGE_PARTS * error
 
     def without(self, corners: Corners, pairs: Pairs) -> Corners:
-        """The triangles that are not of a part that goes."""
-        gone = np.zeros(len(self) + 1, bool)  # the last one stands for triangles of no loose part
+        """The triangles without those of removed parts."""
+        gone = np.zeros(len(self) + 1, bool)  # the last one represents triangles of no loose part
         gone[pairs.gone] = True
         return corners[~gone[self._numbers(corners)]]
 
     def remain(self, left: Corners) -> bool:
-        """Whether of any part something is left."""
+        """For each part, whether any of its triangles is left."""
         return bool((self._numbers(left) >= 0).any())
 
     def thinned(self, left: Corners, error: float, pairs: Pairs) -> Thinned:
-        """What is left with one part of each pair, where each part has the area that was there.
+        """The group with one part of each pair, where each part has the original area.
 
         Args:
-            left: (T, 3) what is left of the group.
-            error: of that.
-            pairs: of parts. Of those that stay some `remain`.
+            left: (T, 3) the remaining triangles of the group.
+            error: their error.
+            pairs: of parts. Some of the kept parts `remain`.
         """
         left = self.without(left, pairs)
         of, inside = self._of(left)
@@ -245,11 +247,11 @@ class LooseParts:
         places = meshopt.same_rows(grown)[1].astype(np.int64)
         corners, stays = left.copy(), np.ones(len(left), bool)
         corners[rows] = (triangles + len(grid)).astype(np.uint32)
-        stays[rows] = ~repeats(places[triangles])  # of what was cut off nothing may be left
+        stays[rows] = ~repeats(places[triangles])  # a part may be cut off completely
         return Thinned(corners[stays], error, Added(used.astype(np.int64), grown, places))
 
     def _shared(self, areas: Floats, lost: npt.NDArray[np.bool_], there: npt.NDArray[np.bool_]) -> Floats:
-        """Areas in which parts that are there have those of lost ones of their material, each in proportion."""
+        """Areas in which the remaining parts take over those of lost ones of their material, in proportion."""
         areas = areas.copy()
         for material in np.unique(self._materials[lost]).tolist():
             own = lost & (self._materials == material)
@@ -259,7 +261,7 @@ class LooseParts:
         return areas
 
     def _numbers(self, corners: Corners) -> Ints:
-        """(T,) the loose part of each triangle, as a number into `ids`; -1 for one of none."""
+        """(T,) the loose part of each triangle, as a number into `ids`; -1 if it belongs to none."""
         assert self._vertices.parts is not None
         ids = self._vertices.parts[corners[:, 0]]
         at = np.minimum(np.searchsorted(self.ids, ids), len(self) - 1)
@@ -273,13 +275,13 @@ class LooseParts:
 
 @dataclass(frozen=True)
 class _Shapes:
-    """Sizes and places of parts; all 0 for a part without triangles.
+    """Sizes and positions of parts; all 0 for a part without triangles.
 
     Attributes:
         triangles, areas: of each.
         centres: (P, 3) of its area.
-        axes: (P, 3) from there to its farthest corner, 1 long.
-        lengths, widths: how far a corner is from the centre, and from the axis, at most.
+        axes: (P, 3) from there to its farthest corner, with length 1.
+        lengths, widths: largest distance of a corner from the centre, and from the axis.
     """
 
     triangles: Ints
@@ -291,11 +293,13 @@ class _Shapes:
 
     @classmethod
     def of(cls, grid: npt.NDArray[Any], numbers: Ints, count: int) -> _Shapes:
-        """Of triangles (T, 3, 3), each of the part with its number."""
+        """From triangles (T, 3, 3), each with the number of its part."""
         first, second, third = (grid[:, corner].astype(np.float64) for corner in range(3))
         (ax, ay, az), (bx, by, bz) = (second - first).T, (third - first).T
         areas = np.sqrt((ay * bz - az * by) ** 2 + (az * bx - ax * bz) ** 2 + (ax * by - ay * bx) ** 2) / 2
-        sums = np.bincount(numbers, areas, count).astype(np.float64)  # whole numbers where there is no triangle
+        sums = np.bincount(numbers, areas, count).astype(
+            np.float64
+        )  # bincount returns integers if there is no triangle
         weighted = (areas / 3)[:, None] * (first + second + third)
         columns = [np.bincount(numbers, column, count) for column in weighted.T]
         centres = np.column_stack(columns) / np.maximum(sums, LEAST)[:, None]
@@ -320,7 +324,7 @@ class _Shapes:
         return found
 
     def scaled(self, points: Floats, parts: Ints, along: Floats, across: Floats) -> Floats:
-        """Points of parts, so many times as far from the part's centre along its axis, and across."""
+        """Points of parts, scaled from the part's centre along its axis and across."""
         away = points - self.centres[parts]
         axes = self.axes[parts]
         lengths = np.einsum("ij,ij->i", away, axes) * (along - across)[parts]
@@ -335,24 +339,25 @@ def _most(values: Floats, numbers: Ints, count: int) -> Floats:
 
 
 def _growth(ratios: Floats, slenderness: Floats) -> tuple[Floats, Floats]:
-    """By what lengths and widths grow when areas grow by these ratios: widths alone until they are as large."""
+    """The growth of lengths and widths for these growths of area: widths alone until they equal the lengths."""
     ratios = np.clip(ratios, 1 / MOST_GROWTH, MOST_GROWTH)
     along = np.sqrt(np.maximum(ratios / slenderness, 1.0))
     return along, ratios / along
 
 
 def _again(ratios: Floats) -> Floats:
-    """By what parts grow that were squeezed: in two directions, so that one of them is enough."""
+    """The additional growth of parts that were squeezed: in two directions, so that one of them is enough."""
     growth: Floats = np.clip(np.where(ratios > 1, ratios, np.sqrt(ratios)), 1 / MOST_GROWTH, MOST_GROWTH)
     return growth
 
 
 @dataclass(frozen=True)
 class _Room:
-    """The room of a group, which its parts must not leave, and how large each may become: else it would look larger.
+    """The room of a group, which its parts must not leave, and the largest size of each part: otherwise the group would
+    look larger.
 
     Attributes:
-        middle: of the box around the group. half: (3,) of its extent. radius: of the sphere around all points.
+        middle: middle of the box around the group. half: (3,) of its extent. radius: of the sphere around all points.
         parts: (N,) the part of each point.
         most: (P, 3) how far parts may extend along each axis.
     """
@@ -365,7 +370,7 @@ class _Room:
 
     @classmethod
     def of(cls, group: npt.NDArray[np.int32], points: Floats, parts: Ints, count: int) -> _Room:
-        """Of a group's points (G, 3); points (N, 3) are those of the parts that will grow, as they are."""
+        """From a group's points (G, 3); points (N, 3) belong to the parts that will grow, before they grow."""
         low, high = group.min(0).astype(np.float64), group.max(0).astype(np.float64)
         radius = float(np.sqrt(((group - (low + high) / 2) ** 2).sum(1).max()))
         least, most = _boxes(points, parts, count)
@@ -376,7 +381,7 @@ class _Room:
         return _covered(np.concatenate(triangles), self.middle - self.half, self.middle + self.half, side)
 
     def holds(self, points: Floats) -> Floats:
-        """Points of parts, each squeezed to what it may be, and moved into the room."""
+        """Points of parts, each shrunk to its limit, and moved into the room."""
         parts, count = self.parts, len(self.most)
         least, most = _boxes(points, parts, count)
         centres, extents = (least + most) / 2, most - least
@@ -407,7 +412,7 @@ def _along(points: Floats, frame: Floats) -> Floats:
 
 
 def _covered_along(triangles: Floats, side: int) -> int:
-    """Whole numbers (x, y) from 0 to side - 1 in any of the triangles (T, 3, 2)."""
+    """Integers (x, y) from 0 to side - 1 in any of the triangles (T, 3, 2)."""
     first = np.maximum(np.ceil(triangles.min(1)), 0).astype(np.int64)
     last = np.minimum(np.floor(triangles.max(1)), side - 1).astype(np.int64)
     sizes = np.maximum(last - first + 1, 0)

@@ -1,8 +1,8 @@
-"""The tree over the groups: eight children a node, the root first.
+"""The tree over the groups: eight children for each node, the root first.
 
-The groups of a level are packed along Morton's curve, eight to a node, those again, and so on: one tree for each level,
-as Nanite has it. A node's error is that of its worst group, so a tree over all levels at once would have to be opened
-everywhere. The levels' roots are packed last.
+The groups of a level are packed along Morton's curve, eight to a node, and these nodes again, and so on: one tree for
+each level, as in Nanite. A node's error is that of its worst group, so a tree over all levels at once would have to be
+opened everywhere. The levels' roots are packed last.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _AT = layouts.CHILD_AT
 
 
 def tree(leaves: Words, levels: Ints) -> tuple[Words, int]:
-    """The nodes (N, NODE_CHILDREN, CHILD_WORDS), and how many are on the longest way from the root to a leaf.
+    """The nodes (N, NODE_CHILDREN, CHILD_WORDS), and the number of nodes on the longest path from the root to a leaf.
 
     Args:
         leaves: (G, CHILD_WORDS), a child for each group.
         levels: (G,) of each.
     """
-    nodes: list[Words] = []  # numbered as made: children before their parents
+    nodes: list[Words] = []  # numbered in order of creation: children before their parents
     roots = []
     for level in np.unique(levels)[::-1]:
         items = leaves[levels == level]
@@ -49,7 +49,7 @@ def _centers(items: Words) -> npt.NDArray[np.float32]:
 
 
 def _packed(items: Words, nodes: list[Words]) -> Words:
-    """Nodes over consecutive items: appended to `nodes`, and as items themselves."""
+    """Nodes over consecutive items: appended to `nodes`, and returned as items."""
     many = -(-len(items) // layouts.NODE_CHILDREN)
     made = np.zeros((many * layouts.NODE_CHILDREN, layouts.CHILD_WORDS), np.uint32)
     made[: len(items)] = items
@@ -75,7 +75,7 @@ def _packed(items: Words, nodes: list[Words]) -> Words:
 
 
 def set_box(children: Words, low: npt.NDArray[np.float64], high: npt.NDArray[np.float64]) -> None:
-    """Write boxes, rounded to float32 outwards."""
+    """Write boxes, rounded outwards to float32."""
     reals = children.view(np.float32)
     center = ((low + high) / 2).astype(np.float32)
     half = np.maximum(high - center, center - low).astype(np.float32)
@@ -84,7 +84,7 @@ def set_box(children: Words, low: npt.NDArray[np.float64], high: npt.NDArray[np.
 
 
 def _from_root(nodes: Words) -> tuple[Words, int]:
-    """The nodes numbered breadth first from the root, which was made last; and the depth."""
+    """The nodes numbered breadth first from the root, which was created last; and the depth."""
     order: list[Ints] = []
     level = np.array([len(nodes) - 1])
     while len(level):

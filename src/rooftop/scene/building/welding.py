@@ -1,11 +1,10 @@
-"""Equal vertices made one, and faces that are there twice: on all cores, in memory that is a small part of the mesh's.
+"""Merge equal vertices, and remove duplicate faces: on all cores, in memory that is a small part of the mesh's.
 
-Rows are divided by a hash of what is in them: equal ones are in one part, each part is looked at by itself.
+Rows are divided by a hash of their contents: equal ones are in one part, and each part is processed separately.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,26 +19,32 @@ Ints = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.uint32]
 
 PART = 1 << 17  # rows of a part, about
+NO_CORNER = (1 << 32) - 1
 
 
-def equal_to(rows: npt.NDArray[Any], workers: Workers, before: Sequence[Stage] = ()) -> Numbers:
+def equal_to(rows: npt.NDArray[Any], workers: Workers) -> Numbers:
     """The first row that is equal to each (N,), by its bytes.
 
     Args:
         rows: (N, K), of 32 or 64 bits a number.
-        workers: that look.
-        before: stages that fill the rows, if these are in memory that workers share.
+        workers: the workers.
     """
     if not len(rows):
         return np.empty(0, np.uint32)
+    found, stages = _looking_for_equals(rows)
+    workers.run(*stages[-1], "welding", before=stages[:-1])
+    return found
+
+
+def _looking_for_equals(rows: npt.NDArray[Any]) -> tuple[Numbers, list[Stage]]:
+    """The result of `equal_to`, in shared memory, and the stages that fill it; earlier stages may fill the rows."""
     rows = np.ascontiguousarray(rows)
     words = rows.view(np.uint32).reshape(len(rows), -1)
-    found = np.arange(len(rows), dtype=np.uint32)
+    found = shared(len(rows), np.uint32)
     bits = max(0, (len(rows) // PART).bit_length())
     pieces = chunks(len(rows))
-    order = shared(len(rows) if bits else 0, np.uint32)  # of the rows of a chunk, part by part
-
-    starts = shared((len(pieces), (1 << bits) + 1), np.int64)  # of the parts, in each chunk
+    order = shared(len(rows) if bits else 0, np.uint32)  # rows of a chunk, part by part
+    starts = shared((len(pieces), (1 << bits) + 1), np.int64)  # starts of the parts, in each chunk
 
     def divide(number: int) -> None:
         piece = pieces[number]
@@ -47,28 +52,24 @@ def equal_to(rows: npt.NDArray[Any], workers: Workers, before: Sequence[Stage] =
         order[piece] = np.argsort(parts, kind="stable") + piece.start
         starts[number] = starts_of(np.bincount(parts, minlength=1 << bits)) + piece.start
 
-    def look(part: int) -> tuple[Numbers, Numbers]:
+    def look(part: int) -> None:
         if bits:
             own = np.concatenate([order[each[part] : each[part + 1]] for each in starts])
             differing, number = meshopt.same_rows(np.ascontiguousarray(words[own]))
         else:
-            own = found
+            own = np.arange(len(rows), dtype=np.uint32)
             differing, number = meshopt.same_rows(words)
         if differing == len(own):
-            return own[:0], own[:0]
+            found[own] = own
+            return
         before = np.maximum.accumulate(np.concatenate([[-1], number.astype(np.int64)]))[:-1]
-        is_first = number > before
-        first = own[is_first]
-        return own[~is_first], first[number[~is_first]]
+        found[own] = own[number > before][number]
 
-    stages = [*before, (divide, range(len(pieces)) if bits else [])]
-    for later, first in workers.run(look, range(1 << bits), "welding", before=stages):
-        found[later] = first
-    return found
+    return found, [(divide, range(len(pieces)) if bits else []), (look, range(1 << bits))]
 
 
 def _hashed(words: Numbers) -> Numbers:
-    """A number of 32 bits for each row, whose upper bits depend on all that is in it."""
+    """A 32-bit number for each row, whose upper bits depend on its whole content."""
     found = np.zeros(len(words), np.uint32)
     for column in words.T:
         found ^= column
@@ -80,14 +81,14 @@ def _hashed(words: Numbers) -> Numbers:
 
 @dataclass(frozen=True)
 class Welded:
-    """A mesh whose vertices are each there once.
+    """A mesh in which each vertex exists once.
 
     Attributes:
-        kept: (V,) the rows that its vertices are, ascending.
+        kept: (V,) the rows of its vertices, ascending.
         places: (V,) equal for vertices at the same place, from 0 without gaps.
-        faces: (F, 3), each once, those without area left out.
-        flat: of the faces given, whether two corners are at one place.
-        duplicate_faces, equal_vertices, unused_vertices: that were left out.
+        faces: (F, 3), each once, without those that have no area.
+        flat: for the given faces, whether two corners are at one place. duplicate_faces, equal_vertices,
+        unused_vertices: numbers of removed ones.
     """
 
     kept: Numbers
@@ -106,15 +107,19 @@ def weld(
 
     Args:
         places: (V, 3) of vertices.
-        rows: (V, K) with all their attributes; None where they have none.
+        rows: (V, K) with all their attributes; None if they have none.
         faces: (F, 3).
-        workers: that do it.
+        workers: the workers.
     """
-    at = equal_to(places, workers)
-    same = at if rows is None else equal_to(rows, workers)
+    at, stages = _looking_for_equals(places)
+    same = at
+    if rows is not None:
+        same, more = _looking_for_equals(rows)
+        stages += more
     flat = shared(len(faces), np.bool_)
-    corners = shared(faces.shape, np.uint32)
+    corners, turned = shared(faces.shape, np.uint32), shared(faces.shape, np.uint32)
     known, used, drawn = (shared(len(places), np.bool_) for _ in range(3))
+    number = shared(len(places), np.uint32)
 
     def look(piece: slice) -> None:
         own = faces[piece]
@@ -125,21 +130,25 @@ def weld(
         drawn[own[left]] = True
         used[corners[piece][left]] = True
 
-    pieces = chunks(len(faces))
-    workers.run(look, pieces, "welding")
-    number = np.cumsum(used, dtype=np.uint32)
-    number -= np.uint32(1)
-    kept = np.flatnonzero(used).astype(np.uint32)
-    if flat.any():
-        left = corners[~flat]
-        corners = shared(left.shape, np.uint32)
-        corners[:] = left
-        pieces = chunks(len(corners))
+    def count(_: int) -> None:
+        np.cumsum(used, dtype=np.uint32, out=number)
+        number[:] -= np.uint32(1)
 
-    first = _same_faces(corners, number, pieces, workers)
+    def renumber(piece: slice) -> None:
+        corners[piece] = number[corners[piece]]
+        turned[piece] = lowest_first(corners[piece])
+        turned[piece][flat[piece]] = NO_CORNER  # equal to none that is left
+
+    first, more = _looking_for_equals(turned)
+    pieces = chunks(len(faces))
+    stages += [(look, pieces), (count, [0]), (renumber, pieces), *more]
+    workers.run(*stages[-1], "welding", before=stages[:-1])
+    kept = np.flatnonzero(used).astype(np.uint32)
     once = first == np.arange(len(first), dtype=np.uint32)
-    duplicates = len(once) - int(once.sum())
-    if duplicates:
+    once &= ~flat
+    left = int(once.sum())
+    duplicates = len(once) - int(flat.sum()) - left
+    if left < len(once):
         corners = np.ascontiguousarray(corners[once])
     own = at[kept]
     there = np.zeros(len(places), bool)
@@ -155,17 +164,6 @@ def weld(
     )
 
 
-def _same_faces(corners: Numbers, number: Numbers, pieces: list[slice], workers: Workers) -> Numbers:
-    """Renumber the corners (F, 3), and find the first face that is the same as each."""
-    turned = shared(corners.shape, np.uint32)
-
-    def renumber(piece: slice) -> None:
-        corners[piece] = number[corners[piece]]
-        turned[piece] = lowest_first(corners[piece])
-
-    return equal_to(turned, workers, [(renumber, pieces)])
-
-
 def repeats(corners: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Whether two of a triangle's corners (T, 3) are equal."""
     a, b, c = corners.T
@@ -173,13 +171,13 @@ def repeats(corners: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 
 
 def lowest_first(faces: Numbers) -> Numbers:
-    """Each face (F, 3) turned, not mirrored, so that its lowest corner comes first."""
+    """Each face (F, 3) rotated, not mirrored, so that its lowest corner comes first."""
     a, b, c = faces.T
     turned = np.where(((b < a) & (b < c))[:, None], faces[:, [1, 2, 0]], faces)
     return np.where(((c < a) & (c < b))[:, None], faces[:, [2, 0, 1]], turned)
 
 
 def without_repetition(faces: Numbers) -> Numbers:
-    """Each face (F, 3) once: those with the same corners the same way round are one."""
+    """Each face (F, 3) once: those with the same corners in the same orientation are merged."""
     first = equal_to(lowest_first(faces), ALONE)
     return faces[first == np.arange(len(first))]

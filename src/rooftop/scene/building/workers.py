@@ -1,11 +1,13 @@
-"""Work on all cores, by processes that are forked for it.
+"""Work on all cores, by forked processes.
 
-Most of a build is NumPy on arrays of middling size, which holds the interpreter's lock: threads would wait for each
-other. A forked process sees everything that its parent has, without a copy, and sends back what it has found. Items are
-taken from a pipe, one after another; results stand in the order of the items, so they do not depend on how many workers
-there are.
+Most of a build is NumPy on arrays of medium size, which holds the interpreter's lock: threads would wait for each
+other. A forked process sees all data of its parent without a copy, and sends back its results. Items are taken from a
+pipe, one after another. Results are in the order of the items, so they do not depend on the number of workers.
 
-Where processes cannot be forked safely (anywhere but on Linux), the work is done in the calling process.
+Forking a process takes milliseconds for each gigabyte of its parent. So a team's processes stay for several runs, and
+get the data that the parent has computed since they were forked.
+
+If processes cannot be forked safely (anywhere but on Linux), the calling process does the work.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar
+from multiprocessing.connection import wait
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,24 +36,30 @@ from rooftop.errors import BuildError
 T = TypeVar("T")
 R = TypeVar("R")
 V = TypeVar("V", bound=np.generic)
-Stage = tuple[Callable[[Any], Any], Sequence[Any]]  # what is called, and with what
+Stage = tuple[Callable[[Any], Any], Sequence[Any]]  # the function, and its arguments
+Call = Callable[[Any, Any], Any]  # called with a state and an item
 
 TOKEN = struct.Struct("<I")
+NO_MORE = (1 << 32) - 1  # a token: the worker that takes it is done with the stage
+COMMAND = struct.Struct("<IIQQQ")  # which call, which stage, which mail, its start in memory, its bytes
+LENGTH = struct.Struct("<Q")
 MOST_TOKENS = 8192  # a pipe holds 16,384 of four bytes
-PIPE_BYTES = 1 << 20  # of results: the usual 64 KB make a worker wait for its reader
+PIPE_BYTES = 1 << 20  # of results: with the usual 64 KB a worker waits for its reader
+ALIGNMENT = 64  # of the arrays that are sent
 CHUNK = 1 << 18  # rows of an array that are worked on together
+SHORT = 1 << 15  # by threads: the C library keeps what each of them had allocated at once
 _DONE, _RESULT, _ERROR = range(3)
 
 
 @dataclass(frozen=True)
 class Workers:
-    """How many processes work at most; see `run`."""
+    """The maximum number of working processes; see `run`."""
 
     count: int
 
     @classmethod
     def of(cls, count: int | None) -> Workers:
-        """So many, or as many as this process has CPUs.
+        """`count` workers, or one per CPU of this process.
 
         Raises:
             ValueError: fewer than one.
@@ -68,29 +77,39 @@ class Workers:
         """The results of all items, in order.
 
         Args:
-            work: is called in a forked process: what it changes is lost, but for `shared` arrays.
-            items: that it is called with, in order.
-            what: is being done, for messages.
-            done: is called with the number of each item whose result has come.
-            before: stages that come first, each in all workers before the next: what they return is lost.
+            work: called in a forked process: its changes are lost, except to `shared` arrays.
+            items: its arguments, in order.
+            what: the current activity, for messages.
+            done: called with the number of each item whose result has arrived.
+            before: stages that run first, each in all workers before the next: their results are dropped.
 
         Raises:
-            Exception: what `work` raised, with the worker's traceback as a note.
-            BuildError: a worker was ended from outside.
+            Exception: any exception of `work`, with the worker's traceback as a note.
+            BuildError: a worker was killed.
         """
-        stages = [*before, (work, items)]
-        count = min(self.count, max(len(each) for _, each in stages))
-        if count < 2 or sys.platform != "linux":
-            for earlier, own in before:
-                for each in own:
-                    earlier(each)
-            results = []
-            for number, item in enumerate(items):
-                results.append(work(item))
-                if done is not None:
-                    done(number)
-            return results
-        return _Team(stages, count, what).results(done)
+        with self.team([]) as team:
+            return team.run_items(work, items, what, done, before)
+
+    def threads(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """Like `run`, with threads: for short work that NumPy does without the interpreter's lock."""
+        if self.count < 2 or len(items) < 2:
+            return [work(item) for item in items]
+        with ThreadPoolExecutor(min(self.count, len(items))) as pool:
+            return list(pool.map(work, items))
+
+    def team(self, calls: Sequence[Call]) -> Team:
+        """Workers that stay from run to run; use it in a `with` block. `calls`: functions that later runs will call."""
+        return Team(self.count, calls)
+
+
+@dataclass(frozen=True)
+class _WithoutState:
+    """Makes a function of an item accept a state and an item."""
+
+    work: Callable[[Any], Any]
+
+    def __call__(self, _: Any, item: Any) -> Any:
+        return self.work(item)
 
 
 ALONE = Workers(1)  # no process but the calling one
@@ -102,77 +121,246 @@ def cpus() -> int:
 
 
 def shared(shape: int | tuple[int, ...], dtype: type[V]) -> npt.NDArray[V]:
-    """An array of zeros in memory that is shared with processes forked later."""
+    """A zeroed array in memory that is shared with processes forked later."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     return np.frombuffer(mmap.mmap(-1, max(size, 1)), dtype, int(np.prod(shape))).reshape(shape)
 
 
+def give_back(array: npt.NDArray[Any]) -> None:
+    """Free the memory of a `shared` array, in all processes: it then contains zeros. If the system cannot, it stays."""
+    base: Any = array
+    while not isinstance(base, mmap.mmap):
+        base = base.obj if isinstance(base, memoryview) else base.base
+    if hasattr(mmap, "MADV_REMOVE"):
+        with contextlib.suppress(OSError):
+            base.madvise(mmap.MADV_REMOVE)
+
+
 def chunks(count: int, size: int | None = None) -> list[slice]:
-    """Slices of so many rows, by default CHUNK, that cover all."""
+    """Slices of `size` rows, by default CHUNK, that cover all."""
     size = size or CHUNK
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
-class _Team:
-    """The processes of one `Workers.run`."""
+class Team:
+    """Processes that are forked when they are first needed, and stay until the `with` block ends.
 
-    def __init__(self, stages: Sequence[Stage], count: int, what: str) -> None:
-        self.stages, self.count, self.what = stages, count, what
-        self.processes: dict[Connection, tuple[int, int]] = {}  # its number and its process
-        self.tokens: list[int] = []  # of each stage, a pipe with the items that nobody has taken yet
-        self.gates: list[tuple[int, int]] = []  # before each stage but the first, a pipe that is closed to open it
+    They have all data that their parent had then. Later they only get the state and the items of a run: call `forget`
+    when other data that they use has changed. They see at once what their parent writes to `shared` arrays.
+    """
+
+    def __init__(self, count: int, calls: Sequence[Call]) -> None:
+        self.count = count
+        self._calls = list(calls)
+        self._processes: _Processes | None = None
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """End all processes; the next run forks others."""
+        if self._processes is not None:
+            self._processes.end()
+            self._processes = None
+
+    def run(
+        self, work: Callable[[Any, T], R], items: Sequence[T], state: Any = None, what: str = "working",
+        done: Callable[[int], None] | None = None, before: Sequence[tuple[Call, Sequence[Any]]] = (),
+    ) -> list[R]:  # fmt: skip
+        """The results of all items, in order.
+
+        Args:
+            work: called with the state and an item.
+            state: sent to the running processes; arrays keep their layout. It must not be modified.
+            items, what, done, before: as in `Workers.run`.
+
+        Raises:
+            Exception, BuildError: as in `Workers.run`. All processes are then ended.
+        """
+        stages = [*before, (work, items)]
+        count = min(self.count, max(len(each) for _, each in stages))
+        if count < 2 or sys.platform != "linux":
+            return self._alone(stages, state, done)
         try:
-            for _, items in stages:
-                read, write = os.pipe()
-                self.tokens.append(read)
-                with os.fdopen(write, "wb") as file:
-                    file.write(b"".join(TOKEN.pack(first) for first in range(0, len(items), _run(items))))
-            self.gates = [os.pipe() for _ in stages[1:]]
+            return self._shared_out(stages, count, state, what, done)
+        except BaseException:
+            self.forget()
+            raise
+
+    def run_items(
+        self, work: Callable[[T], R], items: Sequence[T], what: str = "working",
+        done: Callable[[int], None] | None = None, before: Sequence[Stage] = (),
+    ) -> list[R]:  # fmt: skip
+        """Like `Workers.run`: processes are forked for functions that they do not know."""
+        earlier = [(_WithoutState(each), own) for each, own in before]
+        return self.run(_WithoutState(work), items, None, what, done, earlier)
+
+    def _alone(
+        self, stages: Sequence[tuple[Call, Sequence[Any]]], state: Any, done: Callable[[int], None] | None
+    ) -> list[Any]:
+        """All items in the calling process."""
+        for earlier, own in stages[:-1]:
+            for each in own:
+                earlier(state, each)
+        work, items = stages[-1]
+        results = []
+        for number, item in enumerate(items):
+            results.append(work(state, item))
+            if done is not None:
+                done(number)
+        return results
+
+    def _shared_out(
+        self, stages: Sequence[tuple[Call, Sequence[Any]]], count: int, state: Any, what: str,
+        done: Callable[[int], None] | None,
+    ) -> list[Any]:  # fmt: skip
+        """Run on `count` processes, or on the existing ones if there are more."""
+        new = [work for work, _ in stages if work not in self._calls]
+        inherited = None  # data that newly forked processes already have
+        if new or self._processes is None or self._processes.count < count:
+            self.forget()
+            self._calls += new
+            inherited = ([items for _, items in stages], state)
+            self._processes = _Processes(self._calls, count, inherited)
+        else:
+            self._processes.post(([items for _, items in stages], state))
+        for stage, (work, items) in enumerate(stages[:-1]):
+            self._processes.stage(self._calls.index(work), stage, items, what, lambda number, value: None)
+        found: list[Any] = [None] * len(stages[-1][1])
+
+        def keep(number: int, value: Any) -> None:
+            found[number] = value
+            if done is not None:
+                done(number)
+
+        work, items = stages[-1]
+        self._processes.stage(self._calls.index(work), len(stages) - 1, items, what, keep)
+        return found
+
+
+class _Worker(NamedTuple):
+    """A process, as seen by its parent.
+
+    Attributes:
+        number: its number among all, from 0.
+        process: its id.
+        commands: a pipe through which it gets its stages.
+    """
+
+    number: int
+    process: int
+    commands: int
+
+
+class _Processes:
+    """The processes of a team."""
+
+    def __init__(self, calls: Sequence[Call], count: int, inherited: tuple[list[Sequence[Any]], Any]) -> None:
+        self.calls, self.count = calls, count
+        self.workers: dict[int, _Worker] = {}  # by the pipe of the results
+        self.tokens = os.pipe()  # the items that no worker has taken yet
+        self.mail = _Mail(inherited)
+        try:
             for number in range(count):
                 self._start(number)
         except BaseException:
-            self._end()
+            self.end()
             raise
+        self.mail.forget()
+
+    def post(self, content: Any) -> None:
+        """Send the items and the state of a run to all."""
+        self.mail.post(content)
+
+    def stage(self, call: int, stage: int, items: Sequence[Any], what: str, found: Callable[[int, Any], None]) -> None:
+        """Distribute the items of a stage among all processes, and wait until these are done.
+
+        Args:
+            call: number of the function to call.
+            stage: number of the items among those of the run.
+            items: each has at least one result.
+            what: the current activity, for messages.
+            found: called with the number of an item and its result.
+        """
+        run = _run(items)
+        tokens = [*range(0, len(items), run), *[NO_MORE] * self.count]
+        _write(self.tokens[1], b"".join(map(TOKEN.pack, tokens)))
+        for worker in self.workers.values():
+            with contextlib.suppress(BrokenPipeError):  # it has died, which is detected below
+                _write(worker.commands, COMMAND.pack(call, stage, *self.mail.place))
+        working = set(self.workers)
+        while working:
+            for results in wait(list(working)):
+                assert isinstance(results, int)
+                try:
+                    kind, number, value = _received(results)
+                except (EOFError, OSError):
+                    raise self._died(results, what) from None
+                if kind == _DONE:
+                    working.discard(results)
+                elif kind == _ERROR:
+                    raise _error(value)
+                else:
+                    found(number, value)
+
+    def end(self) -> None:
+        """End all processes, whatever they are doing."""
+        for worker in self.workers.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.process, signal.SIGKILL)
+        for results, worker in self.workers.items():
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(worker.process, 0)
+            os.close(results)
+            os.close(worker.commands)
+        for file in self.tokens if self.mail.open else ():
+            os.close(file)
+        self.workers = {}
+        self.mail.close()
 
     def _start(self, number: int) -> None:
         read, write = os.pipe()
+        commands, tell = os.pipe()
         with contextlib.suppress(ImportError, OSError):
             import fcntl
 
             fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         with warnings.catch_warnings():
-            # From 3.12 on Python warns of locks that other threads may hold. A worker takes none of theirs.
+            # From 3.12 on Python warns about locks that other threads may hold. A worker takes none of those locks.
             warnings.simplefilter("ignore", DeprecationWarning)
             process = os.fork()
         if process:
             os.close(write)
-            self.processes[Connection(read, writable=False)] = (number, process)
+            os.close(commands)
+            self.workers[read] = _Worker(number, process, tell)
             return
         try:  # in the worker
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is asked, and ends its workers
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets the signal, and ends its workers
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             gc.disable()  # it would write to memory that is shared until then
-            os.close(read)
-            for other in self.processes:
-                other.close()
-            for _, gate in self.gates:
-                os.close(gate)
-            with Connection(write, readable=False) as results:
-                self._work(results)
+            for file in (read, tell, self.tokens[1]):
+                os.close(file)
+            for other, worker in self.workers.items():
+                os.close(other)
+                os.close(worker.commands)
+            self._work(commands, write)
         finally:
             os._exit(0)  # nothing of the parent is cleaned up twice
 
-    def _work(self, results: Connection) -> None:
-        """What a worker does."""
+    def _work(self, commands: int, results: int) -> None:
+        """A worker's loop until its parent is gone or ends it."""
         try:
-            for stage, (work, items) in enumerate(self.stages):
-                last = stage == len(self.stages) - 1
-                if stage:
-                    os.read(self.gates[stage - 1][0], 1)  # nothing is there: it comes back when the gate is closed
-                while token := os.read(self.tokens[stage], TOKEN.size):
-                    first = TOKEN.unpack(token)[0]
+            while command := os.read(commands, COMMAND.size):
+                call, stage, *place = COMMAND.unpack(command)
+                all_items, state = self.mail.content(place)
+                work, items = self.calls[call], all_items[stage]
+                last = stage == len(all_items) - 1
+                while (token := os.read(self.tokens[0], TOKEN.size)) and (first := TOKEN.unpack(token)[0]) != NO_MORE:
                     for number in range(first, min(first + _run(items), len(items))):
-                        result = work(items[number])
+                        result = work(state, items[number])
                         if last:
                             _send(results, _RESULT, number, result)
                 _send(results, _DONE, stage, None)
@@ -180,84 +368,120 @@ class _Team:
             text = "".join(traceback.format_exception(error))
             try:
                 pickle.loads(pickle.dumps(error))
-            except Exception:  # it cannot be sent as it is
+            except Exception:  # the exception itself cannot be sent
                 error = BuildError(f"{type(error).__name__}: {error}")
             _send(results, _ERROR, 0, (error, text))
 
-    def results(self, done: Callable[[int], None] | None) -> list[Any]:
-        found: list[Any] = [None] * len(self.stages[-1][1])
-        try:
-            for stage in range(len(self.stages)):
-                if stage:
-                    os.close(self.gates[stage - 1][1])
-                    self.gates[stage - 1] = (self.gates[stage - 1][0], -1)
-                working = set(self.processes)
-                while working:
-                    for connection in wait(list(working)):
-                        assert isinstance(connection, Connection)
-                        kind, number, value = self._received(connection)
-                        if kind == _DONE:
-                            working.discard(connection)
-                        elif kind == _ERROR:
-                            raise _error(value)
-                        else:
-                            found[number] = value
-                            if done is not None:
-                                done(number)
-        finally:
-            self._end()
-        return found
-
-    def _received(self, connection: Connection) -> tuple[int, int, Any]:
-        try:
-            kind, number, body, sizes = pickle.loads(connection.recv_bytes())
-            buffers = [np.empty(size, np.uint8) for size in sizes]
-            for buffer in buffers:
-                if buffer.size:
-                    connection.recv_bytes_into(buffer)
-        except (EOFError, OSError):
-            raise self._died(connection) from None
-        return kind, number, pickle.loads(body, buffers=buffers)
-
-    def _died(self, connection: Connection) -> BuildError:
-        number, process = self.processes.pop(connection)
-        connection.close()
-        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    def _died(self, results: int, what: str) -> BuildError:
+        worker = self.workers.pop(results)
+        os.close(results)
+        os.close(worker.commands)
+        code = os.waitstatus_to_exitcode(os.waitpid(worker.process, 0)[1])
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         why = " The system ends processes when memory is short: give fewer workers." if code == -signal.SIGKILL else ""
         return BuildError(
-            f"worker {number + 1} of {self.count} (process {process}) {how} while {self.what}; "
+            f"worker {worker.number + 1} of {self.count} (process {worker.process}) {how} while {what}; "
             f"nothing was written.{why}"
         )
 
-    def _end(self) -> None:
-        """No process is left, whatever it is doing."""
-        for connection, (_, process) in self.processes.items():
-            connection.close()
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(process, 0)
-        for file in (*self.tokens, *(end for gate in self.gates for end in gate)):
-            if file >= 0:
-                os.close(file)
-        self.processes, self.tokens, self.gates = {}, [], []
+
+class _Mail:
+    """Data that a parent sends to all of its workers: once, in shared memory.
+
+    Attributes:
+        place: position of the content in that memory: its number, the start of its description, and the description's
+            bytes.
+        open: whether there is memory.
+    """
+
+    def __init__(self, inherited: Any) -> None:
+        """`inherited`: the first content, which workers have since they were forked."""
+        self.place = (0, 0, 0)
+        self.open = True
+        self._content = inherited
+        self._read = 0
+        self._file = os.memfd_create("rooftop scene build")
+
+    def forget(self) -> None:
+        """In the parent, which does not need the content."""
+        self._content = None
+
+    def post(self, content: Any) -> None:
+        """In the parent, replace the content. Arrays are copied once."""
+        arrays: list[pickle.PickleBuffer] = []
+        body = pickle.dumps(content, protocol=5, buffer_callback=arrays.append)
+        views = [array.raw() for array in arrays]
+        ends = np.cumsum([0, *(-(-view.nbytes // ALIGNMENT) * ALIGNMENT for view in views)]).tolist()
+        described = pickle.dumps((body, [(at, view.nbytes) for at, view in zip(ends, views, strict=False)]))
+        for at, view in zip(ends, views, strict=False):
+            _write(self._file, view, at)
+        _write(self._file, described, ends[-1])
+        self.place = (self.place[0] + 1, ends[-1], len(described))
+
+    def content(self, place: Sequence[int]) -> Any:
+        """In a worker, the content. Its arrays are read-only."""
+        number, at, size = place
+        if number != self._read:
+            self._content, self._read = None, number
+            memory = memoryview(mmap.mmap(self._file, at + size, access=mmap.ACCESS_READ))
+            body, places = pickle.loads(memory[at : at + size])
+            self._content = pickle.loads(body, buffers=[memory[first : first + length] for first, length in places])
+        return self._content
+
+    def close(self) -> None:
+        if self.open:
+            os.close(self._file)
+            self.open = False
 
 
 def _run(items: Sequence[Any]) -> int:
-    """How many items a token stands for."""
+    """The number of items of a token."""
     return -(-len(items) // MOST_TOKENS) or 1
 
 
-def _send(results: Connection, kind: int, number: int, value: Any) -> None:
-    """Arrays are sent as they lie in memory, behind the rest."""
+def _send(results: int, kind: int, number: int, value: Any) -> None:
+    """Arrays are sent in their memory layout, after the rest."""
     arrays: list[pickle.PickleBuffer] = []
     body = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
     views = [array.raw() for array in arrays]
-    results.send_bytes(pickle.dumps((kind, number, body, [view.nbytes for view in views])))
+    described = pickle.dumps((kind, number, body, [view.nbytes for view in views]))
+    _write(results, LENGTH.pack(len(described)) + described)
     for view in views:
-        if view.nbytes:
-            results.send_bytes(view)
+        _write(results, view)
+
+
+def _received(results: int) -> tuple[int, int, Any]:
+    """Receive the data of `_send`.
+
+    Raises:
+        EOFError: the process has ended.
+    """
+    described = _read(results, LENGTH.unpack(_read(results, LENGTH.size))[0])
+    kind, number, body, sizes = pickle.loads(described)
+    return kind, number, pickle.loads(body, buffers=[_read(results, size) for size in sizes])
+
+
+def _read(file: int, size: int) -> memoryview:
+    """Read that many bytes from a pipe."""
+    found = np.empty(size, np.uint8).data  # not filled with zeros first
+    left = found
+    while left:
+        got = os.readv(file, [left])
+        if not got:
+            raise EOFError
+        left = left[got:]
+    return found
+
+
+def _write(file: int, data: bytes | memoryview, at: int | None = None) -> None:
+    """Write all data, to a pipe, or to a file from byte `at` on."""
+    left = memoryview(data)
+    while left:
+        if at is None:
+            left = left[os.write(file, left) :]
+        else:
+            written = os.pwrite(file, left, at)
+            left, at = left[written:], at + written
 
 
 def _error(value: tuple[BaseException, str]) -> BaseException:

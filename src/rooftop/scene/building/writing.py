@@ -20,6 +20,7 @@ from rooftop.scene.building.levels import Hierarchy
 from rooftop.scene.building.orders import morton_codes
 from rooftop.scene.building.ragged import starts_of, taken
 from rooftop.scene.building.trees import set_box, tree
+from rooftop.scene.building.workers import ALONE, Workers, chunks
 from rooftop.scene.dependencies import PageNeeds
 from rooftop.scene.heads import head_words, packed
 
@@ -27,39 +28,40 @@ Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
 
 ALIGNMENT = 16
+PAGES_AT_ONCE = 8  # pages that a worker creates and writes: a megabyte
 
 
 def write(
-    file: BinaryIO, hierarchy: Hierarchy, step: float, meta: dict[str, Any], more: Sequence[tuple[bytes, bytes]] = ()
+    file: BinaryIO,
+    hierarchy: Hierarchy,
+    step: float,
+    meta: dict[str, Any],
+    more: Sequence[tuple[bytes, bytes]] = (),
+    workers: Workers = ALONE,
 ) -> dict[str, Any]:
-    """Write a geometry file; `meta` is completed by what is known only now, and returned. `more`: further sections."""
+    """Write a geometry file; completes `meta` with the values known only now, and returns it.
+
+    Args:
+        file: the output file, written from its beginning.
+        hierarchy: the data to write; its clusters' sources are renumbered in place.
+        step: step of the grid, in object units.
+        meta: the file's description of itself.
+        more: additional sections.
+        workers: the workers.
+    """
     order, group_counts, pages = _page_plan(hierarchy, meta["has_normals"], meta["has_uv"])
-    group_starts = starts_of(group_counts)
     rank = np.empty(len(order.groups), np.int64)
     rank[order.groups] = np.arange(len(order.groups))
 
     sources = hierarchy.heads.view(np.int32)[:, layouts.CLUSTER_SOURCE]
     replaces = sources >= 0
     sources[replaces] = rank[sources[replaces]]
-    streams = np.concatenate(hierarchy.streams)
-    stream_starts = starts_of(hierarchy.lengths)
+    has = (meta["has_normals"], meta["has_uv"])
+    page_of_group = np.repeat(np.arange(len(pages)), [b - a for a, b in pages])
 
-    file.write(bytes(layouts.HEADER_BYTES + (5 + len(more)) * layouts.SECTION_BYTES))
-    first_page = file.tell()
-    table = np.zeros(len(pages), layouts.PAGE_ENTRY)
-    page_of_group = np.zeros(len(rank), np.int64)
-    for page, (a, b) in enumerate(pages):
-        page_of_group[a:b] = page
-        clusters = order.clusters[group_starts[a] : group_starts[b]]
-        has = (meta["has_normals"], meta["has_uv"])
-        words = _page(hierarchy, order.groups[a:b], group_counts[a:b], a, clusters, int(group_starts[a]), has)
-        words[-1 - int(hierarchy.lengths[clusters].sum()) : -1] = streams[
-            taken(stream_starts[clusters], hierarchy.lengths[clusters])
-        ]
-        data = words.astype("<u4").tobytes()
-        table[page] = (file.tell(), len(data), zlib.crc32(data))
-        file.write(data + bytes(-len(data) % ALIGNMENT))
-    pages_end = file.tell()
+    first_page = layouts.HEADER_BYTES + (5 + len(more)) * layouts.SECTION_BYTES
+    table = _write_pages(file, hierarchy, order, group_counts, pages, has, first_page, workers)
+    pages_end = file.seek(0, os.SEEK_END)
 
     needs = PageNeeds.between(
         len(pages), page_of_group[sources[replaces]], page_of_group[rank[hierarchy.groups[replaces]]]
@@ -99,12 +101,12 @@ class _Order:
 
 
 def _page_plan(hierarchy: Hierarchy, normals: bool, uv: bool) -> tuple[_Order, Ints, list[tuple[int, int]]]:
-    """The order, how many clusters each group has in it, and the groups (first, end) of each page."""
+    """The order, the number of clusters of each group in it, and the groups (first, end) of each page."""
     order = _Order(hierarchy)
     counts = np.bincount(hierarchy.groups, minlength=len(order.groups))[order.groups]
     starts = starts_of(counts)[:-1]
     words = np.add.reduceat(hierarchy.lengths[order.clusters], starts) + layouts.GROUP_WORDS
-    replaces = np.logical_or.reduceat(_replaces(hierarchy)[order.clusters], starts)
+    replaces = np.logical_or.reduceat(_replaces(hierarchy.heads)[order.clusters], starts)
     empty = layouts.PAGE_WORDS + 1  # with the word of zeros
     pages, first, held, clusters, any_replaces = [], 0, empty, 0, False
     for group, (size, count, its) in enumerate(zip(words.tolist(), counts.tolist(), replaces.tolist(), strict=True)):
@@ -117,18 +119,73 @@ def _page_plan(hierarchy: Hierarchy, normals: bool, uv: bool) -> tuple[_Order, I
     return order, counts, pages
 
 
-def _replaces(hierarchy: Hierarchy) -> npt.NDArray[np.bool_]:
-    """(C,) whether a cluster replaces a group."""
-    return hierarchy.heads.view(np.int32)[:, layouts.CLUSTER_SOURCE] >= 0
+def _replaces(heads: Words) -> npt.NDArray[np.bool_]:
+    """(C,) whether each cluster replaces a group."""
+    return heads.view(np.int32)[:, layouts.CLUSTER_SOURCE] >= 0
+
+
+def _write_pages(
+    file: BinaryIO,
+    hierarchy: Hierarchy,
+    order: _Order,
+    counts: Ints,
+    pages: list[tuple[int, int]],
+    has: tuple[bool, bool],
+    at: int,
+    workers: Workers,
+) -> npt.NDArray[np.void]:
+    """Write all pages, from byte `at` of the file on; returns their positions, as layouts.PAGE_ENTRY. `has`: as in
+    `_page`.
+    """
+    streams, stream_starts = np.concatenate(hierarchy.streams), starts_of(hierarchy.lengths)
+    group_starts = starts_of(counts)
+    page_groups = starts_of([b - a for a, b in pages])
+    cluster_starts = group_starts[page_groups]
+    heads = np.array([head_words(bool(each), *has) for each in (False, True)])
+    replaces = np.logical_or.reduceat(_replaces(hierarchy.heads)[order.clusters], cluster_starts[:-1])
+    words = np.add.reduceat(hierarchy.lengths[order.clusters], cluster_starts[:-1]) + layouts.PAGE_WORDS + 1
+    words += layouts.GROUP_WORDS * np.diff(page_groups) + heads[replaces.astype(np.int64)] * np.diff(cluster_starts)
+    places = at + starts_of(-(-4 * words // ALIGNMENT) * ALIGNMENT)
+
+    def work(run: slice) -> list[int]:
+        """Consecutive pages, and their checksums."""
+        made, sums = bytearray(), []
+        for page in range(run.start, run.stop):
+            a, b = pages[page]
+            clusters = order.clusters[group_starts[a] : group_starts[b]]
+            of_page = _page(hierarchy, order.groups[a:b], counts[a:b], a, clusters, int(group_starts[a]), has)
+            lengths = hierarchy.lengths[clusters]
+            of_page[-1 - int(lengths.sum()) : -1] = streams[taken(stream_starts[clusters], lengths)]
+            data = of_page.astype("<u4").tobytes()
+            assert len(data) == 4 * words[page]
+            sums.append(zlib.crc32(data))
+            made += data + bytes(-len(data) % ALIGNMENT)
+        _write_at(file.fileno(), made, int(places[run.start]))
+        return sums
+
+    file.flush()
+    found = workers.run(work, chunks(len(pages), PAGES_AT_ONCE), "writing pages")
+    table = np.zeros(len(pages), layouts.PAGE_ENTRY)
+    table["offset"], table["length"], table["crc"] = places[:-1], 4 * words, np.concatenate(found)
+    return table
+
+
+def _write_at(file: int, data: bytes | bytearray, at: int) -> None:
+    """Write all data at byte `at` of a file."""
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(file, left, at)
+        left, at = left[written:], at + written
 
 
 def _page(
     hierarchy: Hierarchy, groups: Ints, counts: Ints, first_group: int, clusters: Ints, first_cluster: int,
     has: tuple[bool, bool],
 ) -> Words:  # fmt: skip
-    """The words of a page; the streams are left out. `has`: whether the mesh has normals, and uv."""
+    """The words of a page, without the streams. `has`: whether the mesh has normals, and uv."""
     lengths = hierarchy.lengths[clusters]
-    replaces = bool(_replaces(hierarchy)[clusters].any())
+    rows = hierarchy.heads[clusters]
+    replaces = bool(_replaces(rows).any())
     a_head = head_words(replaces, *has)
     before = layouts.PAGE_WORDS + layouts.GROUP_WORDS * len(groups) + a_head * len(clusters)
     words = np.zeros(before + int(lengths.sum()) + 1, np.uint32)
@@ -142,7 +199,6 @@ def _page(
     records[:, layouts.GROUP_FIRST] = starts_of(counts)[:-1]
     records[:, layouts.GROUP_COUNT] = counts
     records[:, layouts.GROUP_NUMBER] = np.arange(len(groups)) + first_group
-    rows = hierarchy.heads[clusters]
     rows[:, layouts.CLUSTER_STREAMS] = starts_of(lengths)[:-1] + before
     words[heads_at:before] = packed(rows, replaces, *has).ravel()
     return words
@@ -169,7 +225,7 @@ def _nodes(
 
 @contextmanager
 def renamed_when_done(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name when it is whole; if anything is raised, nothing is left behind."""
+    """A file that appears under its name when it is complete; after an exception, nothing is left behind."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "w+b") as file:

@@ -1,7 +1,7 @@
-"""Before stage 5: the base colour of each pixel, where it is asked for or meshes have materials.
+"""Before stage 5: the base colour of each pixel, if it is requested or meshes have materials.
 
-A kernel of its own: compiled for sm_90 the base pass takes 96 registers, and would take 128 with filtering in it, which
-scenes without materials need not pay for.
+A separate kernel: compiled for sm_90 the base pass takes 96 registers. With filtering it would take 128, which scenes
+without materials would pay for.
 """
 
 import warp as wp

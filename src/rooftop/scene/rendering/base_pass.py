@@ -1,8 +1,8 @@
 """Stage 5: the surface at each pixel: its normal, texture coordinates, and a simple shaded colour.
 
 Nanite draws this stage once for each range of materials, since each has a program of its own, and finds its pixels by
-material depth. Here all materials are rows of one table that one program reads: a launch for each range would read the
-visibility buffer again and again, and gain nothing. Textures are looked up before, by `base_colors`.
+material depth. Here all materials are rows of one table that one program reads. A launch for each range would read the
+visibility buffer repeatedly without any gain. Textures are looked up before, by `base_colors`.
 """
 
 import warp as wp
@@ -40,7 +40,7 @@ def to_world(resident: Resident, instance: wp.int32, normal: wp.vec3):
 
 @wp.func
 def upright(a: wp.vec3, b: wp.vec3, c: wp.vec3):
-    """On a triangle; 0 if that has no area."""
+    """The unit normal of a triangle; 0 if it has no area."""
     longest = longest_side(a, b, c)
     if longest == 0.0:
         return wp.vec3()
@@ -63,7 +63,7 @@ def surface_normal(resident: Resident, hit: Hit, flat: wp.vec3):
 
 @wp.func
 def palette(number: wp.int32):
-    """A light colour of its own for each number, by the golden ratio around the circle of hues; 0 is nearly white."""
+    """A light colour for each number, by the golden ratio around the circle of hues; 0 is nearly white."""
     if number == 0:
         return wp.vec3(0.86, 0.85, 0.82)
     hue = 6.0 * wp.frac(0.6180339887 * wp.float32(number))
@@ -76,7 +76,7 @@ def palette(number: wp.int32):
 
 @wp.func
 def own_color(resident: Resident, hit: Hit):
-    """That of the mesh's vertices, or of the material."""
+    """The colour of the mesh's vertices, or of the material."""
     if hit.cluster.color_bits == 0:
         return palette(material_of(resident, hit.cluster, hit.triangle))
     return (
@@ -88,7 +88,7 @@ def own_color(resident: Resident, hit: Hit):
 
 @wp.func
 def toward_camera(views: Views, place: wp.vec3i):
-    """From what a pixel (view, row, column) shows, in the world, of length 1."""
+    """From the surface at a pixel (view, row, column) to the camera, in the world, of length 1."""
     view = place[0]
     direction = -ray(views, place)
     if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
@@ -102,7 +102,7 @@ def toward_camera(views: Views, place: wp.vec3i):
 
 @wp.func
 def light_on(resident: Resident, lights: Lights, targets: Targets, texel: wp.int32, hit: Hit, n: wp.vec3):
-    """Of all lights, with their shadows, on what a pixel shows."""
+    """The light of all lights, with their shadows, on a pixel's surface."""
     total = wp.vec3()
     point = point_of(resident, hit.instance, hit.parts[0] * hit.a + hit.parts[1] * hit.b + hit.parts[2] * hit.c)
     for light in range(lights.kind.shape[0]):
@@ -127,8 +127,8 @@ def base_pass(
     texels: wp.int32,
     stride: wp.int32,
 ):
-    """`light`: from where it comes in a scene without lights, in the world, of length 1. The velocity, if it is asked
-    for, comes along."""
+    """`light`: the direction to the light in a scene without lights, in the world, of length 1. The velocity, if
+    requested, is written too."""
     for i in range(wp.tid(), texels, stride):
         pixel = frame.pixels[i]
         if pixel != wp.int64(0):
@@ -139,7 +139,7 @@ def base_pass(
             flat = to_world(resident, hit.instance, upright(hit.a, hit.b, hit.c))
             toward = toward_camera(views, place)
             normal = surface_normal(resident, hit, flat)
-            if wp.dot(normal, normal) == 0.0:  # a sliver that has an area on the screen alone
+            if wp.dot(normal, normal) == 0.0:  # a sliver that has an area only on the screen
                 normal = toward
             if targets.normal.shape[0] > 0:
                 for axis in range(3):
@@ -158,7 +158,7 @@ def base_pass(
                 for axis in range(3):
                     targets.vertex_color[i, axis] = own[axis]
             if targets.color.shape[0] > 0:
-                if wp.dot(flat, toward) < 0.0:  # the back of a surface is lit as its front
+                if wp.dot(flat, toward) < 0.0:  # the back of a surface is lit like its front
                     normal = -normal
                 ambient = 0.5 + 0.5 * wp.max(wp.dot(normal, toward), 0.0)
                 shone = wp.vec3(1.0, 1.0, 1.0) * wp.max(wp.dot(normal, light), 0.0)

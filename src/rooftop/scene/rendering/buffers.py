@@ -1,8 +1,8 @@
-"""The data that the stages of a frame share: each field once, with its shape, who writes it and who reads it.
+"""The data that the stages of a frame share: each field once, with its shape, its writer and its readers.
 
-A *pair* is an instance as one view sees it: pair = view * instances + instance, where `instances` are the places for
-them: some may be empty. Lists have a fixed capacity and a
-counter; what does not fit is counted and not written, and the renderer draws the frame again with more room.
+A *pair* is an instance in one view: pair = view * instances + instance, where `instances` is the number of places, some
+of them empty. Lists have a fixed capacity and a counter. Items beyond the capacity are counted but not written, and the
+renderer draws the frame again with more room.
 """
 
 import warp as wp
@@ -15,16 +15,16 @@ class Resident:
     """The scene on the device: meshes and instances."""
 
     words: wp.array(dtype=wp.int32)  # the pages of all meshes, one after another, or the slots of a pool
-    page_at: wp.array(dtype=wp.int64)  # (pages,) where each begins; -1: it is not in the pool
-    nodes: wp.array3d(dtype=wp.int32)  # (nodes, 8, 16) of all meshes; their numbers are those of one mesh
+    page_at: wp.array(dtype=wp.int64)  # (pages,) the start of each; -1: it is not in the pool
+    nodes: wp.array3d(dtype=wp.int32)  # (nodes, 8, 16) of all meshes; numbered within each mesh
     mesh: wp.array2d(dtype=wp.int32)  # (meshes, 4): first node, first page, which attributes (HAS_NORMALS, ...), 0
     mesh_steps: wp.array2d(dtype=wp.float32)  # (meshes, 2): the grids of positions and of uv
     mesh_box: wp.array2d(dtype=wp.float32)  # (meshes, 6): centre and half size
-    instance_mesh: wp.array(dtype=wp.int32)  # (instances,); -1: there is none in this place
-    instance_scale: wp.array(dtype=wp.float32)  # (instances,) the largest by which it stretches; < 0: it mirrors
+    instance_mesh: wp.array(dtype=wp.int32)  # (instances,); -1: no instance in this place
+    instance_scale: wp.array(dtype=wp.float32)  # (instances,) the largest stretch factor; < 0: it mirrors
     instance_to_world: wp.array2d(dtype=wp.float64)  # (instances, 12): 3 x 4, from the mesh's origin
-    instance_before: wp.array2d(dtype=wp.float64)  # in the frame before
-    instance_normals: wp.array2d(dtype=wp.float32)  # (instances, 9): takes normals to the world
+    instance_before: wp.array2d(dtype=wp.float64)  # in the previous frame
+    instance_normals: wp.array2d(dtype=wp.float32)  # (instances, 9): transforms normals to the world
 
 
 MESH_FIRST_NODE, MESH_FIRST_PAGE, MESH_ATTRIBUTES = wp.constant(0), wp.constant(1), wp.constant(2)
@@ -35,48 +35,49 @@ HAS_NORMALS, HAS_UV, HAS_COLORS = wp.constant(1), wp.constant(2), wp.constant(4)
 
 @wp.struct
 class Views:
-    """The views of a frame, or of the frame before: cameras, and behind them shadow maps."""
+    """The views of a frame, or of the previous frame: cameras, followed by shadow maps."""
 
     from_world: wp.array2d(dtype=wp.float64)  # (views, 12): 3 x 4, to x right, y down, z forward
     lens: wp.array2d(dtype=wp.float32)  # (views, 8), as named below
     pictures: wp.array2d(dtype=wp.int32)  # (views, 4), as named below
-    same: wp.int32  # pixels of each camera's view, if they are all of one size; else 0
+    same: wp.int32  # pixels of each camera's view, if all have one size; else 0
 
 
 LENS_FX, LENS_FY, LENS_CX, LENS_CY = wp.constant(0), wp.constant(1), wp.constant(2), wp.constant(3)  # pixels
 LENS_NEAR = wp.constant(4)  # world units
 LENS_ORTHOGRAPHIC = wp.constant(5)  # 1 or 0
-LENS_TANGENT = wp.constant(6)  # of the angle between the axis and the farthest corner
+LENS_TANGENT = wp.constant(6)  # tangent of the angle between the axis and the farthest corner
 PICTURE_WIDTH, PICTURE_HEIGHT = wp.constant(0), wp.constant(1)  # pixels
 PICTURE_AT = wp.constant(2)  # its first pixel among those of all views
-PICTURE_LEVELS = wp.constant(3)  # of hierarchical z; level 0 is the pixels
+PICTURE_LEVELS = wp.constant(3)  # levels of hierarchical z; level 0 is the pixels
 
 # ---- a frame ---------------------------------------------------------------------------------------------------------
 
 
 @wp.struct
 class Frame:
-    """What a frame works with: by pair, lists, pictures."""
+    """The working data of a frame: by pair, lists, pictures."""
 
     instances: wp.int32
-    cameras: wp.int32  # views that are no shadow maps: those have a frame before, and pictures that come out
-    pixel_error: wp.float32  # what a surface may be off, in pixels
+    cameras: wp.int32  # views except shadow maps: those have a previous frame, and output pictures
+    pixel_error: wp.float32  # allowed error of a surface, in pixels
     # By pair, from the mesh's grid origin to the view: written by init_context, read by all stages.
     to_view: wp.array2d(dtype=wp.float32)  # (pairs, 12)
-    before: wp.array2d(dtype=wp.float32)  # (pairs, 12), of the frame before
-    # Lists of the culls. An entry is pair << 32 | what.
-    counters: wp.array(dtype=wp.int32)  # (2 * PASS,), named below: how many each list has, or would have
+    before: wp.array2d(dtype=wp.float32)  # (pairs, 12), of the previous frame
+    # Lists of the culls. An entry is pair << 32 | item.
+    # (2 * PASS,), named below: the items of each list, with those for which it lacks room
+    counters: wp.array(dtype=wp.int32)
     nodes: wp.array2d(
         dtype=wp.int64
     )  # (2, room): of one level and of the next; instance_cull, level_cull -> level_cull
     groups: wp.array(dtype=wp.int64)  # level_cull -> level_cull: children that are groups, node * 8 + slot
     found: wp.array(dtype=wp.int64)  # of a pass, in any order: page << 11 | cluster; level_cull -> sort_clusters
     visible: wp.array2d(dtype=wp.int64)  # (2, room): the same of both passes, in order; sort_clusters -> rasterize
-    hidden_instances: wp.array(dtype=wp.int64)  # of the first pass -> the second: what it took to be hidden,
+    hidden_instances: wp.array(dtype=wp.int64)  # of the first pass -> the second: instances that it considered hidden,
     hidden_children: wp.array(dtype=wp.int64)  # as in groups,
     hidden_clusters: wp.array(dtype=wp.int64)  # as in visible
     drawn: wp.array(dtype=wp.int64)  # (2 * room,): visible of both passes in order; rasterize -> the stages after it
-    ranks: wp.array2d(dtype=wp.int32)  # (2, room): where in `drawn` stands visible; rasterize
+    ranks: wp.array2d(dtype=wp.int32)  # (2, room): the index in `drawn` of each visible one; rasterize
     # What is drawn.
     pixels: wp.array(dtype=wp.int64)  # of all views, by rows: the visibility buffer, DEPTH | rank << 7 | triangle
     fragments: wp.array(dtype=wp.int32)  # of the cameras, or empty: how often each pixel was covered; rasterize
@@ -85,9 +86,9 @@ class Frame:
     piece_depths: wp.array2d(dtype=wp.float32)  # (room, 3)
     tiles: wp.array(dtype=wp.int64)  # piece << 32 | tile's row << 16 | its column
     # Farthest depths of the cameras' views, of 2^level x 2^level pixels: written by hzb, read by the culls.
-    hzb: wp.array(dtype=wp.float32)  # of each view all levels from the first on
+    hzb: wp.array(dtype=wp.float32)  # all levels of each view from the first on
     hzb_before: wp.array(dtype=wp.float32)
-    hzb_at: wp.array2d(dtype=wp.int32)  # (cameras, levels) where each level begins; level 0 is the pixels
+    hzb_at: wp.array2d(dtype=wp.int32)  # (cameras, levels) the start of each level; level 0 is the pixels
 
 
 DEPTH_SHIFT = wp.constant(
@@ -102,10 +103,10 @@ PASS = wp.constant(64)
 GROUPS, VISIBLE = wp.constant(0), wp.constant(1)
 HIDDEN_INSTANCES, HIDDEN_CHILDREN, HIDDEN_CLUSTERS = wp.constant(2), wp.constant(3), wp.constant(4)
 LARGE, PIECES, TILES = wp.constant(5), wp.constant(6), wp.constant(7)
-# Of the cameras alone; levels are a bit for each level of detail.
+# Of the cameras alone; levels have a bit for each level of detail.
 DRAWN_TRIANGLES, DRAWN_LEVELS, DRAWN_CLUSTERS = wp.constant(8), wp.constant(9), wp.constant(13)
-# And of persistent_cull alone (10 to 12): places claimed in the queue, nodes finished, places claimed among the
-# groups. Its queue counts as level 0.
+# And only for persistent_cull (10 to 12): claimed places in the queue, finished nodes, claimed places among the groups.
+# Its queue counts as level 0.
 LEVEL = wp.constant(16)  # and on, to the end: nodes of each level of a tree, which has at most layouts.MAX_DEPTH
 
 # ---- lights, written by shadow_maps.py -------------------------------------------------------------------------------
@@ -116,14 +117,14 @@ class Lights:
     """The lights of a scene and their shadow maps, each a view of its own."""
 
     kind: wp.array(dtype=wp.int32)  # (lights,): DIRECTIONAL, SPOT or POINT
-    vector: wp.array2d(dtype=wp.float64)  # (lights, 3): towards a directional light, else where it is
+    vector: wp.array2d(dtype=wp.float64)  # (lights, 3): direction to a directional light, else the light's position
     axis: wp.array2d(dtype=wp.float32)  # (lights, 3): of a spot light's cone, into which it shines
     color: wp.array2d(dtype=wp.float32)  # (lights, 3)
-    reach: wp.array2d(dtype=wp.float32)  # (lights, 3): range; of a cone the cosines at which light begins and is full
-    maps: wp.array2d(dtype=wp.int32)  # (lights, 3): the first map, how many there are for a camera, texels of an edge
+    reach: wp.array2d(dtype=wp.float32)  # (lights, 3): range; for a cone the cosines at which light begins and is full
+    maps: wp.array2d(dtype=wp.int32)  # (lights, 3): the first map, the number of maps for a camera, texels of an edge
     from_world: wp.array2d(dtype=wp.float64)  # (maps, 12), as of Views
     lens: wp.array2d(dtype=wp.float32)  # (maps, 8)
-    texel_at: wp.array(dtype=wp.int64)  # (maps,) where each begins in `depths`
+    texel_at: wp.array(dtype=wp.int64)  # (maps,) the start of each in `depths`
     depths: wp.array(dtype=wp.float32)  # along the view's axis, of the nearest surface; inf where there is none
 
 
@@ -134,17 +135,17 @@ DIRECTIONAL, SPOT, POINT = wp.constant(0), wp.constant(1), wp.constant(2)
 
 @wp.struct
 class Targets:
-    """By pixel, as of `Frame.pixels`, or empty where it was not asked for. Background keeps what was there."""
+    """By pixel, as in `Frame.pixels`, or empty if not requested. Background keeps its earlier values."""
 
     depth: wp.array(dtype=wp.float32)  # world units along the view's axis; emit_depth_targets, and so up to velocity
     instance: wp.array(dtype=wp.int32)
     cluster: wp.array(dtype=wp.int32)  # its number in the mesh
     triangle: wp.array(dtype=wp.int32)  # its number in the cluster
-    level: wp.array(dtype=wp.int32)  # of detail: 0 is the finest
+    level: wp.array(dtype=wp.int32)  # level of detail: 0 is the finest
     material: wp.array(dtype=wp.int32)
     coverage: wp.array(dtype=wp.bool)  # whether a surface covers the pixel's centre
     material_depth: wp.array(dtype=wp.float32)  # (material + 1) / 2^16
-    velocity: wp.array2d(dtype=wp.float32)  # pixels since the frame before, to the right and down
+    velocity: wp.array2d(dtype=wp.float32)  # pixels since the previous frame, to the right and down
     normal: wp.array2d(dtype=wp.float32)  # in the world; base_pass, and so on
     uv: wp.array2d(dtype=wp.float32)
     color: wp.array2d(dtype=wp.float32)  # 0 to 1

@@ -21,7 +21,7 @@ class Canvas:
 
     Attributes:
         sizes: (width, height) of each view, in pixels.
-        cameras: how many of them are cameras'.
+        cameras: number of views that belong to cameras.
     """
 
     sizes: tuple[tuple[int, int], ...]
@@ -64,7 +64,7 @@ class Canvas:
 
     @cached_property
     def levels(self) -> int:
-        """The most levels of hierarchical z that any camera has."""
+        """The maximum number of hierarchical z levels of the cameras."""
         return max(map(levels_of, self.sizes[: self.cameras]), default=1)
 
     @property
@@ -74,7 +74,7 @@ class Canvas:
 
     @cached_property
     def hzb_at(self) -> Ints:
-        """(cameras, MOST_LEVELS): where each level of each view begins; 0 for level 0 and for levels it lacks."""
+        """(cameras, MOST_LEVELS): the start of each level of each view; 0 for level 0 and for missing levels."""
         table, at = np.zeros((self.cameras, MOST_LEVELS), np.int32), 0
         for view, size in enumerate(self.sizes[: self.cameras]):
             for level in range(1, levels_of(size)):
@@ -89,7 +89,7 @@ class Canvas:
 
 
 def levels_of(size: tuple[int, int]) -> int:
-    """Levels of hierarchical z for a picture of this size, level 0 (its pixels) included."""
+    """Levels of hierarchical z for a picture of this size, including level 0 (its pixels)."""
     return (max(size) - 1).bit_length() + 1
 
 

@@ -12,8 +12,8 @@ from rooftop.scene.rendering.memory import ROOM, FrameMemory
 from rooftop.scene.rendering.uploads import Inputs
 
 Sizes = tuple[tuple[int, int], ...]
-MOST_CHAINS = 4  # of one renderer: cameras alone, and with the shadow maps that are due now and then
-MOST_TEXELS = 2**27  # of chains that are kept beside the last one: 8 bytes each
+MOST_CHAINS = 4  # of one renderer: only cameras, and with the shadow maps that are redrawn now and then
+MOST_TEXELS = 2**27  # of chains that are kept besides the last one: 8 bytes each
 
 
 @dataclass
@@ -29,21 +29,21 @@ class Chains:
 
     Args:
         device: of the renderer.
-        pictures: whether they draw; else they only cull.
+        pictures: whether they draw; otherwise they only cull.
     """
 
     def __init__(self, device: torch.device, pictures: bool = True) -> None:
         self.device, self._pictures = device, pictures
         self._chains: dict[tuple[Canvas, bool], Chain] = {}
         self._places = 0
-        # The cameras' sizes and their depths of the frame before, and those of the last frame that came to its end.
+        # The cameras' sizes and their depths in the previous frame, from the last completed frame.
         self._depths: tuple[Sizes, torch.Tensor] = (), torch.empty(0, dtype=torch.float32, device=device)
         self._settled: tuple[Sizes, torch.Tensor] = self._depths
         self._room: Mapping[str, int] = ROOM
 
     def of(self, canvas: Canvas, places: int, fragments: bool = False) -> Chain:
-        """The chain for these pictures, made if it is not kept. Chains with the same camera sizes share the depths of
-        the previous frame.
+        """The chain for these pictures, created if it is not cached. Chains with the same camera sizes share the depths
+        of the previous frame.
 
         Args:
             canvas: the pictures.
@@ -87,7 +87,7 @@ class Chains:
     def _forget_some(self) -> None:
         kept = list(self._chains)
         texels = sum(canvas.texels for canvas, _ in kept[:-1])
-        for key in kept[:-1]:  # the one that was not drawn for longest first
+        for key in kept[:-1]:  # the least recently drawn one
             if len(self._chains) <= MOST_CHAINS and texels <= MOST_TEXELS:
                 break
             texels -= key[0].texels

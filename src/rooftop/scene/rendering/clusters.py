@@ -39,13 +39,13 @@ MATERIAL_BITS, MIXED = wp.constant(layouts.MATERIAL_BITS), wp.constant(layouts.M
 
 @wp.func
 def real(word: wp.int32):
-    """The float32 whose bits these are."""
+    """The float32 with these bits."""
     return wp.cast(word, wp.float32)
 
 
 @wp.func_native("return static_cast<const int*>(words.data)[at];")
 def word_at(words: wp.array(dtype=wp.int32), at: wp.int64) -> wp.int32:
-    """A word of the pages. `words[at]` would make an int32 of the place: pages may take more than 8 GiB."""
+    """A word of the pages. `words[at]` would convert the index to int32: pages may take more than 8 GiB."""
 
 
 @wp.func
@@ -61,7 +61,7 @@ def bits(words: wp.array(dtype=wp.int32), at: wp.int64, bit: wp.int32, count: wp
 
 @wp.func
 def bit_length(number: wp.int32):
-    """How many bits an unsigned number has."""
+    """The number of bits of an unsigned number."""
     if number < 0:
         return 32
     left = number
@@ -79,13 +79,13 @@ class Head:
     """The head of a cluster in a page."""
 
     at: wp.int64  # its first word
-    words: wp.int32  # how many it has; 0: it is one of a page before version 4
-    replaces: wp.bool  # whether it says what the cluster replaces
+    words: wp.int32  # its number of words; 0: a page before version 4
+    replaces: wp.bool  # whether it includes what the cluster replaces
 
 
 @wp.struct
 class Cluster:
-    """What its head says, and where its streams are."""
+    """The contents of its head, and the positions of its streams."""
 
     triangles: wp.int32
     vertices: wp.int32
@@ -102,8 +102,8 @@ class Cluster:
     normal_bits: wp.vec2i
     uv_base: wp.vec2i
     uv_bits: wp.vec2i
-    color_bits: wp.int32  # of a vertex; 0 where the mesh has none
-    masks: wp.int64  # where each stream begins
+    color_bits: wp.int32  # bits of a vertex; 0 if the mesh has none
+    masks: wp.int64  # the start of each stream
     references: wp.int64
     positions: wp.int64
     attributes: wp.int64
@@ -112,13 +112,13 @@ class Cluster:
 
 @wp.func
 def whole_words(bit_count: wp.int32):
-    """Words that so many bits take."""
+    """Words for that many bits."""
     return wp.int64((bit_count + 31) >> 5)
 
 
 @wp.func
 def attribute_bit(cluster: Cluster, vertex: wp.int32):
-    """Where in the stream of attributes a vertex begins."""
+    """The start of a vertex in the stream of attributes."""
     width = cluster.normal_bits[0] + cluster.normal_bits[1] + cluster.uv_bits[0] + cluster.uv_bits[1]
     return vertex * (width + cluster.color_bits)
 
@@ -138,13 +138,13 @@ def head_of(resident: Resident, mesh: wp.int32, page: wp.int32, index: wp.int32)
 
 @wp.func
 def head_word(resident: Resident, head: Head, old: wp.int32, short: wp.int32):
-    """A word of a head: the one in which heads before version 4 have it, or short ones."""
+    """A word of a head, by its position in heads before version 4 or in short ones."""
     return word_at(resident.words, head.at + wp.int64(wp.where(head.words == 0, old, short)))
 
 
 @wp.func
 def triangles_of(resident: Resident, head: Head):
-    """How many triangles a cluster has."""
+    """The number of triangles of a cluster."""
     counts = head_word(resident, head, CLUSTER_COUNTS, HEAD_COUNTS)
     return (counts & wp.where(head.words == 0, 255, 127)) + 1
 
@@ -167,13 +167,13 @@ def source_of(resident: Resident, head: Head):
 
 @wp.func
 def box_length(box: wp.int32, axis: wp.int32):
-    """How many bits a position has along an axis, from the word HEAD_BOX."""
+    """The number of bits of a position along an axis, from the word HEAD_BOX."""
     return (box >> (axis * BOX_BITS)) & ((1 << LENGTH_BITS) - 1)
 
 
 @wp.func
 def extent_of(resident: Resident, head: Head, axis: wp.int32):
-    """How wide the box around a cluster is, in steps of the grid."""
+    """The width of the box around a cluster, in steps of the grid."""
     if head.words == 0:
         return word_at(resident.words, head.at + wp.int64(CLUSTER_EXTENT + axis))
     box = word_at(resident.words, head.at + wp.int64(HEAD_BOX))
@@ -188,7 +188,7 @@ def extent_of(resident: Resident, head: Head, axis: wp.int32):
 
 @wp.func
 def read_old_head(resident: Resident, mesh: wp.int32, head: Head, page: wp.int64, has: wp.int32):
-    """What the head of a cluster before version 4 says; not yet where its streams are, but for the first."""
+    """Reads the head of a cluster before version 4; of its streams it sets only the first position."""
     words = resident.words
     cluster = Cluster()
     counts = word_at(words, head.at + wp.int64(CLUSTER_COUNTS))
@@ -214,7 +214,7 @@ def read_old_head(resident: Resident, mesh: wp.int32, head: Head, page: wp.int64
 
 @wp.func
 def read_short_head(resident: Resident, mesh: wp.int32, head: Head, page: wp.int64, has: wp.int32):
-    """What a short head says; not yet where the cluster's streams are, but for the first."""
+    """Reads a short head; of the cluster's streams it sets only the first position."""
     words = resident.words
     cluster = Cluster()
     counts = word_at(words, head.at + wp.int64(HEAD_COUNTS))
@@ -251,13 +251,13 @@ def read_short_head(resident: Resident, mesh: wp.int32, head: Head, page: wp.int
 
 @wp.func
 def mask_words(kind: wp.int32):
-    """How many words the masks of a cluster have."""
+    """The number of mask words of a cluster."""
     return wp.where(kind == FANS_AND_EXPLICIT, NEW_WORDS + EXPLICIT_WORDS, NEW_WORDS)
 
 
 @wp.func
 def read_cluster(resident: Resident, mesh: wp.int32, page: wp.int32, index: wp.int32, attributes: wp.bool):
-    """The cluster; with what lies behind its positions only if that is asked for."""
+    """Reads the cluster; the parts after its positions only if attributes are requested."""
     at = resident.page_at[resident.mesh[mesh, MESH_FIRST_PAGE] + page]
     head = head_of(resident, mesh, page, index)
     has = wp.where(attributes, resident.mesh[mesh, MESH_ATTRIBUTES], 0)
@@ -293,9 +293,9 @@ def reference(resident: Resident, cluster: Cluster, number: wp.int32):
 
 @wp.func
 def corners_of(resident: Resident, cluster: Cluster, triangle: wp.int32):
-    """The vertices of a triangle, as the table in layouts.py says."""
+    """The vertices of a triangle, as in the table in layouts.py."""
     words = resident.words
-    ones = wp.int32(0)  # of the triangles before this one: bits of the first mask, of the second, of both, of the third
+    ones = wp.int32(0)  # for the earlier triangles: bits of the first mask, of the second, of both, of the third
     twos = wp.int32(0)
     both = wp.int32(0)
     explicit = wp.int32(0)
@@ -335,7 +335,7 @@ def corners_of(resident: Resident, cluster: Cluster, triangle: wp.int32):
         after_new = mask_bit(words, cluster.masks + wp.int64(4), wp.max(triangle - 1, 0)) != 0
         if after_new and cluster.kind == FANS_AND_EXPLICIT:
             after_new = mask_bit(words, third, wp.max(triangle - 1, 0)) == 0
-        if not after_new:  # else that is the corner before the newest vertex
+        if not after_new:  # otherwise it is the corner before the newest vertex
             corners[1] = n - 2 - reference(resident, cluster, first - 1)
         corners[2] = n - 2 - reference(resident, cluster, first)
     else:
@@ -343,7 +343,7 @@ def corners_of(resident: Resident, cluster: Cluster, triangle: wp.int32):
         corners[1] = n - 2 - reference(resident, cluster, first + 1)
         corners[2] = n - 2 - reference(resident, cluster, first + 2)
     for corner in range(3):
-        corners[corner] = wp.clamp(corners[corner], 0, cluster.vertices - 1)  # whatever a damaged page says
+        corners[corner] = wp.clamp(corners[corner], 0, cluster.vertices - 1)  # a damaged page may contain anything
     return corners
 
 
@@ -362,7 +362,7 @@ def position_of(resident: Resident, cluster: Cluster, vertex: wp.int32, step: wp
 
 @wp.func
 def normal_of(resident: Resident, cluster: Cluster, vertex: wp.int32):
-    """Of a mesh that has normals: of length 1, from two numbers on an octahedron."""
+    """For a mesh with normals: of length 1, from two numbers on an octahedron."""
     bit = attribute_bit(cluster, vertex)
     numbers = wp.vec2()
     for axis in range(2):
@@ -381,7 +381,7 @@ def normal_of(resident: Resident, cluster: Cluster, vertex: wp.int32):
 
 @wp.func
 def uv_of(resident: Resident, cluster: Cluster, vertex: wp.int32, step: wp.float32):
-    """Of a mesh that has texture coordinates."""
+    """For a mesh with texture coordinates."""
     bit = attribute_bit(cluster, vertex) + cluster.normal_bits[0] + cluster.normal_bits[1]
     u = bits(resident.words, cluster.attributes, bit, cluster.uv_bits[0])
     v = bits(resident.words, cluster.attributes, bit + cluster.uv_bits[0], cluster.uv_bits[1])
@@ -390,7 +390,7 @@ def uv_of(resident: Resident, cluster: Cluster, vertex: wp.int32, step: wp.float
 
 @wp.func
 def vertex_color_of(resident: Resident, cluster: Cluster, vertex: wp.int32):
-    """Of a mesh that has colours: 0 to 1."""
+    """For a mesh with colours: 0 to 1."""
     bit = attribute_bit(cluster, vertex + 1) - cluster.color_bits
     packed = bits(resident.words, cluster.attributes, bit, 3 * COLOR_BITS)
     most = (1 << COLOR_BITS) - 1

@@ -1,4 +1,4 @@
-"""What the stages in CUDA C++ share: whether they can run, their sources, how they are compiled and spread."""
+"""Code that the CUDA C++ stages share: whether they can run, their sources, compilation and grids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rooftop.launch import cuda, nvrtc
 
 
 def with_pieces(module_file: str) -> str:
-    """The CUDA C++ beside a module, after the pieces that all of them use."""
+    """The CUDA C++ of a module, after the pieces that all of them use."""
     path = Path(module_file)
     return "\n".join(
         file.read_text(encoding="utf-8") for file in (path.with_name("pieces.cu"), path.with_suffix(".cu"))
@@ -19,23 +19,25 @@ def with_pieces(module_file: str) -> str:
 
 
 def compiled(source: str, name: str, device: torch.device) -> cuda.Kernel:
-    """A kernel of such a source; no product is fused with a sum, or pixels would not be Warp's, bit for bit."""
+    """Compile a kernel of such a source; no product is fused with a sum, since pixels must equal Warp's, bit for
+    bit.
+    """
     return cuda.compile(source, name, device=device, fused_multiply_add=False)
 
 
 def blocks_on(device: torch.device, of_a_multiprocessor: int) -> int:
-    """Of a launch whose blocks go through a list together; the CPU, where tests run kernels, has one."""
+    """Blocks of a launch that process a list together; the CPU, where tests run kernels, has one."""
     if device.type != "cuda":
         return 1
     return of_a_multiprocessor * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def require(device: torch.device) -> None:
-    """Raises, before anything is launched, where CUDA C++ cannot run.
+    """Raise, before anything is launched, if CUDA C++ cannot run.
 
     Raises:
-        ValueError: the device is no GPU.
-        MissingExtraError: what compiles and launches CUDA C++ is not installed.
+        ValueError: the device is not a GPU.
+        MissingExtraError: the package that compiles and launches CUDA C++ is not installed.
     """
     if not cuda.runs_on(torch.empty(0, device=device)):
         raise ValueError(f"kernels='cuda' takes a GPU, and this is {device}; kernels='warp' runs everywhere")

@@ -1,4 +1,4 @@
-"""Stage 4: what the visibility buffer says of each pixel: depth, ids, material, and where its surface has come from."""
+"""Stage 4: reads each pixel of the visibility buffer: depth, ids, material, and the earlier position of its surface."""
 
 import warp as wp
 
@@ -26,12 +26,12 @@ from rooftop.scene.rendering.rasterize import on_screen
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
-MATERIAL_STEP = wp.constant(1.0 / 65536.0)  # of material depth, between a material and the next: exact in float32
+MATERIAL_STEP = wp.constant(1.0 / 65536.0)  # step of material depth between two materials: exact in float32
 
 
 @wp.struct
 class Hit:
-    """The triangle that a pixel shows, and where on it."""
+    """The triangle at a pixel, and the point on it."""
 
     pair: wp.int32
     instance: wp.int32
@@ -42,12 +42,12 @@ class Hit:
     a: wp.vec3  # its corners, in the mesh's units
     b: wp.vec3
     c: wp.vec3
-    parts: wp.vec3  # of each corner in the point, which is within the triangle
+    parts: wp.vec3  # weight of each corner at the point, which is within the triangle
 
 
 @wp.func
 def ray(views: Views, place: wp.vec3i):
-    """Where a pixel (view, row, column) looks, one unit deep."""
+    """The direction of a pixel (view, row, column), one unit deep."""
     view = place[0]
     return wp.vec3(
         (wp.float32(place[2]) - views.lens[view, LENS_CX]) / views.lens[view, LENS_FX],
@@ -64,9 +64,11 @@ def longest_side(a: wp.vec3, b: wp.vec3, c: wp.vec3):
 
 @wp.func
 def parts_of(views: Views, place: wp.vec3i, a: wp.vec3, b: wp.vec3, c: wp.vec3):
-    """Barycentric coordinates of where a pixel's ray meets the plane of a triangle of the view, moved into it.
+    """Barycentric coordinates of the intersection of a pixel's ray with the plane of a triangle of the view, clamped to
+    the triangle.
 
-    From the first corner on: so far away, where all three are nearly the same, nothing cancels but that distance.
+    Coordinates are relative to the first corner: far away, where all three corners are nearly the same, only that
+        distance cancels.
     """
     direction = ray(views, place)
     longest = longest_side(a, b, c)
@@ -78,7 +80,7 @@ def parts_of(views: Views, place: wp.vec3i, a: wp.vec3, b: wp.vec3, c: wp.vec3):
     from_a = wp.vec3()
     if views.lens[place[0], LENS_ORTHOGRAPHIC] > 0.0:
         from_a = wp.vec3(direction[0] - a[0], direction[1] - a[1], 0.0)
-        # Along the axis onto the plane; one that is seen from its edge stays as it is.
+        # Moves it along the axis onto the plane; a triangle seen edge-on does not change.
         if normal[2] != 0.0:
             from_a[2] = -(normal[0] * from_a[0] + normal[1] * from_a[1]) / normal[2]
     else:
@@ -102,7 +104,7 @@ def parts_of(views: Views, place: wp.vec3i, a: wp.vec3, b: wp.vec3, c: wp.vec3):
 
 @wp.func
 def covering(resident: Resident, frame: Frame, pixel: wp.int64):
-    """Whose triangle a pixel shows that is not background; not yet where."""
+    """The triangle at a covered pixel, without the point on it."""
     item = frame.drawn[wp.int32(pixel >> TRIANGLE_SHIFT) & RANK_MASK]
     hit = Hit()
     hit.triangle = wp.int32(pixel) & (TRIANGLES - 1)
@@ -117,7 +119,7 @@ def covering(resident: Resident, frame: Frame, pixel: wp.int64):
 
 @wp.func
 def hit_of(resident: Resident, views: Views, frame: Frame, pixel: wp.int64, place: wp.vec3i):
-    """What a pixel (view, row, column) shows that is not background, and where on it."""
+    """The triangle at a covered pixel (view, row, column), and the point on it."""
     hit = covering(resident, frame, pixel)
     hit.corners = corners_of(resident, hit.cluster, hit.triangle)
     step = resident.mesh_steps[hit.mesh, 0]
@@ -141,12 +143,12 @@ def emit_velocity(
     view: wp.int32,
     hit: Hit,
 ):
-    """From where the hit point was in the picture of the frame before to where it is in this one."""
+    """From the hit point's position in the previous frame's picture to its position in this one."""
     point = hit.parts[0] * hit.a + hit.parts[1] * hit.b + hit.parts[2] * hit.c
     now = on_screen(views, view, transformed(frame.to_view, hit.pair, point))
     was = transformed(frame.before, hit.pair, point)
     then = on_screen(views_before, view, was)
-    if was[2] < views_before.lens[view, LENS_NEAR]:  # it was nowhere in the picture's plane
+    if was[2] < views_before.lens[view, LENS_NEAR]:  # it was outside of the picture's plane
         then = wp.vec2(wp.nan, wp.nan)
     targets.velocity[texel, 0] = now[0] - then[0]
     targets.velocity[texel, 1] = now[1] - then[1]
@@ -163,8 +165,8 @@ def emit_depth_targets(
     texels: wp.int32,
     stride: wp.int32,
 ):
-    """A thread for each pixel in strides; only targets that are not empty are written, and no background. `velocity`:
-    whether that, too, is written here; where there is a base pass, that one knows the point on the surface anyway."""
+    """A thread handles pixels in strides; it writes only targets that are not empty, and no background. `velocity`:
+    whether it is written here too; a base pass would know the point on the surface anyway."""
     for i in range(wp.tid(), texels, stride):
         pixel = frame.pixels[i]
         if pixel != wp.int64(0):

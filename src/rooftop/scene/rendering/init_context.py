@@ -1,4 +1,4 @@
-"""Stage 1: instances that have changed are put in their places, the counters are emptied, and each instance gets its
+"""Stage 1: changed instances are written to their places, the counters are cleared, and each instance gets its
 transform to each view."""
 
 import warp as wp
@@ -7,7 +7,7 @@ from rooftop.scene.rendering.buffers import Frame, Resident, Views
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
-SENT = 14  # numbers of an instance that has changed: its own, its mesh, and its transform, 3 x 4, object to world
+SENT = 14  # columns of a changed instance: its number, its mesh, and its transform, 3 x 4, object to world
 SLACK = wp.constant(wp.float64(1.0 + 1e-6))  # by which a scale is rounded up
 
 
@@ -30,8 +30,8 @@ def most_stretch(linear: wp.mat33d):
 def put_instances(
     resident: Resident, origins: wp.array2d(dtype=wp.float64), sent: wp.array2d(dtype=wp.float64), framed: wp.int32
 ):
-    """Those that have changed, a thread each. `origins`: of the meshes, which their positions count from. Instances
-    from number `framed` on were in no frame yet: they were where they are."""
+    """The changed instances, one thread for each. `origins`: origins of the meshes, which their positions are relative
+    to. Instances from number `framed` on were in no earlier frame: their previous position is the present one."""
     i = wp.tid()
     row = wp.int32(sent[i, 0])
     mesh = wp.int32(sent[i, 1])
@@ -59,7 +59,7 @@ def put_instances(
 
 @wp.kernel
 def settle_instances(resident: Resident, sent: wp.array2d(dtype=wp.float64)):
-    """After a frame, those that had changed, a thread each."""
+    """After a frame, the changed instances, one thread for each."""
     row = wp.int32(sent[wp.tid(), 0])
     for k in range(12):
         resident.instance_before[row, k] = resident.instance_to_world[row, k]
@@ -74,8 +74,8 @@ def composed(
     matrices: wp.array2d(dtype=wp.float32),
     row: wp.int32,
 ):
-    """matrices[row] = second[j] after first[i]: products in float64, so that what is far from the world's origin, and
-    near the camera, is exact."""
+    """matrices[row] = second[j] after first[i]: products in float64, so that objects far from the world's origin, and
+    near the camera, are exact."""
     for axis in range(3):
         at = 4 * axis
         for column in range(4):

@@ -1,7 +1,7 @@
-"""Stage 2: of the instances, those that a view may show begin at the root of their mesh's tree.
+"""Stage 2: instances that a view may show start at the root of their mesh's tree.
 
-The first pass asks the depths of the frame before, with the transforms of that frame; what they hide is asked again in
-the second, against what the first has drawn.
+The first pass tests against the depths of the previous frame, with that frame's transforms. Instances that these hide
+are tested again in the second pass, against what the first has drawn.
 """
 
 import warp as wp
@@ -21,7 +21,7 @@ wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 @wp.func
 def append(items: wp.array(dtype=wp.int64), counters: wp.array(dtype=wp.int32), counter: wp.int32, item: wp.int64):
-    """At the end of a list; what finds no room is only counted."""
+    """Append to a list; items without room are only counted."""
     at = wp.atomic_add(counters, counter, 1)
     if at < items.shape[0]:
         items[at] = item
@@ -29,7 +29,7 @@ def append(items: wp.array(dtype=wp.int64), counters: wp.array(dtype=wp.int32), 
 
 @wp.func
 def append_node(frame: Frame, second: wp.int32, level: wp.int32, item: wp.int64):
-    """To a level's nodes, (2, room): even and odd levels take turns."""
+    """To a level's nodes, (2, room): even and odd levels alternate."""
     at = wp.atomic_add(frame.counters, second * PASS + LEVEL + level, 1)
     if at < frame.nodes.shape[1]:
         frame.nodes[level & 1, at] = item
@@ -49,13 +49,13 @@ def pair_of(item: wp.int64):
 
 @wp.func
 def what_of(item: wp.int64):
-    """What an entry names: a node, a child, or a page and a cluster."""
+    """The item of an entry: a node, a child, or a page and a cluster."""
     return wp.int32(item & wp.int64(0xFFFFFFFF))
 
 
 @wp.func
 def hidden_before(views_before: Views, frame: Frame, pair: wp.int32, center: wp.vec3, half: wp.vec3):
-    """Whether a box of the mesh was behind what the frame before has drawn, when it was where it was then."""
+    """Whether a box of the mesh, at its previous place, was behind the drawings of the previous frame."""
     if pair // frame.instances >= frame.cameras:
         return False
     at = transformed(frame.before, pair, center)
@@ -65,7 +65,7 @@ def hidden_before(views_before: Views, frame: Frame, pair: wp.int32, center: wp.
 
 @wp.func
 def hidden_now(views: Views, frame: Frame, pair: wp.int32, center: wp.vec3, half: wp.vec3):
-    """Whether a box of the mesh is behind what this frame has drawn so far."""
+    """Whether a box of the mesh is behind the drawings of this frame so far."""
     at = transformed(frame.to_view, pair, center)
     sizes = half_sizes(frame.to_view, pair, center, half)
     return is_hidden(views, pair // frame.instances, at, sizes, frame.hzb, frame.hzb_at)
@@ -93,7 +93,7 @@ def cull_instances(
     pairs: wp.int32,
     stride: wp.int32,
 ):
-    """The first pass; `history`: whether there is a frame before to ask."""
+    """The first pass; `history`: whether there is a previous frame to test against."""
     for pair in range(wp.tid(), pairs, stride):
         view = pair // frame.instances
         mesh = resident.instance_mesh[pair - view * frame.instances]

@@ -1,8 +1,8 @@
-"""Stage 3, level by level: which clusters are drawn. One launch for each level of the trees, nothing waits.
+"""Stage 3, level by level: which clusters are drawn. One launch for each level of the trees, without waiting.
 
-A cluster is drawn if its own error is small enough and its parent's is not: of every part of the surface, at one level.
-The tree leads to the groups whose parent error is too large; its children are asked eight at a time. What the frame
-before hid (first pass) is set aside and asked again (second pass).
+A cluster is drawn if its own error is small enough and its parent's is not: so every part of the surface is drawn at
+one level. The tree leads to the groups whose parent error is too large; children are tested eight at a time. What the
+previous frame hid (first pass) is set aside and tested again (second pass).
 """
 
 import warp as wp
@@ -52,7 +52,7 @@ CHILD_KIND, CHILD_AT = wp.constant(layouts.CHILD_KIND), wp.constant(layouts.CHIL
 CHILD_FIRST, INNER = wp.constant(layouts.CHILD_FIRST), wp.constant(layouts.INNER)
 CLUSTER_INDEX_BITS = wp.constant(11)  # a page has at most layouts.MOST_CLUSTERS, which is 2^11 - 1
 CLUSTER_INDEX_MASK = wp.constant((1 << 11) - 1)
-LANES = wp.constant(32)  # threads that go through the clusters of a group
+LANES = wp.constant(32)  # threads that share the clusters of a group
 
 SHOWN, HIDDEN, UNSEEN = wp.constant(0), wp.constant(1), wp.constant(2)
 
@@ -75,7 +75,7 @@ def pixels_off(
     radius: wp.float32,
     error: wp.float32,
 ):
-    """By how many pixels what has this error in this sphere may be off."""
+    """The error in pixels of a surface with this error in this sphere."""
     scale = wp.abs(resident.instance_scale[pair % frame.instances])
     at = transformed(frame.to_view, pair, center)
     return error_on_screen(views, pair // frame.instances, at, radius, error, scale)
@@ -91,7 +91,7 @@ def too_coarse(
     radius: wp.float32,
     error: wp.float32,
 ):
-    """Whether that is more than is allowed."""
+    """Whether that exceeds the allowed error."""
     return pixels_off(resident, views, frame, pair, center, radius, error) > frame.pixel_error
 
 
@@ -99,7 +99,7 @@ def too_coarse(
 def box_state(
     views: Views, views_before: Views, frame: Frame, history: wp.int32, pair: wp.int32, center: wp.vec3, half: wp.vec3
 ):
-    """SHOWN, UNSEEN (beside the picture), or, with history, HIDDEN (behind what the frame before drew)."""
+    """SHOWN, UNSEEN (outside the picture), or, with history, HIDDEN (behind what the previous frame drew)."""
     at = transformed(frame.to_view, pair, center)
     if is_outside(views, pair // frame.instances, at, half_sizes(frame.to_view, pair, center, half)):
         return UNSEEN
@@ -158,7 +158,7 @@ def cull_nodes(
 
 @wp.kernel
 def ask_children_again(resident: Resident, views: Views, frame: Frame, stride: wp.int32):
-    """Those that the first pass took to be hidden; inner ones join the roots of the second."""
+    """Those that the first pass considered hidden; inner ones join the roots of the second."""
     count = wp.min(frame.counters[HIDDEN_CHILDREN], frame.hidden_children.shape[0])
     for i in range(wp.tid(), count, stride):
         pair = pair_of(frame.hidden_children[i])
@@ -197,8 +197,8 @@ def half_extent(resident: Resident, head: Head, step: wp.float32):
 
 @wp.func
 def cluster_too_coarse(resident: Resident, views: Views, frame: Frame, pair: wp.int32, head: Head):
-    """Whether what a cluster replaces has to be drawn instead of it; heads that do not say it are of the finest
-    level."""
+    """Whether the clusters from which a cluster was made must be drawn instead of it; heads without an error belong to
+    the finest level."""
     if not head.replaces:
         return False
     center = wp.vec3(
@@ -222,7 +222,7 @@ def list_cluster(
     item: wp.int64,
     head: Head,
 ):
-    """A cluster that is as coarse as is right becomes visible, is set aside, or is outside."""
+    """A cluster that is as coarse as allowed becomes visible, is set aside, or is outside."""
     pair = pair_of(item)
     step = resident.mesh_steps[resident.instance_mesh[pair % frame.instances], 0]
     half = half_extent(resident, head, step)
@@ -263,7 +263,7 @@ def cull_clusters(
 
 @wp.kernel
 def ask_clusters_again(resident: Resident, views: Views, frame: Frame, stride: wp.int32):
-    """Those that the first pass took to be hidden."""
+    """Those that the first pass considered hidden."""
     count = wp.min(frame.counters[HIDDEN_CLUSTERS], frame.hidden_clusters.shape[0])
     for i in range(wp.tid(), count, stride):
         item = frame.hidden_clusters[i]

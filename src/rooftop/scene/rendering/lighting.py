@@ -1,4 +1,4 @@
-"""How strongly a light shines on a point where nothing is between."""
+"""The strength of a light at a point without an obstruction."""
 
 import warp as wp
 
@@ -9,7 +9,7 @@ wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 @wp.func
 def point_of(resident: Resident, instance: wp.int32, point: wp.vec3):
-    """A point of a mesh, counted from its origin, in the world."""
+    """A point of a mesh, relative to its origin, in the world."""
     found = wp.vec3d()
     for axis in range(3):
         total = resident.instance_to_world[instance, 4 * axis + 3]
@@ -34,7 +34,7 @@ def toward_light(lights: Lights, light: wp.int32, point: wp.vec3d):
 
 @wp.func
 def strength(lights: Lights, light: wp.int32, point: wp.vec3d, toward: wp.vec3):
-    """Of a light where nothing is between, as a part of its colour."""
+    """The strength of an unobstructed light, as a factor of its colour."""
     if lights.kind[light] == DIRECTIONAL:
         return wp.float32(1.0)
     away = wp.vec3()

@@ -1,4 +1,4 @@
-"""The memory of a frame: lists with the room that they have, pictures, and what the frame before left behind."""
+"""The memory of a frame: lists with their capacity, pictures, and the results of the previous frame."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rooftop.scene.rendering import buffers
 from rooftop.scene.rendering.canvases import Canvas
 
 LAST = torch.iinfo(torch.int64).max  # sorts behind every entry
-EMPTY = -1  # is no entry
-# What lists have room for at first. A frame that needs more is drawn again, with twice what it is known to need.
+EMPTY = -1  # is not an entry
+# Initial room of the lists. A frame that needs more is drawn again, with twice the required room.
 ROOM = {
     "nodes": 1 << 12,
     "groups": 1 << 12,
@@ -27,7 +27,7 @@ ROOM = {
     "tiles": 1 << 14,
 }
 THREADS_OF_AN_ENTRY = {"nodes": 8, "groups": 32, "visible": 128, "pieces": 64, "tiles": 32}
-MOST_THREADS = 2**30  # so that the number of one and a stride more are an int32
+MOST_THREADS = 2**30  # so that an index plus a stride is still an int32
 COUNTERS_OF = {
     "groups": (buffers.GROUPS, buffers.PASS + buffers.GROUPS),
     "visible": (buffers.VISIBLE, buffers.PASS + buffers.VISIBLE),
@@ -42,18 +42,18 @@ COUNTERS_OF = {
 }
 
 Captured = tuple[torch.cuda.CUDAGraph, tuple[tuple[str, Any, Any], ...]]
-"""The graph of a frame, and for each stage its name and the events where it begins and ends."""
+"""The graph of a frame, and for each stage its name and the events at its begin and end."""
 
 
 class FrameMemory:
     """Tensors of a frame, by the names of `buffers.Frame`.
 
     Args:
-        places: for instances.
+        places: capacity for instances.
         canvas: the pictures.
         fragments: whether triangles are counted in each pixel.
         room: of lists.
-        depths: (canvas.hzb_texels,) float32, of the cameras in the frame before; other memory may share it.
+        depths: (canvas.hzb_texels,) float32, of the cameras in the previous frame; other memory may share it.
         pictures: whether there is a visibility buffer; culls alone need none.
     """
 
@@ -98,7 +98,7 @@ class FrameMemory:
             "hzb_at": torch.from_numpy(canvas.hzb_at).to(device),
         }
         self.tensors["found"].fill_(LAST)
-        # By what a frame is drawn with; None if it was drawn so once.
+        # By the arguments of a frame; None if it was drawn once with them.
         self.graphs: dict[tuple[object, ...], Captured | None] = {}
         self.frame: Any = buffers.Frame()
         self.frame.instances, self.frame.cameras = places, canvas.cameras
@@ -111,13 +111,13 @@ class FrameMemory:
             self.tensors[name].zero_()
 
     def clear_queues(self) -> None:
-        """For a pass of warps that see by this what has arrived."""
+        """Resets the queues before a pass; its warps detect arrivals by these values."""
         self.tensors["nodes"][0].fill_(EMPTY)
         self.tensors["groups"].fill_(EMPTY)
 
     def sort_found(self, second: int) -> None:
-        """What a pass has found to be visible, in order, by torch's sort: of all that there is room for, since a GPU
-        does not say how many there are. `clear_found` has been before the pass."""
+        """Sorts the visible clusters of a pass with torch's sort: the whole room, since the host does not know their
+        number. `clear_found` has been before the pass."""
         found, visible = self.tensors["found"], self.tensors["visible"][second]
         if self.device.type == "cpu":
             count = min(int(self.tensors["counters"][second * buffers.PASS + buffers.VISIBLE]), len(found))
@@ -125,11 +125,11 @@ class FrameMemory:
         visible.copy_(found.sort().values)
 
     def clear_found(self) -> None:
-        """For a pass whose finds torch sorts."""
+        """Clears the list before a pass whose results torch sorts."""
         self.tensors["found"].fill_(LAST)
 
     def turn_over(self) -> None:
-        """The depths of this frame become those of the frame before."""
+        """The depths of this frame become the previous frame's."""
         self.tensors["hzb_before"].copy_(self.tensors["hzb"])
 
     def with_room(self, room: Mapping[str, int]) -> FrameMemory:
@@ -140,7 +140,7 @@ class FrameMemory:
         return memory
 
     def wanted_room(self, counters: list[int]) -> dict[str, int]:
-        """The room with which the frame is to be drawn again; as it is, if all had enough.
+        """The room for drawing the frame again; unchanged if all lists had enough.
 
         Raises:
             ValueError: a list would be longer than a frame can have it.

@@ -1,7 +1,7 @@
 """Stage 3 in one launch, in CUDA C++: `persistent_cull.cu`, which finds the same clusters as `level_cull.py`.
 
-A level of a tree is little work for a GPU, and there are as many launches as levels; here warps that have nothing to do
-at one level are at the next, or at the clusters, and nothing waits for a level to end.
+A level of a tree is little work for a GPU, and there are as many launches as levels. Here warps without work at one
+level continue with the next, or with the clusters, and nothing waits for a level to end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rooftop.scene.rendering.uploads import Uploaded
 from rooftop.scene.streaming.answers import RequestBuffers
 
 THREADS = 128  # of a block
-BLOCKS_OF_A_MULTIPROCESSOR = 3  # more of them wait for each other's nodes longer
+BLOCKS_OF_A_MULTIPROCESSOR = 3  # more of them wait longer for each other's nodes
 
 
 @cache
@@ -32,12 +32,12 @@ def cull(
     second: int,
     requests: RequestBuffers | None = None,
 ) -> None:
-    """From the roots and groups that are in the lists, to visible clusters and, in the first pass, hidden ones.
+    """From the roots and groups in the lists to visible clusters and, in the first pass, hidden ones.
 
     Args:
-        scene, now, then: `buffers.Resident`, `buffers.Views` and those of the frame before.
-        history, second: as of `level_cull.cull_nodes`.
-        requests: where pages may be absent.
+        scene, now, then: `buffers.Resident`, `buffers.Views` and those of the previous frame. history, second: as in
+        `level_cull.cull_nodes`.
+        requests: if pages may be absent.
     """
     of = memory.tensors
     kernel = compiled(source(), f"persistent_cull<{'false' if requests is None else 'true'}>", memory.device)

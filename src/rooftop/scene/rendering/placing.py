@@ -12,7 +12,7 @@ from rooftop.scene.instances import GROWTH, REMOVED, Instances
 from rooftop.scene.rendering import buffers, init_context
 from rooftop.scene.rendering.uploads import Meshes, Uploaded
 
-ROWS_AT_ONCE = 2**20  # of 112 bytes: what the host and the device hold twice
+ROWS_AT_ONCE = 2**20  # of 112 bytes: the host and the device hold them twice
 WIDTHS = {  # of a row of each tensor
     "instance_mesh": (torch.int32, ()),
     "instance_scale": (torch.float32, ()),
@@ -38,7 +38,7 @@ class Placed:
         self._meshes: Meshes | None = None
         self._tensors = {name: torch.empty(0, *row, dtype=of, device=device) for name, (of, row) in WIDTHS.items()}
         self._version = self._sent = 0
-        self._framed = 0  # how many the frame before had
+        self._framed = 0  # their number in the previous frame
         self._moved: list[Tensor] = []  # since the frame before
 
     def update(self, instances: Instances, meshes: Meshes) -> None:

@@ -1,6 +1,6 @@
-"""From a mesh's units to pixels: transforms, the error on the screen, and what cannot be seen.
+"""From a mesh's units to pixels: transforms, the error on the screen, and tests for what cannot be seen.
 
-Views look along z, with x to the right and y down; the centre of pixel (column, row) is where their whole numbers are.
+Views look along z, with x to the right and y down; the centre of pixel (column, row) has these integers as coordinates.
 """
 
 import warp as wp
@@ -22,13 +22,14 @@ from rooftop.scene.rendering.buffers import (
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
-# Rounding of float32 in a transform, as a part of the sum of the sizes of its terms: four terms, three roundings each.
+# Rounding error of float32 in a transform, relative to the sum of the sizes of its terms: four terms, three roundings
+# each.
 ROUNDING = wp.constant(1e-6)
 
 
 @wp.func
 def view_at(views: Views, texel: wp.int32):
-    """The view to which a pixel of the cameras' belongs, or with different sizes one of any view."""
+    """The view of a pixel of the cameras, or with different sizes of any view."""
     if views.same > 0:
         return texel // views.same
     low = wp.int32(0)
@@ -44,7 +45,7 @@ def view_at(views: Views, texel: wp.int32):
 
 @wp.func
 def place_of(views: Views, texel: wp.int32):
-    """View, row and column of a pixel of the cameras'."""
+    """View, row and column of a camera's pixel."""
     view = view_at(views, texel)
     width = views.pictures[view, PICTURE_WIDTH]
     inside = texel - views.pictures[view, PICTURE_AT]
@@ -69,7 +70,7 @@ def transformed(matrices: wp.array2d(dtype=wp.float32), row: wp.int32, point: wp
 
 @wp.func
 def half_sizes(matrices: wp.array2d(dtype=wp.float32), row: wp.int32, center: wp.vec3, half: wp.vec3):
-    """Of the box along the axes of the view around a box of the mesh, with what rounding may add."""
+    """Half sizes, along the axes of the view, of a box of the mesh, including rounding."""
     sizes = wp.vec3()
     for axis in range(3):
         first = 4 * axis
@@ -86,7 +87,7 @@ def half_sizes(matrices: wp.array2d(dtype=wp.float32), row: wp.int32, center: wp
 def error_on_screen(
     views: Views, view: wp.int32, center: wp.vec3, radius: wp.float32, error: wp.float32, scale: wp.float32
 ):
-    """Pixels by which a surface within a sphere may be off, where the picture shows it; `center` is the view's.
+    """Error in pixels of a surface within a sphere, where the picture shows it; `center` is in the view's coordinates.
 
     An error e at depth z moves a point by at most f e / (z cos(angle)). Both factors can only grow from a sphere to one
     that encloses it.
@@ -103,7 +104,7 @@ def error_on_screen(
 
 @wp.func
 def is_outside(views: Views, view: wp.int32, center: wp.vec3, half: wp.vec3):
-    """Whether no pixel can show any of a box along the axes of the view."""
+    """Whether no pixel can show any part of a box along the axes of the view."""
     right = wp.float32(views.pictures[view, PICTURE_WIDTH]) - 0.5 - views.lens[view, LENS_CX]
     left = -0.5 - views.lens[view, LENS_CX]
     bottom = wp.float32(views.pictures[view, PICTURE_HEIGHT]) - 0.5 - views.lens[view, LENS_CY]
@@ -133,13 +134,13 @@ def is_hidden(
     hzb: wp.array(dtype=wp.float32),
     hzb_at: wp.array2d(dtype=wp.int32),
 ):
-    """Whether all pixels that could show a box along the axes of the view have something nearer."""
+    """Whether all pixels that could show a box along the axes of the view have nearer surfaces."""
     near = views.lens[view, LENS_NEAR]
     nearest = center[2] - half[2]
     if nearest < near:
         return False
     farthest = center[2] + half[2]
-    over_left = nearest  # what a coordinate is divided by, for the most to the left, and so on
+    over_left = nearest  # divisor of a coordinate for the leftmost point, and so on
     over_right = nearest
     over_top = nearest
     over_bottom = nearest
@@ -159,7 +160,7 @@ def is_hidden(
     right = fx * (center[0] + half[0]) / over_right + views.lens[view, LENS_CX]
     top = fy * (center[1] - half[1]) / over_top + views.lens[view, LENS_CY]
     bottom = fy * (center[1] + half[1]) / over_bottom + views.lens[view, LENS_CY]
-    # A pixel more on each side: corners are rounded to 1/256, and these few operations round as well.
+    # One more pixel on each side: corners are rounded to 1/256, and these few operations round as well.
     last_x = views.pictures[view, PICTURE_WIDTH] - 1
     last_y = views.pictures[view, PICTURE_HEIGHT] - 1
     levels = views.pictures[view, PICTURE_LEVELS]

@@ -1,10 +1,10 @@
-"""Stage 3, continued: the triangles of visible clusters into the visibility buffer.
+"""Stage 3, continued: draw the triangles of visible clusters into the visibility buffer.
 
-A pixel is one int64: how near, then which cluster, then which triangle; the largest wins, so no order of threads shows.
-Corners are rounded to 1/256 of a pixel and edges are evaluated in whole numbers: two triangles that share an edge
-divide the pixels on it between them, whichever path draws them. A small triangle is drawn by the thread that has read
-it. A large one, or one that comes too near, is clipped, cut into tiles, and drawn by a thread for each row of a tile:
-that stands in for the hardware's rasterizer, which kernels cannot reach.
+A pixel is one int64: nearness, then cluster, then triangle. The largest wins, so the order of threads has no effect.
+Corners are rounded to 1/256 of a pixel and edges are evaluated in integers. So two triangles that share an edge divide
+its pixels between them, whichever path draws them. A small triangle is drawn by the thread that has read it. A large
+triangle, or one that is too near, is clipped, cut into tiles, and drawn by a thread for each row of a tile. This
+replaces the hardware's rasterizer, which kernels cannot use.
 """
 
 import warp as wp
@@ -51,12 +51,12 @@ GUARD = wp.constant(float(1 << 20))  # pixels from the picture's corner: product
 TILE_BITS = wp.constant(5)
 TILE = wp.constant(32)
 TILE_SIDE, TILE_REACH = wp.constant(32 << 8), wp.constant(31 << 8)  # and from its first to its last pixel, in subpixels
-TILE_LANES = wp.constant(64)  # threads that look for the tiles of a piece
+TILE_LANES = wp.constant(64)  # threads that search the tiles of a piece
 
 
 @wp.struct
 class Triangle:
-    """Where a triangle of a visible cluster is."""
+    """The position of a triangle of a visible cluster."""
 
     there: wp.bool
     view: wp.int32
@@ -68,7 +68,7 @@ class Triangle:
 
 @wp.func
 def read_triangle(resident: Resident, frame: Frame, item: wp.int64, number: wp.int32):
-    """A triangle of a cluster, as its view has it; not there if the cluster has fewer."""
+    """A triangle of a cluster, in view coordinates; marked absent if the cluster has fewer."""
     pair = pair_of(item)
     instance = pair % frame.instances
     mesh = resident.instance_mesh[instance]
@@ -106,7 +106,7 @@ def fixed(pixels: wp.float32):
 
 @wp.func
 def linear_depth(views: Views, view: wp.int32, point: wp.vec3):
-    """What is linear on the screen: near / z, or z itself where rays are parallel."""
+    """A value that is linear on the screen: near / z, or z itself for parallel rays."""
     if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
         return point[2]
     return views.lens[view, LENS_NEAR] / point[2]
@@ -132,7 +132,7 @@ def put(frame: Frame, texel: wp.int32, near: wp.float32, low: wp.int64):
 
 @wp.func
 def tie(dx: wp.int32, dy: wp.int32):
-    """0 if an edge has the pixels that it passes exactly through, -1 if they belong to the same edge the other way."""
+    """0 if an edge owns the pixels that it passes exactly through, -1 if they belong to the opposite edge."""
     if dy > 0 or (dy == 0 and dx < 0):
         return 0
     return -1
@@ -169,7 +169,7 @@ def draw_small(
             of_b = (a[0] - c[0]) * (py - c[1]) - (a[1] - c[1]) * (px - c[0])
             of_c = (b[0] - a[0]) * (py - a[1]) - (b[1] - a[1]) * (px - a[0])
             if of_a + tie_a >= 0 and of_b + tie_b >= 0 and of_c + tie_c >= 0:
-                # All terms have one sign: however far apart the corners are, nothing cancels.
+                # All terms have one sign: there is no cancellation, however far apart the corners are.
                 sum = wp.float32(of_a) * depth_a + wp.float32(of_b) * depth_b + wp.float32(of_c) * depth_c
                 depth = wp.clamp(sum * over_area, farthest, nearest)
                 put(frame, row + x, nearness(views, view, depth), low)
@@ -250,10 +250,10 @@ def clip(
     plane: wp.vec3d,
     offset: wp.float64,
 ):
-    """The part of a polygon where plane . p + offset >= 0; how many corners it has.
+    """The part of a polygon with plane . p + offset >= 0; returns its number of corners.
 
-    A new corner is computed from inside to outside: so two triangles that share an edge get the same one. In float64: a
-    corner far away must not move one at the near plane to behind it.
+    A new corner is computed from inside to outside, so two triangles that share an edge get the same one. It uses
+    float64: a corner far away must not move one at the near plane.
     """
     found = wp.int32(0)
     zero = wp.float64(0.0)
@@ -290,7 +290,7 @@ def narrow(point: wp.vec3d):
 
 @wp.kernel
 def clip_large(resident: Resident, views: Views, frame: Frame, second: wp.int32, one_sided: wp.int32, stride: wp.int32):
-    """Large triangles, cut off where they come too near or reach too far, as pieces of positive area."""
+    """Large triangles, clipped where they are too near or extend too far, as pieces of positive area."""
     count = wp.min(frame.counters[second * PASS + LARGE], frame.large.shape[0])
     for i in range(wp.tid(), count, stride):
         at = wp.int32(frame.large[i] >> TRIANGLE_SHIFT)
@@ -305,7 +305,7 @@ def clip_large(resident: Resident, views: Views, frame: Frame, second: wp.int32,
         none = wp.float64(0.0)
         near = wp.float64(views.lens[view, LENS_NEAR])
         corners = clip(polygon, kept, 3, wp.vec3d(none, none, wp.float64(1.0)), -near)
-        over = wp.float64(1.0)  # how a picture widens with depth, and how wide it is at depth 0
+        over = wp.float64(1.0)  # how a picture widens with depth, and its width at depth 0
         constant = wp.float64(0.0)
         if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
             over = wp.float64(0.0)
@@ -337,8 +337,8 @@ def add_piece(
     mirrored: wp.bool,
     one_sided: wp.int32,
 ):
-    """A clipped triangle of the view to the pieces, turned so that its area is positive; of no area, or seen from
-    behind where one side is drawn, nothing."""
+    """Add a clipped triangle of the view to the pieces, oriented so that its area is positive. Adds nothing without
+    area, or for the back if one side is drawn."""
     p = on_screen(views, view, a)
     q = on_screen(views, view, b)
     r = on_screen(views, view, c)
@@ -373,7 +373,7 @@ def add_piece(
 
 @wp.func
 def edge(frame: Frame, piece: wp.int32, start: wp.int32, end: wp.int32, px: wp.int64, py: wp.int64):
-    """On which side of an edge of a piece a point is: the area of the two and the point, doubled; >= 0 is inside."""
+    """The side of an edge of a piece on which a point is: twice the area of the two and the point; >= 0 is inside."""
     ax = frame.pieces[piece, 2 * start]
     ay = frame.pieces[piece, 2 * start + 1]
     dx = frame.pieces[piece, 2 * end] - ax
@@ -521,7 +521,7 @@ def count_cluster(resident: Resident, frame: Frame, second: wp.int32, item: wp.i
 
 @wp.kernel
 def rank_pixels(frame: Frame, texels: wp.int32, stride: wp.int32):
-    """What the first pass has drawn for the cameras gets the ranks among both: so equal depths are decided as in a
+    """Pixels that the first pass drew for the cameras get the ranks of both passes: so equal depths are decided as in a
     single pass."""
     if frame.counters[PASS + VISIBLE] > 0:
         for i in range(wp.tid(), texels, stride):

@@ -1,6 +1,6 @@
 // Stage 3, continued: the small triangles of visible clusters, a block for each cluster. Its threads first place the
 // vertices on the screen, each once, and then take a triangle each. The portable twin is `rasterize` in rasterize.py, in
-// Warp: the same operations on the same numbers, so the same pixels. What is no small triangle goes to the same list.
+// Warp: the same operations on the same numbers, so the same pixels. What is not a small triangle goes to the same list.
 
 constexpr int MOST_VERTICES = 256;
 constexpr int SUBPIXEL_BITS = 8, SMALL_EXTENT = 64 << SUBPIXEL_BITS, SMALL_PIXELS = 256;

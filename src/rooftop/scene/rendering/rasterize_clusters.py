@@ -1,7 +1,7 @@
 """Small triangles in CUDA C++: `rasterize_clusters.cu`, which draws the same pixels as `rasterize.rasterize`.
 
-A thread for each triangle decodes and places every vertex about six times; a block for each cluster does so once, and
-keeps them in shared memory.
+With one thread for each triangle, every vertex is decoded and transformed about six times. A block for each cluster
+does so once, and keeps the vertices in shared memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rooftop.scene.rendering.memory import FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
 
 THREADS = 128  # of a block: a cluster has at most as many triangles
-BLOCKS_OF_A_MULTIPROCESSOR = 64  # more than run at once: those that are done early make room
+BLOCKS_OF_A_MULTIPROCESSOR = 64  # more than run at once: early finishers make room
 
 
 @cache
@@ -23,11 +23,11 @@ def source() -> str:
 
 
 def draw(scene: Uploaded, now: Uploaded, memory: FrameMemory, second: int, one_sided: int) -> None:
-    """The visible clusters of a pass into `pixels`; what is no small triangle, to the list of large ones.
+    """The visible clusters of a pass into `pixels`; other triangles go to the list of large ones.
 
     Args:
         scene, now: `buffers.Resident`, `buffers.Views`.
-        second, one_sided: as of `rasterize.rasterize`.
+        second, one_sided: as in `rasterize.rasterize`.
     """
     of = memory.tensors
     kernel = compiled(source(), "rasterize_clusters", memory.device)

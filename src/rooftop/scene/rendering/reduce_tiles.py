@@ -1,4 +1,4 @@
-"""Hierarchical z in CUDA C++: `reduce_tiles.cu`, in two launches where `hzb.py` takes one for every second level."""
+"""Hierarchical z in CUDA C++: `reduce_tiles.cu`, in two launches; `hzb.py` needs one for every second level."""
 
 from __future__ import annotations
 

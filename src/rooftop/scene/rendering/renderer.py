@@ -45,28 +45,28 @@ CHANNELS = {"normal": 3, "uv": 2, "velocity": 2, "color": 3, "vertex_color": 3, 
 
 
 class Renderer:
-    """Draws a scene, frame after frame; what one frame has drawn helps the next to leave out what is hidden.
+    """Draws a scene, frame after frame; what one frame has drawn helps the next to skip hidden parts.
 
     Args:
         scene: may change between frames.
         device: "cuda", "cuda:1" or "cpu"; a GPU if there is one.
-        pixel_error: by how many pixels the surface may be off; 0 draws it as fine as it is.
-        occlusion: whether what is hidden is left out. It changes no pixel.
-        one_sided: whether triangles that are seen from behind (clockwise) are left out.
+        pixel_error: allowed error of the surface in pixels; 0 draws the finest level.
+        occlusion: whether hidden parts are skipped. It changes no pixel.
+        one_sided: whether triangles seen from behind (clockwise) are skipped.
         light: the direction in the world from which the light of "color" comes, of any length.
-        kernels: "warp" runs everywhere; "cuda", in CUDA C++, is faster and takes a GPU and `rooftop[cuda]`; None is
-            "cuda" where it can. Each pixel is the same, bit for bit.
-        pool_bytes: of the device's memory, for the pages of the scene's meshes: they are loaded as frames need them. By
+        kernels: "warp" runs everywhere; "cuda", in CUDA C++, is faster and needs a GPU and `rooftop[cuda]`; None is
+            "cuda" if it can run. Each pixel is the same, bit for bit.
+        pool_bytes: device memory for the pages of the scene's meshes, which are loaded when frames need them. By
             default all pages are loaded before the first frame, and stay.
 
     Attributes:
         pixel_error, light: as given; may be set between frames.
-        kernels: which of them draw, "warp" or "cuda".
-        pool: the pages that are on the device, where there are `pool_bytes`; else None.
+        kernels: the kernels in use, "warp" or "cuda".
+        pool: the pages on the device, with `pool_bytes`; else None.
 
     Raises:
-        InputError: the pages of the scene without which no picture is complete do not fit into the pool.
-        GeometryFileError: a file has no right description of its pages.
+        InputError: the pages that every complete picture of the scene needs do not fit into the pool.
+        GeometryFileError: a file has a wrong description of its pages.
 
     Example:
         >>> frame = Renderer(scene).render(Camera.look_at((3, 0, 1), (0, 0, 0)), outputs=("depth", "normal"))
@@ -87,7 +87,7 @@ class Renderer:
         pool_bytes: int | None = None,
     ) -> None:
         if kernels not in (None, "warp", "cuda"):
-            raise ValueError(f"kernels={kernels!r}: expected 'warp' or 'cuda', or None for the faster that there are")
+            raise ValueError(f"kernels={kernels!r}: expected 'warp' or 'cuda', or None for the fastest available")
         if not isinstance(scene, Scene):
             raise ValueError(f"scene={scene!r}: expected a scene.Scene with instances of meshes")
         self.scene, self.device = scene, _device(device)
@@ -127,15 +127,16 @@ class Renderer:
         """A frame of each camera, all in one chain of launches.
 
         Args:
-            cameras: of the same size; `render_each` takes any. The one in the same place in the frame before is where
-                it was then.
+            cameras: all of the same size; `render_each` takes any. The camera at the same index in the previous frame
+                is its previous position.
             outputs: which fields of `GBuffer` to fill.
             timings: whether to time each stage, into `stats.stage_ms`.
-            wait: with a pool, whether pages that are missing are loaded before the frame is done: then the picture is
-                the one with all pages, or the finest that fits into the pool, whatever was drawn or loaded before.
-                Else it is drawn from what is there, complete but coarser, and they are loaded for later frames.
+            wait: with a pool, whether missing pages are loaded before the frame is done. Then the picture is the one
+                with all pages, or the finest that fits into the pool, independent of what was drawn or loaded before.
+                Otherwise the frame is drawn from the present pages, complete but coarser, and the missing ones are
+                loaded for later frames.
 
-        Frames of one renderer are drawn on one stream: what a frame leaves for the next is ordered by it.
+        Draw all frames of one renderer on one stream: the stream orders what a frame leaves for the next.
 
         Raises:
             ValueError: an output or the cameras are wrong, or pictures or lists would be too large.
@@ -155,17 +156,18 @@ class Renderer:
         timings: bool = False,
         wait: bool = True,
     ) -> tuple[GBuffer, ...]:
-        """A frame of each camera, of whatever size, all in one chain of launches.
+        """Render a frame for each camera, of any size, all in one chain of launches.
 
         Args:
-            cameras: as many of the same sizes as in the frame before are where those were then.
-            outputs, timings, wait: as of `render`.
+            cameras: if their number and sizes equal the previous frame's, those are their previous positions. outputs,
+            timings, wait: as in `render`.
 
         Returns:
-            Of each camera, pictures (1, height, width[, C]); the statistics are those of all. Without cameras, nothing.
+            For each camera, pictures (1, height, width[, C]); the statistics are of all cameras together. Without
+            cameras, nothing.
 
         Raises:
-            ValueError, GeometryFileError: as of `render`.
+            ValueError, GeometryFileError: as in `render`.
         """
         views, outputs = checked_cameras(cameras), _checked_outputs(outputs)
         if not views:
@@ -180,11 +182,11 @@ class Renderer:
             for k, view in enumerate(views)
         )
 
-    @torch.inference_mode(False)  # what is kept for the next frame must serve that, too, wherever it is drawn
+    @torch.inference_mode(False)  # data kept for the next frame must also be valid there, wherever it is drawn
     def _frame(
         self, cameras: tuple[Camera, ...], outputs: Sequence[str], timings: bool, wait: bool
     ) -> tuple[FrameStats, dict[str, Tensor]]:
-        """The pictures of all cameras, (pixels[, C]) one behind another."""
+        """The pictures of all cameras, (pixels[, C]) one after another."""
         outputs = _checked_outputs(outputs)
         light = wp.vec3(*_checked_light(self.light))
         pixel_error = _checked_error(self.pixel_error)
@@ -259,15 +261,15 @@ class Renderer:
 
     @torch.inference_mode(False)
     def prefetch(self, cameras: Camera | Sequence[Camera]) -> None:
-        """Begin to load the pages that frames of these cameras will need, as those of a path that lies ahead. What is
-        drawn now keeps its pages; without `pool_bytes` there is nothing to do.
+        """Start loading the pages that frames of these cameras will need, such as those of the path ahead. The present
+        frame keeps its pages; without `pool_bytes` this does nothing.
 
         Args:
             cameras: of any sizes, the nearest in time first.
 
         Raises:
             ValueError: the cameras are wrong, or lists would be too large.
-            GeometryFileError: a page that was loaded meanwhile is missing or damaged.
+            GeometryFileError: a page loaded in the meantime is missing or damaged.
         """
         views = checked_cameras(cameras)
         if not views:
@@ -296,7 +298,7 @@ class Renderer:
         pool.ask(pool.requests.read(), urgent=False)
 
     def _meshes_now(self) -> Meshes:
-        """The scene's meshes on the device; a new pool where there are more than there were."""
+        """The scene's meshes on the device; a new pool if meshes were added."""
         if self._meshes is None or self._meshes.count != len(self.scene.meshes):
             self._drop_pool()
             if self.pool_bytes is not None:
@@ -305,7 +307,7 @@ class Renderer:
         return self._meshes
 
     def _surfaces_now(self) -> Any:
-        """The scene's materials on the device, from the first frame on that asks for a colour."""
+        """The scene's materials on the device, from the first frame that requests a colour."""
         materials = self.scene.materials
         if self._surfaces is None or self._surfaces_of != materials:
             self._surfaces = uploaded_surfaces(self.scene.meshes, materials, self.device)
@@ -319,7 +321,7 @@ class Renderer:
         self.pool = self._meshes = None
 
     def _place(self, meshes: Meshes) -> Placed:
-        """The instances as they are now."""
+        """Upload the present instances."""
         resident = self._resident
         self._placed.update(self.scene.placed, meshes)
         if self._placed.resident is not resident:
@@ -335,7 +337,7 @@ class Renderer:
         )
 
     def _draw_maps(self, numbers: tuple[int, ...], meshes: Meshes, pixel_error: float) -> None:
-        """Shadow maps that would be too many beside the pictures."""
+        """Draw the shadow maps that are too many to draw together with the pictures."""
         views = [self._shadows.views[number] for number in numbers]
         canvas = Canvas(tuple((view.width, view.height) for view in views), 0)
         chain = self._chains.of(canvas, self._placed.places)
@@ -351,7 +353,7 @@ class Renderer:
         self._shadows.keep(stages, numbers)
 
     def _background(self, outputs: tuple[str, ...], canvas: Canvas) -> dict[str, Tensor]:
-        """The pictures of a scene without instances; the frame after it has none before it."""
+        """The pictures of a scene without instances; the next frame then has no previous frame."""
         self._placed.settle()
         self._cameras, self._has_depths = (), False
         pictures, _ = _pictures(outputs, canvas, len(self.scene.lights), self.device)
@@ -361,14 +363,16 @@ class Renderer:
 
 
 def _filled(pool: Pool, history: bool) -> tuple[bool, bool]:
-    """Load what a frame has missed. How the frame is to be drawn again must not depend on what was there by chance.
+    """Load the pages that a frame missed. The frame that is drawn again must not depend on the pages that happened to
+    be resident.
 
-    What the first pass wants depends on the frame before alone. Once that is there, the pass draws what it draws with
-    all pages, and so what the second pass wants is known, too. If both do not fit, the frame is drawn without the frame
-    before: what it wants then depends on nothing, and from that is chosen.
+    The first pass's requests depend only on the previous frame. Once they are resident, the pass draws the same as with
+    all pages, so the second pass's requests are known, too. If both do not fit, the frame is drawn without the previous
+    frame: then its requests depend on nothing else, and the choice is based on them.
 
     Returns:
-        Whether the pages are the best that fit, and more cannot be loaded; whether to ask the frame before.
+        Whether the pages are the best that fit, so that loading more cannot help, and whether to test against the
+        previous frame.
     """
     target = pool.target()
     if target is None and not history:
@@ -390,7 +394,7 @@ def _checked_outputs(outputs: Sequence[str]) -> tuple[str, ...]:
 
 
 def _emitted(outputs: tuple[str, ...], scene: Scene) -> tuple[str, ...]:
-    """These outputs, and those from which "color" is made."""
+    """These outputs, and the inputs of "color"."""
     needed = [("shadow", bool(scene.lights)), ("base_color", any(scene.materials))]
     more = (name for name, there in needed if there and "color" in outputs and name not in outputs)
     return (*outputs, *more)
@@ -406,7 +410,7 @@ def _check_sizes(canvas: Canvas, instances: int) -> None:
 
 def _checked_error(pixel_error: Any) -> float:
     """Raises:
-    ValueError: it is no number of pixels.
+    ValueError: it is not a number of pixels.
     """
     try:
         number = float(pixel_error)
@@ -421,7 +425,7 @@ def _checked_light(light: Any) -> tuple[float, ...]:
     """Of length 1.
 
     Raises:
-        ValueError: it is no direction.
+        ValueError: it is not a direction.
     """
     direction = real_numbers(light, "light", "three numbers that are not all 0")
     if direction.shape != (3,) or not np.isfinite(direction).all() or not direction.any():
@@ -433,7 +437,7 @@ def _checked_light(light: Any) -> tuple[float, ...]:
 def _pictures(
     outputs: Sequence[str], canvas: Canvas, lights: int, device: torch.device
 ) -> tuple[dict[str, Tensor], Any]:
-    """Tensors of background, (pixels[, C]) by name, and the same as the stages take them."""
+    """Tensors of background, (pixels[, C]) by name, and the same in the form for the stages."""
     pictures, targets = {}, buffers.Targets()
     channels = CHANNELS | {"shadow": lights}
     for name in outputs:

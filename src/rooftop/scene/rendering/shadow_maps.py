@@ -1,7 +1,7 @@
-"""The shadow maps of a scene's lights: which are to be drawn for a frame, and the memory where all are kept.
+"""The shadow maps of a scene's lights: which ones a frame must draw, and the memory of all of them.
 
-A map stays as it is while its view, what casts shadows in it, and the wanted accuracy stay. The others are drawn by the
-first three stages beside the pictures, as views that have no frame before.
+A map is not redrawn while its view, its casters and the wanted accuracy stay the same. The first three stages draw the
+others together with the pictures, as views without a previous frame.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Drawing:
     """How maps are drawn.
 
     Attributes:
-        one_sided, cuda_cpp: as of `Stages`.
-        pixel_error: by how many texels the surface may be off.
+        one_sided, cuda_cpp: as in `Stages`.
+        pixel_error: allowed error of the surface in texels.
     """
 
     one_sided: bool
@@ -43,7 +43,7 @@ class Drawing:
 
 
 class ShadowMaps:
-    """Of the lights of a scene, from frame to frame.
+    """The shadow maps of a scene's lights, from frame to frame.
 
     Attributes:
         values: `buffers.Lights`, as of the last frame.
@@ -56,9 +56,9 @@ class ShadowMaps:
         self.device, self.values = device, buffers.Lights()
         self._lights: tuple[Light, ...] = ()
         self._sizes: list[int] = []  # of all maps
-        self._drawn: list[object] = []  # of each map, of what it was drawn; None: it is not yet
+        self._drawn: list[object] = []  # for each map, its inputs when drawn; None: not drawn yet
         self._wanted: list[object] = []
-        self._seen: object = None  # what decides the views
+        self._seen: object = None  # the inputs of the views
         self._casters = _Casters()
 
     def due(
@@ -70,12 +70,11 @@ class ShadowMaps:
         bounds: Floats,
         drawing: Drawing,
     ) -> tuple[int, ...]:
-        """The maps that are to be drawn for a frame; `drawn` says when they are.
+        """The maps that a frame must draw; `drawn` reports that they are drawn.
 
         Args:
-            lights: of the scene, at least one.
-            cameras: of the frame.
-            meshes, instances: of the scene.
+            lights: lights of the scene, at least one.
+            cameras: cameras of the frame. meshes, instances: of the scene.
             bounds: (2, 3), a box around all instances.
             drawing: how maps are drawn.
 
@@ -95,7 +94,7 @@ class ShadowMaps:
         return tuple(k for k, wanted in enumerate(self._wanted) if self._drawn[k] != wanted)
 
     def batches(self, due: Sequence[int], places: int, cameras: int) -> list[tuple[int, ...]]:
-        """Maps that are drawn at once, in order: the first beside so many cameras."""
+        """Batches of maps that are drawn together, in order: the first one together with that many cameras."""
         batches: list[list[int]] = [[]]
         texels, views = 0, cameras
         for number in due:
@@ -107,17 +106,17 @@ class ShadowMaps:
         return [tuple(batch) for batch in batches]
 
     def keep(self, stages: Stages, numbers: Sequence[int]) -> None:
-        """What stages have just drawn behind the cameras, as maps of these numbers."""
+        """Store the views drawn after the cameras as maps with these numbers."""
         which = uploaded(self.device, np.array(numbers, dtype=np.int32))
         stages.keep_depths(*map(wp.from_torch, (which, self._texel_at, self._depths)))
 
     def drawn(self, numbers: Sequence[int], whole: bool) -> None:
-        """These maps are drawn; if not from all pages that they want (`whole`), the next frame draws them again."""
+        """Record that these maps are drawn; if not from all wanted pages (`whole`), the next frame draws them again."""
         for number in numbers:
             self._drawn[number] = self._wanted[number] if whole else None
 
     def _place(self, lights: tuple[Light, ...], counts: Sequence[int], views: Sequence[Camera]) -> None:
-        """Memory for all maps; those that were not in the same place before are to be drawn."""
+        """Memory for all maps; those that were elsewhere before must be drawn."""
         sizes = [view.width for view in views]
         ends = np.cumsum([size * size for size in sizes], dtype=np.int64)
         if ends[-1] > MOST_THREADS:
@@ -142,7 +141,7 @@ class ShadowMaps:
 
 
 def _tables(lights: Sequence[Light], counts: Sequence[int], sizes: Sequence[int]) -> dict[str, NDArray[Any]]:
-    """The fields of `buffers.Lights` that say what lights are."""
+    """The fields of `buffers.Lights` that describe the lights."""
     rows: dict[str, list[Any]] = {name: [] for name in ("kind", "vector", "axis", "color", "reach", "maps")}
     first = 0
     for light, count in zip(lights, counts, strict=True):
@@ -169,7 +168,7 @@ def _tables(lights: Sequence[Light], counts: Sequence[int], sizes: Sequence[int]
 
 
 class _Casters:
-    """The instances as they were in the frame before."""
+    """The instances as they were in the previous frame."""
 
     def __init__(self) -> None:
         self._meshes: Meshes | None = None
@@ -178,8 +177,8 @@ class _Casters:
         self._radii: Floats = np.empty(0)
 
     def changed(self, meshes: Meshes, instances: Instances) -> tuple[Floats, Floats] | None:
-        """Spheres, centres (N, 3) and radii (N,), around what has come, moved or gone, where it was and is; None: all
-        is another."""
+        """Spheres, centres (N, 3) and radii (N,), around what was added, moved or removed, at its old and new
+        positions; None: everything changed."""
         anew = self._meshes is not meshes
         if anew:
             self._meshes, self._version, self._known = meshes, 0, 0
@@ -200,7 +199,7 @@ class _Casters:
         return centers[there], radii[there]
 
     def _spheres(self, meshes: Meshes, instances: Instances, rows: NDArray[np.int64]) -> tuple[Floats, Floats]:
-        """Of what was removed, with a radius below 0."""
+        """Bounding spheres; removed instances get a radius below 0."""
         mesh_of, transforms = instances.mesh_of[rows], instances.transforms[rows]
         center = self._boxes[mesh_of, :3] + meshes.origins[mesh_of]
         center = np.einsum("nij,nj->ni", transforms[:, :3, :3], center) + transforms[:, :3, 3]
@@ -213,7 +212,7 @@ def _sees(view: Camera, centers: Floats, radii: Floats) -> bool:
     if not len(centers):
         return False
     at = centers @ view.world_to_camera[:3, :3].T + view.world_to_camera[:3, 3]
-    half = view.width / 2 / view.fx  # of what a map shows, one unit deep
+    half = view.width / 2 / view.fx  # half width of the map's view, at depth one
     aside = abs(at[:, :2]).max(1)
     if view.orthographic:
         return bool((aside - radii <= half).any())

@@ -1,8 +1,7 @@
-"""Stage 6: how much of each light reaches what a pixel shows, by shadow maps that the earlier stages have drawn.
+"""Stage 6: how much of each light reaches the surface at a pixel, from shadow maps that the earlier stages have drawn.
 
-A point is asked where it is moved along its normal: by the texels that the filter reaches over, as far as the surface
-is steep in the map, and by what levels of detail may be off in the map and in the picture. So a surface does not shade
-itself.
+A point is moved along its normal before the look-up: by the reach of the filter, scaled by the slope of the surface in
+the map, and by the error of the levels of detail in the map and in the picture. So a surface does not shade itself.
 """
 
 import warp as wp
@@ -33,7 +32,7 @@ from rooftop.scene.rendering.projections import place_of
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
-REACH = wp.constant(1.5)  # texels over which the filter asks: the diagonal of one, and what rounding adds
+REACH = wp.constant(1.5)  # texels that the filter reads: the diagonal of one, plus rounding
 INSIDE = wp.constant(1.0)  # texels from a map's edge: nearer ones belong to the next cascade
 
 
@@ -46,7 +45,7 @@ def keep_depths(
     depths: wp.array(dtype=wp.float32),
     stride: wp.int32,
 ):
-    """Of maps that have just been drawn, the k-th behind the cameras being map which[k], what is nearest."""
+    """Stores the nearest depths of newly drawn maps; the k-th view after the cameras is map which[k]."""
     begin = wp.int32(0)
     for number in range(which.shape[0]):
         view = frame.cameras + number
@@ -84,15 +83,15 @@ def on_map(lights: Lights, number: wp.int32, at: wp.vec3):
 
 @wp.func
 def texel_size(lights: Lights, number: wp.int32, at: wp.vec3):
-    """Of a texel where a point is, in world units."""
+    """Size of a texel at a point, in world units."""
     over = wp.where(lights.lens[number, LENS_ORTHOGRAPHIC] > 0.0, 1.0, at[2])
     return over / wp.min(lights.lens[number, LENS_FX], lights.lens[number, LENS_FY])
 
 
 @wp.func
 def slope_of(lights: Lights, number: wp.int32, normal: wp.vec3):
-    """By how much of what it is moved along its normal a plane comes nearer than its neighbourhood on a map: the sine
-    of the angle between the normal and the map's axis. Along a ray n P / (n w) is its depth, w linear in texels."""
+    """How much nearer a plane is than its surroundings on a map, per distance along its normal: the sine of the angle
+    between the normal and the map's axis. Along a ray n P / (n w) is its depth, w linear in texels."""
     along = wp.float32(0.0)
     for axis in range(3):
         along += wp.float32(lights.from_world[number, 8 + axis]) * normal[axis]
@@ -101,7 +100,7 @@ def slope_of(lights: Lights, number: wp.int32, normal: wp.vec3):
 
 @wp.func
 def holds(lights: Lights, light: wp.int32, number: wp.int32, at: wp.vec3):
-    """Whether a map shows a point, not at its edge."""
+    """Whether a map shows a point, away from its edge."""
     if at[2] < lights.lens[number, LENS_NEAR]:
         return False
     place = on_map(lights, number, at)
@@ -135,7 +134,7 @@ def map_of(lights: Lights, light: wp.int32, view: wp.int32, point: wp.vec3d):
 
 @wp.func
 def is_free(lights: Lights, light: wp.int32, number: wp.int32, x: wp.int32, y: wp.int32, depth: wp.float32):
-    """1 where nothing is nearer to the light than a depth, else 0."""
+    """1 if nothing is nearer to the light than a depth, else 0."""
     size = lights.maps[light, 2]
     column = wp.clamp(x, 0, size - 1)
     row = wp.clamp(y, 0, size - 1)
@@ -190,7 +189,7 @@ def shadows(
                 to_light = toward_light(lights, light, point)
                 facing = wp.dot(normal, to_light)
                 share = wp.float32(0.0)
-                if facing > 0.0:  # what is turned away is in its own shadow
+                if facing > 0.0:  # a surface that faces away is in its own shadow
                     share = wp.float32(1.0)
                     number = map_of(lights, light, view, point)
                     if number >= 0:

@@ -1,4 +1,4 @@
-"""Visible clusters in order, in CUDA C++: `sort_clusters.cu`."""
+"""Sort visible clusters in CUDA C++: `sort_clusters.cu`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rooftop.scene.rendering.cuda_sources import blocks_on, compiled, with_piece
 
 TILE, THREADS = 2048, 1024  # of a block that sorts
 MERGING_THREADS, BLOCKS_OF_A_MULTIPROCESSOR = 256, 8
-MOST = 1 << 19  # clusters: an entry is looked for in every tile, so of more of them torch's sort is faster
+MOST = 1 << 19  # clusters: an entry is searched in every tile, so for more clusters torch's sort is faster
 
 
 @cache
@@ -20,11 +20,11 @@ def source() -> str:
 
 
 def sort(items: Tensor, counters: Tensor, counter: int, out: Tensor) -> None:
-    """The first items in order into `out`; `items` is left in another order.
+    """Sort the first items into `out`; `items` is left in another order.
 
     Args:
         items, out: (room,) int64, all different.
-        counters: int32; `counters[counter]` says how many there are, or would be if there were more room.
+        counters: int32; `counters[counter]` is the number of items, including those without room.
     """
     sort_tiles, merge_tiles = (compiled(source(), name, items.device) for name in ("sort_tiles", "merge_tiles"))
     blocks = blocks_on(items.device, BLOCKS_OF_A_MULTIPROCESSOR)

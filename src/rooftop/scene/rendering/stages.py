@@ -34,16 +34,16 @@ from rooftop.scene.streaming import streamed_cull
 from rooftop.scene.streaming.answers import RequestBuffers
 
 THREADS_OF_A_MULTIPROCESSOR = 1024
-MOST_GRAPHS = 4  # of one memory: a first frame and those after it, each with and without timings
+MOST_GRAPHS = 4  # for one memory: a first frame and later ones, each with and without timings
 OF_BASE_PASS = {"normal", "uv", "color", "vertex_color"}
 
 
 class Clock:
-    """Milliseconds of each stage, summed over its passes; of a device, as its events say."""
+    """Milliseconds of each stage, summed over its passes; on a device, from its events."""
 
     def __init__(self, device: torch.device, runs: bool) -> None:
         self.device, self.runs = device, runs
-        self.events: list[tuple[str, Any, Any]] = []  # of each stage: where it begins and ends
+        self.events: list[tuple[str, Any, Any]] = []  # for each stage: its beginning and its end
 
     @contextmanager
     def of(self, stage: str) -> Iterator[None]:
@@ -73,16 +73,15 @@ class Clock:
 
 @dataclass
 class Stages:
-    """What the stages of a frame take.
+    """The arguments of a frame's stages.
 
-    Attributes:
-        resident, now, then: the scene, the views, and the views of the frame before.
-        depth: of the deepest tree.
-        threads: of a launch; each goes through a list in strides of as many.
-        cuda_cpp: whether what has a faster kernel in CUDA C++ is left to that: the walk through the trees in one launch
+    Attributes: resident, now, then: the scene, the views, and the views of the previous frame.
+        depth: depth of the deepest tree.
+        threads: threads of a launch; each processes a list in strides of that many.
+        cuda_cpp: whether the steps with a faster CUDA C++ kernel use it: the walk through the trees in one launch
             (`persistent_cull`), the order of clusters (`sort_clusters`), small triangles (`rasterize_clusters`) and
             hierarchical z (`reduce_tiles`).
-        requests: what the culls ask for, where pages may be absent.
+        requests: the culls' requests, if pages may be absent.
     """
 
     resident: Uploaded
@@ -98,22 +97,21 @@ class Stages:
     requests: RequestBuffers | None = None
 
     def draw(self, history: bool) -> None:
-        """The visibility buffer, and what the culls have asked for. `history`: whether the frame before may say what is
-        hidden."""
+        """The visibility buffer, and the culls' requests. `history`: whether the previous frame may hide things."""
         if self.requests is not None:
-            self.requests.clear()  # whatever culls between here and `collect`, for whatever views, asks for its pages
+            self.requests.clear()  # all culls from here to `collect`, for any views, request their pages
         self._draw(history)
         if self.requests is not None:
             with self.clock.of("requests"):
                 self.requests.collect(self.memory.tensors["counters"], self.threads)
 
     def draw_more(self) -> None:
-        """More views of the same frame; what their culls ask for stands beside what is asked for already. Nothing is
-        hidden by what was drawn before."""
+        """Draw more views of the same frame; their culls' requests are added to the earlier ones. Earlier drawings hide
+        nothing."""
         self._draw(history=False)
 
     def look_ahead(self) -> None:
-        """What a frame would ask for, from its culls alone; to what `requests` has."""
+        """Add a frame's requests to `requests`, from its culls alone."""
         self._begin()
         self._cull_first(0)
 
@@ -144,7 +142,7 @@ class Stages:
             self._launch(init_context.place_instances, *self._inputs, self.memory.frame, self.memory.pairs)
 
     def _cull_first(self, asked: int) -> None:
-        """The first pass; `asked`: whether it asks the depths of the frame before."""
+        """The first pass; `asked`: whether it tests against the depths of the previous frame."""
         with self.clock.of("instance_cull"):
             self._clear_lists()
             shared = (*self._inputs, self.memory.frame)
@@ -152,13 +150,13 @@ class Stages:
         self._cull(asked, 0)
 
     def draw_captured(self, history: bool) -> None:
-        """As `draw`, replayed from a CUDA graph from the second time on: some fifty launches take longer than what
-        they do."""
+        """Like `draw`, replayed from a CUDA graph from the second time on: some fifty launches take longer than their
+        work."""
         graphs, events = self.memory.graphs, self.clock.events
         key = (history, self.occlusion, self.one_sided, float(self.memory.frame.pixel_error), self.clock.runs)
         seen, captured = key in graphs, graphs.pop(key, None)
         with torch.cuda.device(self.clock.device):
-            if not seen:  # what is drawn so but once is not worth a graph; what is not compiled yet, is now
+            if not seen:  # a frame drawn only once is not worth a graph; missing kernels are compiled now
                 self.draw(history)
             else:
                 captured = captured or self._capture(history)
@@ -166,18 +164,21 @@ class Stages:
                 graph.replay()
         graphs[key] = captured
         while len(graphs) > MOST_GRAPHS:
-            del graphs[next(iter(graphs))]  # the one that was not drawn for longest
+            del graphs[next(iter(graphs))]  # the one drawn least recently
 
     def _capture(self, history: bool) -> Captured:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.clock.device)
-        mode = "thread_local"  # what other threads do meanwhile is allowed
+        mode = "thread_local"  # other threads may work meanwhile
         with torch.cuda.stream(stream), collection_paused(), torch.cuda.graph(graph, None, stream, mode):
             self.draw(history)
         return graph, tuple(self.clock.events)
 
     def emit(self, targets: Any, light: Any, lights: Any, surfaces: Any, outputs: Collection[str]) -> None:
-        """Pictures from the visibility buffer, of these names. `lights`: `buffers.Lights`, of which the maps are
-        drawn; `surfaces`: `texturing.Surfaces`, empty where no colour is asked for."""
+        """Compute the named outputs from the visibility buffer.
+
+        `lights` are `buffers.Lights` with their shadow maps drawn. `surfaces` are `texturing.Surfaces`, empty if no
+        output has colours.
+        """
         shared = (*self._inputs, self.memory.frame, targets)
         base, texels = not OF_BASE_PASS.isdisjoint(outputs), self.memory.canvas.camera_texels
         with self.clock.of("emit_depth_targets"):
@@ -201,7 +202,7 @@ class Stages:
 
     @property
     def _sorts(self) -> bool:
-        """Whether clusters are put in order by `sort_clusters`."""
+        """Whether `sort_clusters` sorts the clusters."""
         return self.cuda_cpp and self.memory.room["visible"] <= sort_clusters.MOST
 
     @property
@@ -215,7 +216,7 @@ class Stages:
             self.memory.clear_found()
 
     def _cull(self, history: int, second: int) -> None:
-        """The second pass descends from what it has found again, and asks what the first has drawn only of that."""
+        """The second pass descends from what was found again, and tests only that against what the first pass drew."""
         with self.clock.of("cull"):
             if self.cuda_cpp:
                 persistent_cull.cull(self.resident, self.now, self.then, self.memory, history, second, self.requests)
@@ -246,7 +247,7 @@ class Stages:
                 rasterize_clusters.draw(self.resident, self.now, memory, second, sides)
             else:
                 self._launch(rasterize.rasterize, *self._inputs[:2], frame, second, sides)
-            few = max(1, self.threads // 16)  # its polygons take memory of each thread's own
+            few = max(1, self.threads // 16)  # its polygons use each thread's local memory
             self._launch(rasterize.clip_large, *self._inputs[:2], frame, second, sides, threads=few)
             self._launch(rasterize.find_tiles, self.now.values, frame, second)
             self._launch(rasterize.draw_tiles, self.now.values, frame, second)

@@ -24,18 +24,18 @@ MOST_TEXELS_OF_ALL = 2**31 - 1  # 8 GiB: an array of Warp has no more elements
 def uploaded_surfaces(
     meshes: Sequence[Geometry], materials: Sequence[tuple[Material, ...] | None], device: torch.device
 ) -> Uploaded:
-    """`texturing.Surfaces` of a scene. Equal images are there once.
+    """`texturing.Surfaces` of a scene. Equal images are stored once.
 
     Args:
-        materials: of each mesh; None where it has no table.
+        materials: materials of each mesh; None if it has no table.
 
     Raises:
         InputError: an image is damaged, or all together have too many texels.
-        GeometryFileError: an image of a geometry file is not as its checksum says.
+        GeometryFileError: an image of a geometry file does not match its checksum.
     """
-    images: dict[bytes, int] = {}  # by a hash of what they hold
+    images: dict[bytes, int] = {}  # by a hash of their content
     textures: list[Texture] = []
-    numbers: dict[int, int] = {}  # of a texture, by its identity
+    numbers: dict[int, int] = {}  # by a texture's identity
     rows: list[list[int]] = []
     factors: list[list[float]] = []
     mesh_rows: list[list[int]] = []
@@ -69,15 +69,15 @@ def uploaded_surfaces(
 
 
 def _content(texture: Texture) -> Any:
-    """Bytes that equal images share: files as they are, else texels, which are not encoded for it."""
+    """Bytes that equal images share: unchanged files, else texels, without encoding them."""
     return texture.encoded() if texture.is_file else texture.texels().tobytes()
 
 
 def _all_texels(
     textures: Sequence[Texture], sizes: Sequence[list[tuple[int, int]]], device: torch.device
 ) -> tuple[Tensor, list[list[int]], list[list[int]]]:
-    """(texels,) int32, red in the lowest 8 bits; for each image its first level and how many; of each level its first
-    texel, width and height."""
+    """(texels,) int32, red in the lowest 8 bits; for each image its first level and their number; for each level its
+    first texel, width and height."""
     total = sum(width * height for of_image in sizes for width, height in of_image)
     if total > MOST_TEXELS_OF_ALL:
         raise InputError(

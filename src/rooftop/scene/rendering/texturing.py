@@ -1,11 +1,11 @@
-"""The base colour of what a pixel shows: its material's colour, texture and the colours of its vertices.
+"""The base colour of a pixel's surface: its material's colour, texture and the colours of its vertices.
 
 A pixel's footprint on the texture is a parallelogram. Its sides are the changes of the texture coordinates from this
 pixel to the next; they are exact for the plane of the triangle, not differences of neighbouring pixels. The ellipse
-inside it is cut into `ACROSS` pieces along its short axis, and along its long axis into enough to make the pieces
-square, at most `MOST_ALONG`. Each piece is one trilinear lookup, at the mip level whose texels are as wide as it is.
-This is anisotropic filtering with samples along a line, as in McCormack et al. 1999, "Feline". All of it is in linear
-light.
+inside it is cut into `ACROSS` pieces along its short axis. Along its long axis it is cut into enough to make the pieces
+square, at most `MOST_ALONG`. Each piece is one trilinear lookup, at the mip level whose texels are as wide as the
+piece. This is anisotropic filtering with samples along a line, as in McCormack et al. 1999, "Feline". All of it is in
+linear light.
 """
 
 import warp as wp
@@ -47,12 +47,12 @@ ROW_IMAGE, ROW_WRAP, ROW_MAGNIFIED = wp.constant(0), wp.constant(1), wp.constant
 REPEAT, CLAMP, MIRROR = wp.constant(0), wp.constant(1), wp.constant(2)  # as materials.WRAPS
 NEAREST = wp.constant(1)  # as materials.MAGNIFIED
 
-# Taps of a pixel: two across, and as many along as make the pieces square. Of noise, photographs and chequers seen from
-# above, from the side and along the surface, pictures are off from 31 x 31 samples for each pixel by 1/8 to 1/33 of
-# what unfiltered ones are (1/3 to 1/48 with one tap across, 1/10 to 1/40 with three).
+# Taps of a pixel: two across, and as many along as make the pieces square. For noise, photographs and chequers seen
+# from above, from the side and along the surface, pictures differ from 31 x 31 samples per pixel by 1/8 to 1/33 of the
+# unfiltered ones' difference (1/3 to 1/48 with one tap across, 1/10 to 1/40 with three).
 ACROSS = wp.constant(2)
 MOST_ALONG = wp.constant(16)
-ONE_TEXEL = wp.constant(1.01)  # a footprint that is no larger is looked up once: texels on pixels stay as they are
+ONE_TEXEL = wp.constant(1.01)  # a footprint up to this size is looked up once: texels that match pixels do not change
 
 
 @wp.struct
@@ -81,7 +81,7 @@ def in_linear_light(value: wp.float32):
 
 @wp.func
 def parts_in_plane(step: wp.vec3, u: wp.vec3, v: wp.vec3, normal: wp.vec3):
-    """How the shares of the second and third corner change along a step in a triangle's plane."""
+    """How the weights of the second and third corner change along a step in a triangle's plane."""
     square = wp.dot(normal, normal)
     return wp.vec2(wp.dot(wp.cross(step, v), normal) / square, wp.dot(wp.cross(u, step), normal) / square)
 
@@ -91,7 +91,7 @@ def slopes_of(
     resident: Resident, views: Views, frame: Frame, place: wp.vec3i, hit: Hit, a: wp.vec2,
     b: wp.vec2, c: wp.vec2
 ):  # fmt: skip
-    """Of coordinates a, b, c at the corners of what a pixel shows; infinite where the surface is seen from its edge."""
+    """Slopes of values a, b, c at the corners of a pixel's triangle; infinite if the surface is seen edge-on."""
     slopes = Slopes()
     at = transformed(frame.to_view, hit.pair, hit.a)
     to_b = transformed(frame.to_view, hit.pair, hit.b) - at
@@ -155,7 +155,7 @@ def texel_at(surfaces: Surfaces, at: wp.int32):
 
 @wp.func
 def in_level(surfaces: Surfaces, row: wp.int32, level: wp.int32, place: wp.vec2, nearest: wp.bool):
-    """What a level of an image shows at a place in 0..1, the second counted from the top."""
+    """The value of an image's level at a position in 0..1, with the second coordinate from the top."""
     first = surfaces.levels[level, 0]
     width = surfaces.levels[level, 1]
     height = surfaces.levels[level, 2]
@@ -190,7 +190,7 @@ def filtered(surfaces: Surfaces, row: wp.int32, uv: wp.vec2, slopes: Slopes):
     size = wp.vec2(wp.float32(surfaces.levels[first, 1]), wp.float32(surfaces.levels[first, 2]))
     right = wp.cw_mul(slopes.right, size)  # in texels of the image
     down = wp.cw_mul(slopes.down, size)
-    # The axes of the ellipse that a circle of one pixel becomes: singular values of the matrix (right, down).
+    # The axes of the ellipse that a one-pixel circle becomes: singular values of the matrix (right, down).
     p = wp.dot(right, right)
     q = wp.dot(down, down)
     r = wp.dot(right, down)
@@ -201,7 +201,7 @@ def filtered(surfaces: Surfaces, row: wp.int32, uv: wp.vec2, slopes: Slopes):
     across = wp.int32(1)
     axis = wp.vec2()
     other_axis = wp.vec2()
-    if longer < 1.0e9:  # else the surface is seen from its edge (or nan): the mean of all
+    if longer < 1.0e9:  # otherwise the surface is seen edge-on (or nan): the mean of all
         shorter = wp.sqrt(wp.max(0.5 * (p + q - root), 0.0))
         angle = 0.5 * wp.atan2(2.0 * r, p - q)
         axis = wp.cw_div(wp.cos(angle) * right + wp.sin(angle) * down, size)
@@ -234,14 +234,14 @@ def filtered(surfaces: Surfaces, row: wp.int32, uv: wp.vec2, slopes: Slopes):
 
 @wp.func
 def row_of(resident: Resident, surfaces: Surfaces, hit: Hit):
-    """The row of what a pixel shows; -1: its mesh has no materials."""
+    """The row of a pixel's surface; -1: its mesh has no materials."""
     if surfaces.mesh_rows.shape[0] == 0:
         return wp.int32(-1)
     count = surfaces.mesh_rows[hit.mesh, 1]
     if count == 0:
         return wp.int32(-1)
     number = material_of(resident, hit.cluster, hit.triangle)
-    return surfaces.mesh_rows[hit.mesh, 0] + wp.clamp(number, 0, count - 1)  # whatever a damaged page says
+    return surfaces.mesh_rows[hit.mesh, 0] + wp.clamp(number, 0, count - 1)  # a damaged page may contain anything
 
 
 @wp.func
@@ -249,7 +249,7 @@ def base_color_of(
     resident: Resident, surfaces: Surfaces, views: Views, frame: Frame, place: wp.vec3i,
     hit: Hit, row: wp.int32
 ):  # fmt: skip
-    """Of what a pixel shows, by its row, in linear light."""
+    """The base colour of a pixel's surface, from its row, in linear light."""
     color = wp.vec3(surfaces.factors[row, 0], surfaces.factors[row, 1], surfaces.factors[row, 2])
     if hit.cluster.color_bits > 0:
         own = (

@@ -1,4 +1,4 @@
-"""The meshes and the cameras on the device: what the stages read and none of them writes."""
+"""The meshes and the cameras on the device: the stages read them and do not write them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rooftop.scene.rendering.canvases import Canvas
 from rooftop.scene.streaming.pool import Pool
 
 LENS = 8  # numbers of a view
-MOST_WORDS = 2**31 - 1  # an array of Warp has no more elements; `clusters.word_at` reads what is behind them, too
-MOST_PAGES = 2**20  # of a mesh: a page and a cluster of it are 31 bits of an entry
+MOST_WORDS = 2**31 - 1  # an array of Warp has no more elements; `clusters.word_at` also reads beyond them
+MOST_PAGES = 2**20  # of a mesh: page and cluster take 31 bits of an entry
 
 
 class Meshes:
-    """The meshes of a scene: their trees, and their pages, all of them or those that are in a pool."""
+    """The meshes of a scene: their trees, and their pages, all or those in a pool."""
 
     def __init__(self, meshes: Sequence[Geometry], device: torch.device, pool: Pool | None = None) -> None:
         nodes: list[NDArray[np.int32]] = []
@@ -60,7 +60,7 @@ class Meshes:
 
 
 def _all_pages(meshes: Sequence[Geometry], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The words of all pages, one after another, and where each page begins."""
+    """The words of all pages, one after another, and the start of each page."""
     pages = [mesh.page(number) for mesh in meshes for number in range(mesh.pages)]
     ends = np.cumsum([len(page) for page in pages], dtype=np.int64)
     words = np.concatenate([*pages, np.zeros(2, np.int32)])  # a read of two words may begin at the last
@@ -68,20 +68,20 @@ def _all_pages(meshes: Sequence[Geometry], device: torch.device) -> tuple[Tensor
 
 
 def _attributes(mesh: Geometry) -> int:
-    """Those that it has, as bits."""
+    """The mesh's attributes, as bits."""
     names = {"has_normals": buffers.HAS_NORMALS, "has_uv": buffers.HAS_UV, "has_colors": buffers.HAS_COLORS}
     return sum(int(bit) for name, bit in names.items() if mesh.meta[name])
 
 
 def _check_depth(mesh: Geometry) -> None:
-    """The tree is walked in as many steps as the file says it is deep.
+    """Check that the tree is not deeper than the file says.
 
     Raises:
         GeometryFileError: it is deeper.
     """
     kind = mesh.nodes[:, :, layouts.CHILD_KIND]
     level, depth = np.zeros(1, dtype=np.int64), 0
-    while len(level):  # children stand after their parents: this ends
+    while len(level):  # children come after their parents, so this ends
         depth += 1
         level = mesh.nodes[level, :, layouts.CHILD_AT][kind[level] == layouts.INNER]
     if depth > mesh.meta["depth"]:
@@ -91,7 +91,7 @@ def _check_depth(mesh: Geometry) -> None:
 
 @dataclass(frozen=True)
 class Uploaded:
-    """Tensors by the names of their fields in `buffers`, and the same as Warp's kernels take them."""
+    """Tensors by the names of their fields in `buffers`, and the same in the form for Warp's kernels."""
 
     tensors: dict[str, Tensor]
     values: Any
@@ -103,23 +103,23 @@ class Uploaded:
         return cls(tensors, values)
 
     def set(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Other numbers into the same memory."""
+        """Write other numbers into the same memory."""
         for name, array in arrays.items():
             tensor = self.tensors[name]
             tensor.copy_(torch.from_numpy(np.ascontiguousarray(array)).to(tensor.dtype))
 
 
 class Inputs:
-    """The views of a frame, in one place as long as there are as many of the same sizes: launches that are captured in
-    a graph find them there.
+    """The views of a frame, at fixed addresses as long as their number and sizes stay the same: captured launches read
+    them there.
 
     Attributes:
-        now, then: `buffers.Views`, and those of the frame before.
+        now, then: `buffers.Views`, and those of the previous frame.
     """
 
     def __init__(self, canvas: Canvas, device: torch.device) -> None:
         views = len(canvas.sizes)
-        # The matrices and lenses of both frames are next to each other: they go to the device in one copy.
+        # The matrices and lenses of both frames are contiguous, so that one copy takes them to the device.
         sizes = (2 * views * 12 * 8, 2 * views * LENS * 4)  # bytes
         staged = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
         there = torch.empty_like(staged, device=device)
@@ -137,7 +137,7 @@ class Inputs:
         self._looked: Sequence[Camera] | None = None
 
     def look(self, cameras: Sequence[Camera], before: Sequence[Camera], maps: Sequence[Camera] = ()) -> None:
-        """The views: cameras, where each was in the frame before, and shadow maps."""
+        """Set the views: cameras, each camera's view in the previous frame, and shadow maps."""
         numbers = (self._matrices, self._lenses)
         if before is self._looked:
             for of_both in numbers:
@@ -149,7 +149,7 @@ class Inputs:
         for of_both in numbers:
             of_both[1, len(cameras) :] = of_both[0, len(cameras) :]
         self._looked = cameras
-        self._there.copy_(self._staged, non_blocking=True)  # the frame has been waited for before another is staged
+        self._there.copy_(self._staged, non_blocking=True)  # the previous frame has ended before another is staged
 
     def _stage(self, which: int, first: int, cameras: Sequence[Camera]) -> None:
         for view, c in enumerate(cameras, first):
@@ -164,7 +164,7 @@ def lens_of(camera: Camera) -> tuple[float, ...]:
 
 
 def _views(canvas: Canvas, pictures: Tensor, from_world: Tensor, lens: Tensor) -> Uploaded:
-    """`buffers.Views` in memory that is there."""
+    """`buffers.Views` in existing memory."""
     values = buffers.Views()
     values.same = canvas.same
     return Uploaded.into(values, {"from_world": from_world, "lens": lens, "pictures": pictures})

@@ -1,9 +1,9 @@
 """Makes arrived pages visible to the kernels, if all offsets in them stay inside the page.
 
-A checksum says that a page is what was written, not that it was written right. `Geometry.check_page` looks at the
-structure in NumPy, which takes half a millisecond of Python's lock for a page: as long as a frame. So the device looks,
-at the same things, before it writes where the page is. A page that is wrong stays absent, and the next answer names it;
-the host then has `check_page` say what is wrong.
+A checksum shows that a page is unchanged, not that its content is valid. `Geometry.check_page` checks the structure in
+NumPy, which takes half a millisecond of Python's lock for a page: as long as a frame. So the device makes the same
+checks before it stores the page's position. A wrong page stays absent, and the next answer names it; the host then
+calls `check_page` for the error.
 """
 
 import warp as wp
@@ -54,23 +54,23 @@ from rooftop.scene.rendering.clusters import (
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
-LANES = wp.constant(128)  # threads that go through the clusters and groups of a page
+LANES = wp.constant(128)  # threads that share the clusters and groups of a page
 PAGE_CLUSTERS, PAGE_LENGTH = wp.constant(layouts.PAGE_CLUSTERS), wp.constant(layouts.PAGE_LENGTH)
 CLUSTER_GROUP, SHORT_HEADS = wp.constant(layouts.CLUSTER_GROUP), wp.constant(layouts.SHORT_HEADS)
 GROUP_FIRST, GROUP_COUNT = wp.constant(layouts.GROUP_FIRST), wp.constant(layouts.GROUP_COUNT)
 MOST_TRIANGLES, MOST_BITS = wp.constant(layouts.MAX_TRIANGLES), wp.constant(layouts.MOST_REFERENCE_BITS)
 MOST_CLUSTERS = wp.constant(layouts.MOST_CLUSTERS)
 
-# Of a page that arrives, columns: its number over all meshes, its place, and what its mesh's file says.
+# Columns for an arriving page: its number over all meshes, its position, and facts from its mesh's file.
 PAGE, PLACE, WORDS, REACH, ATTRIBUTES, ALL_GROUPS = (wp.constant(column) for column in range(6))
 COLUMNS = 6
 
 
 @wp.struct
 class Sizes:
-    """What the head of a cluster says of its streams."""
+    """The sizes of a cluster's streams, from its head."""
 
-    fits: wp.bool  # whether the numbers are such that there may be
+    fits: wp.bool  # whether the numbers are valid
     kind: wp.int32
     triangles: wp.int32
     vertices: wp.int32
@@ -94,7 +94,7 @@ def added_up(sizes: Sizes, reference_bits: wp.int32, position_bits: wp.int32, at
 
 @wp.func
 def old_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.int32):
-    """Of a head before version 4."""
+    """From a head before version 4."""
     sizes = Sizes()
     counts = word_at(words, head + wp.int64(CLUSTER_COUNTS))
     sizes.fits = True
@@ -151,8 +151,8 @@ def short_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.
 
 @wp.func
 def masks_fit(words: wp.array(dtype=wp.int32), masks: wp.int64, sizes: Sizes):
-    """Whether the masks count as many vertices and references as the head says: then no reference that they lead to
-    lies outside of the stream."""
+    """Whether the masks count as many vertices and references as the head says: then no reference points outside of the
+    stream."""
     ones = wp.int32(0)
     twos = wp.int32(0)
     both = wp.int32(0)
@@ -191,7 +191,7 @@ def cluster_fits(
     attributes: wp.int32,
     replaces: wp.bool,
 ):
-    """Whether the streams of a cluster are within its page, and lead to nothing outside of it."""
+    """Whether the streams of a cluster are within its page, and refer to nothing outside of it."""
     sizes = Sizes()
     if (attributes & SHORT_HEADS) != 0:
         sizes = short_sizes(words, head, attributes, replaces)
@@ -213,7 +213,7 @@ def names_fit(
     groups: wp.int32,
     all_groups: wp.int64,
 ):
-    """Whether the groups that a head names are there."""
+    """Whether the groups that a head names exist."""
     fits = wp.bool(True)
     source = wp.int32(-1)
     if (attributes & SHORT_HEADS) == 0:
@@ -227,7 +227,7 @@ def names_fit(
 
 @wp.kernel
 def check_pages(words: wp.array(dtype=wp.int32), arriving: wp.array2d(dtype=wp.int64), wrong: wp.array(dtype=wp.int32)):
-    """`wrong` of each page that arrives; LANES threads have a page."""
+    """Sets `wrong` for each arriving page; LANES threads share a page."""
     k = wp.tid() // LANES
     lane = wp.tid() % LANES
     place = arriving[k, PLACE]
@@ -272,7 +272,7 @@ def admit_pages(
     page_at: wp.array(dtype=wp.int64),
     refused: wp.array(dtype=wp.int32),
 ):
-    """A page's place, if nothing is wrong with it; else the highest number of such a page, plus one."""
+    """Sets a page's position if it is valid; otherwise stores the highest number of such a page, plus one."""
     k = wp.tid()
     page = arriving[k, PAGE]
     if wrong[k] == 0:

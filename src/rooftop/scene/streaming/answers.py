@@ -1,4 +1,4 @@
-"""The memory of requests on the device, and what the host reads of it."""
+"""The memory of requests on the device, and the host's copy of it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from rooftop.scene.streaming.requests import COUNTERS, LIST, LISTED, MISSING, OL
 
 @dataclass(frozen=True)
 class Answer:
-    """What a frame said.
+    """The answer of a frame.
 
     Attributes:
         counters: of the frame.
-        wanted: how many pages it wanted; missing: the absent ones, the most wanted first; pixels: how much each is.
-        refused: a page in which kernels would not stay inside; the frame is wrong.
+        wanted: number of wanted pages; missing: the absent ones, the most wanted first; pixels: how much each is
+            wanted.
+        refused: a page in which kernels would leave the page; the frame is wrong.
     """
 
     counters: list[int]
@@ -37,7 +38,7 @@ class RequestBuffers:
     """The memory of requests on the device, and how the host reads it.
 
     Attributes:
-        tensors: by the names of `Requests`, and `wanted_first`; values: the same as Warp's kernels take them.
+        tensors: by the names of `Requests`, and `wanted_first`; values: the same in the form for Warp's kernels.
     """
 
     def __init__(self, graph: PageGraph, page_at: torch.Tensor) -> None:
@@ -61,15 +62,15 @@ class RequestBuffers:
         self.tensors["wanted_first"] = torch.zeros_like(self.tensors["wanted"])  # the host's alone
 
     def keep_first(self) -> None:
-        """What the first pass of a frame has wanted: that depends on nothing that the frame has drawn."""
+        """Keeps the requests of a frame's first pass: they do not depend on what the frame draws."""
         self.tensors["wanted_first"].copy_(self.tensors["wanted"])
 
     def clear(self) -> None:
-        """For a frame: nothing is wanted yet."""
+        """Clears all requests before a frame."""
         self.tensors["wanted"].zero_()
 
     def collect(self, counters: torch.Tensor, threads: int, aging: bool = True) -> None:
-        """The answer of a frame with these counters, from what its culls have asked for."""
+        """The answer of a frame with these counters, from its culls' requests."""
         answer = self.tensors["answer"]
         answer[COUNTERS:LIST].zero_()
         answer[:COUNTERS].copy_(counters)
@@ -91,7 +92,7 @@ class RequestBuffers:
         return Answer(words[:COUNTERS].tolist(), int(words[WANTED]), missing[order], pixels[order], refused)
 
     def use(self, first: bool = False) -> Use:
-        """How pages were used, or by the first pass alone; two copies from the device."""
+        """How pages were used, or only by the first pass; two copies from the device."""
         names = ("wanted_first" if first else "wanted", "ages")
         wanted, ages = (self.tensors[name].cpu().numpy().copy() for name in names)
         return Use(wanted.view(np.float32), ages)

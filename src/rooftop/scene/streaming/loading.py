@@ -1,9 +1,9 @@
 """Threads that read pages from files, check them, and upload them into slots.
 
-A thread reads into memory of its own, which is pinned for a GPU: reading through the mapped file would stop whoever
-touches a page first, and an upload from ordinary memory stops the host. Uploads go on a stream of their own, and a page
-counts as arrived when its upload has ended. The kernels learn of it later, from `pool.py`: until then nothing reads the
-slot, and a page that is wrong never leaves the thread's memory.
+A thread reads into its own memory, which is pinned for a GPU. Reading through the mapped file would block the first
+thread that touches a page, and an upload from ordinary memory blocks the host. Uploads go on a stream of their own, and
+a page counts as arrived when its upload has ended. The kernels learn of it later, from `pool.py`: until then nothing
+reads the slot, and a wrong page never leaves the thread's memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEAVE = (-1,)  # sorts before every load
 
 @dataclass(frozen=True)
 class Arrival:
-    """A page that was asked for: `size_bytes` of it are in its slot, or `error` says why not."""
+    """A requested page: `size_bytes` of it are in its slot, or `error` says why not."""
 
     page: int
     size_bytes: int
@@ -44,7 +44,7 @@ class Loader:
 
     Attributes:
         in_flight: pages that were requested and that `arrived` has not returned yet.
-        host_bytes: of the threads' memory.
+        host_bytes: size of the threads' memory.
     """
 
     def __init__(self, graph: PageGraph, words: Tensor, threads: int = THREADS) -> None:
@@ -65,12 +65,12 @@ class Loader:
             worker.start()
 
     def load(self, page: int, slot: int, order: tuple[float, ...]) -> None:
-        """Read a page into a slot; what has the smallest order is read first."""
+        """Read a page into a slot; pages with the smallest order are read first."""
         self.in_flight += 1
         self._tasks.put((*order, page, slot))
 
     def arrived(self) -> list[Arrival]:
-        """What has come since the last call; waits for nothing."""
+        """The pages that arrived since the last call; does not wait."""
         found = []
         while not self._done.empty():
             found.append(self._done.get())
@@ -78,13 +78,13 @@ class Loader:
         return found
 
     def wait(self) -> list[Arrival]:
-        """All that is in flight."""
+        """Everything that is in flight."""
         found: list[Arrival] = []
         try:
             while self.in_flight:
                 found.append(self._done.get())
                 self.in_flight -= 1
-        except BaseException:  # somebody has interrupted the program, and may go on with it
+        except BaseException:  # an interrupt of the program, which may continue
             for each in found:
                 self._done.put(each)
             self.in_flight += len(found)
@@ -93,7 +93,7 @@ class Loader:
 
 
 class _Upload:
-    """The memory of a thread, and its way to the device."""
+    """The memory of a thread, and its upload to the device."""
 
     def __init__(self, words: Tensor) -> None:
         self.words, self.device = words, words.device
@@ -102,14 +102,14 @@ class _Upload:
         self.stream = torch.cuda.Stream(self.device) if on_gpu else None
 
     def put(self, count: int, slot: int) -> None:
-        """The first words of the memory into a slot; returns when they are there."""
+        """Copy the first words of the memory into a slot; returns when they are there."""
         target = self.words[slot * SLOT_WORDS : slot * SLOT_WORDS + count]
         if self.stream is None:
             target.copy_(self.staged[:count])
             return
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             target.copy_(self.staged[:count], non_blocking=True)
-            ended = torch.cuda.Event(blocking=True)  # this thread sleeps, and does not spin
+            ended = torch.cuda.Event(blocking=True)  # this thread sleeps instead of spinning
             ended.record(self.stream)
         ended.synchronize()
 
@@ -131,16 +131,16 @@ def _work(
         try:
             size = _read(graph.meshes[mesh], number, files[mesh], upload.staged.numpy())
             upload.put(size // 4, slot)
-        except Exception as found:  # whatever it is, a frame has to say it, or it would wait for ever
+        except Exception as found:  # a frame must raise any error, or it would wait forever
             error = found
         done.put(Arrival(page, size, error))
 
 
 def _read(geometry: Geometry, page: int, file: int, words: np.ndarray[Any, Any]) -> int:
-    """A page into memory, its checksum checked; its bytes.
+    """Read a page into memory and check its checksum; returns its bytes.
 
     Raises:
-        GeometryFileError: it cannot be read, or is not what was written.
+        GeometryFileError: it cannot be read, or has been changed.
     """
     start, length = int(geometry.page_offsets[page]), int(geometry.page_lengths[page])
     into, held = words.data.cast("B")[:length], 0
@@ -191,7 +191,7 @@ def _open(mesh: Geometry) -> int:
 
 
 def _end(tasks: queue.PriorityQueue[tuple[Any, ...]], workers: list[threading.Thread], files: list[int]) -> None:
-    """The threads leave after the page that each has; then the files are closed."""
+    """The threads end after their present page; then the files are closed."""
     for _ in workers:
         tasks.put(LEAVE)
     for worker in workers:

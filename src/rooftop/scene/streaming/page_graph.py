@@ -15,15 +15,14 @@ Mask = npt.NDArray[np.bool_]
 
 
 class PageGraph:
-    """Pages of all meshes, mesh after mesh. A page needs earlier pages alone, and so a walk comes to an end.
+    """Pages of all meshes, mesh after mesh. A page needs only earlier pages, so a walk ends.
 
     Attributes:
-        meshes: whose pages they are.
-        count: of all pages.
-        first_page, first_group: (meshes,) the numbers at which each mesh begins.
-        needs: of each page, those that it needs directly.
+        meshes: the meshes of the pages.
+        count: number of all pages. first_page, first_group: (meshes,) the numbers at which each mesh begins.
+        needs: for each page, the pages that it needs directly.
         roots: (pages,) whether a page is always resident.
-        limits: (pages, 4) of each: its words, the clusters that the tree names, what its mesh's pages are like
+        limits: (pages, 4) for each: its words, its clusters by the tree, the attributes of its mesh's pages
             (`Geometry.attributes`), and the groups of its mesh.
         group_page: (groups,) the page of each group.
     """

@@ -1,7 +1,7 @@
-"""What is loaded next, and what is given up for it: decisions alone, on numbers that a frame has brought.
+"""Decide what to load next, and what to evict for it: pure decisions, from a frame's numbers.
 
-A page is *wanted* by a frame if a group in it would be drawn; its `pixels` say by how many pixels what stands for it is
-off. Its *age* is for how many frames nothing wanted it.
+A page is *wanted* by a frame if a group in it would be drawn; its `pixels` are the error in pixels of its present
+replacement. Its *age* is the number of frames in which nothing wanted it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 
-MARGIN = 1.25  # a page goes for another only if that one is wanted by so much more: else two would take turns
+MARGIN = 1.25  # a page is evicted for another only if that one is wanted this much more: otherwise two would alternate
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Use:
     """How pages were used.
 
     Attributes:
-        pixels: (pages,) of the last frame; 0 where it did not want a page.
+        pixels: (pages,) of the last frame; 0 for pages that it did not want.
         ages: (pages,).
     """
 
@@ -36,7 +36,7 @@ class Use:
 
 @dataclass
 class Plan:
-    """Pages to be given up, and pages to be read with their slots, in order. The slots are taken already."""
+    """Pages to evict, and pages to read with their slots, in order. The slots are taken already."""
 
     given_up: list[int] = field(default_factory=list)
     loads: list[tuple[int, int]] = field(default_factory=list)
@@ -45,13 +45,13 @@ class Plan:
 def plan_some(
     slots: Slots, pages: Sequence[int], pixels: Sequence[float], most: int, use: Callable[[], Use], urgent: bool
 ) -> Plan:
-    """Read the most wanted pages, each with what it needs.
+    """Read the most wanted pages, each with the pages that it needs.
 
     Args:
         pages, pixels: the most wanted first.
-        most: pages to read.
-        use: asked only if a slot has to be found.
-        urgent: whether what is wanted now, but less, may go for it.
+        most: maximum number of pages to read.
+        use: called only if a slot has to be found.
+        urgent: whether pages that are wanted now, but less, may be evicted.
     """
     plan, victims = Plan(), None
     for page, wanted in zip(pages, pixels, strict=True):
@@ -71,7 +71,7 @@ def plan_some(
 
 
 class _Victims:
-    """Pages in the order in which they go: the oldest, of equals the least wanted, of those the finest."""
+    """Pages in the order of eviction: the oldest first, of equals the least wanted, of those the finest."""
 
     def __init__(self, slots: Slots, use: Use, most: int) -> None:
         self.slots, self.use = slots, use
@@ -84,7 +84,7 @@ class _Victims:
         self.next = 0
 
     def take(self, count: int, pixels: float, keep: Collection[int]) -> list[int] | None:
-        """So many, given up; None if there are fewer that may go for a page with these pixels."""
+        """The next `count` victims; None if fewer may be evicted for a page with these pixels."""
         found: list[int] = []
         at = self.next
         while len(found) < count and at < len(self.pages):
@@ -103,7 +103,7 @@ class _Victims:
 
 
 def plan_all(slots: Slots, target: Mask, use: Use) -> Plan:
-    """Read all that is absent of a target that fits into the slots. Nothing is loading meanwhile.
+    """Read all absent pages of a target that fits into the slots. Nothing is loading at the time.
 
     Args:
         target: (pages,) with all that its pages need, and all roots.
@@ -114,7 +114,7 @@ def plan_all(slots: Slots, target: Mask, use: Use) -> Plan:
 
 
 def give_up_beside(slots: Slots, target: Mask, use: Use, count: int) -> list[int]:
-    """Give up so many pages that are not in a target, the oldest first; those that others need after these."""
+    """Evict `count` pages that are not in a target, the oldest first; pages that others need come last."""
     given_up: list[int] = []
     while len(given_up) < count:
         pages = slots.candidates()
@@ -129,7 +129,7 @@ def give_up_beside(slots: Slots, target: Mask, use: Use, count: int) -> list[int
 
 
 def best_that_fit(slots: Slots, pixels: Floats) -> Mask:
-    """(pages,) roots, and the most wanted pages with what they need, until the next one would not fit."""
+    """(pages,) roots, and the most wanted pages with those that they need, until the next one would not fit."""
     graph = slots.graph
     target = graph.roots.copy()
     held = int(target.sum())

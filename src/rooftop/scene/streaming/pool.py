@@ -1,4 +1,4 @@
-"""The pool: slots of 128 KB on the device, filled with the pages that frames ask for."""
+"""The pool: slots of 128 KB on the device, filled with the pages that frames request."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from rooftop.scene.streaming.page_graph import PageGraph
 from rooftop.scene.streaming.plans import Plan, best_that_fit, give_up_beside, plan_all, plan_some
 from rooftop.scene.streaming.slots import RESIDENT, Slots
 
-MOST_WORDS = 2**31 - 1  # of an array of Warp
+MOST_WORDS = 2**31 - 1  # of a Warp array
 MOST_OF_A_FRAME = 32  # pages: planning takes the host about 40 microseconds for each
-MOST_IN_FLIGHT = 128  # pages: what 8 threads read in a few frames; a page that is loading takes a slot
-AT_ONCE, AHEAD = 0.0, 1.0  # what a frame waits for, and wants, is read before what is only expected
+MOST_IN_FLIGHT = 128  # pages: what 8 threads read in a few frames; a loading page takes a slot
+AT_ONCE, AHEAD = 0.0, 1.0  # pages that a frame waits for are read before pages that are only expected
 
 Mask = npt.NDArray[np.bool_]
 
 
 class Pool:
-    """The pages of a scene's meshes, as many as there are slots.
+    """The resident pages of a scene's meshes, as many as there are slots.
 
-    A frame calls `begin`, draws, reads `answer`, and then either `ask`s for what is missing or `load`s it.
+    A frame calls `begin`, draws, reads `answer`, and then either `ask`s for the missing pages or `load`s them.
 
     Attributes:
-        graph: the pages; slots: which are where; loader: the threads that read them.
+        graph: the pages; slots: which page is where; loader: the threads that read them.
         words: (slots * SLOT_WORDS + 2,) int32, as `buffers.Resident` has them.
-        page_at: (pages,) int64, where each begins, or -1.
-        requests: what the culls ask for.
+        page_at: (pages,) int64, the start of each, or -1.
+        requests: the culls' requests.
     """
 
     def __init__(self, meshes: Sequence[Geometry], pool_bytes: int, device: torch.device) -> None:
@@ -48,15 +48,15 @@ class Pool:
         # A read of two words may begin at the last.
         self.words = torch.empty(count * SLOT_WORDS + 2, dtype=torch.int32, device=device)
         self.page_at = torch.full((self.graph.count,), -1, dtype=torch.int64, device=device)
-        self._words = self.words[:MOST_WORDS]  # all that Warp may know of; its kernels read what is behind, too
+        self._words = self.words[:MOST_WORDS]  # the part that Warp may know; its kernels also read beyond it
         self.requests = RequestBuffers(self.graph, self.page_at)
         self.loader = Loader(self.graph, self.words)
-        self._changed: set[int] = set()  # pages whose place the device does not know yet
+        self._changed: set[int] = set()  # pages whose position the device does not know yet
         self._loaded = self._loaded_bytes = self._evicted = 0  # since the last statistics
         self.load(self.graph.roots)
 
     def begin(self) -> None:
-        """Before a frame: what has arrived becomes resident. Waits for nothing.
+        """Before a frame: arrived pages become resident. Waits for nothing.
 
         Raises:
             GeometryFileError: a page could not be read, or is wrong.
@@ -65,16 +65,18 @@ class Pool:
         self._tell()
 
     def ask(self, answer: Answer, urgent: bool = True) -> None:
-        """Begin to load what is missing, as much as there is room for. `urgent`: whether a frame has shown it."""
+        """Begin to load the missing pages, as far as there is room. `urgent`: whether a displayed frame missed them."""
         most = min(MOST_OF_A_FRAME, min(MOST_IN_FLIGHT, self.slots.count) - self.loader.in_flight)
-        first = 2 * MOST_IN_FLIGHT  # more is not asked for at once, even if half of it is in flight
+        first = 2 * MOST_IN_FLIGHT  # no more is requested at once, even if half of it is in flight
         pages, pixels = answer.missing[:first].tolist(), answer.pixels[:first].tolist()
         plan = plan_some(self.slots, pages, pixels, most, self.requests.use, urgent)
         order = dict(zip(pages, pixels, strict=True))
         self._carry_out(plan, lambda page: (AT_ONCE if urgent else AHEAD, -order.get(page, np.inf)))
 
     def target(self, first: bool = False) -> Mask | None:
-        """(pages,) what the last frame wanted, or its first pass, with what that needs; None if it does not fit."""
+        """(pages,) the pages that the last frame wanted, or its first pass, with those that they need; None if they do
+        not fit.
+        """
         target = self.graph.roots | self.graph.with_needs(self.requests.use(first).pixels > 0)
         return target if target.sum() <= self.slots.count else None
 
@@ -83,11 +85,11 @@ class Pool:
         return bool((self.slots.state[target] == RESIDENT).all())
 
     def best_target(self) -> Mask:
-        """(pages,) of that, what comes first and fits."""
+        """(pages,) of these, the first ones that fit."""
         return best_that_fit(self.slots, self.requests.use().pixels)
 
     def load(self, target: Mask, alone: bool = False) -> None:
-        """All of a target; waits for it. `alone`: nothing else stays.
+        """Load all of a target, and wait for it. `alone`: nothing else stays.
 
         Raises:
             GeometryFileError: a page could not be read, or is wrong.
@@ -101,7 +103,7 @@ class Pool:
         self._tell()
 
     def stats(self, answer: Answer, pixel_error: float) -> StreamingStats:
-        """Of a frame, and of what was loaded and given up since the last."""
+        """Statistics of a frame, and of pages loaded and evicted since the last one."""
         resident = int((self.slots.state == RESIDENT).sum())
         stats = StreamingStats(
             wanted=answer.wanted,
@@ -128,10 +130,10 @@ class Pool:
             self.loader.load(page, slot, order(page))
 
     def _take(self, arrivals: Iterable[Arrival]) -> None:
-        """Arrivals into the books.
+        """Record arrivals.
 
         Raises:
-            GeometryFileError: of the first that could not be read; the others are taken.
+            GeometryFileError: the first page that could not be read; the others are taken.
         """
         errors = []
         for arrival in arrivals:
@@ -146,7 +148,7 @@ class Pool:
             raise errors[0]
 
     def _tell(self) -> None:
-        """The device learns where pages are; frames that were drawn before have ended."""
+        """Tell the device where pages are; earlier frames have ended."""
         if not self._changed:
             return
         pages, device = np.array(sorted(self._changed), np.int64), self.page_at.device
@@ -164,7 +166,7 @@ class Pool:
         self._changed.clear()
 
     def refuse(self, page: int) -> None:
-        """Say what is wrong with a page that the device has refused.
+        """Raise the error of a page that the device has refused.
 
         Raises:
             GeometryFileError: always.
@@ -172,11 +174,11 @@ class Pool:
         mesh, number = self.graph.place(page)
         self.graph.meshes[mesh].page(number)
         where = int(self.graph.meshes[mesh].page_offsets[number])
-        raise GeometryFileError(self.graph.meshes[mesh].path, f"page {number} is not what its structure says", where)
+        raise GeometryFileError(self.graph.meshes[mesh].path, f"page {number} does not match the page table", where)
 
 
 def slots_of(graph: PageGraph, pool_bytes: int) -> int:
-    """How many slots a pool of so many bytes has: no more than there are pages.
+    """Number of slots in a pool of that many bytes: no more than there are pages.
 
     Raises:
         InputError: the root pages do not fit.
@@ -192,10 +194,10 @@ def slots_of(graph: PageGraph, pool_bytes: int) -> int:
 
 def checked_pool_bytes(pool_bytes: object) -> int | None:
     """Raises:
-    ValueError: it is no number of bytes.
+    ValueError: it is not a number of bytes.
     """
     if pool_bytes is None:
         return None
     if isinstance(pool_bytes, bool) or not hasattr(pool_bytes, "__index__") or pool_bytes.__index__() < 1:
-        raise ValueError(f"pool_bytes={pool_bytes!r}: expected a whole number of bytes, such as 2 * 10**9, or None")
+        raise ValueError(f"pool_bytes={pool_bytes!r}: expected an integer number of bytes, such as 2 * 10**9, or None")
     return int(pool_bytes.__index__())

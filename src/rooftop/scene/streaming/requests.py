@@ -1,7 +1,7 @@
-"""What the culls ask for: for each page, how much a frame wants it, and what of that is absent.
+"""The culls' requests: how much a frame wants each page, and which of these are absent.
 
-The culls write `wanted`; `collect` turns it into ages and a list of absent pages, which stands behind the frame's
-counters in one tensor: the host (`answers.py`) reads both at once, when it waits for the frame anyway.
+The culls write `wanted`; `collect` turns it into ages and a list of absent pages. The list follows the frame's counters
+in one tensor, so the host (`answers.py`) reads both at once, when it waits for the frame anyway.
 """
 
 import warp as wp
@@ -12,25 +12,25 @@ wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 COUNTERS = 2 * buffers.PASS  # of a frame; they come first in an answer
 WANTED, MISSING, REFUSED, LIST = (wp.constant(COUNTERS + place) for place in range(4))  # behind; the list is pairs
-LISTED = 1024  # absent pages that an answer names; of more, the host reads all of `wanted`
+LISTED = 1024  # absent pages that an answer names; if there are more, the host reads all of `wanted`
 OLDEST = wp.constant(2**30)
 
 
 @wp.struct
 class Requests:
-    """Of a scene whose pages may be absent; read and written by the culls, and by `collect`."""
+    """The requests of a scene whose pages may be absent; the culls and `collect` read and write them."""
 
     group_page: wp.array(dtype=wp.int32)  # (groups,) of all meshes: the page, counted over all meshes
     first_group: wp.array(dtype=wp.int32)  # (meshes,) where the groups of each begin
-    wanted: wp.array(dtype=wp.int32)  # (pages,) bits of a float32: pixels that a picture is off without it, or 0
+    wanted: wp.array(dtype=wp.int32)  # (pages,) bits of a float32: error of the picture in pixels without it, or 0
     ages: wp.array(dtype=wp.int32)  # (pages,) frames since it was wanted
-    refused: wp.array(dtype=wp.int32)  # (1,) a page that is not what it should be, plus one, or 0; by admission.py
+    refused: wp.array(dtype=wp.int32)  # (1,) an invalid page, plus one, or 0; by admission.py
     answer: wp.array(dtype=wp.int32)  # (LIST + 2 * LISTED,): the frame's counters; counts; pages and their `wanted`
 
 
 @wp.kernel
 def collect(requests: Requests, page_at: wp.array(dtype=wp.int64), aging: wp.int32, stride: wp.int32):
-    """The ages, and the answer. `aging`: whether what was not wanted becomes older."""
+    """The ages, and the answer. `aging`: whether unwanted pages become older."""
     if wp.tid() == 0:
         requests.answer[REFUSED] = requests.refused[0]
     for page in range(wp.tid(), requests.wanted.shape[0], stride):

@@ -1,7 +1,7 @@
 """Which page is in which slot of the pool. Plain bookkeeping: no device, no threads, no files.
 
-What must hold at all times: a page that is held has all that it needs held, and a page that is resident has all that it
-needs resident. So a page is given up only if no held page needs it, and becomes resident only after what it needs.
+The invariant: all pages that a held page needs are held, and all pages that a resident page needs are resident. So a
+page is evicted only if no held page needs it, and becomes resident only after the pages that it needs.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import numpy.typing as npt
 from rooftop.scene.streaming.page_graph import PageGraph
 
 ABSENT, LOADING, ARRIVED, RESIDENT, LOST = range(5)
-"""Of a page: not held; being read into its slot; there, but not for kernels yet; kernels may read it; it could not be
-read, and has its slot to be read again, since pages that are held may need it."""
+"""States of a page: not held; being read into its slot; read, but not visible to kernels yet; visible to kernels; could
+not be read, but keeps its slot for another attempt, since held pages may need it."""
 
 
 class Slots:
-    """Slots and what they hold.
+    """Slots and the pages in them.
 
     Attributes:
         graph: the pages.
         state: (pages,) uint8, as above.
         slot_of: (pages,) int32, -1 where the page is not held.
-        dependents: (pages,) int32, how many held pages need this one directly.
+        dependents: (pages,) int32, the number of held pages that need this one directly.
     """
 
     def __init__(self, graph: PageGraph, count: int) -> None:
@@ -37,7 +37,7 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """How many slots hold nothing."""
+        """The number of free slots."""
         return len(self._free)
 
     def held(self) -> npt.NDArray[np.int64]:
@@ -45,13 +45,13 @@ class Slots:
         return self._page_in[self._page_in >= 0]
 
     def lacking(self, page: int) -> list[int]:
-        """What has to be read for a page: itself and what it needs, where absent or lost; coarser ones first."""
+        """The pages to read for a page: itself and those that it needs, if absent or lost; coarser ones first."""
         if self.state[page] == ABSENT and (self.state[self.graph.needs.of(page)] == RESIDENT).all():
-            return [page]  # nearly always: what it needs was wanted more
+            return [page]  # nearly always: the pages that it needs were wanted more
         seen, found, new = {page}, [], [page]
         while new:
             at = new.pop()
-            if self.state[at] == RESIDENT:  # so is what it needs
+            if self.state[at] == RESIDENT:  # so are the pages that it needs
                 continue
             if self.state[at] in (ABSENT, LOST):
                 found.append(at)
@@ -61,7 +61,7 @@ class Slots:
         return sorted(found)
 
     def take(self, page: int) -> int:
-        """A free slot for an absent page, all of whose needs are held; the slot that a lost page has."""
+        """A free slot for an absent page, all of whose needs are held; for a lost page its own slot."""
         needs = self.graph.needs.of(page)
         assert self.state[page] in (ABSENT, LOST)
         assert (self.state[needs] != ABSENT).all()
@@ -73,15 +73,15 @@ class Slots:
         return int(self.slot_of[page])
 
     def arrive(self, page: int) -> None:
-        """A page that was loading is in its slot."""
+        """Record that a loading page is in its slot."""
         assert self.state[page] == LOADING
         self.state[page] = ARRIVED
         self._arrived.add(page)
 
     def publish(self) -> list[int]:
-        """Pages that have arrived, and all of whose needs are resident, become resident; their numbers."""
+        """Arrived pages, all of whose needs are resident, become resident; returns their numbers."""
         published = []
-        for page in sorted(self._arrived):  # a page comes after what it needs
+        for page in sorted(self._arrived):  # a page comes after the pages that it needs
             if (self.state[self.graph.needs.of(page)] == RESIDENT).all():
                 self.state[page] = RESIDENT
                 published.append(page)
@@ -89,12 +89,12 @@ class Slots:
         return published
 
     def lose(self, page: int) -> None:
-        """A page that was loading could not be read."""
+        """Record that a loading page could not be read."""
         assert self.state[page] == LOADING
         self.state[page] = LOST
 
     def give_up(self, page: int) -> None:
-        """The slot of a page that no held page needs, and that is not loading, holds nothing any more."""
+        """Free the slot of a page that no held page needs, and that is not loading."""
         assert self.state[page] not in (ABSENT, LOADING)
         assert not self.dependents[page]
         slot = int(self.slot_of[page])
@@ -104,7 +104,7 @@ class Slots:
         self.dependents[self.graph.needs.of(page)] -= 1
 
     def candidates(self) -> npt.NDArray[np.int64]:
-        """Pages that may be given up now: no held page needs them, they are no roots and not loading."""
+        """Pages that may be evicted now: no held page needs them, and they are neither roots nor loading."""
         pages = self.held()
         fits = (self.state[pages] != LOADING) & (self.dependents[pages] == 0) & ~self.graph.roots[pages]
         return pages[fits]

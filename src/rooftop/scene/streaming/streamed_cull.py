@@ -1,8 +1,8 @@
-"""The last step of `level_cull.py` where pages may be absent. Its twin in CUDA C++ is `persistent_cull<true>`.
+"""The last step of `level_cull.py` if pages may be absent. Its twin in CUDA C++ is `persistent_cull<true>`.
 
-A cluster is drawn if it is fine enough, or if the page of what it replaces is absent. Every group that would be drawn
-asks for its page, present or absent, by how many pixels what replaces it is off: so what a frame wants does not depend
-on what is there.
+A cluster is drawn if it is fine enough, or if the page of the clusters from which it was made is absent. Every group
+that would be drawn requests its page, present or absent, with the error in pixels of its replacement. So a frame's
+requests do not depend on the resident pages.
 """
 
 import warp as wp
@@ -39,12 +39,12 @@ def ask_for(
     slot: wp.int32,
     page: wp.int32,
 ):
-    """A group (a child of the tree) wants its page."""
+    """A group (a child of the tree) requests its page."""
     sphere = three(resident.nodes, row, slot, CHILD_SPHERE)
     radius = real(resident.nodes[row, slot, CHILD_SPHERE + 3])
     error = real(resident.nodes[row, slot, CHILD_ERROR])
     pixels = wp.cast(pixels_off(resident, views, frame, pair, sphere, radius, error), wp.int32)
-    if requests.wanted[page] < pixels:  # of numbers that are not negative, the bits have the same order
+    if requests.wanted[page] < pixels:  # for numbers that are not negative, the bits have the same order
         wp.atomic_max(requests.wanted, page, pixels)
 
 

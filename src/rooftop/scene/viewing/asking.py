@@ -1,4 +1,4 @@
-"""What a page asks for, from its JSON: each number is looked at before anything is drawn."""
+"""A page's request, from its JSON: each number is checked before anything is drawn."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Asked:
             while the camera moves.
         show: what, of `modes.MODES`.
         light: the direction to the light; None keeps the renderer's own.
-        pixel_error: as of `Renderer`; None for as it was started.
+        pixel_error: as in `Renderer`; None for the initial value.
         format: "jpeg" or "png".
-        quality: of JPEG, 1 to 100.
+        quality: quality of JPEG, 1 to 100.
         at: the pixel (column, row) whose point is wanted, where a point is asked for.
     """
 
@@ -66,18 +66,18 @@ def content_of(body: bytes) -> Any:
     except InputError:
         raise
     except (ValueError, RecursionError) as error:
-        raise InputError(f"the request is no JSON: {error}") from None
+        raise InputError(f"the request is not JSON: {error}") from None
 
 
 def asked(content: object, modes: Collection[str]) -> Asked:
-    """What a request asks for.
+    """A request of the page.
 
     Args:
         content: of its JSON.
-        modes: what the scene can be shown as.
+        modes: modes in which the scene can be shown.
 
     Raises:
-        InputError: a name is not known, or a value is not what it should be.
+        InputError: a name is not known, or a value is not valid.
     """
     if not isinstance(content, Mapping):
         raise InputError(f"the request is {content!r:.80}: expected an object")
@@ -121,13 +121,13 @@ def _between(name: str, value: Any, low: float, high: float) -> float:
 
 def _whole(name: str, value: Any, low: int, high: int) -> int:
     if type(value) is not int or not low <= value <= high:
-        raise InputError(f"{name} is {value!r:.80}: expected a whole number from {low} to {high}")
+        raise InputError(f"{name} is {value!r:.80}: expected an integer from {low} to {high}")
     return value
 
 
 def _pair(name: str, content: Any) -> tuple[Any, Any]:
     if not isinstance(content, list) or len(content) != 2:
-        raise InputError(f"{name} is {content!r:.80}: expected a list of two whole numbers")
+        raise InputError(f"{name} is {content!r:.80}: expected a list of two integers")
     return content[0], content[1]
 
 

@@ -37,14 +37,14 @@ class DrawingError(RooftopError, RuntimeError):
 
 @dataclass(frozen=True)
 class Drawn:
-    """A picture, and what it took.
+    """A picture, and its cost.
 
     Attributes:
         image: (height, width, 3) uint8.
         view: from where it was taken.
-        stats: of the frame, as plain values.
+        stats: statistics of the frame, as plain values.
         ms: milliseconds: of each of the renderer's stages, then "colours", which ends with the image on the host.
-        memory_bytes: of a GPU, what PyTorch has allocated there; None on a CPU.
+        memory_bytes: on a GPU, memory that PyTorch has allocated there; None on a CPU.
     """
 
     image: NDArray[np.uint8]
@@ -56,7 +56,7 @@ class Drawn:
 
 @dataclass
 class _Job:
-    """Work for the thread, and how it ended."""
+    """Work for the thread, and its result."""
 
     work: Callable[[], Any]
     done: threading.Event = field(default_factory=threading.Event)
@@ -73,14 +73,15 @@ class Drawing:
 
     Args:
         world: is not changed while this draws; with `shadows` its first light is put where a page has it.
-        device: as of `Renderer`.
-        pixel_error: as of `Renderer`, where a page does not say another.
+        device: as in `Renderer`.
+        pixel_error: as in `Renderer`, where a page does not say another.
         up, fov_y_degrees: of the home view.
-        pool_bytes: as of `Renderer`. Pictures are then drawn from the pages that are there.
+        pool_bytes: as in `Renderer`. Pictures are then drawn from the pages that are there.
         shadows: whether what is lit casts shadows. The scene must have no lights.
 
     Attributes:
         renderer: only its thread may draw with it.
+        usual_error, usual_light: pixel error and light of a request that names none.
         scene_size: the diagonal of the scene's box, in world units.
 
     Raises:
@@ -106,7 +107,7 @@ class Drawing:
         if shadows:
             self._sun = tuple(self.renderer.light)
             world.add_light(_sun_from(self._sun))
-        self._usual_error, self._usual_light = self.renderer.pixel_error, self.renderer.light
+        self.usual_error, self.usual_light = self.renderer.pixel_error, self.renderer.light
         self._pages: Pages | None = None
         self._waiting: dict[str, _Job] = {}  # the newest of each tab; the tab that waits longest is first
         self._changed = threading.Condition()
@@ -123,7 +124,7 @@ class Drawing:
         self._submit("warm up", _Job(lambda: self.renderer.render(self.home(WARM_UP).camera(WARM_UP, self.scene_size))))
 
     def picture(self, asked: Asked) -> Drawn:
-        """What a page asks for; waits for it.
+        """Draw the requested picture; waits for it.
 
         Raises:
             InputError: the view has moved to where no camera can be.
@@ -137,10 +138,10 @@ class Drawing:
     def point(self, asked: Asked) -> tuple[list[float] | None, Viewpoint]:
         """The point in the world that the pixel `asked.at` shows, and the view turned towards it.
 
-        Where it shows background, None, and the view as it is.
+        If it shows background, None, and the unchanged view.
 
         Raises:
-            InputError: no pixel is given. And as of `picture`.
+            InputError: no pixel is given. And as in `picture`.
         """
         if asked.at is None:
             raise InputError("at is missing: expected the pixel's column and row")
@@ -152,7 +153,7 @@ class Drawing:
         """End the thread; who waits for a picture gets DroppedError.
 
         Returns:
-            Whether it has ended within so many seconds. A picture that is being drawn cannot be broken off.
+            Whether it has ended within `patience_s` seconds. A picture that is being drawn cannot be broken off.
         """
         with self._changed:
             self._stopped = True
@@ -174,8 +175,8 @@ class Drawing:
         return view
 
     def _draw(self, asked: Asked, view: Viewpoint) -> Drawn:
-        self.renderer.light = self._usual_light if asked.light is None else asked.light
-        self.renderer.pixel_error = self._usual_error if asked.pixel_error is None else asked.pixel_error
+        self.renderer.light = self.usual_light if asked.light is None else asked.light
+        self.renderer.pixel_error = self.usual_error if asked.pixel_error is None else asked.pixel_error
         if self._sun is not None and self._sun != tuple(self.renderer.light):
             self._sun = tuple(self.renderer.light)
             self.world.set_light(0, _sun_from(self._sun))

@@ -1,4 +1,4 @@
-"""What the page can show: the shaded surface, and false colours of what the renderer does."""
+"""The modes of the page: the shaded surface, and false colours of the renderer's data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Mode:
     Attributes:
         label: on the page.
         meaning: a sentence for the page.
-        outputs: what the renderer fills for it.
+        outputs: outputs that the renderer fills for it.
         needs: the entry of a geometry file's meta data that says whether a mesh has it; "" if all have.
         numbers: (H, W[, C]) values to be coloured as the output of the mode's name; the output itself if None.
     """
@@ -57,7 +57,7 @@ class Pages:
 
 
 def _triangles(frame: GBuffer, _: Pages) -> Tensor:
-    """Those of neighbouring clusters have numbers of their own."""
+    """Numbers that differ between neighbouring clusters."""
     return torch.where(frame["cluster"][0] >= 0, frame["cluster"][0].long() * MAX_TRIANGLES + frame["triangle"][0], -1)
 
 
@@ -84,7 +84,7 @@ MODES = {
 
 
 def modes_of(world: Scene) -> list[str]:
-    """The modes for which some mesh has what they show."""
+    """The modes whose data some mesh has."""
     metas = [mesh.meta for mesh in world.meshes]
     return [name for name, mode in MODES.items() if not mode.needs or any(meta[mode.needs] for meta in metas)]
 
@@ -99,7 +99,7 @@ _PAINTED_AS = {"page": "cluster"}  # as numbers are
 
 
 def legend_of(name: str) -> list[dict[str, Any]]:
-    """Colours and what they stand for, {"color": "#rrggbb", "label": text}; empty where the meaning says it all."""
+    """Colours and their meanings, {"color": "#rrggbb", "label": text}; empty where the meaning says it all."""
     if name == "level":
         labels = [*map(str, range(LEVELS - 1)), f"{LEVELS - 1}+"]
         return _entries(_hexes("level", range(LEVELS), torch.int32), labels)

@@ -56,7 +56,7 @@ class RecordedPath:
         return Viewpoint(eye, target, up, between("fov_y_degrees"))
 
     def evenly(self, frames: int) -> list[Viewpoint]:
-        """So many views, the same time apart, from the first to the last."""
+        """`frames` views, at equal time intervals, from the first to the last."""
         times = np.linspace(self.seconds[0], self.seconds[-1], frames)
         return [self.at(seconds) for seconds in times.tolist()]
 
@@ -70,7 +70,7 @@ class RecordedPath:
         """From an object of JSON.
 
         Raises:
-            InputError: it is no path; `where` begins the message.
+            InputError: it is not a path; `where` begins the message.
         """
         if not isinstance(content, Mapping) or "rooftop_path" not in content:
             raise InputError(
@@ -101,12 +101,12 @@ class RecordedPath:
         """From a file.
 
         Raises:
-            InputError: it cannot be read, or is no path.
+            InputError: it cannot be read, or is not a path.
         """
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise InputError(f"{path} cannot be read ({error.strerror})") from None
         except ValueError as error:
-            raise InputError(f"{path} is no JSON: {error}") from None
+            raise InputError(f"{path} is not JSON: {error}") from None
         return cls.of_plain(content, str(path))

@@ -34,7 +34,7 @@ from rooftop.scene.viewing.modes import MODES, legend_of, modes_of
 from rooftop.scene.viewing.recorded_paths import RecordedPath
 
 MOST_BODY = {"/frame": 1 << 16, "/point": 1 << 16, "/path": 1 << 26}  # bytes
-LEFT_UNREAD = 1 << 16  # bytes: a longer body that nobody wants is not read
+LEFT_UNREAD = 1 << 16  # bytes: a longer body that is not needed is not read
 IDLE_S = 60.0  # that a connection without requests stays open
 SHARP = 90  # from this quality on, JPEG keeps colours at full resolution: edges of false colours stay edges
 HEADERS = {
@@ -50,11 +50,10 @@ class Viewer(ThreadingHTTPServer):
     """Serves one scene to any number of tabs, each with its own camera. A context manager: leaving it closes all.
 
     Args:
-        drawing: what draws; this does not stop it.
-        host, port: where to listen; port 0 is a free one.
+        drawing: the drawing thread; this does not stop it. host, port: address to listen on; port 0 is a free one.
 
     Attributes:
-        token: what each request must carry.
+        token: token that each request must carry.
 
     Raises:
         InputError: the address cannot be listened at.
@@ -87,7 +86,7 @@ class Viewer(ThreadingHTTPServer):
         self.server_name, self.server_port = self.host, int(self.server_address[1])
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that has gone is no error: the page breaks off pictures that it no longer wants."""
+        """A browser that has gone is not an error: the page breaks off pictures that it no longer wants."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -126,7 +125,7 @@ def _names_of_this_machine() -> frozenset[str]:
 
 
 def facts_of(drawing: Drawing) -> dict[str, Any]:
-    """What the page says of the scene, for JSON."""
+    """Facts about the scene for the page, for JSON."""
     world, device = drawing.world, drawing.renderer.device
     return {
         "files": [mesh.path.name for mesh in world.meshes],
@@ -143,8 +142,8 @@ def facts_of(drawing: Drawing) -> dict[str, Any]:
         "size": drawing.scene_size,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "kernels": drawing.renderer.kernels,
-        "pixel_error": drawing.renderer.pixel_error,
-        "light": list(drawing.renderer.light),
+        "pixel_error": drawing.usual_error,  # not the renderer's, which are those of the last picture
+        "light": list(drawing.usual_light),
         "most_pixels": MOST_PIXELS,
         "modes": [
             {"name": name, "label": MODES[name].label, "meaning": MODES[name].meaning, "legend": legend_of(name)}
@@ -154,7 +153,7 @@ def facts_of(drawing: Drawing) -> dict[str, Any]:
 
 
 def page(nonce: str) -> str:
-    """The page, whole: its style and script stand in it, and `nonce` is what lets them run."""
+    """The complete page: its style and script are inline, and `nonce` allows them to run."""
     files = resources.files("rooftop.scene.viewing") / "page_files"
     text = (files / "page.html").read_text(encoding="utf-8")
     for name in ("page.css", "page.js"):
@@ -227,7 +226,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Raises _RefusedError unless a page of this server asks, or a person who has its address.
 
         Args:
-            token: of the address; None where it stands in the Authorization header.
+            token: token in the address; None if it is in the Authorization header.
         """
         host, origin = self.headers.get("Host"), self.headers.get("Origin")
         if not self.server.is_named(host):

@@ -34,7 +34,7 @@ class Viewpoint:
 
     Attributes:
         eye: where the camera is, in the world.
-        target: where it looks, and what it goes around.
+        target: the point that it looks at and orbits.
         up: what stays up.
         fov_y_degrees: from the lower to the upper edge.
     """
@@ -90,12 +90,13 @@ class Viewpoint:
         return replace(self, eye=_vector(self.target + self._turned(offset, -right_degrees, down_degrees)))
 
     def looked(self, right_degrees: float, down_degrees: float) -> Viewpoint:
-        """From the same place to the right and down; the target comes along at the same distance."""
+        """Turned from the same place to the right and down; the target moves along at the same distance."""
         ahead = np.subtract(self.target, self.eye)
         return replace(self, target=_vector(self.eye + self._turned(ahead, -right_degrees, -down_degrees)))
 
     def panned(self, right: float, down: float) -> Viewpoint:
-        """Aside: what is at the target moves right and down in the picture, by so many of its heights."""
+        """Moved sideways: the target moves right and down in the picture, by these fractions of the picture's
+        height."""
         across, below, _ = self._axes()
         height = 2 * self.distance * math.tan(math.radians(self.fov_y_degrees) / 2)
         return self._shifted(-height * (right * across + down * below))
@@ -113,12 +114,12 @@ class Viewpoint:
         return self._shifted(right * across + up * around(self.up)[2] + forward * ahead)
 
     def towards(self, point: Sequence[float]) -> Viewpoint:
-        """From the same place at a point, which is then what the camera goes around; as it is, if it is there."""
+        """Turned from the same place to a point, which the camera then orbits; unchanged if it is there."""
         target = _vector(point)
         return self if target == self.eye else replace(self, target=target)
 
     def moved(self, move: Mapping[str, tuple[float, ...]], scene_size: float) -> Viewpoint:
-        """By all that a page has gathered since its last picture; `MOVES` has the names."""
+        """Apply all moves that a page has gathered since its last picture; `MOVES` has the names."""
         view = self
         for name, amounts in move.items():
             view = MOVES[name].apply(view, amounts, scene_size)
@@ -163,7 +164,7 @@ class Viewpoint:
         return replace(self, eye=_vector(self.eye + by), target=_vector(self.target + by))
 
     def _turned(self, direction: Floats, azimuth_degrees: float, elevation_degrees: float) -> Floats:
-        """A direction turned around `up`, and then up by so much, as far as that goes; its length stays."""
+        """A direction turned around `up`, and then upwards, as far as possible; its length stays."""
         length = float(np.linalg.norm(direction))
         x, y, z = around(self.up) @ (direction / length)
         azimuth = math.degrees(math.atan2(y, x)) + azimuth_degrees
@@ -196,10 +197,10 @@ MOVES = {
 
 
 def finite_numbers(content: object, count: int, where: str) -> tuple[float, ...]:
-    """As many numbers of JSON.
+    """`count` numbers of JSON.
 
     Raises:
-        InputError: it is something else, or one is not finite or too large.
+        InputError: the content is of another kind, or a number is not finite or too large.
     """
     values = content if isinstance(content, list | tuple) else ()
     if len(values) != count or not all(type(value) in (int, float) and abs(value) <= MOST for value in values):

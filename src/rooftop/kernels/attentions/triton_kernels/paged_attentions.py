@@ -10,14 +10,14 @@ import triton.language as tl
 def attend_pages(
     query, keys, values,  # (B, H, D), (N, H_k, P, D) twice
     pages, lengths, out,  # (B, W), (B,), (B, H, D)
-    partial, partial_lse,  # (B, H, SPLITS, D), (B, H, SPLITS), float32; for one split nothing
+    partial, partial_lse,  # (B, H, SPLITS, D), (B, H, SPLITS), float32; None for one split
     kv_heads, width, page_count, scale,  # H_k, W, N
     query_batch, query_head, key_page, key_head, key_position, value_page, value_head, value_position, pages_batch,
     WINDOW: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """ROWS of the GROUP query heads of one head of keys, over one of SPLITS parts of a sequence's positions: of all, or
-    of the last WINDOW of them."""
+    """ROWS of the GROUP query heads of one key head, over one of SPLITS parts of a sequence's positions: of all
+    positions, or of the last WINDOW."""
     program = tl.program_id(0)
     split = program % SPLITS
     chunk = program // SPLITS % tl.cdiv(GROUP, ROWS)
@@ -86,7 +86,7 @@ def attend_pages(
 
 @triton.jit
 def _product(left, right, WIDEN: tl.constexpr):
-    """left @ right in float32. WIDEN: Triton's interpreter takes bits of bfloat16 for whole numbers in a product."""
+    """left @ right in float32. WIDEN: Triton's interpreter reads the bits of bfloat16 as integers in a product."""
     if WIDEN:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, input_precision="ieee")
@@ -97,7 +97,7 @@ def merge_splits(
     partial, partial_lse, out,  # (rows, SPLITS, WIDTH), (rows, SPLITS), float32; (rows, WIDTH)
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one row, each weighted by the exponential of its log-sum-exp."""
+    """Merges the parts of one row, each weighted by the exponential of its log-sum-exp."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     feature = tl.arange(0, BLOCK)

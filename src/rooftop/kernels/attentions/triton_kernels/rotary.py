@@ -18,9 +18,9 @@ def rotate(
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
     POSITIONS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotates POSITIONS positions of HEADS heads; cos and sin are read once for all of them.
+    """Rotates POSITIONS positions of HEADS heads; it reads cos and sin once for all of them.
 
-    The first `groups` groups of heads are those of x. Positions that the tables do not have give NaN.
+    The first `groups` groups of heads are those of x. Positions outside the tables give NaN.
     """
     other_groups = tl.cdiv(other_heads, HEADS)
     blocks = tl.cdiv(positions, POSITIONS)
@@ -34,7 +34,7 @@ def rotate(
         place += tl.load(starts + batch)
     pair = tl.arange(0, BLOCK)
     known = ((place >= 0) & (place < table_positions))[:, None] & (pair < PAIRS)[None, :]
-    nan = float("nan")  # no global: Triton compares those with what they were, and it never is
+    nan = float("nan")  # no global: Triton compares constants with their earlier values, and NaN never equals itself
     cosine = tl.load(cos + batch * cos_batch + place[:, None] * cos_position + pair[None, :], mask=known, other=nan)
     sine = tl.load(sin + batch * sin_batch + place[:, None] * sin_position + pair[None, :], mask=known, other=nan)
     cosine, sine = cosine.to(tl.float32), sine.to(tl.float32)  # (POSITIONS, BLOCK)
@@ -65,7 +65,7 @@ def _rotate_heads(
     INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """(a, b) -> (a cos - b sin, b cos + a sin) of each pair; all heads are loaded before the first is stored."""
+    """(a, b) -> (a cos - b sin, b cos + a sin) for each pair; all heads are loaded before the first is stored."""
     pair, both = tl.arange(0, BLOCK), tl.arange(0, 2 * BLOCK)
     left, right = (), ()
     for index in tl.static_range(HEADS):
@@ -91,7 +91,7 @@ def _rotate_heads(
         else:
             tl.store(start + pair[None, :], real, mask=there & (pair < PAIRS)[None, :])
             tl.store(start + (pair + PAIRS)[None, :], imaginary, mask=there & (pair < PAIRS)[None, :])
-    if REST > 0:  # what is not rotated
+    if REST > 0:  # the features that are not rotated
         column = 2 * PAIRS + tl.arange(0, REST)
         for index in tl.static_range(HEADS):
             there = inside[:, None] & (first + index < heads) & (column < WIDTH)[None, :]

@@ -1,7 +1,8 @@
-"""Triton kernels beside the back ends of attention: partial results merged, and a gradient of the log-sum-exp.
+"""Triton kernels that run before or after attention's back ends: they merge partial results, and prepare the gradient
+of the log-sum-exp.
 
-`states.py` and `attentions.py` have the operators. Tensors (B, H, S, D) may have any strides but the last;
-their rows are counted in the order (b, h, s), in which the log-sum-exps lie.
+`states.py` and `attentions.py` have the operators. Tensors (B, H, S, D) may have any strides but the last; their rows
+are numbered in the order (b, h, s), as the log-sum-exps are.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def fold_lse_gradient(
     nd_batch, nd_head, nd_position, no_batch, no_head, no_position,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Changes out so that dout . out becomes dout . out - dlse: see `attentions.py`."""
+    """Changes out so that dout . out becomes dout . out - dlse (see `attentions.py`)."""
     row, column, real, inside = _tile(rows, WIDTH, BLOCK, ROWS)
     extra = tl.load(dlse + row, mask=real, other=0.0)
     place = _place(row, heads, positions, d_batch, d_head, d_position)[:, None] + column[None, :]
@@ -80,7 +81,7 @@ def fold_lse_gradient(
     place = _place(row, heads, positions, o_batch, o_head, o_position)[:, None] + column[None, :]
     value = tl.load(out + place, mask=inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(gradient), axis=1)
-    ample = largest * limit >= tl.abs(extra)  # else the gradient is nothing beside dlse
+    ample = largest * limit >= tl.abs(extra)  # else the gradient is negligible next to dlse
     unit = gradient / tl.where(ample & (largest > 0), largest, 1.0)[:, None]
     factor = extra / tl.where(ample & (largest > 0), largest * tl.sum(unit * unit, axis=1), 1.0)
     only = (column == 0)[None, :] & ~ample[:, None]
@@ -108,7 +109,7 @@ def _place(row, heads, positions, batch_stride, head_stride, position_stride):
 
 @triton.jit
 def _weights(first, second):
-    """(w_a, w_b, lse); where both are -inf nothing was attended: (0, 0, -inf)."""
+    """(w_a, w_b, lse); if both are -inf, no keys were attended to: (0, 0, -inf)."""
     largest = tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     a, b = tl.exp(first - shift), tl.exp(second - shift)
@@ -119,7 +120,7 @@ def _weights(first, second):
 
 @triton.jit
 def _weighted(weight, values):
-    """What has no weight counts for nothing, whatever it is."""
+    """A value with weight 0 adds nothing, even if it is infinite or NaN."""
     return tl.where((weight == 0)[:, None], 0.0, weight[:, None] * values)
 
 

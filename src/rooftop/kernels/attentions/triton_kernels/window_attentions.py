@@ -1,8 +1,8 @@
 """The Triton kernels of window attention; `window_attentions.py` has the operator.
 
-A program works on one window and one head: position n of a window in row n // WINDOW_W, column n % WINDOW_W of it. Its
-row on the map follows from the shift: what passes the end of the padded map comes from its beginning. Maps lie
-contiguous, so that the D features of a head are neighbours.
+A program computes one window and one head: position n of a window is in its row n // WINDOW_W, column n % WINDOW_W. Its
+row on the map follows from the shift: rows past the end of the padded map wrap around to its beginning. Maps are
+contiguous, so the D features of a head are neighbours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def window_attention_forward(
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
     PADDING: tl.constexpr, COSINE: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """QUERIES positions of a window attend to all KEYS of it (N and more)."""
+    """QUERIES positions of a window attend to all its KEYS positions (N or more)."""
     head = tl.program_id(0) % heads
     window = tl.program_id(0) // heads
     feature = tl.arange(0, BLOCK_D)
@@ -46,13 +46,15 @@ def window_attention_forward(
 
 @triton.jit
 def window_attention_backward(
-    dout, packed, bias, padding, cosine_scale,  # as forward; dout as its out
+    dout, packed, bias, padding, cosine_scale,  # as in forward; dout has the layout of out
     dpacked, dbias, dpadding, dscale,  # as packed; (P, heads, N, N), (P, 3, heads, D), (P, heads) float32: sums
     heads, height, width, down, across, windows, shift_h, shift_w, scale,
     WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
     PADDING: tl.constexpr, COSINE: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Every P-th window of a head, weights computed again; what all windows share is summed in registers."""
+    """Every P-th window of a head, with the weights computed again; the program sums in registers the gradients that
+    all windows share.
+    """
     head = tl.program_id(0)
     program = tl.program_id(1)
     N: tl.constexpr = WINDOW_H * WINDOW_W
@@ -103,7 +105,7 @@ def window_attention_backward(
             to_value_padding += tl.sum(tl.where(beyond, dvalue, 0.0), axis=0)
     square = ((program * heads + head) * N + n)[:, None] * N + n[None, :]
     tl.store(dbias + square, to_bias, mask=(n < N)[:, None] & (n < N)[None, :])
-    if PADDING:  # no gradient comes from beyond the map, so none reaches the queries there
+    if PADDING:  # no gradient comes from outside the map, so the queries there get none
         start = dpadding + (program * 3 * heads + head) * D + feature
         tl.store(start, tl.zeros((BLOCK_D,), tl.float32), mask=feature < D)
         tl.store(start + heads * D, to_key_padding, mask=feature < D)
@@ -114,8 +116,8 @@ def window_attention_backward(
 
 @triton.jit
 def _places(n, window, height, width, down, across, shift_h, shift_w, WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr):
-    """(token, part, real, here) of positions n in a window: where on the map; which of four parts a window at its end
-    holds; whether the window has it; whether the map has it."""
+    """(token, part, real, here) of positions n in a window: their index on the map; which of four parts they belong to,
+    in a window at the end of the map; whether the window has them; whether the map has them."""
     row = window // across % down * WINDOW_H + n // WINDOW_W + shift_h
     column = window % across * WINDOW_W + n % WINDOW_W + shift_w
     below, beside = row >= down * WINDOW_H, column >= across * WINDOW_W
@@ -132,7 +134,9 @@ def _places(n, window, height, width, down, across, shift_h, shift_w, WINDOW_H: 
 def _vectors(
     packed, padding, token, feature, real, here, part: tl.constexpr, head, heads, D: tl.constexpr, PADDING: tl.constexpr
 ):
-    """Queries (part 0), keys (1) or values (2) of a head, (positions, BLOCK_D); zeros where there is nothing."""
+    """Queries (part 0), keys (1) or values (2) of a head, (positions, BLOCK_D); zeros for positions and features that
+    do not exist.
+    """
     place = ((token * 3 + part) * heads + head)[:, None] * D + feature[None, :]
     values = tl.load(packed + place, mask=here[:, None] & (feature < D)[None, :], other=0.0)
     if PADDING:
@@ -143,7 +147,7 @@ def _vectors(
 
 @triton.jit
 def _exponentials(scores, bias, head, n, m, part, parts, N: tl.constexpr, SHIFTED: tl.constexpr):
-    """exp(scores + bias + mask - their maximum) of queries n and keys m; 0 for keys that the window has not."""
+    """exp(scores + bias + mask - their maximum) of queries n and keys m; 0 for keys outside the window."""
     known = (n < N)[:, None] & (m < N)[None, :]
     scores += tl.load(bias + (head * N + n)[:, None] * N + m[None, :], mask=known, other=0.0).to(tl.float32)
     if SHIFTED:
@@ -169,7 +173,7 @@ def _through_normalizing(gradient, vectors, inverse):
 
 @triton.jit
 def _product(left, right, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """left @ right in float32. WIDEN: Triton's interpreter takes bits of bfloat16 for whole numbers in a product."""
+    """left @ right in float32. WIDEN: Triton's interpreter reads the bits of bfloat16 as integers in a product."""
     if WIDEN:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, input_precision=PRECISION)

@@ -2,26 +2,26 @@
 
 `launches.py` launches them.
 
-A convolution is a product of matrices of which one is never stored: its rows are pixels of the result, its columns
-channels of the result, and K runs over the taps of the window and, within a tap, over the channels, which lie side by
-side in memory. The weights, (O, KH, KW, C) in memory, are the other matrix as they are. Sums are float32; what follows
-them is done before they are stored, once.
+A convolution is a product of two matrices, and the first one is never stored. Its rows are the pixels of the result and
+its columns the channels. K runs over the taps of the window and, within a tap, over the channels, which are contiguous
+in memory. The weights, (O, KH, KW, C) in memory, are the other matrix without any change. Sums are float32. The
+operations after the convolution are applied to them before they are stored, once.
 
 - `conv_act_persistent` and `conv_act_single` copy boxes of BATCH images, HEIGHT lines and WIDTH pixels with the tensor
-  memory accelerator (TMA) of Hopper and later GPUs: a tap is the same box moved, and what lies outside the image is
-  copied as zeros, so that there is neither index arithmetic nor a mask for any element. The image has five dimensions
-  for it, (N, H / SH, SH, W / SW, SW C): then the pixels that one tap reads lie side by side in every dimension,
-  whatever the stride. Sums are kept as (channels, pixels), since Triton takes an operand whose shape is not that of its
-  copy straight from shared memory only if it is the second one. The first kernel has persistent programs that each make
-  many boxes, and finishes one in PARTS while the copies for the next are on their way; the second makes one box a
-  program.
+  memory accelerator (TMA) of Hopper and later GPUs. A tap is the same box at another position, and TMA copies zeros for
+  positions outside the image. So no element needs index arithmetic or a mask. For that the image has five dimensions,
+  (N, H / SH, SH, W / SW, SW C): the pixels that one tap reads are then contiguous in every dimension, whatever the
+  stride. Sums are kept as (channels, pixels): Triton takes an operand whose shape differs from that of its copy
+  directly from shared memory only if it is the second operand. In the first kernel, persistent programs compute many
+  boxes each, and finish one in PARTS while the copies for the next are in flight. In the second, a program computes one
+  box.
 - `conv_act_gathered` loads by pointers: any channels, stride and GPU.
 
-With SPLIT > 1 the steps through K are shared by as many programs. Each writes float32 sums, and the last of them to
-arrive adds them in their order: no atomics touch a sum, the same bits each time.
+With SPLIT > 1, SPLIT programs share the steps through K. Each writes float32 sums, and the last of them to arrive adds
+the sums in order: no atomics touch a sum, so the bits are the same each time.
 
-`conv_act_finish` does what a library's convolution lacks; `conv_act_pack` lays images of few channels out so that a
-line of a window is one run of memory.
+`conv_act_finish` does the operations that a library's convolution lacks. `conv_act_pack` lays out images of few
+channels so that a line of a window is contiguous in memory.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def conv_act_persistent(
     high, wide = tl.cdiv(lines, HEIGHT), tl.cdiv(pixels, WIDTH)
     row_tiles, column_tiles = tl.cdiv(images, BATCH) * high * wide, tl.cdiv(columns, COLUMNS)
     start, programs = tl.program_id(0), tl.num_programs(0)
-    # Where a tile is finished is computed anew: the loop over tiles and the one over K become one, in which the copies
-    # for the next tile begin before this one is finished.
+    # Where a tile is finished is computed again: the loop over tiles and the one over K become one, in which the copies
+    # for the next tile begin before this tile is finished.
     finished = start - programs
     for tile in tl.range(start, row_tiles * column_tiles, programs, flatten=True):
         row_tile, column_tile = tile_place(tile, row_tiles, column_tiles, GROUP)
@@ -83,8 +83,8 @@ def conv_act_single(
     BATCH: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one part of K. EARLY: launched while the kernel before may still run, whose results are waited for
-    (programmatic dependent launch)."""
+    """Computes one tile of one part of K. EARLY: launched while the previous kernel may still run; this kernel waits
+    for its results (programmatic dependent launch)."""
     if EARLY:
         gdc_wait()
     high, wide = tl.cdiv(lines, HEIGHT), tl.cdiv(pixels, WIDTH)
@@ -128,7 +128,7 @@ def conv_act_gathered(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one part of K; WIDE: offsets within x need 64 bits."""
+    """Computes one tile of one part of K; WIDE: offsets within x need 64 bits."""
     if EARLY:
         gdc_wait()
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
@@ -137,7 +137,7 @@ def conv_act_gathered(
     row_tile, column_tile = tile_place(tile, row_tiles, column_tiles, GROUP)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    # Of each row the pixel under the window's first tap; rows past the end read the last one.
+    # For each row, the pixel under the window's first tap; rows past the end read the last pixel.
     place = tl.minimum(row, rows - 1)
     line = place // pixels % lines * STRIDE_H - PADDING_H
     pixel = place % pixels * STRIDE_W - PADDING_W
@@ -185,9 +185,10 @@ def conv_act_finish(
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
     BY_ROW: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """y = activation(sums + bias + residual), contiguous; z is what is activated. `units`: groups of UNIT columns.
+    """y = activation(sums + bias + residual), contiguous; z is the input of the activation. `units`: groups of UNIT
+    columns.
 
-    BY_ROW: channels come first, and a row is one of them of one image; else a column is a channel.
+    BY_ROW: channels come first, and a row is one channel of one image; otherwise a column is a channel.
     """
     columns = units * UNIT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -213,8 +214,8 @@ def conv_act_pack(
     rows, height, width, channels, target_height, left, source_image, source_channel, source_line, source_pixel,
     PIXEL: tl.constexpr, LINE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,  # LINE: TW * PIXEL
 ):  # fmt: skip
-    """Images with their channels side by side, PIXEL for each pixel, and `left` empty pixels before each line: zeros
-    wherever the source has nothing. `rows`: N * TH."""
+    """Images with channels last, PIXEL channels for each pixel, and `left` empty pixels before each line; zeros outside
+    the source. `rows`: N * TH."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, BLOCK)
     line, pixel, channel = row % target_height, lane // PIXEL - left, lane % PIXEL
@@ -227,7 +228,7 @@ def conv_act_pack(
     tl.store(target + place, values, mask=(row < rows)[:, None] & (lane < LINE)[None, :])
 
 
-# ---- pieces ------------------------------------------------------------------------------------------------------
+# ---- functions that several kernels share --------------------------------------------------------------------------
 
 
 @triton.jit
@@ -244,8 +245,8 @@ def _add_step(
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """total + the product over DEPTH channels of one tap."""
-    # A tap reads line o * STRIDE + offset of the image for line o of the result. The offset is padded by whole strides
-    # so that it is never negative, which division would round the wrong way.
+    # A tap reads line o * STRIDE + offset of the image for line o of the result. Padding by whole strides keeps the
+    # offset nonnegative; division would round a negative one the wrong way.
     AHEAD_H: tl.constexpr = (PADDING_H + STRIDE_H - 1) // STRIDE_H
     AHEAD_W: tl.constexpr = (PADDING_W + STRIDE_W - 1) // STRIDE_W
     tap, block = step // BLOCKS, step % BLOCKS
@@ -302,7 +303,7 @@ def _finish_rows(
 
 @triton.jit
 def _is_last(total, sums, arrived, tile, tiles, part, SPLIT: tl.constexpr):
-    """Stores the sums of one part of K; whether those of all others of the tile are stored already."""
+    """Stores the sums of one part of K, and returns whether all other parts of the tile are stored already."""
     tl.store(_places(sums, tile, tiles, part, total.shape[0], total.shape[1]), total)
     tl.debug_barrier()  # the stores of all threads come before the count
     return tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
@@ -318,6 +319,6 @@ def _sum_of_parts(sums, tile, tiles, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, 
 
 @triton.jit
 def _places(sums, tile, tiles, part, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Where the sums of a part of a tile are."""
+    """The positions of the sums of a part of a tile."""
     begin = (part * tiles + tile).to(tl.int64) * (HEIGHT * WIDTH)
     return sums + begin + tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]

@@ -1,4 +1,4 @@
-"""The Triton kernels of embeddings and of their gradient; `embeddings.py` has the operator and says how they work."""
+"""The Triton kernels of embeddings and of their gradient; `embeddings.py` has the operator and explains them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def gather_rows(
     items, width, table_rows, table_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The rows of the table that the tokens name. A token outside of it stops the program, where asserts are on."""
+    """The rows of the table for the tokens. If asserts are on, a token outside the table stops the program."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     token = tl.load(tokens + row, mask=row < items, other=0)
@@ -24,16 +24,16 @@ def gather_rows(
 
 @triton.jit
 def add_runs(
-    values, order, tokens,  # (*, D) rows; (items,) rows of values, or none: item i is row i; (items,) in order
+    values, order, tokens,  # (*, D) rows; (items,) row numbers, or None: item i is row i; (items,) in order
     table, sums, sum_tokens,  # (V, D); (2 * programs, D) float32; (2 * programs,)
     items, width, table_rows, skipped, value_stride,
     INDIRECT: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sums of the runs of equal tokens among CHUNK items.
 
-    A run that lies within the chunk is a row of the table. One that began before is the chunk's first sum, one that
-    goes on after it (and did not begin before) the second; a sum that there is not has the token -1, or, where a run
-    fills the chunk and goes on, that run's token and the value 0.
+    The sum of a run within the chunk is a row of the table. A run that began in an earlier chunk gives the first
+    partial sum, and one that begins here and continues in the next gives the second. A missing partial sum has the
+    token -1; if one run fills the chunk and continues, it has that run's token and the value 0.
     """
     chunk = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -47,7 +47,7 @@ def add_runs(
     head = sums + 2 * chunk * width + column
     total = tl.zeros((COLUMNS,), tl.float32)
     for block in range(0, CHUNK, AHEAD):
-        rows = ()  # AHEAD of them are on their way at once
+        rows = ()  # AHEAD of them are in flight at once
         for step in tl.static_range(AHEAD):
             item = first + block + step
             if INDIRECT:

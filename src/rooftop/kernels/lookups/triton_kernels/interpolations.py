@@ -1,9 +1,9 @@
 """Triton kernels of the trilinear interpolation; `interpolations.py` has the operator.
 
-A program works on POINTS points and CHANNELS channels at a time: the loads of a block's eight corners are all on their
-way before the first is used, and neighbouring threads read neighbouring channels. `units` counts groups of UNIT
-channels, so that the compiler knows by what C is divisible and loads several at a time. All offsets of points are
-64-bit. Deterministic: a point's gradient is summed by one program.
+A program computes POINTS points and CHANNELS channels at a time. All loads of a block's eight corners are in flight
+before the first is used, and neighbouring threads read neighbouring channels. `units` counts groups of UNIT channels,
+so that the compiler knows a divisor of C and loads several channels at a time. All offsets of points are 64-bit.
+Deterministic: one program sums a point's gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def trilinear_forward(
     count, units,
     UNIT: tl.constexpr, EVEN: tl.constexpr, POINTS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """The eight corners of each point's cell, weighted by where the point lies in it; sums are float32."""
+    """The eight corners of each point's cell, weighted by the point's position in it; sums are float32."""
     channels = units * UNIT
     blocks = tl.cdiv(channels, CHANNELS)
     point = (tl.program_id(0) // blocks).to(tl.int64) * POINTS + tl.arange(0, POINTS)  # (POINTS,)
@@ -81,12 +81,12 @@ def trilinear_backward(
             tl.store(dpoints + point * 3 + axis, total, mask=point < count)
 
 
-# ---- pieces ------------------------------------------------------------------------------------------------------
+# ---- functions that several kernels share --------------------------------------------------------------------------
 
 
 @triton.jit
 def _upper_weights(points, point, count):
-    """The weights of the upper end in each dimension: those of the lower are 1 less these."""
+    """The weights of the upper end in each dimension; those of the lower end are 1 minus these."""
     known = point < count
     u = tl.load(points + point * 3, mask=known, other=0.0).to(tl.float32)
     v = tl.load(points + point * 3 + 1, mask=known, other=0.0).to(tl.float32)
@@ -104,5 +104,5 @@ def _end(upper, UPPER: tl.constexpr):
 
 @triton.jit
 def _slope(UPPER: tl.constexpr):
-    """Of the weight of an end, along its coordinate."""
+    """The slope of an end's weight along its coordinate."""
     return 0.5 if UPPER else -0.5

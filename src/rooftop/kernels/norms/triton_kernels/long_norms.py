@@ -1,10 +1,11 @@
-"""Triton kernels of layer norm and RMS norm for rows that do not fit a program's registers; pieces in `norms.py`.
+"""Triton kernels of layer norm and RMS norm for rows that do not fit a program's registers; `norms.py` has shared
+functions.
 
-Forward reads a row twice, by persistent programs few enough that L2 still has most of it the second time; that pass
-goes from the end to the beginning, so that it starts with what was read last. Backward splits in two: sums along rows
-first, then tiles of columns that know them and keep the sums over their rows.
+Forward reads a row twice, with so few persistent programs that L2 still holds most of the row the second time. The
+second pass goes from the end to the beginning, so it starts with the part that was read last. Backward has two kernels:
+the first computes sums along rows; the second works on tiles of columns with these sums, and adds up over their rows.
 
-SHIFT: rows begin at odd addresses and are loaded by the groups of eight elements that enclose them (norms.py).
+SHIFT: rows begin at odd addresses, and the kernel loads the groups of eight elements that enclose them (norms.py).
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from rooftop.kernels.norms.triton_kernels.norms import enclosing, shift_of
 @triton.jit
 def norm_forward_long(
     x, residual, input_bias, weight, bias,  # (M, N), (M, N), (N,), (N,), (N,); all but x may be None
-    y, total, mean, rstd,  # (M, N), (M, N), (M,), (M,); total is None where nothing is added, mean of an RMS norm
+    y, total, mean, rstd,  # (M, N), (M, N), (M,), (M,); total is None if nothing is added, mean for an RMS norm
     rows, units, x_stride, residual_stride, eps,
     RMS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Every (number of programs)-th row. Each lane keeps its own mean and squared deviations (Welford 1962)."""
+    """Normalizes every (number of programs)-th row. Each lane keeps its own mean and squared deviations (Welford
+    1962).
+    """
     CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT
     lane = tl.arange(0, COLUMNS)
@@ -78,7 +81,7 @@ def norm_forward_long(
         scale = 1.0 / tl.sqrt(tl.sum(lane_squares, axis=0) * (1.0 / columns) + eps)
         tl.store(rstd + row, scale)
         if total is not None:
-            tl.debug_barrier()  # what other threads stored is read below
+            tl.debug_barrier()  # below, the program reads what other threads stored
         for behind in tl.range(0, blocks, num_stages=STAGES):
             place = (blocks - 1 - behind) * COLUMNS + lane
             if total is not None:
@@ -104,8 +107,8 @@ def norm_row_sums(
     rows, units, dy_stride, x_stride,
     RMS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The means along long rows that dx needs: of dy * weight, and of that times the normalized x; and what the mean
-    of x lacks (norms.py)."""
+    """The means along long rows that dx needs: of dy * weight, and of dy * weight times the normalized x. Also the
+    rounding error of x's mean (norms.py)."""
     CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT
     row = tl.program_id(0).to(tl.int64)
@@ -152,7 +155,7 @@ def norm_backward_long(
     RMS: tl.constexpr, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx of a block of columns in every (number of chunks)-th row, and the sums over these rows.
+    """dx of a block of columns in every (number of chunks)-th row, and the sums over the same rows.
 
     With SHIFT the number of chunks is a multiple of eight, so that all rows of a program have the same shift.
     """
@@ -209,7 +212,7 @@ def norm_backward_long(
 
 @triton.jit
 def _load(pointers, place, shift, columns, SHIFT: tl.constexpr, EVICT: tl.constexpr):
-    """Elements of a block of a row, 0 where it has none."""
+    """Elements of a block of a row, 0 past the end of the row."""
     if SHIFT:
         groups = place < (shift + columns + 7) // 8 * 8
         values = tl.load(pointers, mask=groups, other=0.0, eviction_policy=EVICT)

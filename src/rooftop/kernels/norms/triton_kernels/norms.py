@@ -1,28 +1,28 @@
 """Triton kernels of layer norm and RMS norm, of x or of x + input_bias + residual; `launches.py` launches them.
 
-Rows that fit a program's registers are read from memory once. A tile of them is ROWS rows by BLOCKS blocks of COLUMNS
-elements; whatever is computed in float32 is computed block by block, so that between two passes over a row only its
-elements as they were loaded stay in registers, and of a row that is no power of two at most a part of the last block is
-masked. Backward is persistent: while a program works on a tile, its next ones are on their way to shared memory
-(STAGES); the sums for the gradients of weight and bias stay in registers until the end. `triton_kernels/long_norms.py`
-has the kernels for longer rows.
+Rows that fit a program's registers are read from memory once. A tile is ROWS rows by BLOCKS blocks of COLUMNS elements.
+Float32 values are computed block by block: between two passes over a row, only its elements as loaded stay in
+registers. If the length of a row is no power of two, only a part of the last block is masked. Backward is persistent:
+while a program computes a tile, its next tiles are loaded to shared memory (STAGES). The sums for the gradients of
+weight and bias stay in registers until the end. `triton_kernels/long_norms.py` has the kernels for longer rows.
 
-Statistics are float32, of squared deviations from the mean and not of squares: rows with a large common offset keep
-theirs. The mean itself is rounded to float32, and so wrong by more than a rounding of what is left of such a row: of
-float32 rows (CORRECTED) the mean of the deviations, which it lacks, is subtracted too. A sum is multiplied by 1 / N,
-not divided by N: the fast division is not exact even for N = 1. A sum with a residual is rounded before it is
-normalized, so that backward, which reads what is stored, sees the same numbers: rows that are nearly constant would
-multiply the difference by their large 1 / std.
+Statistics are float32. The variance comes from squared deviations from the mean, not from squares: so rows with a large
+common offset keep their accuracy. The mean itself is rounded to float32; in a row with a large offset its error exceeds
+the rounding of the deviations. For float32 rows (CORRECTED) the kernel therefore subtracts the mean of the deviations
+too. A sum is multiplied by 1 / N, not divided by N: the fast division is not exact even for N = 1. A sum with a
+residual is rounded before it is normalized, so that backward, which reads the stored sum, sees the same numbers. In
+nearly constant rows the large 1 / std would multiply the difference.
 
-`units` and the strides count groups of UNIT elements, so that the compiler knows by what N is divisible and loads
-several elements at a time; EVEN says that N fills the tile. All offsets of rows are 64-bit. Tensors that may be None
-are compiled out.
+`units` and the strides count groups of UNIT elements, so that the compiler knows a divisor of N and loads several
+elements at a time; EVEN says that N fills the tile. All offsets of rows are 64-bit. Tensors that may be None are
+compiled out.
 
 Shifted kernels are for two-byte elements and an N that eight does not divide, whose rows begin at odd addresses. They
 load the groups of eight elements that enclose a row, 16 bytes at a time; lane i then holds column i - shift. A program
-works on rows whose distance is a multiple of eight, which have the same shift: its weights and its sums stay where they
-are. Blocks from 1 to before WHOLE have no end of a row. Whole groups are stored 16 bytes at a time, the two at a row's
-ends one element at a time. The number of rows is a multiple of eight, so no group reaches past the tensor.
+works on rows whose distance is a multiple of eight. They have the same shift, so its weights and sums stay in the same
+lanes. Blocks from 1 to before WHOLE contain no end of a row. Whole groups are stored 16 bytes at a time, and the two
+groups at a row's ends one element at a time. The number of rows is a multiple of eight, so no group reaches past the
+tensor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rooftop.kernels.operands.triton_kernels.rows import is_inside
 @triton.jit
 def norm_forward(
     x, residual, input_bias, weight, bias,  # (M, N), (M, N), (N,), (N,), (N,); all but x may be None
-    y, total, mean, rstd,  # (M, N), (M, N), (M,), (M,); total is None where nothing is added, mean of an RMS norm
+    y, total, mean, rstd,  # (M, N), (M, N), (M,), (M,); total is None if nothing is added, mean for an RMS norm
     rows, units, x_stride, residual_stride, eps,
     RMS: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -224,11 +224,11 @@ def norm_backward(
     UNIT: tl.constexpr, EVEN: tl.constexpr, HOLD: tl.constexpr, AGAIN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx, and partial sums for weight and bias.
+    """Computes dx, and partial sums for weight and bias.
 
-    dtotal: a gradient that flows to x past the norm, or None. HOLD: the weight stays in registers from the beginning;
-    otherwise it is fetched ahead, too. AGAIN: rows so long that they do not stay in registers beside their sums are
-    loaded again for the second pass.
+    dtotal: a gradient that reaches x without passing the norm, or None. HOLD: the weight stays in registers from the
+    beginning; otherwise the kernel fetches it ahead, too. AGAIN: rows that do not fit in registers beside their sums
+    are loaded again for the second pass.
     """
     CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT
@@ -241,7 +241,8 @@ def norm_backward(
             held = held + (parameters(weight, block * COLUMNS + lane, columns, EVEN or block < BLOCKS - 1)[None, :],)
         weight_sums = weight_sums + (tl.zeros((ROWS, COLUMNS), tl.float32),)
         bias_sums = bias_sums + (tl.zeros((ROWS, COLUMNS), tl.float32),)
-    # A program takes every (number of programs)-th tile of rows, always the same ones: sums are deterministic.
+    # A program takes every (number of programs)-th tile of rows, the same ones in each run, so the sums are
+    # deterministic.
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         dy_rows = dy + row[:, None] * (dy_stride * UNIT) + lane[None, :]  # (ROWS, COLUMNS)
@@ -256,7 +257,7 @@ def norm_backward(
             inside = is_inside(row, rows, block * COLUMNS + lane, columns, EVEN or block < BLOCKS - 1)
             gradients = gradients + (tl.load(dy_rows + block * COLUMNS, mask=inside, other=0.0),)
             values = values + (tl.load(x_rows + block * COLUMNS, mask=inside, other=0.0),)
-        along = tl.zeros((ROWS, COLUMNS), tl.float32)  # sums along the rows of dy * weight, and of that times normal x
+        along = tl.zeros((ROWS, COLUMNS), tl.float32)  # row sums of dy * weight, and of dy * weight * normalized x
         across = tl.zeros((ROWS, COLUMNS), tl.float32)
         lane_rests = tl.zeros((ROWS, COLUMNS), tl.float32)
         for block in tl.static_range(BLOCKS):
@@ -340,7 +341,9 @@ def norm_backward_shifted(
     RMS: tl.constexpr, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The same of rows at odd addresses. Each row of a tile has its own shift, and so its own sums."""
+    """Like `norm_backward`, for rows at odd addresses. Each row of a tile has its own shift, and therefore its own
+    sums.
+    """
     lane = tl.arange(0, COLUMNS)
     first = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     shift = shift_of(first, columns)[:, None]  # (ROWS, 1)
@@ -443,12 +446,12 @@ def add_partial_sums(
         tl.store(dbias + column, total.to(dbias.dtype.element_ty), mask=column < columns)
 
 
-# ---- pieces, some of them also of triton_kernels/long_norms.py -------------------------------------------------------
+# ---- functions that several kernels share, also those of triton_kernels/long_norms.py --------------------------------
 
 
 @triton.jit
 def parameters(pointer, column, columns, FULL: tl.constexpr):
-    """One parameter a column, float32, and 0 past the end; FULL: all columns exist."""
+    """One parameter a column, in float32, and 0 past the end; FULL: all columns exist."""
     if FULL:
         return tl.load(pointer + column).to(tl.float32)
     else:
@@ -457,21 +460,23 @@ def parameters(pointer, column, columns, FULL: tl.constexpr):
 
 @triton.jit
 def shift_of(row, columns):
-    """How many elements of the row before share a group of eight with a row's first."""
+    """How many elements before a row's first element lie in the same group of eight."""
     return ((row % 8) * (columns % 8)) % 8
 
 
 @triton.jit
 def enclosing(row, columns):
-    """Where the group of eight that has a row's first element begins: the compiler sees that eight divides it."""
+    """Start of the group of eight that contains a row's first element, in a form that shows the compiler the divisor
+    eight.
+    """
     return (row * columns) // 8 * 8
 
 
 @triton.jit
 def load_shifted(place, lane, shift, columns, ENDS: tl.constexpr):
-    """Elements of rows (ROWS, COLUMNS) by groups, and 0 where they are a neighbour's. shift (ROWS, 1).
+    """Elements of rows (ROWS, COLUMNS), loaded by groups; elements of a neighbouring row become 0. shift (ROWS, 1).
 
-    ENDS: the block may have an end of a row.
+    ENDS: the block may contain an end of a row.
     """
     if ENDS:
         column = lane[None, :] - shift
@@ -483,7 +488,7 @@ def load_shifted(place, lane, shift, columns, ENDS: tl.constexpr):
 
 @triton.jit
 def store_shifted(place, values, lane, shift, columns, ENDS: tl.constexpr):
-    """Whole groups at once, and one by one the elements of a group that belongs to a neighbour, too."""
+    """Stores whole groups at once. A group that also belongs to a neighbouring row is stored one element at a time."""
     position = lane[None, :]
     if ENDS:
         begin = (shift + 7) // 8 * 8
@@ -497,7 +502,7 @@ def store_shifted(place, values, lane, shift, columns, ENDS: tl.constexpr):
 
 @triton.jit
 def _rest_and_variance(rests, squares, columns):
-    """What the rounded mean lacks (ROWS, 1), and the variance (ROWS,), of deviations from it and of their squares."""
+    """The rounding error of the mean (ROWS, 1), and the variance (ROWS,), from the deviations and their squares."""
     rest, variance = tl.reduce((rests, squares), 1, _add_pairs)
     rest = rest * (1.0 / columns)
     return rest[:, None], tl.maximum(variance * (1.0 / columns) - rest * rest, 0.0)
@@ -510,7 +515,7 @@ def _add_pairs(a, b, c, d):
 
 @triton.jit
 def _sum_of_rows(partial, rows, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of every second row."""
+    """The sum of every second row."""
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, rows, ROWS):
         row = start + tl.arange(0, ROWS).to(tl.int64)

@@ -1,9 +1,10 @@
-"""Activations and their gradients, as kernels call them that finish products.
+"""Activations and their gradients, for kernels that complete products.
 
-Activations cost as much as the product's last tenth where they are not hidden behind it, most of it in the unit for
-exponentials and reciprocals, 8 times slower than multiplication. HALF says that results are rounded to 16 bits: then
-each takes one exponential and a polynomial (`normal_below`, `_reciprocal`), far within that rounding. Those of float32
-are as accurate as PyTorch's: exponentials of reduced arguments, divisions that round correctly, nothing that cancels.
+Activations cost as much as the last tenth of the product unless they overlap with it. Most of that is in the unit for
+exponentials and reciprocals, which is 8 times slower than multiplication. HALF says that results are rounded to 16
+bits: then each needs one exponential and a polynomial (`normal_below`, `_reciprocal`), with errors far below that
+rounding. Activations of float32 are as accurate as PyTorch's: exponentials of reduced arguments, divisions that round
+correctly, no cancellation.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def activated(values, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def activation_gradient(gradient, value, ACTIVATION: tl.constexpr, OF_OUTPUT: tl.constexpr, HALF: tl.constexpr):
-    """gradient * activation'; value is the result where OF_OUTPUT, else what was activated."""
+    """gradient * activation'; value is the result if OF_OUTPUT, else the activation's input."""
     if ACTIVATION == RELU:
         result = tl.where(value <= 0.0, 0.0, gradient)
     elif ACTIVATION == GELU:
@@ -89,7 +90,7 @@ def activation_gradient(gradient, value, ACTIVATION: tl.constexpr, OF_OUTPUT: tl
 
 @triton.jit
 def _gelu_argument(values):
-    """(1 + tanh(u)) / 2 is sigmoid(2 u): this is 2 u = 2 sqrt(2 / pi) (v + 0.044715 v^3)."""
+    """(1 + tanh(u)) / 2 is sigmoid(2 u): this function returns 2 u = 2 sqrt(2 / pi) (v + 0.044715 v^3)."""
     return 1.5957691216057308 * values * (1.0 + 0.044715 * values * values)
 
 
@@ -106,7 +107,7 @@ def _sigmoid(values, HALF: tl.constexpr):
 
 @triton.jit
 def _shares(values):
-    """(sigmoid(v), sigmoid(-v)) in float32; 1 less the first would have nothing left of a small second."""
+    """(sigmoid(v), sigmoid(-v)) in float32; 1 minus the first would lose a small second."""
     small = exponential(-tl.abs(values), True)
     larger = tl.div_rn(1.0, 1.0 + small)
     smaller = small * larger
@@ -115,7 +116,7 @@ def _shares(values):
 
 @triton.jit
 def _exponential(size):
-    """exp(-size), 0 where that is below the least normal number."""
+    """exp(-size), 0 if that is below the least normal number."""
     return tl.exp2(size * -1.4426950408889634)
 
 

@@ -1,4 +1,4 @@
-"""Pieces of kernels that multiply matrices: which tile comes next, a step of a product, a tile in parts."""
+"""Functions of kernels that multiply matrices: the next tile, a step of a product, a tile in parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def tile_place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
-    """(row, column) of a tile: down GROUP rows of tiles, then one column on; then the next GROUP rows."""
+    """(row, column) of a tile: down GROUP rows of tiles, then one column on; after the last column, the next GROUP
+    rows.
+    """
     band = tile // (GROUP * column_tiles)
     height = min(row_tiles - band * GROUP, GROUP)
     within = tile % (GROUP * column_tiles)
@@ -17,7 +19,7 @@ def tile_place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def plus_product(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """total + left @ right. WIDEN: Triton's interpreter takes the bits of bfloat16 for whole numbers in a product."""
+    """total + left @ right. WIDEN: Triton's interpreter reads the bits of bfloat16 as integers in a product."""
     if WIDEN:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, total, input_precision=PRECISION)

@@ -1,4 +1,4 @@
-"""Pieces of kernels that work on rows: which elements there are, and sums over lanes."""
+"""Functions of kernels that work on rows: which elements exist, and sums over lanes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def tile_of_program(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(row, column, inside) of this program's elements; tiles that lie side by side follow each other."""
+    """(row, column, inside) of this program's elements; neighbouring tiles have consecutive programs."""
     blocks = tl.cdiv(columns, COLUMNS)
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -18,7 +18,7 @@ def tile_of_program(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def is_inside(row, rows, column, columns, FULL: tl.constexpr):
-    """Which elements of a block exist: (ROWS, 1) where all columns do (FULL), else (ROWS, COLUMNS)."""
+    """Which elements of a block exist: (ROWS, 1) if all columns are inside (FULL), else (ROWS, COLUMNS)."""
     inside = (row < rows)[:, None]
     if not FULL:
         inside = inside & (column < columns)[None, :]
@@ -27,9 +27,10 @@ def is_inside(row, rows, column, columns, FULL: tl.constexpr):
 
 @triton.jit
 def fold_scores(largest, total, scores, GROUP: tl.constexpr):
-    """Each lane's maximum and its sum of exp(score - maximum), with GROUP neighbouring scores more.
+    """Each lane's maximum and its sum of exp(score - maximum), after GROUP more neighbouring scores.
 
-    The sum is rescaled once a group, not once a score. A lane that has seen nothing but -inf has a sum of 0.
+    The sum is rescaled once for each group, not once for each score. A lane that has seen nothing but -inf has a sum of
+    0.
     """
     groups = tl.reshape(scores, (scores.shape[0] // GROUP, GROUP))
     higher = tl.maximum(largest, tl.max(groups, axis=1))
@@ -52,5 +53,5 @@ def sum_of_lanes(total, axis: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def widened(values, WIDE: tl.constexpr):
-    """In float64 if WIDE, else in float32."""
+    """Values in float64 if WIDE, else in float32."""
     return values.to(tl.float64 if WIDE else tl.float32)

@@ -1,7 +1,7 @@
 """Functions that kernels of elementwise expressions call; `elementwise/expression_sources.py` writes the kernels.
 
-Where PRECISE, results are as accurate as PyTorch's in float32; else as half precision needs, in fewer instructions.
-They use nothing that Triton's interpreter lacks (no libdevice).
+With PRECISE, results are as accurate as PyTorch's in float32; otherwise as accurate as half precision needs, in fewer
+instructions. They use only functions that Triton's interpreter has (no libdevice).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FLOAT_MIDDLE = tl.constexpr(1.5 * 2.0**23)
 FLOAT_MIDDLE_BITS = tl.constexpr(0x4B400000)
 DOUBLE_MIDDLE = tl.constexpr(1.5 * 2.0**52)
 DOUBLE_BEYOND = tl.constexpr(2.0**52 + 2.0**31)
-DOUBLE_BEYOND_BITS = tl.constexpr(0x4330000080000000)  # the sign of 32 bits turned around is 2^31 added
+DOUBLE_BEYOND_BITS = tl.constexpr(0x4330000080000000)  # flipping the sign bit of 32 bits adds 2^31
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def hyperbolic_tangent(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def normal_distribution(x, PRECISE: tl.constexpr):
-    """Phi(x); of NaN it may be 1."""
+    """Phi(x); for NaN it may be 1."""
     if PRECISE:
         return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
@@ -78,7 +78,8 @@ def normal_distribution(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def normal_below(size):
-    """Phi(-size), the normal distribution, for size in [0, 14]: 2 to a polynomial of degree 8, the best for log2 Phi.
+    """Phi(-size), the normal distribution, for size in [0, 14]: 2 to the power of the best polynomial of degree 8 for
+    log2 Phi.
 
     The error is 4e-5 of the value up to 5.8 (where float16 ends), 7e-4 up to 13.2, and absolute 1e-38 beyond.
     """
@@ -106,7 +107,7 @@ def _tanh_near_0(x):
 
 @triton.jit
 def quotient(a, b, PRECISE: tl.constexpr):
-    """a / b; where PRECISE, correctly rounded."""
+    """a / b; correctly rounded if PRECISE."""
     if PRECISE:
         return tl.div_rn(a, b)
     else:
@@ -115,7 +116,7 @@ def quotient(a, b, PRECISE: tl.constexpr):
 
 @triton.jit
 def square_root(x, PRECISE: tl.constexpr):
-    """The root of x; where PRECISE, correctly rounded."""
+    """The root of x; correctly rounded if PRECISE."""
     if PRECISE:
         return tl.sqrt_rn(x)
     else:
@@ -124,7 +125,7 @@ def square_root(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def power(a, b, PRECISE: tl.constexpr):
-    """|a|^b = exp(b log |a|), in float64 where PRECISE: the product magnifies the rounding of the logarithm."""
+    """|a|^b = exp(b log |a|), in float64 if PRECISE: the product magnifies the rounding of the logarithm."""
     a, b = tl.broadcast(a, b)
     size = tl.abs(a)
     if PRECISE:
@@ -142,7 +143,7 @@ def power(a, b, PRECISE: tl.constexpr):
 
 @triton.jit
 def round_half_even(x):
-    """The nearest integer, of two the even one, as torch.round."""
+    """The nearest integer; ties go to the even one, as in torch.round."""
     low = tl.floor(x)
     part = x - low
     even = tl.floor(low * 0.5) * 2.0 == low
@@ -151,9 +152,9 @@ def round_half_even(x):
 
 @triton.jit
 def nearest_integer(x):
-    """The nearest integer, of two the even one, for |x| up to 2^22 in float32; of up to 2^51 in float64 its lower 32
-    bits. A sum beyond 2^23 or 2^52 has no fraction, and the integer in its last bits: GPUs add doubles four times as
-    fast as they convert them."""
+    """The nearest integer, with ties to the even one, for |x| up to 2^22 in float32. In float64 up to 2^51, its lower
+    32 bits. A sum beyond 2^23 or 2^52 has no fraction, and holds the integer in its last bits: GPUs add doubles four
+    times as fast as they convert them."""
     if x.dtype == tl.float64:
         return (x + DOUBLE_MIDDLE).to(tl.int64, bitcast=True).to(tl.int32)
     else:
@@ -162,37 +163,37 @@ def nearest_integer(x):
 
 @triton.jit
 def double_of(x):
-    """An integer of at most 32 bits as float64: 2^52 + 2^31 + x is put together of bits, and the large part taken off,
-    which is exact and four times as fast as converting it."""
+    """An integer of at most 32 bits as float64: 2^52 + 2^31 + x is assembled from bits, and the large part subtracted.
+    This is exact, and four times as fast as a conversion."""
     bits = (x.to(tl.int32).to(tl.int64) & 0xFFFFFFFF) ^ DOUBLE_BEYOND_BITS
     return bits.to(tl.float64, bitcast=True) - DOUBLE_BEYOND
 
 
 @triton.jit
 def truncated(x):
-    """x without its fraction, as torch.trunc."""
+    """x without its fraction, as in torch.trunc."""
     return tl.where(x < 0, tl.ceil(x), tl.floor(x))
 
 
 @triton.jit
 def sign(x):
-    """1, -1 or 0, as torch.sign; 0 of NaN."""
+    """1, -1 or 0, as in torch.sign; 0 for NaN."""
     return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
 
 
 @triton.jit
 def largest(a, b):
-    """NaN where either is."""
+    """max(a, b), and NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def smallest(a, b):
-    """min(a, b), and NaN where either is."""
+    """min(a, b), and NaN if either is."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def rectified(x):
-    """max(x, 0), and NaN where x is."""
+    """max(x, 0), and NaN if x is."""
     return tl.where(x < 0, tl.full((), 0, x.dtype), x)

@@ -1,20 +1,20 @@
-"""Triton kernels of sparse convolution; `sparse_convs.py` has the operator and says how they work.
+"""Triton kernels of sparse convolution; `sparse_convs.py` has the operator and explains them.
 
-A neighbour table has a row for each result and a column for each tap of the window (an offset): the site that lies
-there, or -1. Sites that the features do not have are read as none. WIDE: some offset needs 64 bits.
+A neighbour table has a row for each result and a column for each tap of the window (an offset): the site at that tap,
+or -1. Sites outside the features count as -1. WIDE: some offset needs 64 bits.
 
-`sparse_conv_rows` is a product of matrices of which one is never stored: its rows are results, its columns channels of
-the result, and K runs over the taps and, within a tap, over the channels. Which taps a tile of rows has at all is a
-number, one bit for each: the loop takes its lowest bit, and clears it when the tap's channels are done. So the loop has
-no branch, and the loads of later steps are on their way while a step is multiplied.
+`sparse_conv_rows` is a product of two matrices, and the first one is never stored. Its rows are results and its columns
+channels of the result. K runs over the taps and, within a tap, over the channels. A number with one bit for each tap
+says which taps a tile of rows has. The loop takes its lowest bit, and clears it when the tap's channels are done. So
+the loop has no branch, and the loads of later steps are in flight while a step is multiplied.
 
-`sparse_conv_weight_gradient` reduces over pairs of a site and a result, tap by tap, in pieces of one length that
-`sum_pieces` adds up. A sorted table has its pairs close together: `block_bits` and `list_blocks` list the blocks of it
-that have a tap at all. Of other tables `count_pairs`, `start_pairs` and `list_pairs` list the pairs themselves, where
-each stands follows from the table alone; without lists it reads all rows.
+`sparse_conv_weight_gradient` reduces over pairs of a site and a result, tap by tap, in pieces of equal length that
+`sum_pieces` adds up. In a sorted table the pairs of a tap are close together: `block_bits` and `list_blocks` list the
+blocks that contain a tap. For other tables `count_pairs`, `start_pairs` and `list_pairs` list the pairs themselves; the
+table alone determines each pair's position. Without lists it reads all rows.
 
-`neighbour_bits`, `count_bits` and `mask_keys` give the keys that rows are sorted by, `sort_table` the table in that
-order. Tables are read along taps and lists written along rows, each in the direction in which memory runs.
+`neighbour_bits`, `count_bits` and `mask_keys` compute the keys for sorting rows; `sort_table` writes the table in that
+order. Tables are read along taps and lists are written along rows, each in the direction in which memory is contiguous.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def sparse_conv_rows(
 ):  # fmt: skip
     """out[m] = bias + sum over taps t of weight[:, t] features[neighbours[m, t]].
 
-    MIRRORED: of the weight the taps are taken from the last to the first. WIDTH: taps that are looked at together.
+    MIRRORED: the taps of the weight are taken from last to first. WIDTH: taps that are examined together.
     """
     WORDS: tl.constexpr = (TAPS + 31) // 32
     column_tiles: tl.constexpr = (OUT_CHANNELS + COLUMNS - 1) // COLUMNS
@@ -66,7 +66,7 @@ def sparse_conv_rows(
         bits = tl.sum(present << tl.arange(0, WIDTH), axis=0)
         steps = tl.sum(present, axis=0).to(tl.int32) * blocks
         for step in range(steps):
-            # The exponent of a power of two as a float is which bit it is.
+            # The exponent of a power of two, as a float, is the index of its bit.
             tap = first_tap + ((bits & -bits).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
             if SORTED:
                 site = tl.load(order + (_line(1 + WORDS + tap, rows, WIDE) + position), mask=inside, other=-1)
@@ -97,7 +97,7 @@ def sparse_conv_rows(
 
 @triton.jit
 def sparse_conv_weight_gradient(
-    features, gradient, table, lists, counts,  # (N, C), (M, O), (M, T) or as `sort_table` has it; of LISTED, and (T,)
+    features, gradient, table, lists, counts,  # (N, C), (M, O), (M, T) or as from `sort_table`; of LISTED, and (T,)
     sums,  # (pieces, O, C)
     sites, rows, capacity, parts,
     LISTED: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, TAPS: tl.constexpr, LANES: tl.constexpr,
@@ -107,9 +107,9 @@ def sparse_conv_weight_gradient(
 ):  # fmt: skip
     """The sum of gradient[m] features[n]^T over one piece of a tap's pairs (n, m).
 
-    LISTED: `lists` has each tap's pairs (2, T, capacity), or (BLOCK) blocks of so many rows of the sorted table
-    (T, capacity), which `_pieces` cuts for about `parts` programs. Else the rows of the table are cut into `parts` for
-    each tap. WHOLE: there is one part, and `sums` is (O, T, C).
+    LISTED: `lists` has each tap's pairs (2, T, capacity). With BLOCK it has blocks of BLOCK rows of the sorted table
+    (T, capacity), which `_pieces` cuts for about `parts` programs. Otherwise the rows of the table are cut into `parts`
+    for each tap. WHOLE: there is one part, and `sums` is (O, T, C).
     """
     WORDS: tl.constexpr = (TAPS + 31) // 32
     piece = tl.program_id(0)
@@ -176,7 +176,7 @@ def sum_pieces(
     CHANNELS: tl.constexpr, OUT_CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
     PIECES: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The sum of a tap's pieces, always in the same order; of no pieces, zero."""
+    """The sum of a tap's pieces, always in the same order; zero without pieces."""
     size: tl.constexpr = OUT_CHANNELS * CHANNELS
     tap = tl.program_id(0)
     element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
@@ -210,7 +210,7 @@ def neighbour_bits(
     WORDS: tl.constexpr = (TAPS + 31) // 32
     row = _rows(ROWS, WIDE)
     for word in range(WORDS):
-        # 2^31 - 1, the most rows that there are: every neighbour is known
+        # 2^31 - 1, the largest number of rows: every neighbour counts as existing
         known = _known(neighbours, row, row < rows, word * 32, 2147483647, TAPS, 32)
         bits = tl.sum(known.to(tl.uint32) << tl.arange(0, 32).to(tl.uint32)[None, :], axis=1)
         tl.store(masks + row * WORDS + word, bits.to(tl.int32, bitcast=True), mask=row < rows)
@@ -237,9 +237,10 @@ def mask_keys(
     rows,
     WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Where a mask stands in a Gray code whose slowest bit is the rarest: neighbours in that order differ in few bits.
+    """The position of a mask in a Gray code whose slowest bit is the rarest: neighbours in that order differ in few
+    bits.
 
-    Of more than 64 bits, the rarest 64.
+    For masks of more than 64 bits, only the rarest 64 bits.
     """
     KEY_BITS: tl.constexpr = 32 if WORDS == 1 else 64
     row = _rows(ROWS, WIDE)
@@ -258,7 +259,7 @@ def mask_keys(
         is_set = ((mask[None, :] >> tl.arange(0, 32)[:, None]) & 1) != 0  # (32, ROWS)
         place = tl.maximum(KEY_BITS - 1 - rarer, 0).to(code.dtype)[:, None]
         code += tl.sum((is_set & (rarer < KEY_BITS)[:, None]).to(code.dtype) << place, axis=0)
-    code ^= code >> 1  # each bit becomes the parity of those from it up
+    code ^= code >> 1  # each bit becomes the parity of itself and all higher bits
     code ^= code >> 2
     code ^= code >> 4
     code ^= code >> 8
@@ -276,7 +277,7 @@ def sort_table(
     rows,
     TAPS: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The order, the bits of each row, then its sites by tap, of the rows in that order."""
+    """The order, then the bits of each row, then its sites by tap, for the rows in that order."""
     WORDS: tl.constexpr = (TAPS + 31) // 32
     position = _rows(ROWS, WIDE)
     inside = position < rows
@@ -318,7 +319,7 @@ def list_blocks(
     blocks,
     SCANNED: tl.constexpr,
 ):  # fmt: skip
-    """The blocks that have a tap, ascending, and how many they are."""
+    """The blocks that have a tap, ascending, and their number."""
     tap = tl.program_id(0)
     before = tl.zeros((), tl.int32)
     for first in range(0, blocks, SCANNED):
@@ -340,7 +341,7 @@ def count_pairs(
     sites, rows,
     TAPS: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """How many neighbours ROWS rows have at each tap."""
+    """The number of neighbours of ROWS rows at each tap."""
     row = _rows(ROWS, WIDE)
     programs = tl.num_programs(0)
     for first_tap in range(0, TAPS, WIDTH):
@@ -356,7 +357,7 @@ def start_pairs(
     blocks,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Pairs of a tap before each block of rows, and in all."""
+    """The number of pairs of a tap before each block of rows, and in total."""
     tap = tl.program_id(0)
     line = _line(tap, blocks, True)
     before = tl.zeros((), tl.int32)
@@ -374,7 +375,7 @@ def list_pairs(
     sites, rows, capacity,
     TAPS: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sites, then rows, of the pairs of each tap, in the order of rows."""
+    """Sites, then rows, of the pairs of each tap, in row order."""
     row = _rows(ROWS, WIDE)
     programs = tl.num_programs(0)
     for first_tap in range(0, TAPS, WIDTH):
@@ -390,14 +391,14 @@ def list_pairs(
         tl.store(pairs + (_line(tap + TAPS, capacity, WIDE)[:, None] + place), row_there, mask=kept)
 
 
-# ---- pieces ------------------------------------------------------------------------------------------------------
+# ---- functions that several kernels share ------------------------------------------------------------------------
 
 
 @triton.jit
 def _plus(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr, BY_BLOCK: tl.constexpr):
-    """total + left @ right. BY_BLOCK: products are added to each other first, which rounds off less."""
+    """total + left @ right. BY_BLOCK: products are first added to each other, which has smaller rounding errors."""
     if BY_BLOCK:
-        # The number, of which float32 takes no other notice, keeps the compiler from adding products to the total.
+        # This limit, which has no other effect in float32, keeps the compiler from adding products to the total.
         return total + tl.dot(left, right, input_precision=PRECISION, max_num_imprecise_acc=1)
     else:
         return plus_product(left, right, total, PRECISION, WIDEN)
@@ -408,10 +409,10 @@ def _pieces(
     counts, capacity, parts,
     TAPS: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The pairs of T taps, cut into pieces of one length for `parts` programs: at most `parts` + T pieces.
+    """The pairs of T taps, cut into pieces of equal length for `parts` programs: at most `parts` + T pieces.
 
-    Gives pairs, the length of a piece, and where the pieces of a tap begin and end among those of all, each (LANES,).
-    More pairs than a list has room for are none. BLOCK: what is counted are blocks of so many rows.
+    Returns the pairs, the length of a piece, and where each tap's pieces begin and end among all pieces, each (LANES,).
+    Pairs beyond a list's capacity are not counted. BLOCK: counts are of blocks of BLOCK rows.
     """
     lane = tl.arange(0, LANES)
     count = tl.load(counts + lane, mask=lane < TAPS, other=0)
@@ -427,7 +428,7 @@ def _pieces(
 
 @triton.jit
 def _line(number, length, WIDE: tl.constexpr):
-    """Where a line of that length begins."""
+    """The start of a line with that length."""
     if WIDE:
         return tl.cast(number, tl.int64) * length
     else:

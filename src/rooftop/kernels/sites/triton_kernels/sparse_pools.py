@@ -1,8 +1,8 @@
-"""Triton kernels of pooling over sites; `sparse_pools.py` and `sparse_global_pools.py` have the operators and say how
-they work.
+"""Triton kernels of pooling over sites; `sparse_pools.py` and `sparse_global_pools.py` have the operators and explain
+them.
 
-A table of neighbours is that of `triton_kernels/sparse_convs.py`. Sites and results that there are not are read as
-none. WIDE: some offset needs 64 bits. AHEAD taps of a row are on their way from memory at once.
+`triton_kernels/sparse_convs.py` describes the table of neighbours. Absent sites and results count as none. WIDE: some
+offset needs 64 bits. AHEAD taps of a row are loaded at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def sparse_pool_rows(
     AVERAGE: tl.constexpr, WIDE: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The maximum or the mean of each row's neighbours, 0 of none; of the mean, how many there are."""
+    """The maximum or the mean of each row's neighbours, 0 without neighbours; for the mean also their number."""
     row, column = _tile(CHANNELS, ROWS, COLUMNS, WIDE)
     real, inside = row < rows, column < CHANNELS
     lowest: tl.constexpr = 0.0 if AVERAGE else float("-inf")
@@ -43,7 +43,7 @@ def sparse_pool_rows(
                 total = tl.maximum(total, value, propagate_nan=tl.PropagateNan.ALL)
     if AVERAGE:
         total = total / tl.maximum(count, 1).to(tl.float32)[:, None]
-        tl.store(counts + row, count, mask=real)  # the same from each tile of columns
+        tl.store(counts + row, count, mask=real)  # the same value from each tile of columns
     total = tl.where((count > 0)[:, None], total, 0.0)
     target = out + (row[:, None] * CHANNELS + column[None, :])
     tl.store(target, total.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
@@ -56,9 +56,9 @@ def sparse_pool_gradient(
     AVERAGE: tl.constexpr, MIRRORED: tl.constexpr, WIDE: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The sum of dy / count over the results that a site is in, or of dy over those that it is the maximum of.
+    """The sum of dy / count over the results that contain a site, or of dy over the results whose maximum it is.
 
-    MIRRORED: the table is that of the neighbours, whose taps are taken from the last to the first.
+    MIRRORED: the table is that of the neighbours, read with its taps from last to first.
     """
     site, column = _tile(CHANNELS, ROWS, COLUMNS, WIDE)
     real, inside = site < sites, column < CHANNELS
@@ -97,7 +97,9 @@ def sparse_global_pool_parts(
     sites, batch_size, share,  # N, B, rows of a program
     AVERAGE: tl.constexpr, WIDE: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Maxima or sums of the batch elements that some rows have, and of how many rows; others are as they were."""
+    """Maxima or sums per batch element over some rows, and their counts; other elements of the output are not
+    changed.
+    """
     part = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
@@ -129,13 +131,13 @@ def sparse_global_pool_parts(
             found = tl.sum(total, axis=0)
         else:
             found = tl.max(total, axis=0)
-            missing = tl.max((total != total).to(tl.int32), axis=0)  # the maximum passes over NaN
+            missing = tl.max((total != total).to(tl.int32), axis=0)  # the maximum ignores NaN
             found = tl.where(missing != 0, float("nan"), found)
         tl.store(parts + (at * CHANNELS + column), found, mask=inside)
-        tl.store(part_counts + at, tl.sum(count, axis=0))  # the same from each tile of columns
+        tl.store(part_counts + at, tl.sum(count, axis=0))  # the same value from each tile of columns
 
 
-# ---- pieces ------------------------------------------------------------------------------------------------------
+# ---- functions that several kernels share ------------------------------------------------------------------------
 
 
 @triton.jit
@@ -151,7 +153,7 @@ def _tile(CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WID
 
 @triton.jit
 def _elements(batch, start, end, batch_size, ROWS: tl.constexpr):
-    """Rows, their batch elements as int32, and whether these are such."""
+    """Rows, their batch elements as int32, and whether these exist."""
     row = start + tl.arange(0, ROWS)
     element = tl.load(batch + row, mask=row < end, other=-1)
     return row, element.to(tl.int32), (element >= 0) & (element < batch_size)

@@ -22,13 +22,19 @@ let pixelError = null;
 let pending = still();  // movement since the last request
 let latest = null;      // the last picture, as an ImageBitmap
 let scale = 1;          // index into SCALES
-let changed = true, sharp = false, changedAt = 0;
+let changed = true, changedAt = 0;
+let changes = 0;        // how many there were; a picture shows all that came before its request
+let state = "changing"; // then "sharp", or "failed": nothing is asked until the next change
 let wake = () => {};    // ends the loop's waiting
 let breakOff = null;    // of a picture of full size that is on its way
 let path = null, recording = null, replaying = null;
 
 function still() {
   return { orbit_degrees: [0, 0], look_degrees: [0, 0], pan_heights: [0, 0], zoom_doublings: [0], fly: [0, 0, 0] };
+}
+
+function add(moved) {
+  for (const [name, amounts] of Object.entries(moved)) amounts.forEach((amount, axis) => { pending[name][axis] += amount; });
 }
 
 // ---- talking to the server -----------------------------------------------------------------------------------------
@@ -63,15 +69,21 @@ const scaled = (size, by) => size.map((side) => Math.max(1, Math.round(side * by
 const wanted = (size, extra) => ({ tab, view, size, window: fullSize(), show: element("show").value, light, pixel_error: pixelError, ...extra });
 
 // ---- the loop ------------------------------------------------------------------------------------------------------
-function setSharp(on) {
-  sharp = on;
-  canvas.dataset.state = on ? "sharp" : "changing";
+function setState(name) {
+  state = name;
+  canvas.dataset.state = name;
+}
+
+function markChange() {
+  changed = true;
+  changedAt = performance.now();
+  changes += 1;
+  canvas.dataset.changes = changes;
+  setState("changing");
 }
 
 function change() {
-  changed = true;
-  setSharp(false);
-  changedAt = performance.now();
+  markChange();
   breakOff?.abort();
   wake();
 }
@@ -81,9 +93,9 @@ async function run() {
     follow();
     const resting = performance.now() - changedAt;
     if (changed) await draw(SCALES[scale], 78);
-    else if (!sharp && resting >= REST_MS) await draw(1, 92);
+    else if (state === "changing" && resting >= REST_MS) await draw(1, 92);
     else {
-      const rest = sharp ? 1e9 : REST_MS - resting;
+      const rest = state === "changing" ? REST_MS - resting : 1e9;
       await new Promise((resolve) => { const timer = setTimeout(resolve, Math.min(rest, 2e9)); wake = () => { clearTimeout(timer); resolve(); }; });
       wake = () => {};
     }
@@ -93,13 +105,18 @@ async function run() {
 async function draw(by, quality) {
   const full = by === 1 && quality > 90, size = fullSize(), began = performance.now();
   const move = Object.fromEntries(Object.entries(pending).filter(([, amounts]) => amounts.some((amount) => amount !== 0)));
-  const request = wanted(scaled(size, by), { move, framed, quality });
+  const request = wanted(scaled(size, by), { move, framed, quality }), asked = changes;
+  const askAgain = () => {  // no picture has come of it
+    if (view !== request.view) return;  // home or a path has set it meanwhile
+    add(move);
+    framed ||= request.framed;
+  };
   pending = still();
   framed = changed = false;
   breakOff = full ? new AbortController() : null;
   try {
     const reply = await ask("/frame", request, breakOff?.signal);
-    if (!reply) return;
+    if (!reply) return askAgain();
     const [about, bitmap] = [JSON.parse(reply.headers.get("Rooftop-Frame")), await createImageBitmap(await reply.blob())];
     latest?.close();
     latest = bitmap;
@@ -108,15 +125,17 @@ async function draw(by, quality) {
     paint();
     keep();
     report(about, performance.now() - began, full);
-    setSharp(full && !changed && !comesMore(about.stats));
+    canvas.dataset.shown = asked;
+    if (full && !changed && !comesMore(about.stats)) setState("sharp");
     if (!full) adapt(performance.now() - began);
   } catch (error) {
-    if (error.name === "AbortError") return;
+    if (error.name === "AbortError") return askAgain();
     complain(error.message);
     if (error.lost) {
+      askAgain();
       await new Promise((resolve) => setTimeout(resolve, 1500));
       changed = true;
-    } else setSharp(true);  // asked again when something has changed
+    } else if (!changed) setState("failed");
   } finally {
     breakOff = null;
   }
@@ -150,7 +169,7 @@ let looks = false;  // whether a drag looks around
 
 function move(name, ...amounts) {
   stopReplay();
-  amounts.forEach((amount, axis) => { pending[name][axis] += amount; });
+  add({ [name]: amounts });
   change();
 }
 
@@ -211,12 +230,13 @@ const KEYS = {
 let flownAt = 0, quick = false;
 
 window.addEventListener("keydown", (event) => {
+  if (quick !== event.shiftKey) fly();
   quick = event.shiftKey;
   const typing = event.target.matches("select, input, button, #light, dialog *") && event.target !== canvas;
   if (event.ctrlKey || event.metaKey || event.altKey || element("keys").open) return;
   if (typing && (event.key === " " || event.key === "Enter" || event.code.startsWith("Arrow") || event.target.matches("select"))) return;
   if (FLY[event.code]) {
-    if (!held.size) flownAt = performance.now();
+    fly();
     held.add(event.code);
     stopReplay();
     change();
@@ -226,25 +246,30 @@ window.addEventListener("keydown", (event) => {
   else return;
   event.preventDefault();
 });
-window.addEventListener("keyup", (event) => { quick = event.shiftKey; held.delete(event.code); });
-window.addEventListener("blur", () => held.clear());
+window.addEventListener("keyup", (event) => {
+  fly();
+  quick = event.shiftKey;
+  held.delete(event.code);
+});
+window.addEventListener("blur", () => { fly(); held.clear(); });
+
+// As far as the keys that are held have flown since the last call; also a key that is let go while a picture is drawn.
+function fly() {
+  const now = performance.now();
+  const far = speed() * (quick ? 4 : 1) * Math.min((now - flownAt) / 1000, LONGEST_STEP_S);
+  for (const code of held) add({ fly: FLY[code].map((way) => way * far) });
+  flownAt = now;
+  if (held.size) markChange();
+}
 
 // What happens by itself: flying while keys are held, and replaying.
 function follow() {
   const now = performance.now();
-  if (held.size) {
-    const far = speed() * (quick ? 4 : 1) * Math.min((now - flownAt) / 1000, LONGEST_STEP_S);
-    for (const code of held) FLY[code].forEach((way, axis) => { pending.fly[axis] += way * far; });
-    flownAt = now;
-    changed = true;
-    changedAt = now;
-  }
+  if (held.size) fly();
   if (replaying !== null) {
     const seconds = path.views[0].seconds + (now - replaying) / 1000;
     view = viewAt(seconds);
-    changed = true;
-    setSharp(false);
-    changedAt = now;
+    markChange();
     if (seconds >= path.views.at(-1).seconds) stopReplay();
   }
 }

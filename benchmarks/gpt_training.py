@@ -1,0 +1,251 @@
+"""GPT-2 (124 M) trained on one GPU: `rooftop train gpt`'s steps beside the same recipe in PyTorch, compiled.
+
+    python benchmarks/gpt_training.py [--out benchmarks/results/h100/gpt_training.json] [--micro-batch 16 32 64]
+
+Both sides: sequences of 1,024 tokens, bfloat16, AdamW with float32 weights and moments, the norm of the gradient
+clipped to 1, weights tied, the loss of all positions. PyTorch's side is what nanoGPT's readers write today: autocast,
+`scaled_dot_product_attention`, fused AdamW, tokens already on the device, a vocabulary padded to 50,304 so that its
+matrix products are aligned; as written, compiled, and compiled with max-autotune. Ours reads its tokens from a file and
+has 50,257 of them; as launched one by one, and replayed from a CUDA graph. Their losses begin within 1% of each other
+(both near the logarithm of the vocabulary), or the run fails.
+
+    tokens_per_s       median of rounds in which all variants take turns; spread: from the slowest to the fastest round
+    percent_of_roof    by the fused roof of a step (`rooftop.train.gpt.speeds`), the same for all variants
+    mfu                the model's flops over the fastest matrix product measured in the same run
+    first_s            to the end of the third step, with all compilation: later sessions with warm caches need less
+    peak_gib           of tensors
+
+`--quick` shows on a CPU that the script runs, with a tiny model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from programs import Results
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+
+from rooftop.hardware import Ceilings, measure_ceilings
+from rooftop.models import GptConfig, gpt_config
+from rooftop.parallel import Layout
+from rooftop.train import GptTrainer, GptTraining, StepRoof, Tokens, step_roof
+
+ROUNDS, STEPS = 5, 20
+LEARNING_RATE, CLIP, DECAY = 6e-4, 1.0, 0.1
+PADDED = 50304
+QUICK = GptConfig(vocabulary=97, layers=2, width=32, heads=2, kv_heads=2, hidden=128, positions=32)
+
+Step = Callable[[], Tensor]
+"""A step of a training; its loss, () on the device."""
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.next_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, S, W); (B, S, W)."""
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        down: Tensor = self.down(gelu(self.up(self.next_norm(x)), approximate="tanh"))
+        return x + down
+
+
+class Gpt2(nn.Module):
+    """GPT-2 as a reader of its paper writes it, with the vocabulary padded."""
+
+    def __init__(self, config: GptConfig, vocabulary: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = (
+            nn.Embedding(vocabulary, config.width),
+            nn.Embedding(config.positions, config.width),
+        )
+        self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                deep = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * config.layers) if deep else 1))
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """tokens, targets (B, S); the mean loss, ()."""
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = self.norm(x) @ self.tokens.weight.t()
+        return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def plain(config: GptConfig, batch: int, device: torch.device, mode: str | None) -> Step:
+    """A step in PyTorch. mode: of torch.compile, "default" or another; None: not compiled."""
+    torch.manual_seed(0)
+    model: Any = Gpt2(config, PADDED if config.vocabulary == 50257 else config.vocabulary).to(device)
+    decayed = [each for each in model.parameters() if each.dim() > 1]
+    rest = [each for each in model.parameters() if each.dim() < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": DECAY}, {"params": rest, "weight_decay": 0.0}],
+        lr=LEARNING_RATE,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+    parameters = list(model.parameters())
+    if mode is not None:
+        model = torch.compile(model, mode=None if mode == "default" else mode)
+    text = torch.randint(config.vocabulary, (batch, config.positions + 1), device=device)
+    tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+    def step() -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss: Tensor = model(tokens, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach().clone()
+
+    return step
+
+
+def trainer_of(config: GptConfig, batch: int, device: torch.device, *, replayed: bool) -> GptTrainer:
+    """A trainer on random tokens."""
+    training = GptTraining(
+        config=config,
+        length=config.positions,
+        global_batch=batch,
+        micro_batch=batch,
+        learning_rate=LEARNING_RATE,
+        weight_decay=DECAY,
+        clip=CLIP,
+        dtype=torch.bfloat16,
+        cuda_graph=replayed,
+    )
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(config.vocabulary, (8 * batch * config.positions + 1,), generator=generator)
+    layout = Layout()
+    return GptTrainer(training, Tokens([text.numpy()], "random tokens"), layout, layout.process_groups(), device)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--micro-batch", type=int, nargs="+", default=[32])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--quick", action="store_true", help="show on a CPU that the script runs")
+    options = parser.parse_args()
+    device = torch.device("cpu" if options.quick else "cuda")
+    config = QUICK if options.quick else replace(gpt_config("gpt2"), dropout=0.0)
+    if options.quick:
+        options.micro_batch, options.rounds = [2], 1
+    ceilings = measure_ceilings(device)
+    results = Results(options.out or Path("benchmarks/results/gpt_training.json"), ceilings)
+    wrong = False
+    for batch in options.micro_batch:
+        wrong |= not compared(config, batch, device, ceilings, results, options.rounds, 1 if options.quick else STEPS)
+    return int(wrong)
+
+
+def compared(
+    config: GptConfig,
+    batch: int,
+    device: torch.device,
+    ceilings: Ceilings,
+    results: Results,
+    rounds: int,
+    count: int,
+) -> bool:
+    """Add a row for each variant; whether their first losses agree."""
+    trainers = {"rooftop": trainer_of(config, batch, device, replayed=False)}
+    peers: dict[str, str | None] = {"PyTorch": None}
+    if device.type == "cuda":
+        trainers["rooftop, replayed"] = trainer_of(config, batch, device, replayed=True)
+        peers |= {"PyTorch, compiled": "default", "PyTorch, compiled, max-autotune": "max-autotune-no-cudagraphs"}
+    roof = step_roof(trainers["rooftop"], ceilings)
+    made: dict[str, Callable[[], Step]] = {
+        name: lambda trainer=trainer: lambda: trainer.advance()[0] for name, trainer in trainers.items()
+    } | {name: lambda mode=mode: plain(config, batch, device, mode) for name, mode in peers.items()}
+    steps, first, losses, peaks = dict[str, Step](), dict[str, float](), dict[str, float](), dict[str, float]()
+    for name, make in made.items():
+        gc.collect()
+        before = memory(device, reset=True)
+        began = time.perf_counter()
+        steps[name] = make()
+        losses[name] = steps[name]().item()
+        for _ in range(3):  # a graph is captured in the fourth
+            last = steps[name]()
+        last.item()
+        first[name], peaks[name] = time.perf_counter() - began, memory(device) - before
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            times[name].append(timed(step, count))
+    tokens = batch * config.positions
+    for name, seconds in times.items():
+        rates = [tokens / each for each in seconds]
+        ms = 1e3 * statistics.median(seconds)
+        results.add(row(name, batch, statistics.median(rates), rates, ms, roof, first[name], peaks[name], losses[name]))
+    return max(losses.values()) < 1.01 * min(losses.values())
+
+
+def row(
+    name: str,
+    batch: int,
+    rate: float,
+    rates: list[float],
+    ms: float,
+    roof: StepRoof,
+    first_s: float,
+    peak: float,
+    loss: float,
+) -> dict[str, Any]:
+    return {
+        "variant": name,
+        "micro_batch": batch,
+        "tokens_per_s": rate,
+        "spread": max(rates) / min(rates),
+        "ms": ms,
+        "percent_of_roof": roof.percent(ms),
+        "mfu": roof.mfu(ms),
+        "first_s": first_s,
+        "peak_gib": peak / 2**30,
+        "first_loss": loss,
+    }
+
+
+def timed(step: Step, count: int) -> float:
+    """Seconds a step, over some in a row: the last loss is waited for."""
+    step().item()
+    began = time.perf_counter()
+    for _ in range(count):
+        last = step()
+    last.item()
+    return (time.perf_counter() - began) / count
+
+
+def memory(device: torch.device, *, reset: bool = False) -> float:
+    """Peak bytes of tensors; those in use, if it is reset. 0 on a CPU."""
+    if device.type != "cuda":
+        return 0.0
+    if reset:
+        torch.cuda.reset_peak_memory_stats(device)
+        return float(torch.cuda.memory_allocated(device))
+    return float(torch.cuda.max_memory_allocated(device))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,83 @@
+"""`rooftop optimize`: arguments, options and help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rooftop.cli.commands import names
+from rooftop.cli.commands.deferred import done_by
+from rooftop.cli.outputs import json_option
+
+EXAMPLES = """\b
+Examples:
+  rooftop optimize resnet50
+  rooftop optimize resnet50 --dtype bf16 --input 128x3x224x224 --save plan.json
+  rooftop optimize resnet50 --plan plan.json
+  rooftop optimize my_pkg.net:build --train --budget 120
+  rooftop optimize my_pkg.text:build --input 8x128:int64:50257 --shape 1x128 --exact
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("target")
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="SHAPE[:DTYPE[:HIGH]]|PHOTOS",
+    help="An input of the model: a shape, filled with random data, or photographs. Repeat for several inputs.",
+)
+@click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    metavar="SHAPE",
+    help="Another shape that the first input may have. Repeat for several shapes.",
+)
+@click.option("--train", is_flag=True, help="Optimize a training step: forward and backward.")
+@click.option(
+    "--device", default=None, metavar="cpu|cuda[:N]", help="Device to run on.  [default: the GPU if there is one]"
+)
+@click.option(
+    "--dtype", type=click.Choice(names.FLOATS), metavar="bf16|fp16|fp32|fp64", help="Cast the model to this dtype."
+)
+@click.option(
+    "--rule",
+    "rules",
+    multiple=True,
+    metavar="NAME",
+    help="Try this rule; repeat for several.  [default: all but bf16-autocast and tf32, which lower the precision]",
+)
+@click.option("--exact", is_flag=True, help="Keep only changes that give bit-identical results.")
+@click.option(
+    "--min-gain",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.02,
+    show_default=True,
+    help="Minimum gain of a change, as a fraction of the step.",
+)
+@click.option(
+    "--budget",
+    type=click.FloatRange(0, min_open=True),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time limit of the search.",
+)
+@click.option(
+    "--plan", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Apply this plan; do not search."
+)
+@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan to this file.")
+@json_option("the results")
+@done_by("rooftop.cli.optimize:run")
+def command() -> None:
+    """Make TARGET faster: try changes one by one, prove and time each, and keep those that pay.
+
+    TARGET is a built-in model (resnet50) or package.module:callable, as for `rooftop analyze`.
+
+    A change is kept if the whole model gains more than the noise, and its results are as accurate as the original's: on
+    the given inputs, on similar ones, and on NaN, -0.0, constant and large values. Every other change is listed with
+    the reason. In your own program, rooftop.optimize(model, x).module is the faster module.
+    """

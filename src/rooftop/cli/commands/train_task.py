@@ -1,0 +1,212 @@
+"""`rooftop train NAME|my_pkg.task:build`: the group that finds tasks by name, and their options and help."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rooftop.cli.commands import names
+from rooftop.cli.commands.deferred import done_by
+from rooftop.cli.repeated_options import refuse_repeated_options
+from rooftop.errors import did_you_mean
+
+OWN = "my_pkg.task:build"
+
+GROUP_EXAMPLES = """\b
+Start with:
+  rooftop train resnet --data digits
+  rooftop train resnet50 --data photographs/
+  rooftop train gpt --data-path book.txt
+  rooftop train my_pkg.task:build --data FOLDER
+
+my_pkg.task:build is a function of yours, build(data, recipe), that returns a rooftop.train.tasks.task.Task: a model,
+its loss, its data and its metrics. docs/train.md has one in 30 lines.
+"""
+
+DATA = {
+    **dict.fromkeys(
+        ("resnet", "swin", "hybrid"), "digits, a folder with train/ and val/, or a folder with a folder for each class"
+    ),
+    "detr": "shapes (generated), or a folder in COCO's form",
+    "conv_lstm": "digits (moving ones), or a folder of videos",
+    "sparse_unet": "scans (generated)",
+}
+"""What --data takes, by task."""
+
+BETWEEN = re.compile(r",(?=\s*(?:\w+\.[a-z_]+\s*(?:[=,]|$)|,|$))")
+"""Commas between switches, not those in a list of values."""
+
+KNOWN = (*names.TASKS, *names.CLASSIFIERS)
+"""Tasks, and models that one of them trains: `train resnet50` is `train resnet --set model.name=resnet50`."""
+
+SMALL = {"detr": "shapes", "sparse_unet": "scans"}
+"""Data of the examples; digits for the other tasks."""
+
+
+def examples_of(name: str) -> str:
+    """The text below the options of a task."""
+    data = SMALL.get(task_of(name), "digits") if name in KNOWN else "FOLDER"
+    switches = "\n".join(f"  {section:11} {values}" for section, values in names.SWITCHES.items())
+    return f"""\b
+Examples:
+  rooftop train {name} --data {data}
+  rooftop train {name} --data {data} --epochs 20 --set optimizer.lr=0.01 --set ema.decay=0.99
+  rooftop train {name} --print-recipe > recipe.toml
+  rooftop train {name} --data {data} --config recipe.toml --out runs/second
+  rooftop train {name} --data {data} --out runs/second --resume
+  rooftop train {name} --data {data} --out runs/worth --set ema.decay=0.99 --ablate ema.decay,schedule.warmup=0
+  torchrun --nproc-per-node 2 -m rooftop.train {name} --data {data}
+
+\b
+In the folder of a run:
+  recipe.toml          all switches, as --config takes them
+  metrics.jsonl        a line for each step and each evaluation
+  page.html            curves and examples; open it while the training runs
+  tensorboard/         events for: tensorboard --logdir runs
+  checkpoints/         what --resume goes on from
+  best.safetensors     weights of the best evaluation; last.safetensors: of the last step
+
+Recipe: the task has one of its own. --config replaces values of it, --set replaces values of both, and --epochs,
+--seed, --weights and --num-classes are short for --set. docs/train-recipes.md says what each switch does.
+
+\b
+Switches, as --set SECTION.NAME=VALUE:
+{switches}
+
+Ablation: --ablate trains the recipe, and the recipe without each of the switches, with --repeats seeds each. Without a
+switch means with the default, which is off for most, or with the value given as SECTION.NAME=VALUE. The table says what
+each switch was worth on the validation data and whether that is more than noise. Stopped, it goes on with --resume.
+
+Ctrl-C and SIGTERM save and end the training; --resume goes on with the same numbers, as if nothing had happened.
+"""
+
+
+def task_of(name: str) -> str:
+    """The built-in task of that name, or of that model."""
+    if name in names.TASKS:
+        return name
+    return next((task for task in ("swin", "hybrid") if name.startswith(task)), "resnet")
+
+
+class Tasks(click.Group):
+    """A group of commands and tasks: a name that is no command is a built-in task, or one of the user's."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*self.commands, *names.TASKS]
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name in self.commands:
+            return super().get_command(ctx, name)
+        return task_command(name) if name in KNOWN or ":" in name else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click's.
+
+        Raises:
+            click.UsageError: no task has that name; the message suggests the nearest ones.
+        """
+        name = args[0] if args else ""
+        if name and not name.startswith("-") and self.get_command(ctx, name) is None:
+            listed = self.list_commands(ctx)
+            near = did_you_mean(name, [*listed, *KNOWN]) or f": expected {', '.join(listed)} or {OWN}"
+            own = f" (a task of your own is MODULE:FUNCTION: {name}:build)" if "." in name else near
+            raise click.UsageError(f"No such task {name!r}{own}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            rows = [(name, command.get_short_help_str(80)) for name, command in self.commands.items()]
+            rows += names.TASKS.items()
+            formatter.write_dl([*rows, (OWN, "Train whatever your function returns.")])
+
+
+def task_command(name: str) -> click.Command:
+    """The command that trains a task."""
+
+    def run(**options: Any) -> Any:
+        return _run(name=name, **options)
+
+    own = f"Train the task that {name} returns." if ":" in name else f"Train {name}."
+    line = names.TASKS.get(name, own)
+    data = DATA[task_of(name)] if name in KNOWN else "passed to your function, e.g. a folder"
+    text = (
+        f"{line}\n\n--data is {data}. Without torchrun it trains in one process; under torchrun each process is a rank."
+    )
+    for option in reversed(_options(data)):
+        run = option(run)
+    command = click.command(name, help=text, epilog=examples_of(name))(run)
+    return refuse_repeated_options(command)
+
+
+@done_by("rooftop.cli.train_task:train_task")
+def _run(**options: Any) -> Any: ...
+
+
+def _switch_names(context: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:
+    """The words of --ablate, which may be given with commas, several times, or both."""
+    found = tuple(word.strip() for text in texts for word in BETWEEN.split(text))
+    if "" in found:
+        raise click.BadParameter("expected switches with commas between, e.g. mix.mixup,ema.decay")
+    return found
+
+
+def _options(data: str) -> list[Callable[[Any], Any]]:
+    file, folder = click.Path(path_type=Path), click.Path(path_type=Path, file_okay=False)
+    return [
+        click.option("--data", metavar="WHAT", help=f"What to train on: {data}."),
+        click.option(
+            "--config",
+            type=file,
+            metavar="FILE|NAME",
+            help=f"A recipe in TOML, or a published one ({', '.join(names.RECIPES)}); its values replace the task's.",
+        ),
+        click.option(
+            "--set",
+            "values",
+            multiple=True,
+            metavar="SECTION.NAME=VALUE",
+            help="One value of the recipe, e.g. optimizer.lr=0.01. May be given several times.",
+        ),
+        click.option("--out", type=folder, metavar="DIR", help="Folder of the run.  [default: runs/ and the name]"),
+        click.option("--resume", is_flag=True, help="Go on with the run in --out, with its recipe and its data."),
+        click.option(
+            "--device",
+            type=click.Choice(["cuda", "cpu"]),
+            help="Device to train on.  [default: cuda if there is a GPU]",
+        ),
+        click.option(
+            "--epochs",
+            type=click.FloatRange(min=0, min_open=True),
+            metavar="X",
+            help="Passes over the training data: run.epochs.",
+        ),
+        click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Seed of everything drawn: run.seed."),
+        click.option(
+            "--weights", metavar="NAME|FILE", help="Start from these: a published name, or a file: model.weights."
+        ),
+        click.option(
+            "--num-classes", type=click.IntRange(min=1), metavar="N", help="Classes of the head: model.num_classes."
+        ),
+        click.option(
+            "--ablate",
+            multiple=True,
+            callback=_switch_names,
+            metavar="SECTION.NAME,...",
+            help="Measure what these switches of the recipe are worth, in place of one training. NAME=VALUE compares "
+            "with this value.",
+        ),
+        click.option(
+            "--repeats",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Seeds of each recipe in an ablation.  [default: 3]",
+        ),
+        click.option("--page/--no-page", default=True, help="Write page.html, or leave it out."),
+        click.option("--print-recipe", is_flag=True, help="Print the whole recipe as TOML, and train nothing."),
+    ]

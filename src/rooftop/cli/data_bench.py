@@ -1,0 +1,119 @@
+"""`rooftop data bench`: samples per second of each stage between disk and model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rooftop.analysis.text import WIDTH
+from rooftop.cli.device_option import pick_device
+from rooftop.cli.outputs import write_json
+from rooftop.cli.progress import progress_bar
+from rooftop.cli.targets import resolve_target
+from rooftop.data import Headspace, ImageFolder, ImageTransform, TarShards, headspace
+from rooftop.data.headspace import STAGES
+from rooftop.errors import InputError, TargetError
+from rooftop.train.recipes.recipe import Recipe
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def run_bench(
+    data: str,
+    model_name: str | None,
+    size: int,
+    config: Path | None,
+    values: tuple[str, ...],
+    device: str | None,
+    seconds: float,
+    json_path: Path | None,
+) -> None:
+    """Do what `rooftop.cli.commands.data_bench:bench_command` says."""
+    recipe = (Recipe.read(config) if config is not None else Recipe()).with_values(values)
+    target = pick_device(device)
+    transform = ImageTransform(size, recipe.augment, train=True)
+    samples = _samples(data, transform)
+    batch = min(recipe.run.batch, len(samples))
+    step = None if model_name is None else training_step(model_name, batch, size, recipe, target)
+    loading = recipe.loading
+    with progress_bar() as show:
+        found = headspace(
+            samples,
+            batch,
+            step,
+            target,
+            how=loading.how,
+            workers=loading.workers,
+            ahead=loading.ahead,
+            seconds=seconds,
+            show=show,
+        )
+    told = {**asdict(found), "data": data, "samples": len(samples), "batch": batch, "size": size, "device": str(target)}
+    if write_json(json_path, told):
+        return
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    workers = f"{found.workers} worker" + ("s" if found.workers > 1 else "")
+    console.print(f"{len(samples):,} samples of {data}, batches of {batch}, {workers}, {target}", markup=False)
+    console.print(_table(found))
+    console.print(f"The loader makes batches {found.loading}.", soft_wrap=True, markup=False)
+    console.print(f"{found.bounds} bounds: {found.why}.", soft_wrap=True, markup=False)
+
+
+def _samples(data: str, transform: ImageTransform) -> ImageFolder | TarShards:
+    path = Path(data)
+    shards = data.endswith(".tar") or (path.is_dir() and any(path.glob("*.tar")))
+    if not shards and not path.exists():
+        raise InputError(f"{data} does not exist: expected a folder with a folder for each class, or tar files")
+    return TarShards(data, transform) if shards else ImageFolder(data, transform)
+
+
+def training_step(
+    name: str, batch: int, size: int, recipe: Recipe, device: torch.device
+) -> Callable[[tuple[Tensor, Tensor]], None]:
+    """Forward, loss, backward and SGD of a model that classifies.
+
+    Raises:
+        TargetError: its output is not (N, classes).
+        InputError, ModelRunError: as in `resolve_target`.
+    """
+    target = resolve_target(name, [f"{batch}x3x{size}x{size}"], device, None, recipe.run.channels_last)
+    model: Any = target.model
+    with torch.no_grad():
+        logits = model(*target.args)
+    if not isinstance(model, nn.Module) or not isinstance(logits, Tensor) or logits.dim() != 2:
+        raise TargetError(f"{name} does not classify images: expected an nn.Module with (N, classes) as output")
+    model.train()
+    classes = logits.shape[1]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    dtype = AUTOCAST.get(recipe.run.precision)
+
+    def step(value: tuple[Tensor, Tensor]) -> None:
+        images, labels = value
+        if recipe.run.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+            loss = functional.cross_entropy(model(images).float(), labels % classes)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _table(found: Headspace) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("stage", no_wrap=True)
+    table.add_column("samples/s", no_wrap=True, justify="right")
+    table.add_column("", overflow="fold")
+    for row in found.rows:
+        table.add_row(row.stage, f"{row.samples_per_s:,.0f}", STAGES[row.stage])
+    return table

@@ -1,0 +1,137 @@
+"""`rooftop optimize`: a model made faster, each change proven and measured."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from rooftop.analysis.formats import counted, time_text
+from rooftop.analysis.text import WIDTH
+from rooftop.cli.device_option import pick_device
+from rooftop.cli.outputs import STANDARD_OUTPUT, check_outputs
+from rooftop.cli.progress import progress_bar
+from rooftop.cli.targets import DTYPES, resolve_target
+from rooftop.errors import InputError, ModelRunError, TargetError, did_you_mean
+from rooftop.optimization import Change, Optimized, optimize
+from rooftop.rewrites import RULES
+
+SHOWN = {"kept": "green", "refused": "yellow", "failed": "red"}
+
+
+def run(
+    target: str,
+    inputs: tuple[str, ...],
+    shapes: tuple[str, ...],
+    train: bool,
+    device: str | None,
+    dtype: str | None,
+    rules: tuple[str, ...],
+    exact: bool,
+    min_gain: float,
+    budget: float,
+    plan: Path | None,
+    save: Path | None,
+    json_path: Path | None,
+) -> None:
+    """Do what `rooftop.cli.commands.optimize:command` says."""
+    if plan is not None and rules:
+        raise click.UsageError("--plan sets the rules: leave --rule out")
+    if target.endswith(".py"):
+        raise TargetError(f"{target} is a script: expected a model, such as package.module:callable that returns one")
+    known = [rule.name for rule in RULES]
+    for rule in rules:
+        if rule not in known:
+            close = did_you_mean(rule, known)
+            raise click.BadParameter(f"{rule!r} is not one of {', '.join(known)}{close}", param_hint="--rule")
+    check_outputs([path for path in (json_path, save) if path is not None and path != STANDARD_OUTPUT])
+    sizes = [_shape(text) for text in shapes]
+    found = resolve_target(target, inputs, pick_device(device), DTYPES[dtype] if dtype else None)
+    assert isinstance(found.model, nn.Module), "targets that are not scripts are modules"
+    with progress_bar() as progress:
+        try:
+            optimized = optimize(
+                found.model,
+                *found.args,
+                train=train,
+                shapes=sizes,
+                rules=list(rules) or None,
+                exact=exact,
+                min_gain=min_gain,
+                budget_s=budget,
+                plan=plan,
+                progress=progress,
+                **found.kwargs,
+            )
+        except InputError:  # the plan is at fault
+            raise
+        except (TypeError, ValueError, torch.OutOfMemoryError) as error:
+            raise ModelRunError(str(error)) from error
+    if save is not None:
+        optimized.save(save)
+    if json_path == STANDARD_OUTPUT:
+        click.echo(json.dumps(optimized.to_dict(), indent=1))
+        return
+    if json_path is not None:
+        json_path.write_text(json.dumps(optimized.to_dict(), indent=1) + "\n", encoding="utf-8")
+    _show(optimized, target)
+    for what, path in (("plan", save), ("results", json_path)):
+        if path is not None:
+            click.echo(f"{what}: {path}")
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d+(x\d+)*", text):
+        raise click.BadParameter(f"{text!r} is not a shape such as 8x3x224x224", param_hint="--shape")
+    return tuple(int(size) for size in text.split("x"))
+
+
+def _show(found: Optimized, target: str) -> None:
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    ratio = found.before_ms / found.after_ms
+    gain = f"{ratio:.2f} times as fast" if found.kept else _why_nothing(found)
+    before, after = time_text(found.before_ms), time_text(found.after_ms)
+    console.print(f"{target}: {before} -> {after} a step, {gain} (noise {found.noise:.1%})")
+    table = Table(box=None, pad_edge=False)
+    for name in ("rule", "verdict", "predicted", "measured", "error", "what, and why"):
+        table.add_column(name, justify="right" if name in ("predicted", "measured", "error") else "left")
+    for change in found.changes:
+        table.add_row(*_row(change), style=SHOWN.get(change.verdict, "dim"))
+    console.print(table)
+    if found.checked:
+        console.print(f"Checked on {', '.join(found.checked)}.", highlight=False)
+    for what, why in found.unchecked.items():
+        console.print(f"Not checked on {what}: {why}.", highlight=False)
+    console.print(f"Proven for {'; '.join(found.proven)}. Other calls run the original.", highlight=False)
+    for difference in found.differs:
+        console.print(f"Unlike the plan: {difference}.", style="yellow", highlight=False)
+
+
+def _why_nothing(found: Optimized) -> str:
+    """Why no change was kept."""
+    if not found.changes:
+        return "the plan has no changes"
+    waiting = sum(change.verdict == "not tried" for change in found.changes)
+    return f"nothing was kept, and {counted(waiting, 'rule')} not tried" if waiting else "nothing pays here"
+
+
+def _row(change: Change) -> list[str]:
+    predicted = time_text(change.predicted_ms) if change.predicted_ms > 0 else ""
+    measured = "" if change.measured_ms is None else time_text(change.measured_ms)
+    error = "" if change.error is None else f"{change.error:.2f}"
+    first = f"first call {change.first_call_s:.0f} s" if (change.first_call_s or 0) >= 1 else ""
+    return [
+        change.rule,
+        change.verdict,
+        predicted,
+        measured,
+        error,
+        "; ".join(filter(None, (change.where, change.reason, first))),
+    ]

@@ -1,0 +1,369 @@
+"""`rooftop train NAME|my_pkg.task:build`: train a task, or measure what the switches of its recipe are worth."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+
+from rooftop.analysis.page import require_plotly
+from rooftop.analysis.text import WIDTH
+from rooftop.cli.commands import names
+from rooftop.cli.progress import progress_bar
+from rooftop.cli.trained_models import seeded
+from rooftop.errors import InputError, MissingExtraError, ModelRunError
+from rooftop.hardware.ceilings import write_whole
+from rooftop.parallel import World, join
+from rooftop.train.fitting.loop import fit
+from rooftop.train.fitting.metric_lines import METRICS, read_metrics
+from rooftop.train.fitting.records import Facts, Fitted, Observer, StepRecord
+from rooftop.train.recipes.recipe import Recipe
+from rooftop.train.reports.ablation_tables import ablation_heading, ablation_page, ablation_table
+from rooftop.train.reports.ablations import (
+    Ablation,
+    Run,
+    ablate,
+    results_of,
+    runs_of,
+    switches_of,
+    write_ablation,
+)
+from rooftop.train.reports.page import Page
+from rooftop.train.reports.shields import Shielded
+from rooftop.train.reports.tensorboard import TensorBoard
+from rooftop.train.reports.terminal import Terminal, seconds_text, value_text
+from rooftop.train.stopping import STOPPED_STATUS
+from rooftop.train.tasks.finding import find_task
+from rooftop.train.tasks.task import Build, Task
+
+RUNS = Path("runs")
+RECIPE, CALL, PAGE, ABLATION_PAGE = "recipe.toml", "call.json", "page.html", "ablation.html"
+HOLDS = (METRICS, "checkpoints/step-*", f"*/seed-*/{METRICS}")
+"""A folder with any of these holds a run: a training, or one of an ablation, has made a step."""
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Call:
+    """What was asked for, as far as the recipe does not say it; kept in the folder of the run for --resume.
+
+    Attributes:
+        task: its name. data: of --data.
+        ablate: switches; none: one training. repeats: seeds of each.
+    """
+
+    task: str
+    data: str | None
+    ablate: tuple[str, ...] = ()
+    repeats: int = REPEATS
+
+
+def train_task(
+    *,
+    name: str,
+    data: str | None,
+    config: Path | None,
+    values: tuple[str, ...],
+    out: Path | None,
+    resume: bool,
+    device: str | None,
+    epochs: float | None,
+    seed: int | None,
+    weights: str | None,
+    num_classes: int | None,
+    ablate: tuple[str, ...],
+    repeats: int | None,
+    page: bool,
+    print_recipe: bool,
+) -> int:
+    """Do what `rooftop.cli.commands.train_task:task_command` says; return the exit status."""
+    if repeats is not None and not (ablate or resume):
+        raise click.UsageError("--repeats counts the seeds of an ablation: expected --ablate SECTION.NAME,...")
+    folder = out or RUNS / re.sub(r"[^\w.-]+", "-", name.removesuffix(":build"))
+    before = None if print_recipe else earlier_call(folder, resume)
+    call = call_of(Call(name, data, ablate, repeats or REPEATS), before, folder, repeats_given=repeats is not None)
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    build, defaults = find_task(name, call.data, kind)
+    short: dict[str, dict[str, Any]] = {
+        "run": {"epochs": epochs, "seed": seed},
+        "model": {"weights": weights, "num_classes": num_classes},
+    }
+    recipe = recipe_of(name, defaults, config, values, short, folder / RECIPE if before is not None else None)
+    if print_recipe:
+        click.echo(recipe.toml())
+        return 0
+    runs = runs_of(recipe, switches_of(recipe, call.ablate), call.repeats, folder) if call.ablate else []
+    results = results_of(runs)
+    settings = {"task": name, "data": call.data, "recipe": recipe.toml(), "folder": str(folder), "ablate": call.ablate}
+    with join(settings=settings, device=kind) as world:
+        if world.rank == 0:
+            begin(folder, call, recipe)
+        training = _Training(build, call, folder, world, page)
+        return training.ablated(recipe, runs, results) if runs else training.trained(recipe)
+
+
+# ---- before the work -------------------------------------------------------------------------------------------------
+
+
+def earlier_call(folder: Path, resume: bool) -> Call | None:
+    """The call whose run is in the folder; None if there is none.
+
+    Raises:
+        InputError: there is one, but it is not resumed; or it is damaged.
+    """
+    found = [path for each in HOLDS for path in folder.glob(each)]
+    if not any(path.is_dir() or path.stat().st_size for path in found):
+        return None
+    if not resume:
+        raise InputError(f"{folder} holds a run: expected --resume to go on with it, or another --out")
+    path = folder / CALL
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return Call(found["task"], found["data"], tuple(found["ablate"]), found["repeats"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} cannot be read, so the run cannot go on: {error}") from error
+
+
+def call_of(given: Call, before: Call | None, folder: Path, *, repeats_given: bool) -> Call:
+    """What to do: as given, and where that is silent as before.
+
+    Raises:
+        InputError: the folder holds a run of something else.
+    """
+    if before is None:
+        return given
+    for what, here, there in (("task", given.task, before.task), ("--data", given.data, before.data)):
+        if here is not None and here != there:
+            raise InputError(f"{folder} holds a run of {what} {there}, not {here}: expected another --out")
+    if given.ablate and not before.ablate:
+        raise InputError(f"{folder} holds a training, not an ablation: expected another --out")
+    return Call(
+        before.task,
+        before.data,
+        given.ablate or before.ablate,
+        given.repeats if repeats_given else before.repeats,
+    )
+
+
+def recipe_of(
+    name: str,
+    defaults: Mapping[str, Any],
+    config: Path | None,
+    values: Sequence[str],
+    short: Mapping[str, Mapping[str, Any]],
+    saved: Path | None,
+) -> Recipe:
+    """The recipe of the task, or of the run that is resumed, with the values of --config, --set and short options.
+
+    Raises:
+        InputError: a value does not fit.
+    """
+    recipe = Recipe().updated(defaults, f"the recipe of {name}")
+    if saved is not None and saved.is_file():
+        recipe = Recipe.read(saved)
+    if config is not None:
+        recipe = Recipe.read(config, recipe)
+    recipe = recipe.with_values(values)
+    for section, each in short.items():
+        given = {key: value for key, value in each.items() if value is not None}
+        if "epochs" in given:
+            given["steps"] = 0  # which would be counted instead
+        recipe = recipe.updated({section: given}, "the options")
+    return recipe
+
+
+def begin(folder: Path, call: Call, recipe: Recipe) -> None:
+    """Make the folder of the run, and write what --resume needs.
+
+    Raises:
+        InputError: that is not possible.
+    """
+    kept = {"task": call.task, "data": call.data, "ablate": list(call.ablate), "repeats": call.repeats}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / CALL, json.dumps(kept, indent=1) + "\n")
+        if call.ablate:  # a training writes its own
+            write_whole(folder / RECIPE, recipe.toml())
+    except OSError as error:
+        raise InputError(f"--out {folder} cannot be written: {error.strerror or error}") from error
+
+
+# ---- the work --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Training:
+    """What the runs of one call share."""
+
+    build: Build
+    call: Call
+    folder: Path
+    world: World
+    page: bool
+
+    def trained(self, recipe: Recipe) -> int:
+        """Train once, and say how it went and what to do next."""
+        with progress_bar() if self._first else nullcontext(_silent) as progress:
+            task = self._task(recipe)
+            observers = self._observers(recipe, progress) if self._first else []
+            fitted = self._fit(task, recipe, self.folder, observers)
+        if self._first:
+            for line in told_at_the_end(fitted, self.call.task, self.folder, task.metadata):
+                click.echo(line)
+        return status_of(fitted)
+
+    def ablated(self, recipe: Recipe, runs: Sequence[Run], results: dict[Path, float]) -> int:
+        """Make the runs of an ablation that are not finished, and show what they say."""
+        task = self._task(recipe)
+        plotly = _plotly() if self._first and self.page else None
+        if self._first:
+            click.echo(f"{len(runs)} runs, {len(results)} of them finished before, in {self.folder}")
+        fits: list[Fitted] = []
+
+        def told(run: Run, value: float, ablation: Ablation) -> None:
+            if self._first:
+                click.echo(f"{run.name}: {task.best} {value_text(value)} ({seconds_text(fits[-1].seconds)})")
+                self._write(ablation, plotly)
+
+        with progress_bar() if self._first else nullcontext(_silent) as progress:
+
+            def train(run: Run) -> Fitted:
+                done = (len(results), len(runs), run.name)
+                observers: list[Observer] = [_RunProgress(progress, *done)] if self._first else []
+                try:
+                    fits.append(self._fit(self._task(run.recipe), run.recipe, run.folder, observers))
+                except ModelRunError as error:
+                    raise ModelRunError(f"{run.name}: {error}") from error
+                return fits[-1]
+
+            ablation = ablate(recipe, runs, results, train, task.best, task.maximize, told=told, write=self._first)
+        stopped = ablation.finished < ablation.runs
+        if self._first:
+            self._write(ablation, plotly)
+            for_file = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+            click.echo(f"\n{ablation_heading(ablation)}")
+            for_file.print(ablation_table(ablation))
+            click.echo(f"\n{', '.join(str(path) for path in sorted(self.folder.glob('ablation.*')))}")
+            if stopped:
+                click.echo(f"{fits[-1].reason}; {resumed_by(self.call.task, self.folder)} goes on", err=True)
+        return status_of(fits[-1]) if stopped else 0
+
+    @property
+    def _first(self) -> bool:
+        return self.world.rank == 0
+
+    def _task(self, recipe: Recipe) -> Task:
+        with seeded(recipe.run.seed):  # initial values, the same on all ranks
+            return self.build(self.call.data, recipe)
+
+    def _fit(self, task: Task, recipe: Recipe, folder: Path, observers: Sequence[Observer]) -> Fitted:
+        return fit(task, recipe, device=self.world.device.type, out=folder, resume=True, observers=observers)
+
+    def _observers(self, recipe: Recipe, progress: Callable[[str, float], None]) -> list[Observer]:
+        """The terminal; TensorBoard and the page where their packages are installed."""
+        observers: list[Observer] = [Terminal(recipe, click.echo, _warn, progress)]
+        try:
+            observers.append(Shielded(TensorBoard(self.folder / "tensorboard", recipe), "TensorBoard", _warn))
+        except MissingExtraError as error:
+            _warn(f"note: no event files: {error}")
+        if self.page:
+            lines = self.folder / METRICS
+            try:
+                page = Page(self.folder / PAGE, self.call.task, recipe, lambda step: read_metrics(lines, step))
+                observers.append(Shielded(page, "the page", _warn))
+            except MissingExtraError as error:
+                _warn(f"note: {error}")
+        return observers
+
+    def _write(self, ablation: Ablation, plotly: str | None) -> None:
+        write_ablation(ablation, self.folder)
+        if plotly is not None:
+            write_whole(self.folder / ABLATION_PAGE, ablation_page(ablation, self.call.task, plotly))
+
+
+class _RunProgress:
+    """An observer that moves the bar of an ablation."""
+
+    def __init__(self, progress: Callable[[str, float], None], finished: int, runs: int, name: str) -> None:
+        self._progress, self._finished, self._runs, self._name = progress, finished, runs, name
+        self._steps = 1
+
+    def began(self, facts: Facts, task: Any) -> None:
+        self._steps = max(1, facts.steps)
+
+    def stepped(self, records: list[StepRecord]) -> None:
+        if records:
+            self._progress(self._name, (self._finished + records[-1].step / self._steps) / self._runs)
+
+    def evaluated(self, record: Any) -> None: ...
+
+    def noted(self, note: str) -> None:
+        _warn(f"note: {self._name}: {note}")
+
+    def ended(self, fitted: Fitted, model: Any) -> None: ...
+
+
+def _silent(what: str, fraction: float) -> None: ...
+
+
+def _warn(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _plotly() -> str | None:
+    try:
+        return require_plotly()
+    except MissingExtraError:
+        _warn('note: no page, because plotly is not installed: pip install "rooftop[report]"')
+        return None
+
+
+# ---- afterwards ------------------------------------------------------------------------------------------------------
+
+
+def told_at_the_end(fitted: Fitted, task: str, folder: Path, metadata: Mapping[str, Any]) -> list[str]:
+    """Where everything is, and what to do next."""
+    lines = [f"{what}: {path}" for what, path in (("page", folder / PAGE),) if path.is_file()]
+    if (folder / "tensorboard").is_dir():
+        lines.append(f"curves: tensorboard --logdir {folder.parent}")
+    if fitted.reason.startswith("stopped"):
+        return [*lines, f"next: {resumed_by(task, folder)}"]
+    found = [path for path in (folder / "best.safetensors", folder / "last.safetensors") if path.is_file()]
+    if found:
+        lines.append(f"weights: {found[0]}")
+        lines += [f"next: {command}" for command in [next_command(found[0], metadata)] if command]
+    return lines
+
+
+def next_command(weights: Path, metadata: Mapping[str, Any]) -> str | None:
+    """The command that uses the weights of a model; None for a model that no command runs."""
+    model = metadata.get("model")
+    if model in names.CLASSIFIERS:
+        return f"rooftop classify photo.png --model {model} --weights {weights}"
+    if model in names.DETECTORS:
+        return f"rooftop detect photo.png --model {model} --weights {weights}"
+    if isinstance(model, str) and "next_frame" in model:
+        return f"rooftop predict-video clip.mp4 --weights {weights}"
+    return None
+
+
+def resumed_by(task: str, folder: Path) -> str:
+    """The command that goes on with a run."""
+    return f"rooftop train {task} --out {folder} --resume"
+
+
+def status_of(fitted: Fitted) -> int:
+    """The exit status: 0, or that of the signal that stopped the training."""
+    if fitted.reason == "stopped by SIGTERM":
+        return STOPPED_STATUS
+    return 128 + signal.SIGINT if fitted.reason.startswith("stopped") else 0

@@ -1,0 +1,94 @@
+"""Which way to make batches is the fastest, found by the first batches of each way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+QUICK_S = 1e-3
+"""A batch that takes less is made in the loop: handing it from a thread to another costs about a tenth of that."""
+NEAR_LINEAR = 0.75
+"""Threads that reach this part of their number are not compared with processes, which can gain only the rest."""
+PROCESSES_GAIN = 0.9
+"""Processes must take less than this part of the threads' time: they hold copies of each batch and of the program."""
+
+
+@dataclass
+class Choice:
+    """Tries ways in turn, then keeps one.
+
+    Attributes:
+        ways: to be tried, in this order; one alone is not timed.
+        workers: threads or processes.
+        overlaps: whether a batch made in the loop keeps a device waiting, which threads would not.
+        seconds: of a batch, by way, as far as it was timed.
+        refused: ways that failed, and why.
+        chosen: None: there are ways to try.
+    """
+
+    ways: Sequence[str]
+    workers: int
+    overlaps: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    chosen: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.ways) == 1:
+            self.chosen = self.ways[0]
+
+    @property
+    def trial(self) -> str | None:
+        """The way to be tried next; None if the choice is made."""
+        if self.chosen is not None:
+            return None
+        return next(way for way in self.ways if way not in self.seconds and way not in self.refused)
+
+    def timed(self, way: str, seconds: float) -> None:
+        """A batch took so long this way."""
+        self.seconds[way] = seconds
+        self._settle()
+
+    def failed(self, way: str, why: str) -> None:
+        """This way does not work here."""
+        self.refused[way] = why
+        self._settle()
+
+    def _settle(self) -> None:
+        waiting = [way for way in self.ways if way not in self.seconds and way not in self.refused]
+        here, threads = self.seconds.get("here"), self.seconds.get("threads")
+        if (here is not None and here <= QUICK_S) or not waiting:
+            self.chosen = _fastest(self.seconds, self.overlaps)
+        elif here is not None and threads is not None and threads * self.workers * NEAR_LINEAR <= here:
+            self.chosen = "threads"
+
+    def __str__(self) -> str:
+        """The choice with what was measured."""
+        measured = self._measured()
+        if self.chosen is None:
+            return f"not yet chosen: {measured or 'nothing was measured'}"
+        return f"{self._words(self.chosen)} ({measured})" if measured else self._words(self.chosen)
+
+    def _measured(self) -> str:
+        times = ", ".join(f"{seconds * 1e3:.3g} ms {self._words(way)}" for way, seconds in self.seconds.items())
+        refused = [f"not {self._words(way)}: {why}" for way, why in self.refused.items()]
+        return "; ".join([*([f"a batch takes {times}"] if times else []), *refused])
+
+    def _words(self, way: str) -> str:
+        if way == "here":
+            return "in the loop"
+        kind = {"threads": "thread", "processes": "process"}[way] if self.workers == 1 else way
+        return f"by {self.workers} {kind}"
+
+
+def _fastest(seconds: Mapping[str, float], overlaps: bool) -> str:
+    """The way with the least time. Where batches overlap with a device, the loop is for quick ones only."""
+    here = seconds.get("here", float("inf"))
+    if here <= QUICK_S:
+        return "here"
+    cost = {
+        way: value * (PROCESSES_GAIN**-1 if way == "processes" else 1.0)
+        for way, value in seconds.items()
+        if not (overlaps and way == "here")
+    }
+    return min(cost, key=cost.__getitem__) if cost else "here"

@@ -1,0 +1,63 @@
+"""Batches from the host's memory to a device, for which neither the host nor the step before waits.
+
+Tensors are copied from pinned memory on a stream of their own. The stream that takes a batch waits for the copy on the
+GPU, by an event.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class Copied(NamedTuple):
+    """A value on the device, and the event of its copy; None where nothing is to be waited for."""
+
+    value: Any
+    ready: torch.cuda.Event | None
+
+
+class Copies:
+    """Copies values to a device.
+
+    Args:
+        device: None: values stay where they are.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
+
+    @property
+    def pins(self) -> bool:
+        """Whether values should lie in pinned memory."""
+        return self._stream is not None
+
+    def begin(self, value: Any) -> Copied:
+        """Start the copy, in any thread."""
+        if self._device is None or self._device.type == "cpu":
+            return Copied(value, None)
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            copied = pytree.tree_map(self._moved, value)
+            return Copied(copied, self._stream.record_event() if self._stream is not None else None)
+
+    def _moved(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if self._stream is not None and leaf.device.type == "cpu" and not leaf.is_pinned():
+            leaf = leaf.pin_memory()
+        return leaf.to(self._device, non_blocking=self._stream is not None)
+
+    def hand_over(self, copied: Copied) -> Any:
+        """The value. The caller's current stream waits for the copy; the host does not."""
+        if copied.ready is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(copied.ready)
+            for leaf in pytree.tree_leaves(copied.value):
+                if isinstance(leaf, Tensor) and leaf.is_cuda:
+                    leaf.record_stream(stream)
+        return copied.value

@@ -1,0 +1,235 @@
+"""How many samples each stage of a training could take, alone, and which of them bounds.
+
+    found = headspace(ImageFolder("photographs/train", transform), 64, step, device="cuda")
+    print(found.bounds, found.why)
+
+Stages are measured one by one, each with all that the others would give it in memory: disk, decode and augment by all
+workers at once, collate by one thread, copy and model on the device. The loader does all but the model, as in training:
+its rate is what the model must be compared with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from rooftop.data.handing_over import Copies
+from rooftop.data.loader import Loader
+from rooftop.data.pieces import collated
+from rooftop.data.samples import Samples, StagedSamples, sample
+from rooftop.errors import InputError
+from rooftop.hardware.timing import measure
+
+STAGES = {
+    "disk": "read files",
+    "decode": "compressed images to pixels",
+    "augment": "crop, resize, change and normalize",
+    "sample": "all that the data set does",
+    "collate": "samples to a batch, by one thread",
+    "loader": "all of the above together, by the loader",
+    "copy": "a batch to the device",
+    "model": "forward, backward and step on a batch that is there",
+}
+"""Stages in their order, with what they do."""
+OF_WORKERS = ("disk", "decode", "augment", "sample")
+KEPT = 64  # samples whose content is kept in memory
+
+
+@dataclass(frozen=True)
+class Row:
+    """A stage: samples per second of it alone."""
+
+    stage: str
+    samples_per_s: float
+
+
+@dataclass(frozen=True)
+class Headspace:
+    """What was measured.
+
+    Attributes:
+        rows: stages in their order.
+        workers: of the loader, and of the stages before collate.
+        loading: how the loader made batches.
+        bounds: the stage that bounds; why: in words.
+    """
+
+    rows: tuple[Row, ...]
+    workers: int
+    loading: str
+    bounds: str
+    why: str
+
+
+def headspace(
+    samples: Samples,
+    batch: int,
+    step: Callable[[Any], object] | None = None,
+    device: str | torch.device = "cpu",
+    *,
+    how: str = "auto",
+    workers: int = 0,
+    ahead: int = 4,
+    collate: Callable[[list[Any]], Any] = default_collate,
+    seconds: float = 1.0,
+    show: Callable[[str, float], None] = lambda what, fraction: None,
+) -> Headspace:
+    """Measure each stage alone, then the loader.
+
+    Args:
+        samples: the data set. The disk, decode and augment of one that has no steps of its own are one stage, "sample".
+        batch: samples of a batch.
+        step: of the model, with a batch on the device; None: no model is measured.
+        device: of the batches.
+        how, workers, ahead, collate: as in `Loader`.
+        seconds: for each stage, about.
+        show: is told (stage, fraction done).
+
+    Raises:
+        InputError: no samples; and as in `Loader`.
+        Exception: what a sample or the step raises.
+    """
+    if not len(samples):
+        raise InputError("there are no samples to measure")
+    device = torch.device(device)
+    loader = Loader(samples, batch, shuffle=True, how=how, workers=workers, ahead=ahead, collate=collate, device=device)
+    rates: dict[str, float] = {}
+    stages = len(STAGES)
+    some = np.random.default_rng(0).permutation(len(samples))[: max(KEPT, 1)].tolist()
+    with loader:
+        for stage, rate in _of_samples(samples, some, batch, collate, loader.workers, seconds):
+            rates[stage] = rate
+            show(stage, len(rates) / stages)
+        show("loader", len(rates) / stages)
+        rates["loader"], value = _of_loader(loader, seconds)
+        loading = loader.description
+    if device.type != "cpu":
+        show("copy", (stages - 2) / stages)
+        rates["copy"] = _of_copies(samples, some, batch, collate, device, seconds)
+    if step is not None:
+        show("model", (stages - 1) / stages)
+        size = min(batch, len(samples))
+        rates["model"] = size * 1e3 / measure(lambda: step(value), device=device, seconds=seconds).median_ms
+    rows = tuple(Row(stage, rates[stage]) for stage in STAGES if stage in rates)
+    return Headspace(rows, loader.workers, loading, *bound(rates))
+
+
+def bound(rates: Mapping[str, float]) -> tuple[str, str]:
+    """The stage that bounds, and why, from samples per second by stage.
+
+    The workers do their stages one after another, while one thread collates.
+    """
+    loader, model = rates["loader"], rates.get("model", float("inf"))
+    copy = rates.get("copy", float("inf"))
+    if model <= min(loader, copy):
+        return "model", f"the loader can give {loader / model:.1f} times as many samples as the model takes"
+    waiting = f", and the model waits {1 - min(loader, copy) / model:.0%} of the time" if model < float("inf") else ""
+    if copy < loader:
+        return "copy", f"the device is given only {copy:,.0f} samples/s{waiting}"
+    times = {stage: 1 / rates[stage] for stage in OF_WORKERS if stage in rates}
+    if 1 / rates["collate"] > sum(times.values()):
+        return "collate", f"one thread collates, more slowly than the workers read{waiting}"
+    stage = max(times, key=times.__getitem__)
+    return stage, f"{stage} is {times[stage] / sum(times.values()):.0%} of the workers' time{waiting}"
+
+
+def _of_samples(
+    samples: Samples,
+    some: Sequence[int],
+    batch: int,
+    collate: Callable[[list[Any]], Any],
+    workers: int,
+    seconds: float,
+) -> list[tuple[str, float]]:
+    """Rates of what the workers do."""
+    found = []
+    if isinstance(samples, StagedSamples):
+        staged = samples
+        contents = {index: staged.content(index) for index in some}
+        decoded = {index: staged.decoded(index, contents[index], _generator(index)) for index in some}
+        everywhere = np.random.default_rng(1).permutation(len(samples)).tolist()
+        found = [
+            ("disk", _rate(staged.content, everywhere, workers, seconds)),
+            ("decode", _rate(lambda i: staged.decoded(i, contents[i], _generator(i)), some, workers, seconds)),
+            ("augment", _rate(lambda i: staged.changed(i, decoded[i], _generator(i)), some, workers, seconds)),
+        ]
+    elif getattr(samples, "thread_safe", True):
+        found = [("sample", _rate(lambda i: sample(samples, i, 0, 0), some, workers, seconds))]
+    else:
+        found = [("sample", _rate(lambda i: sample(samples, i, 0, 0), some, 1, seconds))]
+    made = _batch_of(samples, some, batch)
+    found.append(("collate", len(made) * _rate(lambda _: collated(made, collate), [0], 1, seconds)))
+    return found
+
+
+def _batch_of(samples: Samples, some: Sequence[int], batch: int) -> list[Any]:
+    """Samples for a batch; the same ones again where there are fewer."""
+    made = [sample(samples, index, 0, 0) for index in some[:batch]]
+    return list(itertools.islice(itertools.cycle(made), min(batch, len(samples))))
+
+
+def _generator(index: int) -> np.random.Generator:
+    return np.random.default_rng((0, 0, index))
+
+
+def _rate(work: Callable[[int], object], indices: Sequence[int], workers: int, seconds: float) -> float:
+    """Calls per second of several threads, each with other indices."""
+    work(indices[0])
+    counts, failures = [0] * workers, list[BaseException]()
+    until = time.perf_counter() + seconds
+
+    def run(number: int) -> None:
+        own = itertools.cycle(indices[number % len(indices) :: workers] or indices)
+        try:
+            while not failures and (counts[number] == 0 or time.perf_counter() < until):
+                work(next(own))
+                counts[number] += 1
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(workers)]
+    began = time.perf_counter()
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    if failures:
+        raise failures[0]
+    return sum(counts) / (time.perf_counter() - began)
+
+
+def _of_loader(loader: Loader, seconds: float) -> tuple[float, Any]:
+    """Samples per second once the way is chosen and the workers are busy, and a batch."""
+    count, began, value = 0, 0.0, None
+    for epoch in itertools.count():
+        for batch in loader.batches(epoch):
+            value = batch.value if value is None else value
+            if began:
+                count += len(batch.indices)
+                if (took := time.perf_counter() - began) >= seconds:
+                    return count / took, value
+            elif loader.chosen:
+                began = time.perf_counter()
+    raise AssertionError  # epochs are counted without end
+
+
+def _of_copies(
+    samples: Samples,
+    some: Sequence[int],
+    batch: int,
+    collate: Callable[[list[Any]], Any],
+    device: torch.device,
+    seconds: float,
+) -> float:
+    made = _batch_of(samples, some, batch)
+    value, copies = collated(made, collate), Copies(device)
+    timing = measure(lambda: copies.hand_over(copies.begin(value)), device=device, seconds=seconds)
+    return len(made) * 1e3 / timing.median_ms

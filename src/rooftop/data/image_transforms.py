@@ -1,0 +1,223 @@
+"""Images made ready for training or validation: cut to a square, changed at random, normalized.
+
+    transform = ImageTransform(224, {"crop": 0.35, "flip": 0.5, "rand_augment": 2}, train=True)
+    transform(image, np.random.default_rng(0))         # (3, 224, 224) float32
+
+In training: a random crop of a random shape (Szegedy et al. 2015, "Going deeper with convolutions"), a horizontal
+flip, a shift, RandAugment, and random erasing (Zhong et al. 2020), each as far as `augment` has it. All numbers are
+drawn before the first pixel is needed: so a JPEG is decoded at the size that its crop needs, not at its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from rooftop.data.rand_augment import Operation, apply_operations, draw_operations
+from rooftop.errors import InputError, did_you_mean
+from rooftop.media.images import MEAN, STD, normalized, pillow_image
+
+ASPECTS = (3 / 4, 4 / 3)  # of random crops, width to height
+ERASED_PARTS, ERASED_ASPECTS = (0.02, 1 / 3), (0.3, 3.3)
+TRIES = 10  # to draw a shape that fits
+MARGIN = 256 / 224  # of the shorter side in validation to the central square that is kept, as for ImageNet
+JUDGED_REDUCTION = 2.0  # validation images are decoded at twice the size that they get, at least
+
+
+@dataclass(frozen=True)
+class _Augment:
+    """What `augment` may have; the values are those at which nothing is done."""
+
+    crop: float = 1.0
+    flip: float = 0.0
+    shift: float = 0.0
+    rand_augment: int = 0
+    magnitude: float = 9.0
+    erase: float = 0.0
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What is done to one image.
+
+    Attributes:
+        crop: left, top, right, bottom, as parts of width and height; None: the central square.
+        flip: horizontally.
+        shift: right and down, in pixels of the result.
+        operations: of RandAugment.
+        erased: top, left, bottom, right in pixels of the result; None: nothing.
+    """
+
+    crop: tuple[float, float, float, float] | None = None
+    flip: bool = False
+    shift: tuple[int, int] = (0, 0)
+    operations: tuple[Operation, ...] = ()
+    erased: tuple[int, int, int, int] | None = None
+
+
+class ImageTransform:
+    """Makes (3, size, size) float32 of an image.
+
+    Args:
+        size: side in pixels.
+        augment: changes in training; an object or a mapping with some of: crop (least area of a random crop, as a part
+            of the image; 1: off), flip (probability), shift (largest, as a part of the side), rand_augment (number of
+            operations), magnitude (0 to 10), erase (probability). None: no changes.
+        train: whether images are changed at random. In validation the central square is taken. Where training crops,
+            256/224 of it is resized to the shorter side first, as for ImageNet.
+        mean, std: of the red, green and blue values in 0..1.
+
+    Raises:
+        InputError: an argument out of range.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        augment: Any = None,
+        *,
+        train: bool = False,
+        mean: Sequence[float] = MEAN,
+        std: Sequence[float] = STD,
+    ) -> None:
+        if size < 1:
+            raise InputError(f"size is {size}: expected a number from 1 on")
+        self.size, self.train, self.mean, self.std = size, train, tuple(mean), tuple(std)
+        self.augment = _augment_of(augment)
+
+    def __call__(self, image: Image.Image | Tensor, generator: np.random.Generator | None = None) -> Tensor:
+        """
+        Args:
+            image: RGB, or (3, H, W) uint8 on the CPU.
+            generator: what is drawn from; None: nothing is changed at random.
+        """
+        if isinstance(image, Tensor):
+            image = _image_of(image)
+        return self.apply(image, self.draw(image.width, image.height, generator))
+
+    def decode(
+        self, path_or_bytes: str | bytes, generator: np.random.Generator | None, name: str | None
+    ) -> tuple[Image.Image, Drawn]:
+        """A file's image, no larger than needed, and what is to be done to it; errors as in `pillow_image`."""
+        drawn = Drawn()
+
+        def reduction(width: int, height: int) -> float:
+            nonlocal drawn
+            drawn = self.draw(width, height, generator)
+            return self.reduction(width, height, drawn)
+
+        return pillow_image(path_or_bytes, reduction, name), drawn
+
+    def draw(self, width: int, height: int, generator: np.random.Generator | None) -> Drawn:
+        """Draw what is done to an image of this size."""
+        augment = self.augment
+        if not self.train or generator is None:
+            return Drawn()
+        crop = _draw_crop(augment.crop, width / height, generator) if augment.crop < 1 else None
+        flip = augment.flip > 0 and generator.random() < augment.flip
+        most = round(augment.shift * self.size)
+        shift = tuple(generator.integers(-most, most + 1, size=2).tolist()) if most else (0, 0)
+        operations = draw_operations(augment.rand_augment, augment.magnitude, generator) if augment.rand_augment else ()
+        erased = None
+        if augment.erase > 0 and generator.random() < augment.erase:
+            erased = _draw_erased(self.size, generator)
+        return Drawn(crop, bool(flip), shift, operations, erased)
+
+    def reduction(self, width: int, height: int, drawn: Drawn) -> float:
+        """By which factor an image may be smaller than it is, before it is resized."""
+        if drawn.crop is not None:
+            left, top, right, bottom = drawn.crop
+            return min((right - left) * width, (bottom - top) * height) / self.size
+        gap = 1.0 if self.train else JUDGED_REDUCTION
+        return min(width, height) / self._shorter_side() / gap
+
+    def apply(self, image: Image.Image, drawn: Drawn) -> Tensor:
+        """(3, size, size) float32 of an RGB image, changed as was drawn."""
+        size = (self.size, self.size)
+        if drawn.crop is not None:
+            left, top, right, bottom = drawn.crop
+            box = (left * image.width, top * image.height, right * image.width, bottom * image.height)
+            image = image.resize(size, Image.Resampling.BILINEAR, box, reducing_gap=2.0)
+        else:
+            image = self._central(image)
+        if drawn.flip:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        if drawn.shift != (0, 0):
+            right, down = drawn.shift
+            image = image.crop((-right, -down, self.size - right, self.size - down))  # black comes in
+        values = normalized(apply_operations(image, drawn.operations), self.mean, self.std)
+        if drawn.erased is not None:
+            top, left, bottom, right = drawn.erased
+            values.numpy()[:, top:bottom, left:right] = 0.0
+        return values
+
+    def _shorter_side(self) -> int:
+        """Of the whole image, in pixels, before the central square is cut out."""
+        return round(self.size * MARGIN) if self.augment.crop < 1 else self.size
+
+    def _central(self, image: Image.Image) -> Image.Image:
+        side, short = self._shorter_side(), min(image.size)
+        resized = (side * image.width // short, side * image.height // short)
+        if resized != image.size:
+            image = image.resize(resized, Image.Resampling.BILINEAR)
+        left, top = round((image.width - self.size) / 2), round((image.height - self.size) / 2)
+        return image.crop((left, top, left + self.size, top + self.size))
+
+
+def _augment_of(given: Any) -> _Augment:
+    if given is None:
+        return _Augment()
+    known = _Augment.__dataclass_fields__
+    if isinstance(given, Mapping):
+        for name in given:
+            if name not in known:
+                raise InputError(
+                    f"augment has no {name!r}: expected some of {', '.join(known)}{did_you_mean(name, known)}"
+                )
+        found = _Augment(**given)
+    else:
+        found = _Augment(**{name: getattr(given, name) for name in known if hasattr(given, name)})
+    if not (0 < found.crop <= 1 and all(0 <= value <= 1 for value in (found.flip, found.shift, found.erase))):
+        raise InputError(f"{found}: expected crop, flip, shift and erase from 0 to 1, and crop above 0")
+    if found.rand_augment < 0 or not 0 <= found.magnitude <= 10:
+        raise InputError(f"{found}: expected rand_augment from 0 on, and magnitude from 0 to 10")
+    return found
+
+
+def _image_of(pixels: Tensor) -> Image.Image:
+    if pixels.dim() != 3 or pixels.shape[0] != 3 or str(pixels.dtype) != "torch.uint8":
+        raise InputError(
+            f"an image of the shape {tuple(pixels.shape)}, {pixels.dtype}: expected (3, H, W), torch.uint8"
+        )
+    return Image.fromarray(np.ascontiguousarray(pixels.permute(1, 2, 0).numpy()))
+
+
+def _draw_crop(
+    least_area: float, aspect: float, generator: np.random.Generator
+) -> tuple[float, float, float, float] | None:
+    """Left, top, right and bottom as parts; None, the central square, if no drawn shape fits."""
+    for _ in range(TRIES):
+        area = generator.uniform(least_area, 1.0)
+        shape = math.exp(generator.uniform(math.log(ASPECTS[0]), math.log(ASPECTS[1])))
+        width, height = math.sqrt(area * shape / aspect), math.sqrt(area / shape * aspect)
+        if width <= 1 and height <= 1:
+            left, top = generator.random() * (1 - width), generator.random() * (1 - height)
+            return left, top, left + width, top + height
+    return None
+
+
+def _draw_erased(size: int, generator: np.random.Generator) -> tuple[int, int, int, int] | None:
+    for _ in range(TRIES):
+        area = generator.uniform(*ERASED_PARTS) * size * size
+        shape = math.exp(generator.uniform(math.log(ERASED_ASPECTS[0]), math.log(ERASED_ASPECTS[1])))
+        width, height = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
+        if 0 < width < size and 0 < height < size:
+            top, left = generator.integers(size - height + 1), generator.integers(size - width + 1)
+            return int(top), int(left), int(top) + height, int(left) + width
+    return None

@@ -1,0 +1,253 @@
+"""Batches of samples for training, made ahead of the step that needs them.
+
+    loader = Loader(ImageFolder("photographs/train", transform), 64, shuffle=True, device="cuda")
+    for epoch in range(10):
+        for images, labels in (batch.value for batch in loader.batches(epoch)): ...
+
+The order is a permutation drawn from (seed, epoch), and each sample is drawn from (seed, epoch, index). So the batches
+have the same bits for every way to make them, every number of workers, and from any batch of an epoch on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from rooftop.data.choosing import Choice
+from rooftop.data.handing_over import Copied, Copies
+from rooftop.data.loader_processes import Processes
+from rooftop.data.orders import Order
+from rooftop.data.pieces import Damaged, Job, Made, pieces_of
+from rooftop.data.prefetching import prefetched
+from rooftop.data.samples import Samples
+from rooftop.data.ways import Here, Threads, Way
+from rooftop.errors import InputError
+
+WAYS = ("here", "threads", "processes")
+TRIAL_HERE = 2  # batches: the first one also warms up
+MOST_TRIAL = 4  # batches of other ways
+MOST_WORKERS = 32  # unless told otherwise
+
+
+class LoadedBatch(NamedTuple):
+    """A batch.
+
+    Attributes:
+        value: collated, on the loader's device; None where this rank has no sample of the batch.
+        places: (N,) int64 on the CPU, each sample's place in the whole batch of all ranks.
+        indices: (N,) int64 on the CPU, of the samples in the data set.
+    """
+
+    value: Any
+    places: Tensor
+    indices: Tensor
+
+
+class Loader:
+    """Batches of a data set.
+
+    Args:
+        samples: the data set; `draw(index, generator)` is called where it has that.
+        batch: samples of a whole batch, over all ranks.
+        shuffle, seed: whether, and from what, the order is drawn; the seed is also that of the samples' draws.
+        how: "here" (in the training loop itself), "threads", "processes", or "auto": the fastest way, found by timing
+            the first batches of each.
+        workers: threads or processes; 0: by the CPUs, of which ranks of one machine get equal parts.
+        ahead: batches that are made in advance.
+        collate: makes a batch of a list of samples. PyTorch's `default_collate` is divided among the workers; for
+            another one, a worker makes a whole batch, and at least as many batches as workers are made in advance.
+        drop_last: whether samples that fill no batch are left out.
+        rank, ranks: which part of each batch; consecutive places, as even as can be.
+        device: where batches go, copied from pinned memory beside the steps; None: they stay on the CPU.
+        on_damage: "stop" at a sample that cannot be read; or "skip" it: its batch is smaller.
+
+    Attributes:
+        epoch: of the next `for batch in loader`; may be set.
+        waited_s: seconds that the consumer has waited for batches.
+        skipped: (index, name, reason) of each sample that this rank skipped.
+
+    Raises:
+        InputError: an argument out of range.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        batch: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        how: str = "auto",
+        workers: int = 0,
+        ahead: int = 4,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        drop_last: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
+        device: str | torch.device | None = None,
+        on_damage: str = "stop",
+    ) -> None:
+        if how not in ("auto", *WAYS):
+            raise InputError(f'how is {how!r}: expected "auto", "here", "threads" or "processes"')
+        if on_damage not in ("stop", "skip"):
+            raise InputError(f'on_damage is {on_damage!r}: expected "stop" or "skip"')
+        if workers < 0 or ahead < 1:
+            raise InputError(f"workers={workers}, ahead={ahead}: expected numbers from 0 and 1 on")
+        order = Order(len(samples), batch, shuffle, seed, drop_last, rank, ranks)
+        self.workers, self.ahead = workers or _usual_workers(ranks), ahead
+        self._job = Job(samples, order, collate, pieces_of(collate, self.workers), on_damage == "skip")
+        self.device = None if device is None else torch.device(device)
+        self._copies = Copies(self.device)
+        safe = getattr(samples, "thread_safe", True)
+        ways = (how,) if how != "auto" else _worth_trying(self.workers, self._copies.pins, safe)
+        self._choice = Choice(ways, self.workers, self._copies.pins)
+        self._processes: Processes | None = None
+        self.epoch, self.waited_s = 0, 0.0
+        self.skipped: list[Damaged] = []
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return len(self._job.order)
+
+    @property
+    def description(self) -> str:
+        """How batches are made, in words, with what was measured."""
+        return str(self._choice)
+
+    @property
+    def chosen(self) -> str | None:
+        """The way that batches are made; None: several are still being timed."""
+        return self._choice.chosen
+
+    def __iter__(self) -> Iterator[LoadedBatch]:
+        """The batches of epoch `self.epoch`, which is then counted up."""
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        return self.batches(epoch)
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[LoadedBatch]:
+        """The batches of an epoch, from number `start` on.
+
+        Raises:
+            InputError: at once, another start than 0 to `len(self)`; at its place, a damaged sample, unless such are
+                skipped; at the end, if all samples were damaged.
+            LoadingError: a process of the loader was killed.
+            Exception: what else the data set raises.
+        """
+        if not 0 <= start <= len(self) or epoch < 0:
+            raise InputError(f"batch {start} of epoch {epoch}: an epoch has {len(self)} batches, and is counted from 0")
+        return self._batches(epoch, start)
+
+    def _batches(self, epoch: int, start: int) -> Iterator[LoadedBatch]:
+        number, found, skipped = start, 0, len(self.skipped)
+        while number < len(self):
+            way = self._choice.trial
+            try:
+                for batch in self._some(way, epoch, number):
+                    number += 1
+                    found += len(batch.indices)
+                    yield batch
+            except GeneratorExit:
+                raise
+            except Exception as error:
+                if way in (None, "here") or isinstance(error, InputError):
+                    raise
+                self._choice.failed(str(way), f"{type(error).__name__}: {error}")  # its batches are made otherwise
+        if not found and len(self.skipped) > skipped:
+            raise InputError(f"none of {len(self.skipped) - skipped} samples can be read: {self.skipped[-1].reason}")
+
+    def _some(self, trial: str | None, epoch: int, start: int) -> Iterator[LoadedBatch]:
+        """The first batches of a way that is tried, or all."""
+        name = trial or self._choice.chosen
+        assert name is not None
+        way = self._way(name)
+        count = len(self) - start
+        if trial is not None:
+            count = min(count, TRIAL_HERE if name == "here" else min(way.in_flight, MOST_TRIAL))
+        delivered = 0
+        try:
+            made = self._timed(way, trial, epoch, range(start, start + count))
+            for batch in self._delivered(made, count, None if name == "here" else way):
+                delivered += 1
+                yield batch
+        finally:  # also where the consumer leaves with the last batch: then processes stay for the next epoch
+            if delivered < count or way is not self._processes or self._choice.chosen not in (None, "processes"):
+                self._close(way)
+
+    def _timed(self, way: Way, trial: str | None, epoch: int, numbers: range) -> Iterator[tuple[Made, Copied]]:
+        """Makes batches; those of a trial are timed, from the first task to the last piece."""
+        began = last = time.monotonic()
+        begun = 0
+        for done in range(len(numbers)):
+            while begun < min(len(numbers), done + way.in_flight):
+                way.begin(epoch, numbers[begun])
+                begun += 1
+            if trial == "here":
+                began = time.monotonic()
+            made = way.take(self._copies.pins)
+            last = max(last, made.finished)
+            if trial is not None and done == len(numbers) - 1:
+                self._choice.timed(trial, (last - began) / (1 if trial == "here" else len(numbers)))
+            yield made, self._copies.begin(made.value)
+
+    def _delivered(self, made: Iterator[tuple[Made, Copied]], count: int, way: Way | None) -> Iterator[LoadedBatch]:
+        """To the consumer, whose waits are counted; `way` is None where the consumer's own thread makes batches."""
+        items = made if way is None else prefetched(made, count, way.interrupt)
+        with closing(items):  # type: ignore[type-var]
+            for _ in range(count):
+                began = time.perf_counter()
+                try:
+                    whole, copied = next(items)
+                finally:
+                    self.waited_s += time.perf_counter() - began
+                self.skipped += whole.damaged
+                value = self._copies.hand_over(copied)
+                yield LoadedBatch(value, torch.from_numpy(whole.places), torch.from_numpy(whole.indices))
+
+    def _way(self, name: str) -> Way:
+        if name == "here":
+            return Here(self._job)
+        if name == "threads":
+            return Threads(self._job, self.workers, self.ahead)
+        if self._processes is None:
+            self._processes = Processes(self._job, self.workers, self.ahead)
+        return self._processes
+
+    def _close(self, way: Way) -> None:
+        if way is self._processes:
+            self._processes = None
+        way.close()
+
+    def close(self) -> None:
+        """End the processes, which otherwise wait for the next epoch until the loader or the program ends.
+
+        Leaving a loop over batches early also ends them.
+        """
+        if self._processes is not None:
+            self._close(self._processes)
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _worth_trying(workers: int, on_gpu: bool, thread_safe: bool) -> tuple[str, ...]:
+    """Ways to time: a worker alone helps only beside a GPU."""
+    if workers == 1 and not on_gpu:
+        return ("here",)
+    return WAYS if thread_safe else ("here", "processes")
+
+
+def _usual_workers(ranks: int) -> int:
+    """One for each CPU that this process may use, among the ranks of the machine."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST_WORKERS, cpus // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))))

@@ -1,0 +1,308 @@
+"""Batches made by processes, their tensors in shared memory.
+
+A task is (epoch, batch, piece, slot): a process knows the data set and draws the order itself. It writes the tensors of
+the piece into the slot, a tensor in shared memory that is used again for later pieces, and sends the rest by a pipe. A
+slot that is too small is replaced: the process makes a larger one (`share_memory_`) and sends its file descriptor. The
+memory has no name, so that none stays behind, however processes end.
+
+Processes are forked where the system can, so that data sets need not be pickled. They end when they are told to, and
+within a second after their parent has ended.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+import weakref
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch import multiprocessing as torch_multiprocessing
+
+from rooftop.data.pieces import Job, Made, joined
+from rooftop.data.ways import batches_in_flight
+from rooftop.errors import LoadingError
+
+ALIGNMENT = 64  # bytes, of tensors in a slot
+MOST_IN_FLIGHT = 256  # tasks fit into a pipe, so that none of the two ends waits for the other
+PARENT_S = 1.0  # between two looks at whether the parent is there
+
+
+@dataclass
+class _Worker:
+    """A process as its parent sees it: its end of the pipe, its slots by number, and the numbers that are free."""
+
+    process: Any
+    connection: Connection
+    slots: dict[int, Tensor] = field(default_factory=dict)
+    free: list[int] = field(default_factory=list)
+    used: int = 0
+
+    def slot(self) -> int:
+        """The number of a slot that no piece is in."""
+        if self.free:
+            return self.free.pop()
+        self.used += 1
+        return self.used - 1
+
+
+class Processes:
+    """Makes batches by processes.
+
+    Raises:
+        LoadingError: from `take`, if a process was killed or ended.
+    """
+
+    def __init__(self, job: Job, workers: int, ahead: int) -> None:
+        self._job = job
+        self.in_flight = min(MOST_IN_FLIGHT, batches_in_flight(job, workers, ahead))
+        self._begun: deque[list[tuple[_Worker, int, int, int]]] = deque()
+        self._next = 0
+        self._workers: list[_Worker] = []
+        self._end = weakref.finalize(self, _end, self._workers, os.getpid())
+        try:
+            for number in range(workers):
+                self._workers.append(_started(job, number))
+            for worker in self._workers:
+                self._received(worker)  # ready
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def processes(self) -> list[int]:
+        """Their numbers in the system."""
+        return [worker.process.pid for worker in self._workers]
+
+    def begin(self, epoch: int, number: int) -> None:
+        pieces = []
+        for piece in range(self._job.pieces):
+            worker = self._workers[self._next]
+            self._next = (self._next + 1) % len(self._workers)
+            slot = worker.slot()
+            with suppress(OSError):  # a process that has ended is noticed when its piece is taken
+                worker.connection.send((epoch, number, piece, slot))
+            pieces.append((worker, slot, epoch, number))
+        self._begun.append(pieces)
+
+    def take(self, pin: bool) -> Made:
+        begun = self._begun.popleft()
+        alone = len(begun) == 1
+        made = [self._piece(worker, slot, (epoch, number), alone, pin) for worker, slot, epoch, number in begun]
+        whole = joined(made, pin, copy=not alone)  # a piece that is alone was copied when it was read
+        for worker, slot, _, _ in begun:
+            worker.free.append(slot)
+        return whole
+
+    def _piece(self, worker: _Worker, slot: int, batch: tuple[int, int], copy: bool, pin: bool) -> Made:
+        content, grown = self._received(worker, batch)
+        if grown:
+            worker.slots[slot] = _mapped(self._handle(worker, batch), grown)
+        return _Reader(io.BytesIO(content), worker.slots.get(slot), copy, pin).load()
+
+    def _received(self, worker: _Worker, batch: tuple[int, int] | None = None) -> tuple[bytes, int]:
+        """What a process sends: a piece, and the size of its slot if that is new.
+
+        Raises:
+            LoadingError: the process has ended.
+            Exception: what the process sent instead.
+        """
+        try:
+            ready = wait([worker.connection, worker.process.sentinel])
+            if worker.connection not in ready and not worker.connection.poll():
+                raise EOFError
+            what, *content = worker.connection.recv()
+        except (EOFError, OSError) as gone:
+            raise _ended(worker, batch) from gone
+        if what == "failed":
+            failure: Exception = pickle.loads(content[0])
+            failure.add_note(f"in a process of the loader:\n{content[1]}")
+            raise failure
+        return content[0], content[1]
+
+    def _handle(self, worker: _Worker, batch: tuple[int, int]) -> int:
+        try:
+            return recv_handle(worker.connection)
+        except (EOFError, OSError, RuntimeError) as error:
+            raise _ended(worker, batch) from error
+
+    def interrupt(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+
+    def close(self) -> None:
+        self._end()
+
+
+def _ended(worker: _Worker, batch: tuple[int, int] | None) -> LoadingError:
+    with suppress(ValueError, AssertionError):
+        worker.process.join(5.0)
+    code = worker.process.exitcode
+    killed = code is not None and code < 0
+    how = f"was killed by {signal.Signals(-code).name}" if killed else f"ended with status {code}"
+    when = "while it started" if batch is None else f"while it made batch {batch[1]} of epoch {batch[0]}"
+    return LoadingError(
+        f"a process of the loader {how} {when}: if memory is too small, take fewer workers or a smaller ahead, or "
+        'how="threads"'
+    )
+
+
+def _started(job: Job, number: int) -> _Worker:
+    method = "fork" if "fork" in torch_multiprocessing.get_all_start_methods() else "spawn"
+    context: Any = torch_multiprocessing.get_context(method)
+    ours, its = context.Pipe(duplex=True)
+    process = context.Process(target=_work, args=(its, job, os.getpid()), name=f"rooftop-loader-{number}", daemon=True)
+    with warnings.catch_warnings():  # that a program with threads is forked: the process takes none of their locks
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    its.close()
+    return _Worker(process, ours)
+
+
+def _end(workers: list[_Worker], parent: int) -> None:
+    if os.getpid() != parent:  # a copy of the loader, in a forked process
+        return
+    for worker in workers:
+        worker.process.kill()
+    for worker in workers:
+        worker.process.join()
+        worker.connection.close()
+    workers.clear()
+
+
+def _mapped(handle: int, size: int) -> Tensor:
+    """A slot of another process, (size,) uint8."""
+    storage: Any = torch.UntypedStorage
+    try:
+        return torch.empty(0, dtype=torch.uint8).set_(storage._new_shared_fd_cpu(handle, size))  # type: ignore[call-overload]
+    finally:
+        os.close(handle)
+
+
+class _Reader(pickle.Unpickler):
+    """Reads a piece whose tensors are in a slot: copied, or as they lie there."""
+
+    def __init__(self, file: io.BytesIO, slot: Tensor | None, copy: bool, pin: bool) -> None:
+        super().__init__(file)
+        self._slot, self._copy, self._pin = slot, copy, pin
+
+    def persistent_load(self, place: Any) -> Tensor:
+        offset, size, dtype, shape = place
+        if size == 0:
+            return torch.empty(shape, dtype=dtype)
+        assert self._slot is not None
+        bytes_ = self._slot[offset : offset + size]
+        if self._copy:
+            own = torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
+            np.copyto(own.numpy(), bytes_.numpy())
+            bytes_ = own
+        return bytes_.view(dtype).reshape(shape)
+
+
+# ---- in the process --------------------------------------------------------------------------------------------------
+
+
+def _work(connection: Connection, job: Job, parent: int) -> None:
+    """Make pieces until the parent ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's matter
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    torch.set_num_threads(1)
+    slots: dict[int, Tensor] = {}
+    with suppress(EOFError, OSError):
+        connection.send(("ready", b"", 0))
+        while True:
+            epoch, number, piece, slot = connection.recv()
+            _seed(job, epoch, number, piece)
+            try:
+                content, tensors, size = _written(job.make(epoch, number, piece))
+                grown = size > (len(slots[slot]) if slot in slots else 0)
+                if grown:
+                    slots[slot] = torch.empty(size, dtype=torch.uint8).share_memory_()
+                for offset, tensor in tensors:
+                    _put(slots[slot], offset, tensor)
+            except Exception as error:
+                connection.send(("failed", _sendable(error), traceback.format_exc()))
+                continue
+            connection.send(("made", content, size if grown else 0))
+            if grown:
+                storage: Any = slots[slot].untyped_storage()
+                send_handle(connection, storage._share_fd_cpu_()[0], parent)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(PARENT_S)
+    os._exit(1)
+
+
+def _seed(job: Job, epoch: int, number: int, piece: int) -> None:
+    """For data sets that draw from global generators: each piece gets numbers of its own."""
+    seed = int(np.random.SeedSequence((job.order.seed, epoch, number, piece)).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+class _Writer(pickle.Pickler):
+    """Writes a piece without its tensors, which get places in a slot."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self.tensors: list[tuple[int, Tensor]] = []
+        self.size = 0
+
+    def persistent_id(self, value: Any) -> Any:
+        if type(value) is not Tensor or value.device.type != "cpu" or value.layout is not torch.strided:
+            return None
+        if value.is_quantized:
+            return None
+        size = value.numel() * value.element_size()
+        offset = self.size
+        if size:
+            self.tensors.append((offset, value.detach()))
+            self.size += -(-size // ALIGNMENT) * ALIGNMENT
+        return offset, size, value.dtype, tuple(value.shape)
+
+
+def _written(made: Made) -> tuple[bytes, list[tuple[int, Tensor]], int]:
+    file = io.BytesIO()
+    writer = _Writer(file)
+    writer.dump(replace(made, finished=time.monotonic()))
+    return file.getvalue(), writer.tensors, writer.size
+
+
+def _put(slot: Tensor, offset: int, tensor: Tensor) -> None:
+    content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    np.copyto(slot[offset : offset + len(content)].numpy(), content)
+
+
+def _sendable(error: Exception) -> bytes:
+    """The exception, if it survives being sent; else its text."""
+    notes = getattr(error, "__notes__", [])
+    with suppress(Exception):
+        content = pickle.dumps(error)
+        if str(pickle.loads(content)) == str(error):
+            return content
+    other = RuntimeError(f"{type(error).__name__}: {error}")
+    for note in notes:
+        other.add_note(note)
+    return pickle.dumps(other)

@@ -1,0 +1,64 @@
+"""Which samples are in which batch of which epoch, and which of them a rank has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rooftop.errors import InputError
+
+Numbers = NDArray[np.int64]
+
+
+@dataclass
+class Order:
+    """The batches of a data set.
+
+    Attributes:
+        samples: of the data set.
+        batch: samples of a whole batch, over all ranks.
+        shuffle: whether an epoch's order is drawn from (seed, epoch).
+        drop_last: whether the samples that fill no batch are left out.
+        rank, ranks: which part of each batch. Parts are consecutive places, as even as can be.
+
+    Raises:
+        InputError: numbers out of range.
+    """
+
+    samples: int
+    batch: int
+    shuffle: bool = False
+    seed: int = 0
+    drop_last: bool = False
+    rank: int = 0
+    ranks: int = 1
+    _drawn: tuple[int, Numbers] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise InputError(f"batch is {self.batch}: expected a number from 1 on")
+        if self.seed < 0:
+            raise InputError(f"seed is {self.seed}: expected a number from 0 on")
+        if not 0 <= self.rank < self.ranks:
+            raise InputError(f"rank {self.rank} of {self.ranks}: expected 0 to {self.ranks - 1}")
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return self.samples // self.batch if self.drop_last else -(-self.samples // self.batch)
+
+    def part(self, epoch: int, number: int) -> tuple[Numbers, Numbers]:
+        """Places in the whole batch, and indices of the samples, that this rank has of a batch."""
+        start = number * self.batch
+        size = min(self.batch, self.samples - start)
+        places = np.arange(self.rank * size // self.ranks, (self.rank + 1) * size // self.ranks, dtype=np.int64)
+        return places, self._epoch(epoch)[start + places] if self.shuffle else start + places
+
+    def _epoch(self, epoch: int) -> Numbers:
+        drawn = self._drawn  # threads may write it at the same time, always whole
+        if drawn is None or drawn[0] != epoch:
+            # The key keeps the order's numbers apart from those of the samples, which are drawn from (seed, epoch, i).
+            generator = np.random.default_rng(np.random.SeedSequence((self.seed, epoch), spawn_key=(1,)))
+            drawn = self._drawn = (epoch, generator.permutation(self.samples))
+        return drawn[1]

@@ -1,0 +1,206 @@
+"""A batch in pieces: each is made by one worker, and all are joined.
+
+With PyTorch's `default_collate` a batch has a piece for each worker, so that the first batch is there soon. The join of
+collated pieces has the same bits as one collation of all samples. Another `collate` needs all samples of a batch at
+once: it has one piece.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import collate as collate_by
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from rooftop.data.orders import Numbers, Order
+from rooftop.data.samples import DAMAGE, Samples, name_of, sample
+from rooftop.errors import InputError
+
+ONE_THREAD = 32768  # elements up to which PyTorch's operators start no threads (at::internal::GRAIN_SIZE)
+
+
+class Damaged(NamedTuple):
+    """A sample that was skipped: its index, its name if it has one, and what is wrong."""
+
+    sample: int
+    name: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Made:
+    """A piece of a batch, or a whole one.
+
+    Attributes:
+        value: collated samples; None if there are none.
+        places, indices: of the samples, as in `Order.part`.
+        damaged: samples that were skipped.
+        finished: seconds of `time.monotonic`, one clock for all processes.
+    """
+
+    value: Any
+    places: Numbers
+    indices: Numbers
+    damaged: tuple[Damaged, ...] = ()
+    finished: float = 0.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is made.
+
+    Attributes:
+        pieces: of a batch.
+        skip: whether damaged samples are left out instead of raising.
+    """
+
+    samples: Samples
+    order: Order
+    collate: Callable[[list[Any]], Any]
+    pieces: int
+    skip: bool
+
+    def make(self, epoch: int, number: int, piece: int) -> Made:
+        """One piece of a batch.
+
+        Raises:
+            InputError: a sample is damaged, and such are not skipped.
+        """
+        places, indices = (self._cut(part, piece) for part in self.order.part(epoch, number))
+        found, kept, damaged = [], [], []
+        for at, index in enumerate(indices.tolist()):
+            try:
+                found.append(sample(self.samples, index, self.order.seed, epoch))
+                kept.append(at)
+            except DAMAGE as error:
+                name = name_of(self.samples, index)
+                if not self.skip:
+                    raise InputError(_said(index, name, error)) from error
+                damaged.append(Damaged(index, name, str(error) or type(error).__name__))
+            except Exception as error:
+                error.add_note(f"while sample {index} was read")
+                raise
+        value = collated(found, self.collate) if found else None
+        return Made(value, places[kept], indices[kept], tuple(damaged), time.monotonic())
+
+    def _cut(self, part: Numbers, piece: int) -> Numbers:
+        return part[piece * len(part) // self.pieces : (piece + 1) * len(part) // self.pieces]
+
+
+def _said(index: int, name: str | None, error: BaseException) -> str:
+    reason = str(error) or type(error).__name__
+    if name is None:
+        return f"sample {index} cannot be read: {reason}"
+    return f"sample {index}: {reason}" if name in reason else f"sample {index} ({name}) cannot be read: {reason}"
+
+
+def pieces_of(collate: Callable[[list[Any]], Any], workers: int) -> int:
+    """How many pieces a batch has."""
+    return workers if collate is default_collate else 1
+
+
+def collated(samples: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
+    """A batch of samples. PyTorch's own collation is done without PyTorch's threads, with the same bits.
+
+    Raises:
+        InputError: tensors of several shapes.
+    """
+    if collate is not default_collate:
+        return collate(samples)
+    return collate_by(samples, collate_fn_map={**default_collate_fn_map, Tensor: _stacked})
+
+
+def _stacked(batch: Sequence[Tensor], *, collate_fn_map: Any = None) -> Tensor:
+    first = batch[0]
+    if any(each.shape != first.shape for each in batch):
+        raise _different(batch)
+    small = len(batch) * first.numel() <= ONE_THREAD
+    if small or not all(_plain(each) and each.dtype == first.dtype for each in batch):
+        return torch.stack(list(batch))
+    whole = torch.empty((len(batch), *first.shape), dtype=first.dtype)
+    for row, each in zip(_bytes(whole), batch, strict=True):
+        np.copyto(row, _bytes(each[None])[0])
+    return whole
+
+
+def joined(pieces: Sequence[Made], pin: bool = False, copy: bool = False) -> Made:
+    """The batch of all pieces.
+
+    Args:
+        pin: whether its tensors are put into pinned memory, from which a GPU copies while the host goes on.
+        copy: whether its tensors are copied although there is only one piece.
+    """
+    full = [piece for piece in pieces if len(piece.indices)]
+    value = None
+    if full:
+        value = full[0].value if len(full) == 1 and not copy else _join([piece.value for piece in full], pin)
+    return Made(
+        value,
+        np.concatenate([piece.places for piece in pieces]),
+        np.concatenate([piece.indices for piece in pieces]),
+        tuple(chain.from_iterable(piece.damaged for piece in pieces)),
+        max(piece.finished for piece in pieces),
+    )
+
+
+def _join(values: Sequence[Any], pin: bool) -> Any:
+    """By the forms that `default_collate` gives: tensors, texts, and containers of these."""
+    first = values[0]
+    if isinstance(first, Tensor):
+        return _joined_tensors(values, pin)
+    if isinstance(first, Mapping):
+        parts = {key: _join([value[key] for value in values], pin) for key in first}
+        return parts if type(first) is dict else type(first)(parts)  # type: ignore[call-arg]
+    if isinstance(first, (list, tuple)):
+        if all(isinstance(each, (str, bytes)) for each in first):  # a text for each sample
+            return type(first)(chain.from_iterable(values))
+        fields = [_join(field, pin) for field in zip(*values, strict=True)]
+        return type(first)(*fields) if hasattr(first, "_fields") else type(first)(fields)
+    return first
+
+
+def _joined_tensors(pieces: Sequence[Tensor], pin: bool) -> Tensor:
+    first = pieces[0]
+    if any(piece.shape[1:] != first.shape[1:] for piece in pieces):
+        raise _different([piece[0] for piece in pieces])
+    if not all(_plain(piece) and piece.dtype == first.dtype for piece in pieces):
+        return torch.cat(list(pieces))
+    whole = torch.empty((sum(map(len, pieces)), *first.shape[1:]), dtype=first.dtype, pin_memory=pin)
+    rows, start = _bytes(whole), 0
+    for piece in pieces:
+        np.copyto(rows[start : start + len(piece)], _bytes(piece))
+        start += len(piece)
+    return whole
+
+
+def _different(tensors: Sequence[Tensor]) -> InputError:
+    shapes = sorted({tuple(each.shape) for each in tensors})
+    said = " and ".join(map(str, shapes[:3]))
+    return InputError(f"samples of the shapes {said} make no batch: resize them, or give the loader a collate=")
+
+
+def _plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not tensor.requires_grad
+        and not tensor.is_quantized
+    )
+
+
+def _bytes(tensor: Tensor) -> Any:
+    """(rows, bytes of a row), for any dtype. NumPy copies without a team of threads for each thread that copies."""
+    whole = tensor.contiguous()
+    rows = whole.shape[0]
+    if whole.numel() == 0:
+        return np.empty((rows, 0), dtype=np.uint8)
+    return whole.reshape(-1).view(torch.uint8).numpy().reshape(rows, -1)

@@ -1,0 +1,51 @@
+"""Items made by a thread while the consumer works with the one before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+
+def prefetched(items: Iterator[Item], count: int, interrupt: Callable[[], None]) -> Iterator[Item]:
+    """The first items, each made while the consumer has the one before it; an exception comes at its place.
+
+    Args:
+        items: run by one thread.
+        count: how many items are taken.
+        interrupt: ends a wait in `items` with an exception. Called if the consumer leaves before it has the last item.
+    """
+    done: SimpleQueue[tuple[Item | None, BaseException | None]] = SimpleQueue()
+    room, stopped = threading.Semaphore(1), threading.Event()
+
+    def work() -> None:
+        for _ in range(count):
+            room.acquire()
+            if stopped.is_set():
+                return
+            try:
+                done.put((next(items), None))
+            except BaseException as error:
+                done.put((None, error))
+                return
+
+    thread = threading.Thread(target=work, name="rooftop-prefetch", daemon=True)
+    ended = count == 0
+    thread.start()
+    try:
+        for number in range(count):
+            item, error = done.get()
+            ended = error is not None or number == count - 1
+            if error is not None:
+                raise error
+            room.release()
+            yield item  # type: ignore[misc]
+    finally:
+        stopped.set()
+        room.release()
+        if not ended:
+            interrupt()
+        thread.join()

@@ -1,0 +1,96 @@
+"""RandAugment: some operations, drawn with equal probabilities, all with one magnitude.
+
+Cubuk et al. 2020, "RandAugment: Practical automated data augmentation with a reduced search space". The ranges are
+those of AutoAugment (Cubuk et al. 2019), in which 10 is the greatest magnitude. Colours change by a factor of up to
+1 +- 0.9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image, ImageEnhance, ImageOps
+
+GREATEST = 10.0  # magnitude
+FILL = (124, 116, 104)  # what comes in at an edge: ImageNet's mean colour
+MOST_SHEAR, MOST_DEGREES, MOST_SHIFT, MOST_COLOUR = 0.3, 30.0, 0.45, 0.9
+
+
+class Operation(NamedTuple):
+    """An operation by its name, and how strong it is, from -1 to 1; the sign is a direction."""
+
+    name: str
+    strength: float
+
+
+def draw_operations(count: int, magnitude: float, generator: np.random.Generator) -> tuple[Operation, ...]:
+    """Draw operations, with repetition."""
+    names = generator.integers(len(OPERATIONS), size=count)
+    signs = generator.integers(2, size=count) * 2 - 1
+    return tuple(
+        Operation(NAMES[name], float(sign) * magnitude / GREATEST) for name, sign in zip(names, signs, strict=True)
+    )
+
+
+def apply_operations(image: Image.Image, operations: Sequence[Operation]) -> Image.Image:
+    """An RGB image after the operations, of the same size."""
+    for name, strength in operations:
+        image = OPERATIONS[name](image, strength)
+    return image
+
+
+def _sheared_x(image: Image.Image, strength: float) -> Image.Image:
+    return _mapped(image, (1, MOST_SHEAR * strength, 0, 0, 1, 0))
+
+
+def _sheared_y(image: Image.Image, strength: float) -> Image.Image:
+    return _mapped(image, (1, 0, 0, MOST_SHEAR * strength, 1, 0))
+
+
+def _shifted_x(image: Image.Image, strength: float) -> Image.Image:
+    return _mapped(image, (1, 0, MOST_SHIFT * strength * image.width, 0, 1, 0))
+
+
+def _shifted_y(image: Image.Image, strength: float) -> Image.Image:
+    return _mapped(image, (1, 0, 0, 0, 1, MOST_SHIFT * strength * image.height))
+
+
+def _mapped(image: Image.Image, matrix: tuple[float, ...]) -> Image.Image:
+    return image.transform(image.size, Image.Transform.AFFINE, matrix, fillcolor=FILL)
+
+
+def _turned(image: Image.Image, strength: float) -> Image.Image:
+    return image.rotate(MOST_DEGREES * strength, fillcolor=FILL)
+
+
+def _posterized(image: Image.Image, strength: float) -> Image.Image:
+    return ImageOps.posterize(image, 8 - round(4 * abs(strength)))
+
+
+def _solarized(image: Image.Image, strength: float) -> Image.Image:
+    return ImageOps.solarize(image, round(256 * (1 - abs(strength))))
+
+
+def _enhanced(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Callable[[Image.Image, float], Image.Image]:
+    return lambda image, strength: kind(image).enhance(1 + MOST_COLOUR * strength)
+
+
+OPERATIONS: dict[str, Callable[[Image.Image, float], Image.Image]] = {
+    "identity": lambda image, strength: image,
+    "shear_x": _sheared_x,
+    "shear_y": _sheared_y,
+    "shift_x": _shifted_x,
+    "shift_y": _shifted_y,
+    "rotate": _turned,
+    "brightness": _enhanced(ImageEnhance.Brightness),
+    "color": _enhanced(ImageEnhance.Color),
+    "contrast": _enhanced(ImageEnhance.Contrast),
+    "sharpness": _enhanced(ImageEnhance.Sharpness),
+    "posterize": _posterized,
+    "solarize": _solarized,
+    "auto_contrast": lambda image, strength: ImageOps.autocontrast(image),
+    "equalize": lambda image, strength: ImageOps.equalize(image),
+}
+NAMES = tuple(OPERATIONS)

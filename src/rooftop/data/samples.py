@@ -1,0 +1,107 @@
+"""What data sets have in common."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from PIL import Image
+
+from rooftop.errors import InputError
+from rooftop.media.errors import DamagedVideoError
+
+DAMAGE = (
+    DamagedVideoError, EOFError, Image.DecompressionBombError, OSError, SyntaxError, ValueError, struct.error,
+    zlib.error,
+)  # fmt: skip
+"""What a sample that cannot be read raises; other exceptions are errors of the program and are never skipped."""
+
+
+@runtime_checkable
+class Samples(Protocol):
+    """A data set by number, e.g. any map-style one of torch.utils.data.
+
+    A loader may call it from several threads at once. A data set that does not allow this says so by an attribute
+    `thread_safe = False`. A data set with a method `name(index)` has its damaged samples named by it.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@runtime_checkable
+class DrawnSamples(Samples, Protocol):
+    """A data set whose samples are changed at random."""
+
+    def draw(self, index: int, generator: np.random.Generator) -> Any:
+        """The sample, changed as `generator` says; the same for the same generator state."""
+
+
+@runtime_checkable
+class StagedSamples(Samples, Protocol):
+    """A data set whose samples are made in steps, which `headspace` times one by one."""
+
+    def content(self, index: int) -> bytes:
+        """What the disk has of the sample."""
+
+    def decoded(self, index: int, content: bytes, generator: np.random.Generator | None = None) -> Any:
+        """The content as an image, before it is changed as `generator` says."""
+
+    def changed(self, index: int, decoded: Any, generator: np.random.Generator | None) -> Any:
+        """The sample from what was decoded."""
+
+
+def sample(samples: Samples, index: int, seed: int, epoch: int) -> Any:
+    """A sample as training sees it in an epoch: the same in every process and thread."""
+    if isinstance(samples, DrawnSamples):
+        return samples.draw(index, np.random.default_rng((seed, epoch, index)))
+    return samples[index]
+
+
+class Part:
+    """Some samples of a data set, in the given order, e.g. those that are held out.
+
+        data = ImageFolder("photographs")
+        held_out, rest = Part(data, range(0, len(data), 10)), ...
+
+    Unlike `torch.utils.data.Subset` it keeps the draws and the names of its samples.
+
+    Raises:
+        InputError: an index that the data set does not have.
+    """
+
+    def __init__(self, samples: Samples, indices: Sequence[int]) -> None:
+        self.samples, self.indices = samples, np.asarray(indices, dtype=np.int64)
+        if len(self.indices) and not 0 <= self.indices.min() <= self.indices.max() < len(samples):
+            raise InputError(
+                f"indices from {self.indices.min()} to {self.indices.max()}: expected 0 to {len(samples) - 1}"
+            )
+        self.thread_safe = getattr(samples, "thread_safe", True)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[int(self.indices[index])]
+
+    def draw(self, index: int, generator: np.random.Generator) -> Any:
+        """The sample, drawn if the data set draws."""
+        own = int(self.indices[index])
+        return self.samples.draw(own, generator) if isinstance(self.samples, DrawnSamples) else self.samples[own]
+
+    def name(self, index: int) -> str | None:
+        """As the data set names it."""
+        return name_of(self.samples, int(self.indices[index]))
+
+
+def name_of(samples: Samples, index: int) -> str | None:
+    """What a data set calls a sample, e.g. its path; None if it has no names."""
+    name = getattr(samples, "name", None)
+    if name is not None:
+        return str(name(index)) if callable(name) else None
+    inner, indices = getattr(samples, "dataset", None), getattr(samples, "indices", None)
+    return name_of(inner, indices[index]) if inner is not None and indices is not None else None  # of torch's Subset

@@ -1,0 +1,274 @@
+"""Samples in tar files, in the layout of webdataset: the files of a sample have one name and follow each other.
+
+    shard-000.tar: 000017.jpg 000017.cls 000018.jpg 000018.cls ...
+
+Each shard's headers are read once, into an index of offsets. So samples are read in any order, each by one read of the
+disk for each of its files, and by any number of threads and processes.
+"""
+
+from __future__ import annotations
+
+import glob
+import io
+import json
+import os
+import re
+import tarfile
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rooftop.data.image_folders import Transform, change, decode, read
+from rooftop.errors import InputError
+from rooftop.media.ahead import in_order
+from rooftop.media.images import SUFFIXES
+
+IMAGE = "image"
+"""In `fields`: the file that is a photograph."""
+CLASS = "cls"
+IMAGE_ENDINGS = tuple(suffix[1:] for suffix in sorted(SUFFIXES))
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A sample: the number of its shard, its key, and (offset, bytes) of its files by their endings.
+
+    Attributes:
+        wrong: what is wrong with it, found in the headers; None: nothing.
+    """
+
+    shard: int
+    key: str
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    wrong: str | None = None
+
+
+class TarShards:
+    """The samples of some tar files, by number.
+
+        data = TarShards("photographs/train-{000..146}.tar", ImageTransform(224, {"flip": 0.5}, train=True))
+        image, label = data[0]
+
+    Args:
+        paths: tar files, not compressed: a list; or one text with a number range in braces or with * and ?; or a folder
+            of them.
+        transform: of photographs, as in `ImageFolder`.
+        fields: which files make a sample, by their endings, as a tuple; "image" is the one that is a photograph. None:
+            all of them as a dict, with "__key__".
+
+    Files are decoded by their endings: photographs; cls as an integer, txt as text, json, npy as a tensor; the rest are
+    bytes.
+
+    Raises:
+        InputError: no shard, one that is no tar file, or one without samples. From `data[i]`: a sample without one of
+            the fields, a damaged one, or one that is not whole because its shard is cut off.
+    """
+
+    def __init__(
+        self,
+        paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        transform: Transform | None = None,
+        fields: Sequence[str] | None = (IMAGE, CLASS),
+    ) -> None:
+        self.paths = _shards(paths)
+        self.transform, self.fields = transform, None if fields is None else tuple(fields)
+        found = in_order(lambda numbered: list(_entries(*numbered)), enumerate(self.paths))
+        self._index = _Index(chain.from_iterable(found))
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._sample(self._index[index], None)
+
+    def draw(self, index: int, generator: np.random.Generator) -> Any:
+        """The sample, its photographs changed by the transform as the generator says."""
+        return self._sample(self._index[index], generator)
+
+    def name(self, index: int) -> str:
+        """The shard's path and the sample's key."""
+        return self._name(self._index[index])
+
+    def content(self, index: int) -> bytes:
+        """The sample's photograph as it lies in the shard."""
+        entry = self._index[index]
+        return self._read(entry, self._ending(entry, IMAGE))
+
+    def decoded(self, index: int, content: bytes, generator: np.random.Generator | None = None) -> Any:
+        """The photograph, as the transform takes it."""
+        return decode(self.transform, content, generator, self.name(index))
+
+    def changed(self, index: int, decoded: Any, generator: np.random.Generator | None) -> Any:
+        """The sample from what was decoded."""
+        entry, image = self._index[index], change(self.transform, decoded, generator)
+        fields = self.fields or (IMAGE,)
+        return tuple(
+            image if name == IMAGE else self._value(entry, self._ending(entry, name), generator) for name in fields
+        )
+
+    def _sample(self, entry: _Entry, generator: np.random.Generator | None) -> Any:
+        if self.fields is not None:
+            return tuple(self._value(entry, self._ending(entry, name), generator) for name in self.fields)
+        if entry.wrong is not None:
+            raise InputError(entry.wrong)
+        return {"__key__": entry.key, **{ending: self._value(entry, ending, generator) for ending in entry.files}}
+
+    def _ending(self, entry: _Entry, name: str) -> str:
+        """The ending of the file that a field means."""
+        if entry.wrong is not None:
+            raise InputError(entry.wrong)
+        wanted = IMAGE_ENDINGS if name == IMAGE else (name,)
+        found = next((ending for ending in entry.files if ending.lower() in wanted), None)
+        if found is None:
+            raise InputError(f"{self._name(entry)} has no {name}: it has {', '.join(entry.files)}")
+        return found
+
+    def _value(self, entry: _Entry, ending: str, generator: np.random.Generator | None) -> Any:
+        content = self._read(entry, ending)
+        kind = ending.lower().rpartition(".")[2]
+        name = f"{self._name(entry)}.{ending}"
+        if kind in IMAGE_ENDINGS:
+            return read(self.transform, content, generator, name)
+        try:
+            return _DECODERS[kind](content) if kind in _DECODERS else content
+        except ValueError as error:
+            raise InputError(f"{name} cannot be read: {error}") from error
+
+    def _read(self, entry: _Entry, ending: str) -> bytes:
+        """A file's content, without a place in an open file that threads could share."""
+        offset, size = entry.files[ending]
+        handle = os.open(self.paths[entry.shard], os.O_RDONLY)
+        try:
+            parts = []
+            while size and (part := os.pread(handle, size, offset)):
+                parts.append(part)
+                offset, size = offset + len(part), size - len(part)
+        finally:
+            os.close(handle)
+        if size:
+            raise InputError(f"{self._name(entry)}.{ending} is cut off: {size:,} bytes are missing")
+        return b"".join(parts)
+
+    def _name(self, entry: _Entry) -> str:
+        return f"{self.paths[entry.shard]}: {entry.key}"
+
+
+class _Index:
+    """Entries in columns: millions of objects would take gigabytes, in each process."""
+
+    def __init__(self, entries: Iterable[_Entry]) -> None:
+        self._keys: list[str] = []
+        self._wrong: dict[int, str] = {}
+        kinds: dict[tuple[str, ...], int] = {}  # which endings a sample has; most have the same
+        shards, kind_of, firsts, spans = array("q"), array("q"), array("q", [0]), array("q")
+        for number, entry in enumerate(entries):
+            self._keys.append(entry.key)
+            shards.append(entry.shard)
+            kind_of.append(kinds.setdefault(tuple(entry.files), len(kinds)))
+            spans.extend(chain.from_iterable(entry.files.values()))
+            firsts.append(len(spans))
+            if entry.wrong is not None:
+                self._wrong[number] = entry.wrong
+        self._kinds = list(kinds)
+        self._shards, self._kind_of, self._firsts, self._spans = shards, kind_of, firsts, spans
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __getitem__(self, index: int) -> _Entry:
+        key = self._keys[index]  # also says whether there is such an entry
+        index %= len(self)
+        spans = self._spans[self._firsts[index] : self._firsts[index + 1]]
+        files = dict(zip(self._kinds[self._kind_of[index]], zip(spans[::2], spans[1::2], strict=True), strict=True))
+        return _Entry(self._shards[index], key, files, self._wrong.get(index))
+
+
+_DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "cls": int,
+    "txt": bytes.decode,
+    "json": json.loads,
+    "npy": lambda content: torch.from_numpy(np.load(io.BytesIO(content), allow_pickle=False)),
+}
+
+
+def _entries(shard: int, path: Path) -> Iterator[_Entry]:
+    """The samples of a shard. What is damaged is a sample too, so that it is found when it is read."""
+    whole = path.stat().st_size
+    entry, members = None, 0
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                members += 1
+                key, ending = _parted(member.name)
+                if not member.isfile() or not ending:
+                    continue
+                if entry is not None and entry.key != key:
+                    yield entry
+                    entry = None
+                entry = entry or _Entry(shard, key)
+                entry.files[ending] = (member.offset_data, member.size)
+                if member.offset_data + member.size > whole:
+                    entry.wrong = f"{path}: {member.name} is cut off: the file ends within it"
+            _check_end(path, tar.offset)
+    except (tarfile.TarError, OSError, ValueError) as error:
+        if not members:
+            raise InputError(f"{path} is no tar file without compression: {error}") from error
+        if entry is None or entry.wrong is None:
+            after = f" after {entry.key}" if entry is not None else ""
+            if entry is not None:
+                yield entry
+            entry = _Entry(shard, "damaged", wrong=f"{path} is damaged{after}: {error}")
+    if entry is None:
+        raise InputError(f"{path} holds no samples: expected files such as 000017.jpg and 000017.cls")
+    yield entry
+
+
+def _check_end(path: Path, offset: int) -> None:
+    """Whether a shard ends where tarfile stopped: it takes a damaged header for the end.
+
+    Raises:
+        ValueError: there is something else.
+    """
+    with path.open("rb") as file:
+        file.seek(offset)
+        block = file.read(tarfile.BLOCKSIZE)
+    if block.strip(b"\0") or 0 < len(block) < tarfile.BLOCKSIZE:
+        raise ValueError(f"there is no header at byte {offset:,}")
+
+
+def _parted(name: str) -> tuple[str, str]:
+    """Key and ending: as webdataset has it, the ending begins at the first dot of the file's name."""
+    folder, slash, file = name.rpartition("/")
+    key, _, ending = file.partition(".")
+    return (folder + slash + key, ending) if key else ("", "")
+
+
+def _shards(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
+    if not isinstance(paths, (str, os.PathLike)):
+        found = [Path(each) for path in paths for each in (_spread(path) if isinstance(path, str) else [path])]
+    elif os.path.isdir(paths):
+        found = sorted(Path(paths).glob("*.tar"))
+    else:
+        found = [Path(each) for each in _spread(os.fspath(paths))]
+    if not found:
+        raise InputError(f"{paths}: there are no tar files")
+    for path in found:
+        if not path.is_file():
+            raise InputError(f"{path} does not exist")
+    return found
+
+
+def _spread(text: str) -> list[str]:
+    """The paths of a text with number ranges in braces, as in a shell, or with * and ?."""
+    ranged = re.search(r"\{(\d+)\.\.(\d+)\}", text)
+    if ranged is not None:
+        first, last = ranged[1], ranged[2]
+        numbers = (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
+        return [path for number in numbers for path in _spread(text[: ranged.start()] + number + text[ranged.end() :])]
+    return sorted(glob.glob(text)) if glob.has_magic(text) and not os.path.exists(text) else [text]

@@ -1,0 +1,102 @@
+"""Launch the Triton kernels of embeddings and of trilinear interpolation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rooftop.kernels.lookups import tables
+from rooftop.kernels.lookups.tables import CornersConfig
+from rooftop.kernels.operands.launch_data import Constants, power_of_two
+from rooftop.kernels.operands.strided_rows import unit
+from rooftop.launch.triton_launch import launch, require_triton
+
+# ---- embeddings ----------------------------------------------------------------------------------------------------
+
+
+def gather(input: Tensor, weight: Tensor) -> Tensor:
+    """The rows `input` of weight (V, D). The size of a row is a multiple of 16 bytes."""
+    require_triton()
+    from rooftop.kernels.lookups.triton_kernels.embeddings import gather_rows
+
+    rows, width = weight.shape
+    result = torch.empty((*input.shape, width), dtype=weight.dtype, device=weight.device)
+    whole_lines = weight.stride(0) * weight.element_size() % 128 == 0
+    config = tables.OF_LINES if whole_lines else tables.OF_ANY
+    columns = min(config.columns, power_of_two(width))
+    grid = (-(-input.numel() // config.rows), -(-width // columns))
+    sizes = (input.numel(), width, rows, weight.stride(0))
+    tile = {"ROWS": config.rows, "COLUMNS": columns, "num_warps": config.warps}
+    tokens = input.reshape(-1).contiguous()  # a reshape alone may keep the strides
+    launch(gather_rows, grid, weight.device, weight, tokens, result, *sizes, debug=True, **tile)
+    return result
+
+
+def add_rows(dy: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
+    """(rows, D): for each token, the sum of its rows of dy (N, D); tokens (N,)."""
+    require_triton()
+    from rooftop.kernels.lookups.triton_kernels.embeddings import add_runs
+
+    width, runs = dy.shape[1], tables.RUNS
+    table = torch.zeros(rows, width, dtype=dy.dtype, device=dy.device)
+    if dy.numel() == 0 or rows == 0:
+        return table
+    dy = dy if dy.stride(1) == 1 else dy.contiguous()
+    if rows < 1 << 31:
+        tokens = tokens.to(torch.int32)  # half the work for the sort
+    ordered, order = torch.sort(tokens, stable=True)
+    values, stride, places = dy, dy.stride(0), order
+    columns = min(runs.columns, power_of_two(width))
+    tile = {"CHUNK": runs.chunk, "AHEAD": runs.ahead, "COLUMNS": columns, "num_warps": runs.warps}
+    while True:
+        items = ordered.numel()
+        chunks = -(-items // runs.chunk)
+        sums = torch.empty(2 * chunks, width, dtype=torch.float32, device=dy.device)
+        sum_tokens = torch.empty(2 * chunks, dtype=ordered.dtype, device=dy.device)
+        tensors, sizes = (values, places, ordered, table, sums, sum_tokens), (items, width, rows, padding, stride)
+        grid, indirect = (chunks, -(-width // columns)), values is dy
+        launch(add_runs, grid, dy.device, *tensors, *sizes, INDIRECT=indirect, **tile)
+        if chunks == 1:
+            return table
+        values, stride, places, ordered = sums, width, order, sum_tokens
+
+
+# ---- trilinear interpolation ---------------------------------------------------------------------------------------
+
+
+def interpolate(features: Tensor, points: Tensor) -> Tensor:
+    """(B, C) of features (B, 8, C) and points (B, 3), both contiguous."""
+    require_triton()
+    from rooftop.kernels.lookups.triton_kernels.interpolations import trilinear_forward
+
+    count, _, channels = features.shape
+    out = features.new_empty(count, channels)
+    if out.numel():
+        block = block_of(tables.CORNERS_FORWARD, channels, features.element_size())
+        grid = (-(-count // block["POINTS"]) * -(-channels // block["CHANNELS"]),)
+        arguments = (features, points, out, count, channels // block["UNIT"])
+        launch(trilinear_forward, grid, features.device, *arguments, **block)
+    return out
+
+
+def interpolate_backward(
+    gradient: Tensor, features: Tensor, points: Tensor, dfeatures: Tensor, dpoints: Tensor, mask: list[bool]
+) -> None:
+    """Writes the gradients that `mask` asks for; all are contiguous, and none is empty."""
+    require_triton()
+    from rooftop.kernels.lookups.triton_kernels.interpolations import trilinear_backward
+
+    count, _, channels = features.shape
+    block = block_of(tables.CORNERS_BACKWARD, channels, features.element_size())
+    grid = (-(-count // block["POINTS"]),)
+    arguments = (gradient, features, points, dfeatures, dpoints, count, channels // block["UNIT"])
+    launch(trilinear_backward, grid, features.device, *arguments, FEATURES=mask[0], COORDINATES=mask[1], **block)
+
+
+def block_of(table: tuple[CornersConfig, ...], channels: int, element_bytes: int) -> Constants:
+    """Launch parameters for C channels."""
+    config = next(config for config in table if channels * element_bytes <= config.row_bytes)
+    width = min(config.channel_bytes // element_bytes, power_of_two(channels))
+    points = max(1, config.block_bytes // element_bytes // width)
+    even = channels % width == 0
+    return {"POINTS": points, "CHANNELS": width, "EVEN": even, "UNIT": unit(channels), "num_warps": config.warps}

@@ -1,0 +1,69 @@
+"""A small DETR that learns from random numbers, of small pictures.
+
+With the published settings a DETR takes hundreds of epochs to learn where to look. What makes this one fast:
+- Small pictures of few things, ten queries, a narrow transformer. A query looks at 64 cells, not at 1000.
+- The values of attention have no positions, only queries and keys have. Here the map has two more channels, x and y, so
+  that an object can read off where it is from what it attends to.
+- A backbone whose norms learn: frozen norms are for pretrained weights. Group norm does for small batches, too.
+- No dropout.
+
+    model = detr_small(num_classes=3)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.models.detr.network import Detr
+from rooftop.models.detr.weights import load_detr_weights
+from rooftop.models.vision.resnet import BasicBlock, Variant
+from rooftop.models.weights.files import options_of, weights_file
+
+GROUPS = 8  # of the norms
+
+
+class Places(nn.Module):
+    """Adds where each cell is to what it has: (B, C, h, w) -> (B, C + 2, h, w), x and y from -1 to 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, columns = (torch.linspace(-1, 1, n, dtype=x.dtype, device=x.device) for n in x.shape[-2:])
+        places = torch.stack(torch.meshgrid(columns, rows, indexing="xy"))  # (2, h, w)
+        return torch.cat((x, places.expand(len(x), -1, -1, -1)), dim=1)
+
+
+def detr_small(*, weights: str | Path | None = None, **options: Any) -> Detr:
+    """A DETR on a backbone of its own, of one block for each halving of the map.
+
+    Args:
+        weights: a file; one of `rooftop train` says the options.
+        options: `channels` of the backbone's stages, each a multiple of `GROUPS`; `layers`, of the encoder and of the
+            decoder; further ones of `Detr`.
+
+    Raises:
+        InputError: `weights` is not a file.
+        WeightsError: a file cannot be read, is damaged or belongs to another model.
+    """
+    model = _built(**({} if weights is None else options_of("detr_small", weights)) | options)
+    if weights is not None:
+        load_detr_weights(model, weights_file("detr_small", weights))
+    return model
+
+
+def _built(
+    channels: Sequence[int] = (16, 32, 64), width: int = 64, layers: int = 2, queries: int = 10, **options: Any
+) -> Detr:
+    sizes = {"heads": 4, "feed_forward": 4 * width, "dropout": 0.0, **options}
+    model = Detr(
+        BasicBlock, (1, 1, 1, 1), queries=queries, width=width, encoder_layers=layers, decoder_layers=layers, **sizes
+    )
+    stages = [BasicBlock(a, b, 2, 1, Variant(norm=partial(nn.GroupNorm, GROUPS))) for a, b in pairwise((3, *channels))]
+    model.backbone = nn.Sequential(*stages, Places())
+    model.input_proj = nn.Conv2d(channels[-1] + 2, width, kernel_size=1)
+    return model

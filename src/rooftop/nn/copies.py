@@ -1,0 +1,39 @@
+"""A copy of a model's modules that shares its tensors."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from rooftop.nn.contents import Contents
+
+
+def copy_sharing_tensors(model: nn.Module, name: str, unregistered: bool = False) -> nn.Module:
+    """A copy of a model's modules with the same parameters and buffers, without copying these.
+
+    Args:
+        name: the public function, for the error.
+        unregistered: also share all other tensors: attributes, and those of modules outside of `_modules`.
+
+    Raises:
+        TypeError: a part of the model cannot be copied, or its copies have their own tensors.
+    """
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    if unregistered:
+        memo |= {id(tensor): tensor for tensor in Contents.of(model).tensors.values()}
+    try:
+        same = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise TypeError(
+            f"{name}: {type(model).__name__} cannot be copied ({type(error).__name__}: {error}): give its modules a "
+            "__deepcopy__, or take what cannot be copied out of them"
+        ) from error
+    pairs = zip((*model.parameters(), *model.buffers()), (*same.parameters(), *same.buffers()), strict=False)
+    if any(one is not other for one, other in pairs):
+        raise TypeError(
+            f"{name}: a copy of {type(model).__name__} does not share its parameters (a ScriptModule, or a module with "
+            "its own __deepcopy__): give the model that it was made of"
+        )
+    return same

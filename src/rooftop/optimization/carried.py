@@ -1,0 +1,76 @@
+"""State that calls carry from one to the next outside of buffers: a copy of the model would carry its own.
+
+    self.steps += 1                         # a number
+    self.attention = weights.detach()       # a tensor that is not a buffer
+    self.mean = 0.9 * self.mean + ...       # a buffer that is replaced, not changed in place
+
+Results of the faster module could then depend on the number of trials, and readers of the original would find old
+values. A value that only the first call computes, such as a mask of the inputs' size, is not state.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from rooftop.nn.contents import Contents
+from rooftop.optimization.draws import Draw
+from rooftop.optimization.outcomes import Step, outcome_of, same_values
+
+
+def check_nothing_is_carried(original: nn.Module, step: Step, drawn: Sequence[Draw]) -> None:
+    """Run a copy of a model on draws, and check that nothing except buffers changes from call to call.
+
+    Args:
+        drawn: the given inputs first; the model may refuse others.
+
+    Raises:
+        TypeError: the model cannot be copied.
+        ValueError: something changes; the message names it.
+        Exception: any error that the model raises on the given inputs.
+    """
+    try:
+        model = copy.deepcopy(original)
+    except Exception as error:
+        raise TypeError(
+            f"optimize: {type(original).__name__} cannot be copied ({type(error).__name__}: {error}): give its modules "
+            "a __deepcopy__, or take what cannot be copied out of them"
+        ) from error
+    outcome_of(step, model, model, drawn[0].given)  # computes values that later calls reuse
+    for (name, own), parameter in zip(model.named_parameters(), original.parameters(), strict=True):
+        if not same_values(own, parameter):
+            raise ValueError(f"optimize: a call changes the parameter {name}, which only an optimizer should")
+    before = _state(model)
+    for draw in (*drawn[1:], drawn[0]):
+        try:
+            outcome_of(step, model, model, draw.given)
+        except Exception:  # reported where the draw is tried
+            continue
+        if changed := _changed(before, _state(model)):
+            raise ValueError(
+                f"optimize: a call changes {changed} of {type(original).__name__}, of which the faster module has its "
+                "own: keep it in a buffer that is changed in place, or return it as a result"
+            )
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    contents = Contents.of(model)
+    buffers = {id(buffer): buffer for buffer in model.buffers()}
+    state: dict[str, Any] = dict(contents.plain)
+    for where, tensor in contents.tensors.items():
+        state[where] = tensor if id(tensor) in buffers else tensor.detach().clone()
+    return state
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    for where in sorted(before.keys() | after.keys()):
+        one, other = before.get(where), after.get(where)
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            if one is not other and not same_values(one, other):
+                return where
+        elif isinstance(one, Tensor) or isinstance(other, Tensor) or one != other:
+            return where
+    return ""

@@ -1,0 +1,195 @@
+"""Inputs for which a change must be correct: the given ones, and similar ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftop.rewrites.structures import mapped, signature
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Change = Callable[[Tensor], Tensor]
+LARGE = 1e3
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Arguments of one call, and what is special about them.
+
+    Attributes:
+        what: a readable name: "NaN in the inputs".
+        given: (args, kwargs).
+        special: the values may make a model overflow or divide by zero.
+        otherwise: arguments to try, in this order, if the model refuses these.
+        needed: the error if the model refuses all; "": the draw is skipped.
+    """
+
+    what: str
+    given: Arguments
+    special: bool = False
+    otherwise: tuple[Arguments, ...] = ()
+    needed: str = ""
+
+
+def draws(given: Arguments, generator: torch.Generator) -> list[Draw]:
+    """The given inputs, then others of the same shapes and dtypes.
+
+    Floating-point values are drawn from the given ones, so that they have their spread and stay in their range.
+    Integers are permuted, so that an index stays valid.
+    """
+    found = [
+        Draw("the given inputs", given),
+        others(given, generator),
+        Draw("non-contiguous inputs", mapped(given, non_contiguous)),
+    ]
+    if any(t.is_floating_point() and t.numel() for t in tensors_of(given)):
+        found += [
+            Draw(what, mapped(given, _floats(change)), special=True)
+            for what, change in (
+                ("constant inputs", lambda t: torch.full_like(t, float(t.double().mean()))),
+                (f"inputs {LARGE:g} times as large", lambda t: t * LARGE),
+                ("inputs of -0.0", lambda t: torch.full_like(t, -0.0)),
+                ("NaN in the inputs", with_nan),
+            )
+        ]
+    return found
+
+
+def others(given: Arguments, generator: torch.Generator) -> Draw:
+    """The given arguments with other values. If the model refuses these, integers stay unchanged: those of one tensor,
+    or all."""
+
+    def but(fixed: list[Tensor]) -> Arguments:
+        other = lambda t: t if any(t is each for each in fixed) else other_values(t, generator)  # noqa: E731
+        return mapped(given, other)  # type: ignore[no-any-return]
+
+    integers = [t for t in tensors_of(given) if not t.is_floating_point()]
+    fixed = [[each] for each in integers] + [integers]
+    return Draw(
+        "other values",
+        but([]),
+        otherwise=tuple(but(each) for each in fixed if len(each) < len(tensors_of(given))),
+        needed="values drawn from the given ones: pass draw=, a function that makes other arguments",
+    )
+
+
+def tensors_of(structure: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists, dicts and dataclasses, each once."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(structure, note)
+    return found
+
+
+def _floats(change: Change) -> Change:
+    def changed(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.layout != torch.strided:
+            return tensor
+        return change(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+    return changed
+
+
+def other_values(tensor: Tensor, generator: torch.Generator, shape: Sequence[int] | None = None) -> Tensor:
+    """A tensor with values drawn from this one; for integers and truth values a permutation.
+
+    A constant would give only itself: then values between 0 and it, or 0 and 1, are drawn. Sparse tensors stay
+        unchanged.
+    """
+    if tensor.layout != torch.strided:
+        return tensor
+    flat, size = tensor.detach().reshape(-1), torch.Size(tensor.shape if shape is None else shape)
+    count = size.numel()
+    if flat.numel() == 0 or count == 0:
+        return tensor.new_empty(size)
+    if tensor.is_floating_point() or count != flat.numel():
+        places = torch.randint(flat.numel(), (count,), generator=generator)
+    else:
+        places = torch.randperm(count, generator=generator)
+    drawn = _varied(flat[places.to(flat.device)], generator).reshape(size)
+    if shape is None:
+        drawn = torch.empty_like(tensor, requires_grad=False).copy_(drawn)  # with its strides
+    return drawn.requires_grad_(tensor.requires_grad)
+
+
+def _varied(flat: Tensor, generator: torch.Generator) -> Tensor:
+    """Values between 0 and a constant; an integer 0 stays, since 1 may be no valid index."""
+    first = flat[0]
+    if flat.is_complex() or not bool((flat == first).all()):
+        return flat
+    if flat.is_floating_point():
+        shares = torch.rand(flat.shape, generator=generator).to(flat.device, flat.dtype)
+        return shares * (first if first else 1)
+    if flat.dtype == torch.bool:
+        return torch.randint(2, flat.shape, generator=generator).to(flat.device, flat.dtype)
+    high = int(first)
+    return torch.randint(high + 1, flat.shape, generator=generator).to(flat.device, flat.dtype) if high > 0 else flat
+
+
+def non_contiguous(tensor: Tensor) -> Tensor:
+    """The same values with gaps between them."""
+    if tensor.dim() == 0 or tensor.numel() < 2 or tensor.layout != torch.strided:
+        return tensor
+    wide = tensor.new_zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]))
+    apart = wide[..., ::2]
+    apart.copy_(tensor.detach())
+    return apart.detach().requires_grad_(tensor.requires_grad)
+
+
+def with_nan(tensor: Tensor) -> Tensor:
+    """The same values with NaN in place of a middle one."""
+    middle = torch.zeros(tensor.numel(), dtype=torch.bool, device=tensor.device)
+    middle[tensor.numel() // 2] = True
+    return tensor.masked_fill(middle.view(tensor.shape), torch.nan)
+
+
+def of_shape(given: Arguments, shape: Sequence[int], generator: torch.Generator) -> Arguments:
+    """The given arguments with the first tensor in another shape.
+
+    Other tensors with the same first dimension share it as a batch, so they get the new one, too.
+    """
+    first, *_ = tensors_of(given)
+
+    def changed(tensor: Tensor) -> Tensor:
+        if tensor is first:
+            return other_values(tensor, generator, shape)
+        of_batch = tensor.dim() and first.dim() and tensor.shape[0] == first.shape[0] and len(shape)
+        return other_values(tensor, generator, (shape[0], *tensor.shape[1:])) if of_batch else tensor
+
+    return mapped(given, changed)
+
+
+def key_of(given: Arguments) -> Any:
+    """The key that two calls must share for one to prove the other; strides are free.
+
+    Raises:
+        TypeError: an argument is not a tensor, number, string or structure of them.
+    """
+    return signature(given, _kind)[0]
+
+
+def _kind(tensor: Tensor) -> Hashable:
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_nested or tensor.is_quantized:
+        raise TypeError(f"optimize: tensors must be plain ones, got {_name(tensor)}: pass what it is made of")
+    return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
+
+
+def _name(tensor: Tensor) -> str:
+    kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else ""
+    return f"a {kind} tensor" if kind else f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
+
+
+def in_words(given: Arguments) -> str:
+    """ "8x3x224x224 float32, 8 int64"."""
+    kinds = [
+        (("x".join(map(str, t.shape)) or "scalar"), str(t.dtype).removeprefix("torch.")) for t in tensors_of(given)
+    ]
+    return ", ".join(f"{shape} {dtype}" for shape, dtype in kinds) or "no tensors"

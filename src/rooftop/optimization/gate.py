@@ -1,0 +1,431 @@
+"""Whether a change of a model is correct: on the given inputs, on similar ones, and in its effects.
+
+A change is correct if its results are as accurate as the original's, both judged by the same model in float64
+(`rooftop.testing.assert_as_accurate`), and nothing else differs: shapes, dtypes, strides, gradients, buffers, changed
+arguments, shared memory. If the float64 model does not run, only the same bits are correct.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.optimization.draws import Arguments, Draw, tensors_of
+from rooftop.optimization.outcomes import (
+    SEED,
+    Outcome,
+    Step,
+    anew,
+    copied,
+    outcome_of,
+    overlaps,
+    poison,
+    preserved,
+    same_values,
+    seed_all,
+)
+from rooftop.rewrites.candidates import Candidate
+from rooftop.rewrites.structures import mapped
+
+ALLOWED = 2.0
+"""The allowed error of a change, as a multiple of the original's error, as in `rooftop.testing`."""
+ROUNDED_64 = 1e-9
+"""The allowed difference of float64 sums in another order, relative to the largest value."""
+SAME_DRAWS = 0.03
+"""Relative to the results' size: rounding of half precision is below that, dropout with another mask far above."""
+
+
+class RefusedError(Exception):
+    """The reason why a change is not correct; the search catches it."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """The reference results for one draw.
+
+    Attributes:
+        draw: the inputs.
+        eager: the original's outcome.
+        truth: the outcome in float64; None if that does not run.
+    """
+
+    draw: Draw
+    eager: Outcome
+    truth: Outcome | None
+
+
+def check_taken(original: nn.Module, step: Step, drawn: Sequence[Draw]) -> None:
+    """Run the original on the given inputs and on those that it must accept, so that errors come before the search.
+
+    Args:
+        drawn: the given inputs come first.
+
+    Raises:
+        ValueError: it refuses required inputs, or a training step has no gradients.
+        Exception: any error that the model raises on the given inputs.
+    """
+    given = outcome_of(step, original, original, drawn[0].given)
+    if step.training and not any(name.startswith("gradient of") for name in given.values):
+        raise ValueError("optimize: no result has a gradient, so nothing is trained: leave train=True out")
+    for draw in drawn[1:]:
+        if draw.needed:
+            try:
+                outcome_of(step, original, original, draw.given)
+            except Exception as error:
+                raise ValueError(f"optimize: the model does not take {draw.needed} ({_said(error)})") from error
+
+
+@dataclass
+class Gate:
+    """The original's behaviour, with which every change is compared.
+
+    Attributes:
+        original: the model; its buffers are restored after each run.
+        step: how it is run.
+        known: the original's results for each draw.
+        dropped: draws that the original refuses, or for which there was no time, with the reason.
+        random: its results depend on the random state.
+        repeats: the original returns the same bits in each call.
+        exact_only: the reason why only the same bits are correct, else "".
+        precise: the original in float64; None if it does not run, or is not needed.
+        lowered: the original in a lower precision, which the user has allowed: results must be as accurate as its
+            results.
+    """
+
+    original: nn.Module
+    step: Step
+    known: list[Known] = field(default_factory=list)
+    dropped: dict[str, str] = field(default_factory=dict)
+    random: bool = False
+    repeats: bool = True
+    exact_only: str = ""
+    precise: nn.Module | None = None
+    lowered: Candidate | None = None
+
+    @classmethod
+    def of(cls, original: nn.Module, step: Step, drawn: Sequence[Draw], seconds: float, exact: bool = False) -> Gate:
+        """Run the original on each draw, in its own dtype and in float64.
+
+        Args:
+            drawn: the given inputs come first.
+            seconds: its approximate time limit: beyond it, special values are skipped.
+            exact: only the same bits are correct.
+        """
+        gate = cls(original, step, exact_only="only the same bits were asked for" if exact else "")
+        gate.precise = None if exact else gate._in_float64(drawn[0])
+        ends = time.perf_counter() + seconds
+        for draw in drawn:
+            if draw.special and time.perf_counter() > ends:
+                gate.dropped[draw.what] = "no time was left for it"
+                continue
+            try:
+                gate.known.append(gate._known(draw))
+            except Exception as error:
+                if draw is drawn[0] or draw.needed:
+                    raise
+                gate.dropped[draw.what] = f"the model does not take them ({type(error).__name__})"
+        gate._look_at_repeats()
+        return gate
+
+    def _known(self, draw: Draw) -> Known:
+        """The original's results for a draw, or for its replacement.
+
+        Raises:
+            Exception: any error that the model raises.
+        """
+        try:
+            eager = self._eager(self.lowered, draw.given)
+        except Exception:
+            if not draw.otherwise:
+                raise
+            first, *rest = draw.otherwise
+            return self._known(replace(draw, given=first, otherwise=tuple(rest)))
+        try:
+            truth = self._truth(draw)
+        except Exception:  # such as memory for float64: then only the same bits are correct on this draw
+            truth = None
+        return Known(draw, eager, truth)
+
+    def _truth(self, draw: Draw) -> Outcome | None:
+        precise = self.precise
+        return None if precise is None else outcome_of(self.step, precise, precise, doubled(draw.given))
+
+    def _in_float64(self, given: Draw) -> nn.Module | None:
+        try:
+            model = copy.deepcopy(self.original).double()
+            outcome_of(self.step, model, model, doubled(given.given))
+        except Exception as error:
+            self.exact_only = f"the model does not run in float64 ({type(error).__name__}), so only the same bits count"
+            return None
+        return model
+
+    def _look_at_repeats(self) -> None:
+        first = self.known[0]
+        again = outcome_of(self.step, self.original, self.original, first.draw.given)
+        other = outcome_of(self.step, self.original, self.original, first.draw.given, SEED + 1)
+        self.repeats = _same_bits(first.eager, again)
+        self.random = self.repeats and not _same_bits(first.eager, other)
+        if self.random and not self.exact_only and not all(map(_same_draws, self.known)):
+            self.exact_only = "the model draws other random numbers in float64, so only the same bits count"
+        if not self.repeats and not self.exact_only and not self._repeats_in_float64():
+            self.exact_only = "the model answers differently from call to call, so only the same bits count"
+
+    def _repeats_in_float64(self) -> bool:
+        """Whether the float64 model repeats its results up to the order of sums, as one without random numbers does."""
+        first = self.known[0]
+        again = self._truth(first.draw)
+        if first.truth is None or again is None or first.truth.values.keys() != again.values.keys():
+            return False
+        return all(
+            value.shape == again.values[name].shape
+            and _difference(value, again.values[name]) <= ROUNDED_64 * (1 + float(value.abs().max()))
+            for name, value in first.truth.values.items()
+            if value.is_floating_point() and value.numel()
+        )
+
+    def lower(self, lowered: Candidate) -> Gate:
+        """A gate for candidates that run in the precision of another candidate."""
+        known = [replace(each, eager=self._eager(lowered, each.draw.given)) for each in self.known]
+        return replace(self, known=known, lowered=lowered)
+
+    def _eager(self, lowered: Candidate | None, given: Arguments) -> Outcome:
+        if lowered is None:
+            return outcome_of(self.step, self.original, self.original, given)
+        return outcome_of(self.step, lowered.call, _with_names_of(lowered.model, self.original), given)
+
+    def judge(self, candidate: Candidate) -> float:
+        """Compare a change with the original's behaviour.
+
+        Returns:
+            The largest error as a multiple of the allowed error; at most 1.
+
+        Raises:
+            RefusedError: it is not correct.
+            Exception: any error that the changed model raises.
+        """
+        worst, model = 0.0, _with_names_of(candidate.model, self.original)
+        before: tuple[Known, Outcome] | None = None
+        for known in self.known:
+            poison(known.eager)
+            got = outcome_of(self.step, candidate.call, model, known.draw.given)
+            worst = max(worst, self._compare(got, known))
+            if before is not None:
+                _unchanged(*before)
+            before = known, got
+        first = self.known[0]
+        again = outcome_of(self.step, candidate.call, model, first.draw.given)
+        if self.repeats and not _same_bits(again, outcome_of(self.step, candidate.call, model, first.draw.given)):
+            raise RefusedError("two calls with the same inputs give different results")
+        self._compare(again, first, "the given inputs again")
+        self._in_the_same_memory(candidate, model)
+        return worst
+
+    def judge_on(self, candidate: Candidate, draw: Draw) -> None:
+        """Compare a proven change on one more draw, after its many runs.
+
+        Raises:
+            RefusedError: it is no longer correct.
+        """
+        known = self._known(draw)
+        got = outcome_of(self.step, candidate.call, _with_names_of(candidate.model, self.original), known.draw.given)
+        self._compare(got, known)
+
+    def _in_the_same_memory(self, candidate: Candidate, model: nn.Module) -> None:
+        """Run the candidate on new values in the same memory, to detect results cached by address."""
+        first, others = self.known[0], [k for k in self.known[1:] if not k.draw.special and _alike(self.known[0], k)]
+        if not others:
+            return
+        places = mapped(copied(first.draw.given), _apart)
+        own = tensors_of(places)
+        with preserved(model):
+            seed_all(SEED, model)
+            self.step.run(candidate.call, model, anew(places))
+            with torch.no_grad():
+                pairs = zip(own, tensors_of(others[0].draw.given), strict=True)
+                for place, value in pairs:
+                    if place.layout == torch.strided:  # others have the same values
+                        place.detach().copy_(value)
+        with preserved(model):
+            seed_all(SEED, model)
+            output, _ = self.step.run(candidate.call, model, anew(places))
+        for i, result in enumerate(tensors_of(output)):
+            name = f"result {i}"
+            truth = others[0].truth.values[name] if others[0].truth is not None else None
+            result = result.detach() if result.layout == torch.strided else result.detach().to_dense()
+            self._compare_one(name, result, others[0].eager.values[name], truth, "inputs in the same memory")
+
+    def _compare(self, got: Outcome, known: Known, what: str = "") -> float:
+        what = what or known.draw.what
+        eager = known.eager
+        missing, more = sorted(eager.values.keys() - got.values.keys()), sorted(got.values.keys() - eager.values.keys())
+        if missing or more:
+            raise RefusedError(
+                f"{what}: {f'no {missing[0]}' if missing else f'also {more[0]}, which the original lacks'}"
+            )
+        if got.shared != eager.shared:
+            one, other = sorted(got.shared ^ eager.shared)[0]
+            how = "share memory, as the original's do not" if got.shared - eager.shared else "do not share memory"
+            raise RefusedError(f"{what}: {one} and {other} {how}")
+        if got.strides != eager.strides:
+            name = next(n for n, s in eager.strides.items() if got.strides.get(n) != s)
+            raise RefusedError(
+                f"{what}: {name} has strides {got.strides.get(name)}, the original's {eager.strides[name]}"
+            )
+        if got.structure != eager.structure:
+            raise RefusedError(f"{what}: results or arguments differ in what is no tensor, or in layouts")
+        truths = known.truth.values if known.truth is not None else {}
+        return max(
+            self._compare_one(name, got.values[name], eager.values[name], truths.get(name), what)
+            for name in eager.values
+        )
+
+    def _compare_one(self, name: str, got: Tensor, eager: Tensor, truth: Tensor | None, what: str) -> float:
+        if got.shape != eager.shape or got.dtype != eager.dtype or got.device != eager.device:
+            raise RefusedError(f"{what}: {name} is {_kind(got)}, the original's {_kind(eager)}")
+        if same_values(got, eager):
+            return 0.0
+        if truth is None or not got.is_floating_point() or self.exact_only:
+            why = f": {self.exact_only}" if self.exact_only else ""
+            raise RefusedError(f"{what}: {name} differs by up to {_difference(got, eager):.3g}{why}")
+        return _as_accurate(name, got, eager, truth, what, self._usual_error(name))
+
+    def _usual_error(self, name: str) -> float:
+        """The original's largest error on the given inputs: constant inputs may be computed exactly, by luck."""
+        first = self.known[0]
+        if first.truth is None or name not in first.eager.values or name not in first.truth.values:
+            return 0.0
+        return _difference(first.eager.values[name], first.truth.values[name], finite=True)
+
+
+def _as_accurate(name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str, usual: float) -> float:
+    """The error as a multiple of the allowed error. `usual` is the original's error on the given inputs.
+
+    Raises:
+        RefusedError: it is above 1, or NaN and infinities are in other places.
+    """
+    kind = torch.finfo(got.dtype)
+    got, eager, truth = got.double(), eager.double(), truth.to(got.device).double()
+    for special, test in (("NaN", torch.isnan), ("infinite", torch.isinf)):
+        mine, expected, exact = test(got), test(eager), test(truth)
+        if bool((mine & ~expected).any()):
+            raise RefusedError(f"{what}: {name} has {int((mine & ~expected).sum())} {special} elements too many")
+        if bool((~mine & expected & exact).any()):
+            raise RefusedError(f"{what}: {name} lacks {int((~mine & expected & exact).sum())} {special} elements")
+    finite = got.isfinite() & eager.isfinite() & truth.isfinite()
+    got, eager, truth = got[finite], eager[finite], truth[finite]
+    if got.numel() == 0:
+        return 0.0
+    rounding = kind.eps * truth.abs() + kind.tiny
+    error, plain = (got - truth).abs(), (eager - truth).abs()
+    of_worst = float((error / (ALLOWED * plain.max().clamp(min=usual) + rounding)).max())
+    of_all = float(_rms(error) / (ALLOWED * _rms(plain).clamp(min=usual) + _rms(rounding)))
+    if max(of_worst, of_all) > 1:
+        raise RefusedError(
+            f"{what}: {name} is off by up to {float(error.max()):.3g}, the original by {float(plain.max()):.3g} "
+            f"(root mean square {float(_rms(error)):.3g} and {float(_rms(plain)):.3g})"
+        )
+    return max(of_worst, of_all)
+
+
+def doubled(given: Arguments) -> Arguments:
+    """Floating-point arguments in float64."""
+
+    def double(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor.detach().double().requires_grad_(tensor.requires_grad)
+
+    return mapped(given, double)  # type: ignore[no-any-return]
+
+
+class _Renamed(nn.Module):
+    """Parameters and buffers of a changed model under the original's names, if it has the same tensors."""
+
+    def __init__(self, changed: nn.Module, original: nn.Module) -> None:
+        super().__init__()
+        self._changed, self._original = [changed], [original]
+
+    def named_parameters(self, *_: Any, **__: Any) -> Any:
+        own = dict(self._changed[0].named_parameters())
+        return ((name, own.get(name, p)) for name, p in self._original[0].named_parameters())
+
+    def named_buffers(self, *_: Any, **__: Any) -> Any:
+        return self._original[0].named_buffers()
+
+
+def _with_names_of(changed: nn.Module, original: nn.Module) -> nn.Module:
+    return _Renamed(changed, original)
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """A writable copy of a tensor: expanded ones have several elements at one address."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad) if overlaps(tensor) else tensor
+
+
+def _unchanged(known: Known, before: Outcome) -> None:
+    """Check that the next call does not overwrite the results of a call, which belong to the caller."""
+    for i, result in enumerate(before.results):
+        if result.layout == torch.strided and not same_values(result.detach(), before.values[f"result {i}"]):
+            raise RefusedError(f"{known.draw.what}: result {i} was changed by the next call")
+
+
+def _same_draws(known: Known) -> bool:
+    """Whether the model in float64 has drawn the same random numbers: then its results are close."""
+    if known.truth is None or known.draw.special:
+        return True  # large and constant values cannot show that
+    for name, value in known.eager.values.items():
+        truth = known.truth.values.get(name)
+        if truth is None or truth.shape != value.shape:
+            return False
+        if name.startswith("result") and value.is_floating_point() and value.numel():
+            apart, size = _rms(value.double() - truth.double()), _rms(truth.double())
+            if not bool(apart <= SAME_DRAWS * size):
+                return False
+    return True
+
+
+def _alike(one: Known, other: Known) -> bool:
+    pairs = list(zip(tensors_of(one.draw.given), tensors_of(other.draw.given), strict=False))
+    same = len(tensors_of(one.draw.given)) == len(tensors_of(other.draw.given))
+    return (
+        same and all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs) and other.draw.what == "other values"
+    )
+
+
+def _same_bits(one: Outcome, other: Outcome) -> bool:
+    return (
+        one.structure == other.structure
+        and one.values.keys() == other.values.keys()
+        and all(
+            value.shape == other.values[name].shape and same_values(value, other.values[name])
+            for name, value in one.values.items()
+        )
+    )
+
+
+def _difference(one: Tensor, other: Tensor, finite: bool = False) -> float:
+    """The largest difference; `finite`: NaN and infinities do not count."""
+    if one.numel() == 0:
+        return 0.0
+    apart = (one.double() - other.to(one.device).double()).abs()
+    return float(apart.nan_to_num(0.0, 0.0).max() if finite else apart.nan_to_num(torch.inf).max())
+
+
+def _rms(values: Tensor) -> Tensor:
+    return values.square().mean().sqrt()
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _kind(tensor: Tensor) -> str:
+    return (
+        f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+    )

@@ -1,0 +1,381 @@
+"""The result of `rooftop.optimize`: the faster module, and the rules that were tried."""
+
+from __future__ import annotations
+
+import copy
+import json
+import operator
+import os
+import warnings
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from rooftop.nn.contents import OWN, REGISTERS, Contents
+from rooftop.optimization import draws
+from rooftop.optimization.draws import Arguments, in_words, key_of
+from rooftop.rewrites.candidates import Candidate
+
+PLAN_VERSION = 1
+VERSION = operator.attrgetter("_version")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A rule that was considered.
+
+    Attributes:
+        rule: its name.
+        verdict: "kept", "refused" (it cannot be applied, or is wrong), "no gain", "not tried", "failed".
+        reason: the reason for the verdict, in words.
+        where: the parts that it changed.
+        predicted_ms: expected gain of a step. measured_ms: measured gain, compared with the best so far.
+        error: largest error as a multiple of the allowed error, at most 1; None if it was not checked.
+        first_call_s: time until the first call was done: compiling, capturing.
+        bytes: additional peak memory of a step, on a GPU.
+    """
+
+    rule: str
+    verdict: str
+    reason: str = ""
+    where: str = ""
+    predicted_ms: float = 0.0
+    measured_ms: float | None = None
+    error: float | None = None
+    first_call_s: float | None = None
+    bytes: int | None = None
+
+    def __str__(self) -> str:
+        figures = [f"predicted {self.predicted_ms:.3g} ms"] if self.predicted_ms > 0 else []
+        if self.measured_ms is not None:
+            figures.append(f"measured {self.measured_ms:.3g} ms")
+        if self.error is not None:
+            figures.append(f"error {self.error:.2f} of what is allowed")
+        if self.first_call_s is not None and self.first_call_s >= 1:
+            figures.append(f"first call {self.first_call_s:.0f} s")
+        words = [part for part in (self.where, self.reason) if part]
+        tail = f" ({', '.join(figures)})" if figures else ""
+        return f"{self.verdict:9} {self.rule:24} {'; '.join(words)}{tail}"
+
+
+@dataclass
+class Optimized:
+    """A model made faster.
+
+    Attributes:
+        module: the faster module. It runs proven calls, and the original for all others.
+        optimizer: for a training step: the faster one, or the given one.
+        changes: the rules that were tried, in that order.
+        before_ms, after_ms: a step of the original and of the faster module, timed in turns at the end.
+        noise: spread of those times, relative to them.
+        checked: inputs on which every change was compared with the original. unchecked: skipped ones, with the reason.
+        proven: shapes that the faster module runs.
+        surroundings: the model, inputs, device and versions of this result.
+        differs: with a plan, how these differ from those for which it was found.
+    """
+
+    module: OptimizedModule
+    optimizer: torch.optim.Optimizer | None
+    changes: list[Change]
+    before_ms: float
+    after_ms: float
+    noise: float
+    checked: list[str]
+    unchecked: dict[str, str]
+    proven: list[str]
+    surroundings: dict[str, str] = field(default_factory=dict)
+    differs: list[str] = field(default_factory=list)
+
+    @property
+    def kept(self) -> list[str]:
+        """Names of the active rules."""
+        return [change.rule for change in self.changes if change.verdict == "kept"]
+
+    def undo(self) -> nn.Module:
+        """Return the original. The faster module also runs it from now on."""
+        self.module.stop("undone")
+        return self.module.original
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan: the rules that were kept. `optimize(..., plan=path)` applies it again without a search."""
+        plan = {
+            "version": PLAN_VERSION,
+            "rules": self.kept,
+            "before_ms": self.before_ms,
+            "after_ms": self.after_ms,
+            "surroundings": self.surroundings,
+        }
+        target = Path(path)
+        partial = target.with_name(f"{target.name}.partial")
+        partial.write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+        partial.replace(target)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything except the module and the optimizer, as numbers and text."""
+        return {
+            "before_ms": self.before_ms,
+            "after_ms": self.after_ms,
+            "noise": self.noise,
+            "changes": [asdict(change) for change in self.changes],
+            "checked": self.checked,
+            "unchecked": self.unchecked,
+            "proven": self.proven,
+            "surroundings": self.surroundings,
+        }
+
+    def __str__(self) -> str:
+        ratio = self.before_ms / self.after_ms
+        lines = [f"{self.before_ms:.3g} ms -> {self.after_ms:.3g} ms ({ratio:.2f}x, noise {self.noise:.1%})"]
+        lines += [str(change) for change in self.changes]
+        if self.checked:
+            lines.append(f"checked on {', '.join(self.checked)}")
+        lines.append(f"proven for {'; '.join(self.proven)}")
+        lines += [f"not checked on {what}: {why}" for what, why in self.unchecked.items()]
+        lines += [f"unlike the plan's: {each}" for each in self.differs]
+        return "\n".join(lines)
+
+
+class OptimizedModule(nn.Module):
+    """A module that runs the faster model for proven calls, and the original for all others.
+
+    State dicts, parameters and attributes are those of the original. A call that was not proven is counted in
+    `unproven`; the first one for each reason warns.
+
+    Args:
+        original: the user's model.
+        candidate: the model that runs in its place.
+        proven: arguments that were tried.
+    """
+
+    def __init__(self, original: nn.Module, candidate: Candidate, proven: list[Arguments]) -> None:
+        super().__init__()
+        self.__dict__["_own"] = _State(original, candidate, {key_of(given) for given in proven})
+        for register in REGISTERS:  # the original's own, so that tracers find its parts under its names
+            self.__dict__[register] = vars(original)[register]
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """The original's mode."""
+        own = self.__dict__.get("_own")
+        return own is None or own.original.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_own" in self.__dict__:
+            self._own.original.training = mode
+
+    @property
+    def unproven(self) -> dict[str, int]:
+        """The number of calls that ran the original, by reason."""
+        return dict(self._own.unproven)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        own = self._own
+        if torch.compiler.is_compiling():
+            return own.original(*args, **kwargs)
+        why = own.why_not((args, kwargs))
+        if not why and own.looks_first:
+            why = own.changed()
+        if not why:
+            try:
+                result = own.candidate.call(*args, **kwargs)
+            finally:
+                why = "" if own.looks_first else own.changed()
+            if not why:
+                return result
+        if not own.unproven[why]:
+            warnings.warn(f"rooftop.optimize: the original model runs, {why}", RuntimeWarning, stacklevel=2)
+        own.unproven[why] += 1
+        return own.original(*args, **kwargs)
+
+    def stop(self, why: str) -> None:
+        """Run the original from now on."""
+        self._own.stopped = why
+
+    # ---- the original's interface ---------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__.get("_own")
+        if own is None:
+            raise AttributeError(name)
+        return own.original if name == "original" else getattr(own.original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(nn.Module, name) or name in OWN or "_own" not in self.__dict__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.original, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.original, name)
+
+    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+        self.original.register_buffer(*args, **kwargs)
+
+    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
+        self.original.register_parameter(*args, **kwargs)
+
+    def add_module(self, *args: Any, **kwargs: Any) -> None:
+        self.original.add_module(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original.named_modules(*args, **kwargs)
+
+    def named_children(self) -> Any:
+        return self.original.named_children()
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("assign") or args[2:3] == (True,):
+            self.stop("since its weights were replaced: optimize it again")
+        return self.original.load_state_dict(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> OptimizedModule:
+        self.original.train(mode)
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> OptimizedModule:
+        self.original._apply(*args, **kwargs)
+        self.stop("since the model was moved or cast: optimize it again")
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy of the original: graphs and compiled code are not copied."""
+        return copy.deepcopy(self.original, memo)
+
+    def __getstate__(self) -> object:
+        raise TypeError(
+            "rooftop.optimize: an optimized module is not pickled: save its state_dict and the plan "
+            "(`Optimized.save`), and call optimize(..., plan=...) after loading"
+        )
+
+
+@dataclass
+class _State:
+    """The state of an optimized module outside the reach of `nn.Module`."""
+
+    original: nn.Module
+    candidate: Candidate
+    proven: set[Hashable]
+    stopped: str = ""
+    unproven: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        contents = Contents.of(self.original)
+        self.tensors = list(contents.tensors.values())
+        self.strided = [tensor for tensor in self.tensors if tensor.layout == torch.strided]
+        self.versions, self.addresses, self.kinds = self._versions(), self._addresses(), self._kinds()
+        self.hooks = RemovableHandle.next_id
+        self.modules = contents.modules
+        self.modes = [module.training for module in self.modules]
+        # A GPU works while the host checks: a graph or a compiled model that has changed nothing may run in vain.
+        self.looks_first = self.candidate.training or self.candidate.device.type == "cpu"
+        self._watch()
+
+    def _watch(self) -> None:
+        """Record the contents of all modules. Each call compares them, so they are laid out for loops in C."""
+        plain = vars(nn.Module()).keys() - {"training"}  # hooks and similar attributes, which are noticed otherwise
+        self.dicts = [vars(each) for each in self.modules]
+        self.dicts += [part[name] for part in self.dicts for name in REGISTERS]
+        self.sizes = list(map(len, self.dicts))
+        places = [(part, key) for part in self.dicts for key in part if not (key in plain and "training" in part)]
+        self.places, self.keys = [part for part, _ in places], [key for _, key in places]
+        self.values = list(map(operator.getitem, self.places, self.keys))
+
+    def _versions(self) -> list[int]:
+        return list(map(VERSION, self.strided))
+
+    def _addresses(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self.strided))
+
+    def _kinds(self) -> list[tuple[torch.dtype, torch.device]]:
+        return [(tensor.dtype, tensor.device) for tensor in self.tensors]
+
+    def _as_it_was(self) -> bool:
+        """Whether attributes, parameters, buffers and submodules of all modules are the proven objects."""
+        if list(map(len, self.dicts)) != self.sizes:
+            return False
+        try:
+            return all(map(operator.is_, map(operator.getitem, self.places, self.keys), self.values))
+        except KeyError:  # one was removed, and another was added
+            return False
+
+    def why_not(self, given: Arguments) -> str:
+        """Why the original must run this call; "" if the faster model may."""
+        if self.stopped:
+            return self.stopped
+        training = self.candidate.training
+        if self.original.training != training:
+            return f"since it is in {'evaluation' if training else 'training'} mode"
+        if training and not torch.is_grad_enabled():
+            return "since gradients are off: it was optimized for training"
+        if not training and torch.is_grad_enabled() and self._wants_gradients(given):
+            return "since gradients are on: call it under torch.no_grad() or torch.inference_mode()"
+        if why := unusual_context():
+            return f"since {why}"
+        try:
+            proven = key_of(given) in self.proven
+        except TypeError:
+            return "since an argument is no plain tensor, number, string or structure of them"
+        if not proven:
+            return f"since it was not proven for {in_words(given)}: pass shapes=[...] to optimize"
+        if RemovableHandle.next_id != self.hooks:
+            if hooked(self.original):
+                return "since hooks were registered"
+            self.hooks = RemovableHandle.next_id
+        return ""
+
+    def changed(self) -> str:
+        """What changed in the original since the proof; "" if nothing did."""
+        if not self._as_it_was():
+            if [module.training for module in self.modules] != self.modes:
+                return "since parts of it are in another mode: optimize it in this one"
+            return "since an attribute, a tensor or a part of it was replaced: optimize it again"
+        if self._addresses() != self.addresses:
+            if self._kinds() != self.kinds:
+                return "since the model was moved or cast: optimize it again"
+            if self.candidate.frozen:
+                return "since its weights were changed: optimize it again"
+            self.addresses = self._addresses()
+        if self.candidate.frozen and self._versions() != self.versions:
+            return "since its weights were changed: optimize it again"
+        return ""
+
+    def _wants_gradients(self, given: Arguments) -> bool:
+        return any(t.requires_grad for t in self.tensors) or any(t.requires_grad for t in draws.tensors_of(given))
+
+
+def unusual_context() -> str:
+    """The context of a call that the proof did not have: autocast, transforms, tracing; "" for none."""
+    if torch._C._is_any_autocast_enabled():
+        return "autocast is on"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func is at work"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode derivatives are on"
+    if torch._C._get_tracing_state() is not None:
+        return "it is traced"
+    return ""
+
+
+def hooked(model: nn.Module) -> str:
+    """The name and class of a module with hooks; "" if there is none."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    for name, module in model.named_modules():
+        if any(getattr(module, kind) for kind in kinds):
+            return f"{name or 'the model'} ({type(module).__name__})"
+    return ""

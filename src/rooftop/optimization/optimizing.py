@@ -1,0 +1,223 @@
+"""`rooftop.optimize`: check the arguments, search, and measure the result once more."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.errors import InputError, did_you_mean
+from rooftop.optimization.as_before import as_before
+from rooftop.optimization.carried import check_nothing_is_carried
+from rooftop.optimization.draws import Arguments, Draw, draws, in_words, key_of, of_shape, others, tensors_of
+from rooftop.optimization.gate import Gate, check_taken
+from rooftop.optimization.optimized import PLAN_VERSION, Optimized, OptimizedModule
+from rooftop.optimization.outcomes import SEED, Step
+from rooftop.optimization.requirements import check_arguments, check_drawn, check_shapes
+from rooftop.optimization.searching import Progress, Search
+from rooftop.rewrites import RULES, Candidate, Rule
+from rooftop.rewrites.candidates import set_mode
+
+GATE_SHARE = 0.25
+"""Share of the budget for the original's results on special values."""
+
+
+def optimize(
+    module: nn.Module,
+    *args: Any,
+    train: bool = False,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    shapes: Sequence[Sequence[int]] = (),
+    rules: Sequence[str | Rule] | None = None,
+    exact: bool = False,
+    min_gain: float = 0.02,
+    budget_s: float = 60.0,
+    draw: Callable[[], tuple[Any, ...]] | None = None,
+    plan: str | os.PathLike[str] | None = None,
+    progress: Progress = lambda what, fraction: None,
+    **kwargs: Any,
+) -> Optimized:
+    """Make a model faster: try each rule in the whole model, prove it, time it, and keep it if it saves time.
+
+    The original is not changed. The faster module shares its parameters and buffers, except those from which a kept
+    rule computes others.
+
+    Args:
+        module: the model, on its device, in its dtype.
+        *args, **kwargs: arguments of a typical call: tensors, numbers, and structures of them.
+        train: optimize forward and backward in training mode; otherwise forward in evaluation mode, without gradients.
+        loss: computes the loss from the output. Without it a one-element output is the loss; other outputs get fixed
+            random gradients.
+        optimizer: also optimize its step. Create learning rate schedulers afterwards, for `Optimized.optimizer`.
+        shapes: other expected shapes of the first tensor argument. Other tensors with the same first dimension get the
+            new one, too.
+        rules: names of rules or your own (`rooftop.rewrites.Rule`); None: all except those that lower the precision.
+        exact: keep only rules that return the same bits.
+        min_gain: least gain of a step to keep a rule, as a share.
+        budget_s: time limit in seconds. Rules that do not fit in the time are listed as not tried.
+        draw: creates other arguments (a tuple), if values drawn from the given ones are not valid.
+        plan: a file of `Optimized.save`: apply its rules, prove and time them, without a search.
+        progress: called with (the current activity, fraction done).
+
+    Raises:
+        TypeError, ValueError: wrong arguments, or a model that cannot be optimized: hooks, several devices.
+        InputError: the plan cannot be read.
+        Exception: any error that the model raises on the given inputs.
+
+    Example:
+        >>> found = rooftop.optimize(model, x)
+        >>> print(found)
+        >>> y = found.module(x)
+    """
+    began = time.perf_counter()
+    check_arguments(module, train, loss, optimizer, min_gain, budget_s)
+    chosen, plan_of = (_rules(rules), None) if plan is None else _planned(plan, rules)
+    step = Step(train, loss)
+    generator = torch.Generator().manual_seed(SEED)
+    given: Arguments = (args, kwargs)
+    key_of(given)  # raises for values that cannot be distinguished
+
+    def fresh() -> Draw:
+        return drawn() if draw is not None else others(given, generator)
+
+    def drawn(what: str = "") -> Draw:
+        return Draw(what, (check_drawn(draw()), kwargs), needed="what draw() gives")  # type: ignore[misc]
+
+    with torch.inference_mode(False), torch.enable_grad(), as_before(module) as originals:
+        set_mode(module, train)
+        progress("the original's results", 0.0)
+        claimed = _of_shapes(shapes, given, generator)
+        tried = [*draws(given, generator), *claimed]
+        if draw is not None:
+            tried[1] = replace(tried[1], needed="")
+            tried += [drawn(f"draw() {i + 1}") for i in range(2)]
+        check_nothing_is_carried(module, step, tried[:2])
+        twin = Candidate.of(module, None, train).model  # what its calls leave in attributes stays there
+        check_taken(twin, step, tried)
+
+        def gate() -> Gate:
+            return Gate.of(twin, step, _in_order(tried), GATE_SHARE * budget_s, exact)
+
+        search = Search(twin, optimizer, step, gate, given, min_gain, began + budget_s, progress, fresh, originals)
+        search.run(chosen, all_at_once=plan_of is not None)
+        progress("the result", 0.95)
+        candidate, before_ms, after_ms, noise = search.result()
+        proven = [given, *(each.given for each in claimed)]
+        faster = OptimizedModule(module, candidate, proven)  # in the mode of the proof
+    found = Optimized(
+        faster,
+        candidate.optimizer if search.changes_optimizer(candidate) else optimizer,
+        search.changes,
+        before_ms,
+        after_ms,
+        noise,
+        [known.draw.what for known in search.gate.known] if search.gate is not None else [],
+        dict(search.gate.dropped) if search.gate is not None else {},
+        [in_words(each) for each in proven],
+        _surroundings(module, given, train),
+    )
+    if plan_of is not None:
+        found.differs = _differences(plan_of.get("surroundings", {}), found.surroundings)
+    return found
+
+
+def _rules(given: Sequence[str | Rule] | None) -> list[Rule]:
+    """Rules by name, in the order of `RULES`; those of the user come last."""
+    if given is None:
+        return [rule for rule in RULES if not rule.opt_in]
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise TypeError(f"optimize: rules must be a list of names or rules, got {given!r}")
+    by_name = {rule.name: rule for rule in RULES}
+    for each in given:
+        if not isinstance(each, Rule) and not (isinstance(each, str) and each in by_name):
+            close = did_you_mean(str(each), list(by_name))
+            raise ValueError(f"optimize: rules must be some of {', '.join(by_name)}, got {each!r}{close}")
+    names = [each.name for each in given if isinstance(each, Rule) and each not in RULES]
+    if any(not isinstance(name, str) or not name for name in names):
+        raise TypeError("optimize: a rule of your own must have a name")
+    if twice := [name for name in names if name in by_name or names.count(name) > 1]:
+        raise ValueError(f"optimize: two rules are named {twice[0]!r}: give each a name of its own")
+    named = [rule for rule in RULES if rule.name in given or rule in given]
+    return [*named, *(rule for rule in given if isinstance(rule, Rule) and rule not in RULES)]
+
+
+def _of_shapes(shapes: Sequence[Sequence[int]], given: Arguments, generator: torch.Generator) -> list[Draw]:
+    """Arguments of each requested shape, except that of the given ones."""
+    found = []
+    for shape in check_shapes(shapes):
+        if not tensors_of(given):
+            raise ValueError("optimize: shapes were given, but no argument is a tensor")
+        if shape != tuple(tensors_of(given)[0].shape):
+            what = f"inputs of {in_words(of := of_shape(given, shape, generator))}"
+            found.append(Draw(what, of, needed=f"{what}, which shapes= names"))
+    return found
+
+
+def _in_order(tried: list[Draw]) -> list[Draw]:
+    """Special values last: they are skipped if time is short."""
+    return sorted(tried, key=lambda draw: draw.special)
+
+
+# ---- plans ---------------------------------------------------------------------------------------------------------
+
+
+def _planned(path: str | os.PathLike[str], own: Sequence[str | Rule] | None) -> tuple[list[Rule], dict[str, Any]]:
+    """The rules of a plan, and the plan.
+
+    Args:
+        own: rules of the user, which the plan may name.
+
+    Raises:
+        InputError: the file is not a plan, or it names unknown rules.
+    """
+    mine = _rules(own) if own is not None else []
+    if any(rule in RULES for rule in mine):
+        raise ValueError("optimize: a plan says which rules are applied: pass only rules of your own beside it")
+    try:
+        plan = json.loads(Path(path).read_text(encoding="utf-8"))
+        version, names, surroundings = plan["version"], plan["rules"], plan.get("surroundings", {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is not a plan of rooftop.optimize ({type(error).__name__}: {error})") from error
+    if version != PLAN_VERSION:
+        raise InputError(f"{path} is a plan of version {version}, expected {PLAN_VERSION}: optimize again and save it")
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names) or not isinstance(surroundings, dict):
+        raise InputError(f"{path} is not a plan of rooftop.optimize: rules must be a list of names")
+    by_name = {rule.name: rule for rule in (*RULES, *mine)}
+    unknown = [name for name in names if name not in by_name]
+    if unknown:
+        raise InputError(
+            f"{path} has the rule {unknown[0]!r}, which this version of Rooftop has not (rules= takes your own)"
+        )
+    return [by_name[name] for name in dict.fromkeys(names)], plan
+
+
+def _surroundings(module: nn.Module, given: Arguments, train: bool) -> dict[str, str]:
+    """The conditions for which a plan was found."""
+    device = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "model": type(module).__name__,
+        "parameters": str(sum(p.numel() for p in module.parameters())),
+        "inputs": in_words(given),
+        "mode": "training" if train else "inference",
+        "device": name,
+        "threads": str(torch.get_num_threads()) if device.type == "cpu" else "",
+        "torch": torch.__version__,
+    }
+
+
+def _differences(planned: dict[str, str], here: dict[str, str]) -> list[str]:
+    return [
+        f"{what}: {planned.get(what)} in the plan, {value} here"
+        for what, value in here.items()
+        if planned.get(what) != value
+    ]

@@ -1,0 +1,244 @@
+"""The effects of one call of a model: results, gradients, changed buffers and arguments, and which memory they
+share.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.optimization.draws import Arguments, tensors_of
+from rooftop.rewrites.structures import mapped, signature
+
+SEED = 20_240_229
+DELAY_CYCLES = 4_000_000
+"""2 ms on a GPU: longer than the host takes to launch a small model."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The effects of one call.
+
+    Attributes:
+        values: copies of the values after the call, by name: "result 0", "gradient of fc.weight", "buffer
+            bn.running_mean", "argument 0 afterwards". Sparse tensors are dense here.
+        structure: of the results and of the arguments afterwards: everything except the tensors in them.
+        strides: of each result, None where it has no element or size 1 hides them.
+        shared: pairs of values that share memory: ("result 0", "argument 0").
+        results: the results themselves, to be checked again after another call.
+    """
+
+    values: Mapping[str, Tensor]
+    structure: Hashable
+    strides: Mapping[str, tuple[int, ...]]
+    shared: frozenset[tuple[str, str]]
+    results: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """How a model is run: forward, or forward and backward.
+
+    Attributes:
+        training: also backward.
+        loss: computes the loss from the output; None: an output of one element is the loss, other outputs get fixed
+            random gradients.
+    """
+
+    training: bool
+    loss: Callable[[Any], Tensor] | None = None
+
+    def run(self, call: Callable[..., Any], model: nn.Module, given: Arguments) -> tuple[Any, dict[str, Tensor]]:
+        """Output and gradients of one call: of the parameters of `model`, and of inputs that require them."""
+        args, kwargs = given
+        if not self.training:
+            with torch.no_grad():
+                return call(*args, **kwargs), {}
+        output = call(*args, **kwargs)
+        wanted: dict[str, Tensor] = {f"gradient of {name}": p for name, p in model.named_parameters()}
+        wanted |= {f"gradient of argument {i}": tensor for i, tensor in enumerate(tensors_of(given))}
+        wanted = {name: tensor for name, tensor in wanted.items() if tensor.requires_grad}
+        lost, slopes = self._lost(output)
+        if not lost or not wanted:
+            return output, {}
+        found = torch.autograd.grad(lost, list(wanted.values()), slopes, allow_unused=True)
+        return output, {name: grad for name, grad in zip(wanted, found, strict=True) if grad is not None}
+
+    def _lost(self, output: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors from which backward starts, and their gradients."""
+        if self.loss is not None:
+            loss = self.loss(output)
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                raise ValueError(f"optimize: loss must give a tensor of one element with a gradient, got {_kind(loss)}")
+            return [loss], [torch.ones_like(loss)]
+        outputs = [t for t in tensors_of(output) if t.requires_grad]
+        if len(outputs) == 1 and outputs[0].numel() == 1:
+            return outputs, [torch.ones_like(outputs[0])]
+        generator = torch.Generator().manual_seed(SEED)
+        # Drawn once in float32, so that models of all dtypes get the same.
+        return outputs, [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in outputs]
+
+
+def _kind(loss: Any) -> str:
+    if not isinstance(loss, Tensor):
+        return f"a {type(loss).__name__}"
+    return f"{loss.numel()} elements{'' if loss.requires_grad else ' without a gradient'}"
+
+
+def outcome_of(step: Step, call: Callable[..., Any], model: nn.Module, given: Arguments, seed: int = SEED) -> Outcome:
+    """Runs `call` on copies of the arguments; restores the model's buffers and the random state afterwards.
+
+    Args:
+        model: the model of `call`, whose parameters and buffers are read.
+
+    Raises:
+        TypeError: a result may hide tensors.
+        Exception: any error that the call raises.
+    """
+    _delay(given)
+    given = copied(given)
+    with preserved(model):
+        seed_all(seed, model)
+        arguments = {f"argument {i}": t for i, t in enumerate(tensors_of(given))}
+        output, gradients = step.run(call, model, given)
+        results = tensors_of(output)
+        try:
+            structure = signature((output, given), _layout)[0]
+        except TypeError as error:
+            raise TypeError(
+                f"optimize: a result may hide tensors: {error}. Let the model return tensors (transformers: "
+                "use_cache=False)"
+            ) from error
+        values = {f"result {i}": _dense(t) for i, t in enumerate(results)}
+        values |= {name: _dense(gradient) for name, gradient in gradients.items()}
+        values |= {f"{name} afterwards": _dense(t) for name, t in arguments.items()}
+        buffers = dict(model.named_buffers())
+        values |= {f"buffer {name}": _dense(t) for name, t in buffers.items()}
+    structure = structure, *((name, gradient.layout) for name, gradient in gradients.items())
+    strides = {f"result {i}": t.stride() for i, t in enumerate(results) if _has_strides(t)}
+    named = {f"result {i}": t for i, t in enumerate(results)}
+    others = {**arguments, **buffers, **dict(model.named_parameters())}
+    return Outcome(values, structure, strides, _shared(named, others), tuple(results))
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.clone() if tensor.layout == torch.strided else tensor.to_dense()
+
+
+def _layout(tensor: Tensor) -> Hashable:
+    return tensor.layout, type(tensor)
+
+
+def _has_strides(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.numel() > 1 and 1 not in tensor.shape
+
+
+def same_values(one: Tensor, other: Tensor | None) -> bool:
+    """The same shape, dtype and values, NaN where the other has NaN."""
+    if other is None or one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
+        return False
+    if one.layout != torch.strided:
+        one, other = one.to_dense(), other.to_dense()
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def seed_all(seed: int, model: nn.Module) -> None:
+    """Seed the generators that a model may use: those of its devices, of Python and of numpy.
+
+    `torch.manual_seed` would seed those of other devices, too.
+    """
+    torch.default_generator.manual_seed(seed)
+    for device in _gpus(model):
+        torch.cuda.default_generators[device].manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)
+
+
+def _gpus(model: nn.Module) -> list[int]:
+    return sorted({t.device.index for t in (*model.parameters(), *model.buffers()) if t.is_cuda})
+
+
+def _shared(results: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> frozenset[tuple[str, str]]:
+    found = []
+    names = list(results)
+    for i, name in enumerate(names):
+        address = _address(results[name])
+        if address is not None:
+            found += [(name, other) for other in names[:i] if _address(results[other]) == address]
+            found += [(name, other) for other, tensor in others.items() if _address(tensor) == address]
+    return frozenset(found)
+
+
+def _address(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided and tensor.numel() else None
+
+
+def _delay(given: Arguments) -> None:
+    """Make the GPU wait for a while.
+
+    The copies of the arguments come after that: a reader on a stream that does not wait for this one reads the earlier
+    values.
+    """
+    device = next((t.device for t in tensors_of(given) if t.is_cuda), None)
+    if device is not None:
+        with torch.cuda.device(device):
+            torch.cuda._sleep(DELAY_CYCLES)
+
+
+def copied(given: Arguments) -> Arguments:
+    """Arguments of the same values and strides."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        if tensor.layout != torch.strided:
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        if overlaps(tensor):  # expanded, or windows of one sequence
+            memory = tensor.detach().as_strided((_span(tensor),), (1,)).clone()
+            return memory.as_strided(tensor.shape, tensor.stride(), 0).requires_grad_(tensor.requires_grad)
+        same = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return same.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+    return mapped(given, copy)  # type: ignore[no-any-return]
+
+
+def anew(given: Arguments) -> Arguments:
+    """The same tensors in new structures: a model may remove entries from a dict."""
+    return mapped(given, lambda t: t)  # type: ignore[no-any-return]
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Whether it has more elements than memory addresses."""
+    return tensor.layout == torch.strided and _span(tensor) < tensor.numel()
+
+
+def _span(tensor: Tensor) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+@contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Restores buffers of the model and the random state of the process afterwards."""
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng(_gpus(model)):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, values in before:
+                    if not same_values(buffer, values):  # a write without a change would count as a change
+                        buffer.copy_(values)
+
+
+def poison(outcome: Outcome) -> None:
+    """Fill memory of these sizes with NaN and free it, so that the next allocations likely contain NaN."""
+    left = [torch.empty_like(value) for value in outcome.values.values() for _ in range(2)]
+    for tensor in left:
+        tensor.fill_(torch.nan if tensor.is_floating_point() else 1)

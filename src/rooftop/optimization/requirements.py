@@ -1,0 +1,100 @@
+"""Checks of the arguments of `rooftop.optimize`; every other argument raises before anything is run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from rooftop.nn.contents import Contents
+from rooftop.optimization.optimized import OptimizedModule, hooked, unusual_context
+
+WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def check_arguments(
+    module: nn.Module,
+    train: bool,
+    loss: Callable[[Any], Tensor] | None,
+    optimizer: torch.optim.Optimizer | None,
+    min_gain: float,
+    budget_s: float,
+) -> None:
+    """Raise TypeError or ValueError; the message has the remedy."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"optimize: module must be a torch.nn.Module, got {type(module).__name__}")
+    if isinstance(module, OptimizedModule):
+        raise TypeError("optimize: this module is optimized already: give the original, `module.original`")
+    if not train and (loss is not None or optimizer is not None):
+        raise ValueError("optimize: loss and optimizer are of a training step: pass train=True")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"optimize: loss must be a function of the output, got {type(loss).__name__}")
+    if not isinstance(min_gain, int | float) or not 0 <= min_gain < 1:
+        raise ValueError(f"optimize: min_gain must be a share from 0 to 1, such as 0.02, got {min_gain!r}")
+    if not isinstance(budget_s, int | float) or not budget_s > 0:
+        raise ValueError(f"optimize: budget_s must be seconds above 0, got {budget_s!r}")
+    _check_model(module)
+    if optimizer is not None:
+        _check_optimizer(optimizer, module)
+    if why := unusual_context():
+        raise ValueError(f"optimize: {why}: call it outside of that")
+
+
+def _check_model(module: nn.Module) -> None:
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        raise TypeError("optimize: TorchScript has code of its own: give the model that it was made of")
+    parts = Contents.of(module).modules
+    if isinstance(module, WRAPPERS):
+        raise TypeError(f"optimize: give the model in this {type(module).__name__}, and wrap the faster module")
+    if isinstance(module, torch._dynamo.OptimizedModule) or any(part._compiled_call_impl for part in parts):
+        raise TypeError("optimize: this model is compiled: give it as it was before, the rule `compile` compiles it")
+    if any(nn.parameter.is_lazy(tensor) for part in parts for tensor in part.parameters()):
+        raise ValueError("optimize: some parameters have no size yet: call the model once before")
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(tensor.is_meta for tensor in tensors):
+        raise ValueError("optimize: the model is on the meta device, without values: load it before")
+    if any(tensor.is_inference() for tensor in tensors):
+        raise ValueError(
+            "optimize: the model has tensors of inference mode, which do not count their changes: make it outside of "
+            "torch.inference_mode()"
+        )
+    if where := hooked(module):
+        raise ValueError(f"optimize: {where} has hooks, which a faster copy would not call: remove them before")
+    if _has_any_global_hook():
+        raise ValueError("optimize: there are hooks on all modules, which a faster copy may not call: remove them")
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimize: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    own = {id(parameter) for parameter in module.parameters()}
+    if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError("optimize: the optimizer has parameters that are not the module's")
+    arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    if any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in arguments):
+        raise ValueError(
+            f"optimize: a step of {type(optimizer).__name__} needs a closure, which repeats forward and backward: "
+            "leave the optimizer out"
+        )
+
+
+def check_drawn(arguments: Any) -> tuple[Any, ...]:
+    """The result of `draw`, which must be a tuple."""
+    if not isinstance(arguments, tuple):
+        raise TypeError(f"optimize: draw must give a tuple of arguments, got {type(arguments).__name__}")
+    return arguments
+
+
+def check_shapes(shapes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Each shape once."""
+    found: dict[tuple[int, ...], None] = {}
+    for shape in shapes:
+        sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else None
+        if sizes is None or any(type(size) is not int or size < 0 for size in sizes):
+            raise ValueError(f"optimize: shapes must be shapes such as [(1, 3, 224, 224)], got {shape!r}")
+        found[sizes] = None
+    return list(found)

@@ -1,0 +1,351 @@
+"""The search: first rules that apply at once, then those that compile, each by predicted gain.
+
+Each is tried together with the kept rules, and timed against them alone. A rule that saves time is proven, and kept if
+it is correct.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from rooftop.hardware.timing import SURE_ROUNDS, Timing, is_sure
+from rooftop.optimization.as_before import Originals
+from rooftop.optimization.draws import Arguments, Draw
+from rooftop.optimization.gate import Gate, RefusedError
+from rooftop.optimization.optimized import Change
+from rooftop.optimization.optimizer_gate import check_steps
+from rooftop.optimization.outcomes import Step, copied
+from rooftop.optimization.timing import compare_steps, same_state, step_of, times_of, untouched
+from rooftop.rewrites import RULES, Candidate, Rule, Times
+
+Progress = Callable[[str, float], None]
+MOST_ROUNDS = 12
+"""Comparisons of two candidates, if the first ones do not decide."""
+ROUND_S = 0.15
+"""Time for each of the two in a round; slow models take longer, for a few steps."""
+STEPS, LAST_STEPS = 14, 20
+"""Approximate number of steps to see whether a rule saves time, and steps at the end."""
+NOT_TRIED = "{seconds:.0f} s were left of the budget, about {needed:.0f} s are needed"
+BUDGET_OVER = "the budget was over: give a larger one"
+
+
+class Search:
+    """Finds the rules that make a model faster.
+
+    Args:
+        original: the model, in the mode in which it will run.
+        optimizer: of its training step.
+        step: how the model is run.
+        gate: creates the reference for every candidate, when the first one saves time.
+        given: arguments of the timed calls.
+        min_gain: least gain, as a share of a step.
+        ends: the time limit, by `time.perf_counter`.
+        progress: called with (the current activity, fraction done).
+        fresh: creates inputs that no candidate has seen.
+        originals: tensors of the model, which no rule may change.
+
+    Attributes:
+        kept: rules that save time, in the order of `RULES`.
+        changes: the result for each rule, in the order in which they were tried.
+    """
+
+    def __init__(
+        self,
+        original: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        step: Step,
+        gate: Callable[[], Gate],
+        given: Arguments,
+        min_gain: float,
+        ends: float,
+        progress: Progress,
+        fresh: Callable[[], Draw],
+        originals: Originals,
+    ) -> None:
+        self.original, self.optimizer, self.step, self._make_gate = original, optimizer, step, gate
+        self.given = copied(given)  # a rule that writes into its arguments must not change the user's
+        self.min_gain, self.ends, self.progress, self.fresh = min_gain, ends, progress, fresh
+        self.originals = originals
+        self.kept: list[Rule] = []
+        self.changes: list[Change] = []
+        self.planned = False
+        self.copies: list[torch.optim.Optimizer] = []
+        self.plain = self._plain()
+        self.best = self.plain
+        self._step_s = self._first_call(self.plain)
+        self.ends -= LAST_STEPS * self._step_s
+        self._gates: dict[tuple[str, ...], Gate] = {}
+
+    def run(self, rules: Sequence[Rule], all_at_once: bool = False) -> None:
+        """Try rules, those of the largest predicted gain first.
+
+        Args:
+            all_at_once: apply them all, prove and time them together: a plan.
+        """
+        try:
+            self.planned = all_at_once
+            if all_at_once:
+                self._apply_all(rules)
+            else:
+                self._search(rules)
+        except KeyboardInterrupt:
+            self.progress("interrupted", 1.0)
+            print("rooftop.optimize was interrupted; until then:", *map(str, self.changes), sep="\n")
+            raise
+
+    def _search(self, rules: Sequence[Rule]) -> None:
+        possible = [rule for rule in rules if self._fits(rule)]
+        wall = self._timed({"": self.plain})[""].median_ms
+        self._step_s = wall / 1e3
+        times = times_of(self.plain, self.step, self.given, self.original, wall)
+        possible = [rule for rule in possible if self._has_work(rule, times)]
+        forecasts = {id(rule): of for rule in possible if (of := self._forecast(rule, times)) is not None}
+        predicted = {key: ms for key, (_, ms) in forecasts.items()}
+        order = [rule for rule in possible if id(rule) in forecasts]
+        order.sort(key=lambda rule: (forecasts[id(rule)][0] > 0, -predicted[id(rule)]))
+        for number, rule in enumerate(order):
+            self.progress(rule.name, 0.1 + 0.8 * number / len(order))
+            change = self._tried(rule, predicted[id(rule)], times)
+            self.changes.append(change)
+        again = [c.rule for c in self.changes if c.verdict == "no gain" and c.measured_ms is not None]
+        for rule in (rule for rule in order if rule.name in again and len(self.kept) > 1):
+            if time.perf_counter() < self.ends and self._could_pay(rule):
+                change = self._tried(rule, predicted[id(rule)], times)
+                self.changes = [each for each in self.changes if each.rule != rule.name] + [change]
+
+    def _could_pay(self, rule: Rule) -> bool:
+        """Whether a rule without a gain was tried before another one was kept."""
+        names = [change.rule for change in self.changes]
+        return any(names.index(kept.name) > names.index(rule.name) for kept in self.kept)
+
+    def _apply_all(self, rules: Sequence[Rule]) -> None:
+        possible = [rule for rule in rules if self._fits(rule)]
+        began = time.perf_counter()
+        try:
+            candidate = self._built(possible)
+            self._first_call(candidate)
+            seconds = time.perf_counter() - began
+            error = self._proven(candidate, self._gate_of(possible))
+        except Exception as why:
+            reason = f"the plan does not hold here: {why if isinstance(why, RefusedError) else _first_line(why)}"
+            self.changes += [Change(rule.name, "refused", reason) for rule in possible]
+            warnings.warn(f"rooftop.optimize: the original model runs, {reason}", RuntimeWarning, stacklevel=5)
+            return
+        finally:
+            self.originals.restore()
+        self.best = candidate
+        self.kept = [rule for rule in possible if candidate.changes[rule.name]]
+        for rule in possible:
+            where = candidate.changes[rule.name]
+            verdict, reason = ("kept", "by the plan") if where else ("no gain", "there is nothing to change")
+            self.changes.append(Change(rule.name, verdict, reason, where, error=error, first_call_s=seconds))
+
+    def _fits(self, rule: Rule) -> bool:
+        """Whether a rule can be applied; if not, that is recorded."""
+        fits = rule.trains if self.step.training else rule.infers
+        given = replace(self.plain, optimizer=self.optimizer)
+        try:
+            reason = rule.refusal(given) if fits else f"not for {'training' if not rule.trains else 'inference'}"
+        except Exception as error:
+            self.changes.append(Change(rule.name, "failed", _first_line(error)))
+            return False
+        if reason is not None:
+            self.changes.append(Change(rule.name, "refused", reason))
+        return reason is None
+
+    def _has_work(self, rule: Rule, times: Times) -> bool:
+        """Whether a step has what a rule could make faster; if not, that is noted."""
+        try:
+            reason = rule.absent(times)
+        except Exception as error:
+            self.changes.append(Change(rule.name, "failed", _first_line(error)))
+            return False
+        if reason is not None:
+            self.changes.append(Change(rule.name, "no gain", reason))
+        return reason is None
+
+    def _forecast(self, rule: Rule, times: Times) -> tuple[float, float] | None:
+        """Seconds until the first call is done and the gain in ms, by the rule's own estimate; None if it fails, which
+        is recorded.
+        """
+        try:
+            return float(rule.seconds(times)), float(rule.predicted_ms(times))
+        except Exception as error:
+            self.changes.append(Change(rule.name, "failed", f"its prediction: {_first_line(error)}"))
+            return None
+
+    # ---- one rule ------------------------------------------------------------------------------------------------
+
+    def _tried(self, rule: Rule, predicted_ms: float, times: Times) -> Change:
+        change = Change(rule.name, "not tried", predicted_ms=predicted_ms)
+        same = [kept.name for kept in self.kept if kept.kind and kept.kind == rule.kind]
+        left, needed = self.ends - time.perf_counter(), rule.seconds(times) + STEPS * self._step_s
+        if left <= 0:
+            return replace(change, reason=BUDGET_OVER)
+        if left < needed:
+            return replace(change, reason=NOT_TRIED.format(seconds=left, needed=needed))
+        rules = [kept for kept in self.kept if kept.name not in same] + [rule]
+        try:
+            began = time.perf_counter()
+            candidate = self._built(rules)
+            where = candidate.changes[rule.name]
+            if not where:
+                return replace(change, verdict="no gain", reason="there is nothing to change")
+            self._first_call(candidate)
+            change = replace(change, where=where, first_call_s=time.perf_counter() - began)
+            gain, share, sure = self._gain(candidate)
+            change = replace(change, measured_ms=gain)
+            if not sure:
+                reason = f"{share:+.1%}, which is not above noise and {self.min_gain:.0%}"
+                return replace(change, verdict="no gain", reason=reason)
+            change = replace(change, error=self._proven(candidate, self._gate_of(rules)))
+            self._nothing_changed()
+        except RefusedError as why:
+            return replace(change, verdict="refused", reason=str(why))
+        except Exception as error:  # of a compiler, a kernel, memory: go on without the rule
+            torch.cuda.empty_cache()
+            return replace(change, verdict="failed", reason=_first_line(error))
+        finally:
+            self.originals.restore()
+        self.kept, self.best = _ordered(rules), candidate
+        self.changes = [
+            replace(each, verdict="no gain", reason=f"{rule.name} is faster") if each.rule in same else each
+            for each in self.changes
+        ]
+        instead = f"instead of {same[0]}" if same else ""
+        return replace(change, verdict="kept", reason=instead)
+
+    def _plain(self) -> Candidate:
+        optimizer = same_state(self.optimizer) if self.optimizer is not None else None
+        self.copies += [optimizer] if optimizer is not None else []
+        return Candidate.of(self.original, optimizer, self.step.training)
+
+    def _built(self, rules: Sequence[Rule]) -> Candidate:
+        """A candidate with these rules.
+
+        Raises:
+            RefusedError: one of them cannot be applied after the others.
+        """
+        candidate = self._plain()
+        for rule in _ordered(rules):
+            reason = rule.refusal(candidate)
+            if reason is not None:
+                raise RefusedError(f"{rule.name}: {reason}")
+            where = rule.apply(candidate)
+            if not isinstance(where, str):
+                raise TypeError(f"apply of {rule.name} must say in words what it changed, got {where!r}")
+            candidate.changes[rule.name] = where
+        self._nothing_changed()
+        return candidate
+
+    def _nothing_changed(self) -> None:
+        """Raise RefusedError if a rule has changed tensors of the original, and restore them."""
+        if name := self.originals.restore():
+            raise RefusedError(f"it changes {name} of the original: a rule must put another tensor in its place")
+
+    def changes_optimizer(self, candidate: Candidate) -> bool:
+        """Whether a rule has replaced the optimizer."""
+        return all(candidate.optimizer is not each for each in self.copies)
+
+    def _first_call(self, candidate: Candidate) -> float:
+        """Run two steps and return the seconds of the second; the first may compile."""
+        with untouched(self.original, candidate):
+            step_of(candidate, self.step, copied(self.given))()
+            began = time.perf_counter()
+            step_of(candidate, self.step, copied(self.given))()
+            return time.perf_counter() - began
+
+    def _gate_of(self, rules: Sequence[Rule]) -> Gate:
+        """The reference for a candidate with these rules: the original, in the precision to which they lower it."""
+        lowering = [rule for rule in rules if rule.opt_in]
+        key = tuple(rule.name for rule in lowering)
+        if key not in self._gates:
+            self._gates[key] = self._gate_of([]).lower(self._built(lowering)) if lowering else self._make_gate()
+        return self._gates[key]
+
+    @property
+    def gate(self) -> Gate | None:
+        """The reference for candidates; None if none has saved time."""
+        return self._gates.get(())
+
+    def _proven(self, candidate: Candidate, gate: Gate) -> float:
+        error = gate.judge(candidate)
+        gate.judge_on(candidate, replace(self.fresh(), what="other values, after many calls"))
+        if candidate.optimizer is not None and self.optimizer is not None and self.changes_optimizer(candidate):
+            try:
+                check_steps(candidate.optimizer, self.optimizer)
+            except AssertionError as why:
+                raise RefusedError(str(why)) from why
+        return error
+
+    def _gain(self, candidate: Candidate) -> tuple[float, float, bool]:
+        """Gain in ms compared with the best so far, its share of a step, and whether it is sure."""
+        befores: list[float] = []
+        shares: list[float] = []
+        while True:
+            before, after = self._pair(self.best, candidate)
+            befores.append(before.median_ms)
+            shares.append(1 - after.median_ms / before.median_ms)
+            share = statistics.median(shares)
+            pays = share > self.min_gain and is_sure(shares)
+            late = time.perf_counter() > self.ends or len(shares) >= MOST_ROUNDS
+            if len(shares) >= SURE_ROUNDS and (pays or late or self._falls_short(shares)):
+                return share * statistics.median(befores), share, pays
+
+    def _falls_short(self, shares: Sequence[float]) -> bool:
+        """Whether three of four rounds show a gain below the least one: close ones are timed for longer."""
+        return statistics.quantiles(shares, n=4, method="inclusive")[2] < self.min_gain
+
+    def _pair(self, one: Candidate, other: Candidate) -> tuple[Timing, Timing]:
+        times = self._timed({"one": one, "other": other})
+        return times["one"], times["other"]
+
+    def _timed(self, candidates: dict[str, Candidate]) -> dict[str, Timing]:
+        return compare_steps(candidates, self.step, self.given, self.original, ROUND_S, self._step_s)
+
+    # ---- the end -------------------------------------------------------------------------------------------------
+
+    def result(self) -> tuple[Candidate, float, float, float]:
+        """The best candidate, ms of a step before and after, and their noise; the original if that is faster, unless a
+        plan was applied."""
+        if not self.kept:
+            timing = self._pair(self.plain, self.plain)[0]
+            return self.plain, timing.median_ms, timing.median_ms, timing.spread
+        try:
+            pairs = [self._pair(self.plain, self.best) for _ in range(SURE_ROUNDS)]
+            self._gate_of(self.kept).judge_on(self.best, replace(self.fresh(), what="other values, after many calls"))
+            self._nothing_changed()
+        except Exception as error:
+            self._give_up(str(error) if isinstance(error, RefusedError) else _first_line(error))
+            return self.result()
+        shares = [1 - after.median_ms / before.median_ms for before, after in pairs]
+        before, after = (statistics.median(pair[i].median_ms for pair in pairs) for i in (0, 1))
+        noise = max(shares) - min(shares)
+        if max(shares) < 0 and not self.planned:  # each round reports it
+            self._give_up(f"together they are slower: {after:.3g} ms, the original {before:.3g} ms")
+            return self.plain, before, before, noise
+        return self.best, before, after, noise
+
+    def _give_up(self, reason: str) -> None:
+        self.changes = [
+            replace(change, verdict="refused", reason=reason) if change.verdict == "kept" else change
+            for change in self.changes
+        ]
+        self.kept, self.best = [], self.plain
+
+
+def _ordered(rules: Sequence[Rule]) -> list[Rule]:
+    """The rules in order of application: that of `RULES`, then those of the user."""
+    places = {rule.name: place for place, rule in enumerate(RULES)}
+    return sorted(rules, key=lambda rule: places.get(rule.name, len(places)))
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

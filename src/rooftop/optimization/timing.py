@@ -1,0 +1,160 @@
+"""The time of a step, and of its operators."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rooftop.hardware.timing import LEAST_SAMPLES, Timing, compare, compare_slow
+from rooftop.optimization.draws import Arguments
+from rooftop.optimization.outcomes import Step, anew, preserved, same_values
+from rooftop.rewrites.candidates import Call, Candidate, Times
+from rooftop.rewrites.structures import mapped
+
+WATCHED = 2  # runs under the mode: the first one is for lazy initialization
+
+
+def step_of(candidate: Candidate, step: Step, given: Arguments) -> Callable[[], object]:
+    """One whole step as a function without arguments: forward; in training also backward and the optimizer's step."""
+    if not step.training:
+        return lambda: step.run(candidate.call, candidate.model, anew(given))
+
+    optimizer = candidate.optimizer
+
+    def run() -> None:
+        _, gradients = step.run(candidate.call, candidate.model, anew(given))
+        if optimizer is None:
+            return
+        for name, parameter in candidate.model.named_parameters():
+            parameter.grad = gradients.get(f"gradient of {name}")
+        optimizer.step()
+
+    return run
+
+
+@contextmanager
+def untouched(model: nn.Module, *candidates: Candidate) -> Iterator[None]:
+    """Restores parameters, their gradients and buffers of a model afterwards, and the candidates' optimizers."""
+    optimizers = [candidate.optimizer for candidate in candidates if candidate.optimizer is not None]
+    states = [_copied_state(optimizer) for optimizer in optimizers]
+    before = [(p, p.detach().clone() if p.requires_grad else None, p.grad) for p in model.parameters()]
+    with preserved(model):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, values, gradient in before:
+                    if values is not None and not same_values(parameter, values):
+                        parameter.copy_(values)
+                    parameter.grad = gradient
+            for optimizer, state in zip(optimizers, states, strict=True):
+                optimizer.state = state
+
+
+def compare_steps(
+    candidates: dict[str, Candidate], step: Step, given: Arguments, original: nn.Module, seconds: float, step_s: float
+) -> dict[str, Timing]:
+    """Time steps of candidates, interleaved; each has run before.
+
+    Args:
+        seconds: approximate time for each candidate; steps that take longer are run twice.
+        step_s: about how long a step takes.
+    """
+    (device,) = {candidate.device for candidate in candidates.values()}
+    runs = {name: step_of(candidate, step, given) for name, candidate in candidates.items()}
+    with untouched(original, *candidates.values()):
+        if device.type == "cpu" and step_s > seconds / LEAST_SAMPLES:
+            return compare_slow(runs, max(2, int(seconds / step_s)))
+        return compare(runs, device=device, seconds=seconds, warm_up_seconds=seconds / 5)
+
+
+def times_of(candidate: Candidate, step: Step, given: Arguments, original: nn.Module, wall_ms: float) -> Times:
+    """The times of a step's operators."""
+    run = step_of(candidate, step, given)
+    optimizer_ms = 0.0
+    with untouched(original, candidate):
+        for _ in range(WATCHED):
+            with OperatorTimes(candidate.device) as watched:
+                run()
+        if candidate.optimizer is not None:
+            began = time.perf_counter()
+            candidate.optimizer.step()
+            _wait(candidate.device)
+            optimizer_ms = (time.perf_counter() - began) * 1e3
+    return Times(wall_ms, watched.calls(), optimizer_ms)
+
+
+class OperatorTimes(TorchDispatchMode):
+    """The time of each operator below autograd; the device waits for the host between them."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self._found: dict[Any, list[Any]] = defaultdict(lambda: [0, 0.0])
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        _wait(self.device)
+        began = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        _wait(self.device)
+        row = self._found[func, _key(args)]
+        row[0] += 1
+        row[1] += (time.perf_counter() - began) * 1e3
+        if len(row) == 2:
+            row.append(mapped(args, _without_data))
+        return result
+
+    def calls(self) -> tuple[Call, ...]:
+        """The calls during the mode."""
+        return tuple(
+            Call(operator, arguments, self.device, count, ms)
+            for (operator, _), (count, ms, arguments) in self._found.items()
+        )
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _key(args: tuple[Any, ...]) -> str:
+    return repr(mapped(args, _without_data))
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    if tensor.layout != torch.strided:
+        return tensor.detach().to("meta")
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def same_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The same optimizer for the same parameters, with its own settings, state and attributes.
+
+    Its hooks, and a `step` that was replaced on the object, as learning rate schedulers do, belong to the other.
+    """
+    same = copy.copy(optimizer)
+    memo: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    for name, value in vars(optimizer).items():
+        if name not in ("step", "state") and "hook" not in name:
+            same.__dict__[name] = copy.deepcopy(value, memo)
+    same.state = _copied_state(optimizer)
+    same.__dict__.pop("step", None)
+    same._optimizer_step_pre_hooks, same._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return same
+
+
+def _copied_state(optimizer: torch.optim.Optimizer) -> defaultdict[Tensor, Any]:
+    copies = (
+        (p, {name: copy.deepcopy(value) for name, value in state.items()}) for p, state in optimizer.state.items()
+    )
+    return defaultdict(dict, copies)

@@ -1,0 +1,54 @@
+"""Rewrites: changes that make a model faster. Each one can be applied to a copy of the model.
+
+`rooftop.inference.Engine` applies those for inference directly; `rooftop.optimize` tries each one on the user's model
+and keeps those that are correct and faster.
+"""
+
+from rooftop.rewrites.attention_rules import AttentionBackend
+from rooftop.rewrites.candidates import Candidate, Rule, Times
+from rooftop.rewrites.compiler_rules import Compile, CompileBlocks
+from rooftop.rewrites.convolution_rules import FoldNorms, FuseConvolutions, Pools
+from rooftop.rewrites.format_rules import Autocast, ChannelsLast, TensorFloat32
+from rooftop.rewrites.graph_rules import CudaGraphs
+from rooftop.rewrites.module_rules import Constants, Kernels
+from rooftop.rewrites.optimizer_rules import FusedOptimizer
+
+RULES: tuple[Rule, ...] = (
+    FoldNorms(),
+    FuseConvolutions(),
+    Pools(),
+    Kernels(),
+    Constants(),
+    AttentionBackend("cudnn"),
+    AttentionBackend("flash"),
+    AttentionBackend("efficient"),
+    ChannelsLast(),
+    Autocast(),
+    TensorFloat32(),
+    FusedOptimizer(),
+    CompileBlocks(),
+    Compile(),
+    Compile("reduce-overhead"),
+    CudaGraphs(),
+)
+"""In the order of application: changes of modules, then formats, then how the whole model is run."""
+
+__all__ = [
+    "RULES",
+    "AttentionBackend",
+    "Autocast",
+    "Candidate",
+    "ChannelsLast",
+    "Compile",
+    "CompileBlocks",
+    "Constants",
+    "CudaGraphs",
+    "FoldNorms",
+    "FuseConvolutions",
+    "FusedOptimizer",
+    "Kernels",
+    "Pools",
+    "Rule",
+    "TensorFloat32",
+    "Times",
+]

@@ -1,0 +1,170 @@
+"""The object that rewrites change, and the base of all rules.
+
+A rule changes a `Candidate`: a copy of the user's model that shares its tensors with the original until a rule replaces
+one. The original never changes. To undo a rule, the candidate is built again without it, so a rule that fails midway
+leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.nn.copies import copy_sharing_tensors
+
+
+@dataclass(frozen=True)
+class Call:
+    """Calls of an operator with arguments of the same shapes.
+
+    Attributes:
+        operator: an overload, `torch.ops.aten.convolution.default`.
+        arguments: the arguments, with tensors replaced by data-less ones of the same shapes, strides and dtypes.
+        device: the device of the calls.
+        count: how many calls there were.
+        ms: time of all of them together.
+    """
+
+    operator: Any
+    arguments: tuple[Any, ...]
+    device: torch.device
+    count: int
+    ms: float
+
+
+@dataclass(frozen=True)
+class Times:
+    """The times of a step, from which rules predict their gain.
+
+    Attributes:
+        wall_ms: of a step.
+        calls: of its operators, with the time of each.
+        optimizer_ms: of the optimizer's step, if there is one.
+    """
+
+    wall_ms: float
+    calls: tuple[Call, ...]
+    optimizer_ms: float = 0.0
+
+    @property
+    def busy_ms(self) -> float:
+        """Time of all operators; at most the wall time, since measuring adds time."""
+        return min(self.wall_ms, sum(call.ms for call in self.calls))
+
+    def of(self, *names: str) -> float:
+        """Time in ms of the operators whose name contains one of these."""
+        return sum(call.ms for call in self.calls if any(name in call.operator.name() for name in names))
+
+
+@dataclass
+class Candidate:
+    """A copy of a model that rules change.
+
+    Attributes:
+        model: the copy. Its tensors are those of the original.
+        call: runs the model; rules may wrap it. It takes the model's arguments.
+        optimizer: for a training step; rules may replace it.
+        training: whether the step is forward and backward, in training mode.
+        device: the model's device.
+        frozen: a rule keeps values that were computed from parameters or buffers.
+        changes: the changes of each rule, in words, by its name.
+    """
+
+    model: nn.Module
+    call: Callable[..., Any]
+    optimizer: torch.optim.Optimizer | None
+    training: bool
+    device: torch.device
+    frozen: bool = False
+    changes: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, original: nn.Module, optimizer: torch.optim.Optimizer | None, training: bool) -> Candidate:
+        """A copy without changes, in training or evaluation mode.
+
+        Raises:
+            TypeError: the model cannot be copied.
+            ValueError: it is on several devices.
+        """
+        devices = {t.device for t in tensors_of(original)} or {torch.device("cpu")}
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
+            raise ValueError(
+                f"optimize: all of a model must be on one device, this one is on {names}: use model.to(...)"
+            )
+        model = copy_sharing_tensors(original, "optimize", unregistered=True)
+        set_mode(model, training)
+        return cls(model, model, optimizer, training, devices.pop())
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    """Its parameters and buffers."""
+    return [*model.parameters(), *model.buffers()]
+
+
+def set_mode(model: nn.Module, training: bool) -> None:
+    """Set training or evaluation mode; a model that already has it stays unchanged, with parts in the other one (frozen
+    norms).
+    """
+    if model.training != training:
+        model.train(training)
+
+
+class Rule(ABC):
+    """A change that may make a model faster.
+
+    Attributes:
+        name: its name for users, "fold-norms".
+        trains: whether it can be applied to a training step. infers: or to inference.
+        exact: it returns the same bits, by its design.
+        opt_in: tried only if the user names it, because it lowers the precision.
+        kind: at most one rule of each kind is kept.
+    """
+
+    name: str
+    trains: ClassVar[bool] = False
+    infers: ClassVar[bool] = True
+    exact: ClassVar[bool] = False
+    opt_in: ClassVar[bool] = False
+    kind: ClassVar[str] = ""
+
+    def refusal(self, candidate: Candidate) -> str | None:
+        """Why it cannot be applied here; None if it can."""
+        return None
+
+    def absent(self, times: Times) -> str | None:
+        """Why a step has nothing that it could make faster; None if it has, or if only `apply` can tell."""
+        return None
+
+    def predicted_ms(self, times: Times) -> float:
+        """The predicted gain of a step in ms, from its times."""
+        return 0.0
+
+    def seconds(self, times: Times) -> float:
+        """Approximate time until the first call is done."""
+        return 0.0
+
+    @abstractmethod
+    def apply(self, candidate: Candidate) -> str:
+        """Change the candidate; returns the changes in words, "" if there was nothing to change."""
+
+
+def only_on_gpu(candidate: Candidate) -> str | None:
+    """The refusal of a rule that needs a GPU."""
+    return None if candidate.device.type == "cuda" else f"needs a GPU, the model is on {candidate.device}"
+
+
+def counted(count: int, what: str) -> str:
+    """ "3 norms"; "" for none."""
+    return f"{count} {what}{'s' if count != 1 else ''}" if count else ""
+
+
+def names_of(found: Mapping[str, str]) -> str:
+    """ "2 LayerNorm, 1 Softmax", from kinds by module."""
+    kinds = list(found.values())
+    return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))

@@ -1,0 +1,64 @@
+"""Rules about convolutions: folding norms into them, fusing the operations after them, pools without indices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rooftop.rewrites.candidates import Candidate, Rule, Times, counted, only_on_gpu
+from rooftop.rewrites.folding import fold_norms
+from rooftop.rewrites.fusing import fuse_convolutions, settled
+from rooftop.rewrites.pooling import replace_pools
+
+
+class FoldNorms(Rule):
+    """Batch norms folded into the convolution or linear layer before them."""
+
+    name = "fold-norms"
+
+    def predicted_ms(self, times: Times) -> float:
+        return times.of("batch_norm")
+
+    def apply(self, candidate: Candidate) -> str:
+        folded = fold_norms(candidate.model).folded
+        candidate.frozen |= bool(folded)
+        return counted(len(folded), "norm") and f"{counted(len(folded), 'norm')} folded"
+
+
+class FuseConvolutions(Rule):
+    """2-D convolutions fused with bias, sum and activation in one of Rooftop's kernels."""
+
+    name = "fuse-convolutions"
+
+    def refusal(self, candidate: Candidate) -> str | None:
+        return only_on_gpu(candidate)
+
+    def predicted_ms(self, times: Times) -> float:
+        has = times.of("convolution") > 0
+        return times.of("relu", "gelu", "silu", "sigmoid", "aten::add") if has else 0.0
+
+    def apply(self, candidate: Candidate) -> str:
+        fused = fuse_convolutions(candidate.model).fused
+        if not fused:
+            return ""
+        run = candidate.call
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return settled(run(*args, **kwargs))
+
+        candidate.call = call
+        return f"{counted(len(fused), 'convolution')} fused with what follows"
+
+
+class Pools(Rule):
+    """Max pools that do not write the positions of the maxima."""
+
+    name = "pools"
+
+    def refusal(self, candidate: Candidate) -> str | None:
+        return only_on_gpu(candidate)
+
+    def predicted_ms(self, times: Times) -> float:
+        return times.of("max_pool") / 2
+
+    def apply(self, candidate: Candidate) -> str:
+        return counted(len(replace_pools(candidate.model)), "max pool")

@@ -1,0 +1,402 @@
+"""Folds batch norms into the convolution or linear layer before them.
+
+With constant statistics a batch norm is y = s x + t for each channel (Ioffe and Szegedy 2015, section 3.1). A
+convolution followed by it is a convolution with other weights:
+
+    s = weight / sqrt(running_var + eps),  t = bias - running_mean s
+    norm(W x + b) = (s W) x + (s b + t)
+
+When is it allowed? `torch.fx` traces the model, or the largest parts that it can trace. A norm is folded if its only
+call takes the output of the only call of a convolution, and nothing else uses that output. A trace sees a single path
+through the code, so each call checks it again: a folded convolution wraps its result, and only its norm unwraps it.
+Code on another path raises an error instead of computing wrong numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+# Dimensions of their output for a batch; subclasses may do anything, so types must be exactly these.
+CONVOLUTIONS: dict[type[nn.Module], int] = {
+    nn.Linear: 2,
+    nn.Conv1d: 3,
+    nn.Conv2d: 4,
+    nn.Conv3d: 5,
+    nn.ConvTranspose1d: 3,
+    nn.ConvTranspose2d: 4,
+    nn.ConvTranspose3d: 5,
+}
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+# Dimensions of their input.
+NORMS: dict[type[nn.Module], tuple[int, ...]] = {
+    nn.BatchNorm1d: (2, 3),
+    nn.BatchNorm2d: (4,),
+    nn.BatchNorm3d: (5,),
+    nn.SyncBatchNorm: (2, 3, 4, 5),
+}
+FROZEN = {"weight", "bias", "running_mean", "running_var"}
+
+
+@dataclass
+class Folding:
+    """The result of `fold_norms`, by the names of modules in the model.
+
+    Attributes:
+        folded: for each removed norm, the module it was folded into.
+        left: for each remaining batch norm, why it stays.
+    """
+
+    folded: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{norm}: folded into {convolution}" for norm, convolution in self.folded.items()]
+        lines += [f"{norm}: left alone, {why}" for norm, why in self.left.items()]
+        return "\n".join(lines) or "no batch norms"
+
+
+class CannotFoldError(Exception):
+    """The reason why a norm stays; caught in this file."""
+
+
+@torch.no_grad()
+def fold_norms(model: nn.Module) -> Folding:
+    """Fold the batch norms of a model in evaluation mode, in place. Afterwards the model is for inference only.
+
+    It folds BatchNorm1d, 2d, 3d, SyncBatchNorm, and frozen norms. A frozen norm is a module with only the buffers
+    weight, bias, running_mean and running_var that multiplies and adds a constant per channel, which a trial confirms.
+    The new weights are computed in float64 and rounded once. Names in the state dict change.
+
+    While it traces, torch.fx replaces methods of all modules of the process, so other threads must not run models.
+
+    Raises:
+        TypeError: model is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fold_norms: model must be a torch.nn.Module, got {type(model).__name__}")
+    norms = {name: module for name, module in model.named_modules() if _is_norm(module)}
+    result = Folding()
+    if not norms:
+        return result
+    structure = Structure(model)
+    for name, norm in norms.items():
+        try:
+            convolution = structure.convolution_before(name, norm)
+            _fold(structure.modules[convolution], norm, convolution, name)
+            result.folded[name] = convolution
+        except CannotFoldError as why:
+            result.left[name] = str(why)
+    return result
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) or _is_frozen(module)
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name != "num_batches_tracked"}
+    plain = not any(True for _ in module.parameters()) and not any(True for _ in module.children())
+    return plain and buffers.keys() == FROZEN and len({tuple(b.shape) for b in buffers.values()}) == 1
+
+
+# ---- which module follows which ------------------------------------------------------------------------------------
+
+
+class Structure:
+    """The calls of modules that torch.fx finds in a model.
+
+    Attributes:
+        modules: by each of their names.
+        calls: of each module (by id), over all traces.
+        before: for each norm (by id) the node that calls it, and the name of the traced part, which prefixes other
+            names.
+        read: modules (by id) whose parameters or buffers other code reads.
+        untraced: the error for each module that could not be traced.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.names = Counter(map(id, self.modules.values()))
+        self.calls: Counter[int] = Counter()
+        self.before: dict[int, tuple[fx.Node, str]] = {}
+        self.read: set[int] = set()
+        self.untraced: dict[str, str] = {}
+        for name, graph in _traces(_without_data(model), self.untraced):
+            for node in graph.nodes:
+                self._note(node, name)
+
+    def _note(self, node: fx.Node, prefix: str) -> None:
+        if node.op == "call_module":
+            module = self.modules[_joined(prefix, str(node.target))]
+            self.calls[id(module)] += 1
+            self.before[id(module)] = (node, prefix)
+        elif node.op == "get_attr":
+            owner = _joined(prefix, str(node.target)).rpartition(".")[0]
+            if owner in self.modules:
+                self.read.add(id(self.modules[owner]))
+
+    def convolution_before(self, name: str, norm: nn.Module) -> str:
+        """Return the name of the convolution that only this norm follows.
+
+        Raises:
+            CannotFoldError: there is no such convolution.
+        """
+        self._check_once(norm, "it")
+        if id(norm) not in self.before:
+            raise CannotFoldError(f"no trace shows which module it follows{self._why_untraced(name)}")
+        node, prefix = self.before[id(norm)]
+        source = node.args[0] if len(node.args) == 1 and not node.kwargs else None
+        if not isinstance(source, fx.Node) or source.op != "call_module":
+            what = getattr(source, "name", "what a trace does not show")
+            raise CannotFoldError(f"it follows {what}, not a convolution")
+        before = _joined(prefix, str(source.target))
+        convolution = self.modules[before]
+        if type(convolution) not in CONVOLUTIONS:
+            raise CannotFoldError(f"it follows {before}, a {type(convolution).__name__}")
+        self._check_once(convolution, before)
+        if len(source.users) > 1:
+            raise CannotFoldError(f"the output of {before} is used elsewhere, too")
+        if len(source.args) != 1 or source.kwargs:
+            raise CannotFoldError(f"{before} is called with more than its input")
+        return before
+
+    def _check_once(self, module: nn.Module, called: str) -> None:
+        if self.names[id(module)] > 1:
+            raise CannotFoldError(f"{called} has {self.names[id(module)]} names in the model")
+        if self.calls[id(module)] > 1:
+            raise CannotFoldError(f"{called} is called {self.calls[id(module)]} times")
+        if id(module) in self.read:
+            raise CannotFoldError(f"the tensors of {called} are read by other code")
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise CannotFoldError(f"{called} has hooks")
+        if "forward" in vars(module):
+            raise CannotFoldError(f"the forward of {called} was replaced")
+
+    def _why_untraced(self, name: str) -> str:
+        """The error of the innermost module around `name` that could not be traced."""
+        while name:
+            name = name.rpartition(".")[0]
+            if name in self.untraced:
+                return f" ({name or 'the model'} cannot be traced: {self.untraced[name]})"
+        return ""
+
+
+class _Tracer(fx.Tracer):
+    """Traces into modules that have submodules and can be traced; all others are single nodes."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, opaque: set[nn.Module]) -> None:
+        super().__init__()
+        self.opaque = opaque
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        without_parts = not any(True for _ in m.children())
+        return without_parts or m in self.opaque or super().is_leaf_module(m, module_qualified_name)
+
+
+def _traces(model: nn.Module, untraced: dict[str, str]) -> list[tuple[str, fx.Graph]]:
+    """The graphs of the largest parts that can be traced, with their names; no part contains another."""
+    graphs: dict[str, fx.Graph] = {}
+    opaque: set[nn.Module] = set()
+    modules = dict(model.named_modules())
+    for name, module in reversed(modules.items()):  # parts first
+        if not any(True for _ in module.children()) or _is_container(module):
+            continue
+        try:
+            graphs[name] = _traced(module, opaque)
+        except Exception as error:  # a forward may fail in any way on inputs that are not tensors
+            untraced[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            opaque.add(module)
+    return [(name, graphs[name]) for name in _outermost(model, graphs, opaque, "", False)]
+
+
+def _outermost(
+    module: nn.Module, graphs: dict[str, fx.Graph], opaque: set[nn.Module], name: str, inside: bool
+) -> Iterator[str]:
+    """Names of the graphs that are in no other; `inside`: whether one around this module shows its parts."""
+    if module in opaque:
+        inside = False
+    elif name in graphs and not inside:
+        inside = True
+        yield name
+    for child_name, child in module.named_children():
+        yield from _outermost(child, graphs, opaque, _joined(name, child_name), inside)
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether a module is never called, such as a ModuleList."""
+    return type(module).forward is nn.Module.forward
+
+
+def _traced(module: nn.Module, opaque: set[nn.Module]) -> fx.Graph:
+    """Trace a forward without optional arguments: a trace would see only one choice of these.
+
+    Raises:
+        Exception: what the forward raises when it gets no tensors.
+    """
+    for parameter in inspect.signature(module.forward).parameters.values():
+        if parameter.default is not parameter.empty or parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            raise TypeError(f"its argument {parameter.name} may be left out")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _Tracer(opaque).trace(module)
+
+
+def _without_data(model: nn.Module) -> nn.Module:
+    """A copy on the meta device, so that a traced forward changes nothing in the model."""
+    tensors: dict[int, Any] = {}
+    for parameter in model.parameters():
+        tensors[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+    for buffer in model.buffers():
+        tensors[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(model, tensors)
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+# ---- the arithmetic ------------------------------------------------------------------------------------------------
+
+
+def _fold(convolution: nn.Module, norm: nn.Module, convolution_name: str, norm_name: str) -> None:
+    """Raises CannotFoldError before anything is changed."""
+    dimensions = CONVOLUTIONS[type(convolution)]
+    old, old_bias = convolution.weight, convolution.bias
+    assert isinstance(old, Tensor)
+    scale, shift = _scale_and_shift(norm, dimensions)  # (C,) float64
+    channels = convolution.out_features if isinstance(convolution, nn.Linear) else convolution.out_channels
+    if len(scale) != channels:
+        raise CannotFoldError(f"it has {len(scale)} channels, but {convolution_name} gives {channels}")
+    if not old.is_floating_point() or old.device != scale.device:
+        raise CannotFoldError(f"{convolution_name} is {old.dtype} on {old.device}, the norm on {scale.device}")
+    weight = _scaled(convolution, old.double(), scale).to(old.dtype)
+    bias = shift if old_bias is None else shift + scale * old_bias.double()  # type: ignore[operator]
+    bias = bias.to(old.dtype)
+    if not (weight.isfinite().all() and bias.isfinite().all()):
+        raise CannotFoldError("the folded weights would not be finite")
+    # Removed, not only changed: code that reads the old tensors outside the trace must notice.
+    folded = copy.copy(convolution)
+    folded._parameters, folded._modules = {}, {}
+    folded._parameters["weight"] = nn.Parameter(weight.contiguous(), requires_grad=False)
+    folded._parameters["bias"] = nn.Parameter(bias, requires_grad=False)
+    for module in (convolution, norm):
+        for tensors in (module._parameters, module._buffers):
+            tensors.update(dict.fromkeys(tensors))
+    convolution.add_module("folded", folded)
+    convolution.forward = Sealing(folded, dimensions, norm_name)
+    norm.forward = Opening(folded, convolution_name, norm_name)
+
+
+def _scaled(convolution: nn.Module, weight: Tensor, scale: Tensor) -> Tensor:
+    """The weight with each output channel multiplied by its scale (C,)."""
+    spatial = (1,) * (weight.dim() - 2)
+    if not isinstance(convolution, TRANSPOSED):
+        return weight * scale.view(-1, 1, *spatial)  # (C, in / groups, ...)
+    groups = convolution.groups
+    by_group = weight.unflatten(0, (groups, -1))  # (groups, in / groups, C / groups, ...)
+    return (by_group * scale.view(groups, 1, -1, *spatial)).flatten(0, 1)
+
+
+def _scale_and_shift(norm: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
+    """(C,) float64 each: norm(x) = scale x + shift for x with that many dimensions."""
+    if not isinstance(norm, _BatchNorm):
+        return _measured(norm, dimensions)
+    if type(norm) not in NORMS:
+        raise CannotFoldError(f"it is a {type(norm).__name__}, which may do more than a batch norm")
+    if dimensions not in NORMS[type(norm)]:
+        raise CannotFoldError(f"a {type(norm).__name__} does not take tensors of {dimensions} dimensions")
+    if norm.training:
+        raise CannotFoldError("it is in training mode")
+    if norm.running_mean is None or norm.running_var is None:
+        raise CannotFoldError("it normalizes by the statistics of each batch")
+    scale = (norm.running_var.double() + norm.eps).rsqrt()
+    if norm.weight is not None:
+        scale = scale * norm.weight.double()
+    shift = -norm.running_mean.double() * scale
+    return scale, shift if norm.bias is None else shift + norm.bias.double()
+
+
+def _measured(norm: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
+    """Scale and shift of a frozen norm, whose eps is unknown: measured with the inputs 0 and 1 in float64, and checked
+    on others."""
+    example = norm.running_mean
+    assert isinstance(example, Tensor)
+    shape = (1, example.numel(), *(1,) * (dimensions - 2))
+    probe = copy.deepcopy(norm).double()
+    zeros = torch.zeros(shape, dtype=torch.float64, device=example.device)
+    others = torch.linspace(-3, 3, 8, dtype=torch.float64, device=example.device)
+    others = others.view(8, *(1,) * (dimensions - 1)).expand(8, *shape[1:])
+    try:
+        shift = probe(zeros)
+        scale = probe(zeros + 1) - shift
+        found, expected = probe(others.clone()), scale * others + shift
+        affine = found.shape == others.shape and torch.allclose(found, expected, rtol=1e-6, atol=1e-6)
+    except Exception as error:
+        raise CannotFoldError(f"trying it failed: {type(error).__name__}: {error}") from error
+    if not affine:
+        raise CannotFoldError(f"it is a {type(norm).__name__}, which does more than multiply and add")
+    return scale.flatten().double(), shift.flatten().double()
+
+
+# ---- the sealed output ---------------------------------------------------------------------------------------------
+
+
+class _Sealed:
+    """The wrapped output of a folded convolution, which only its norm can unwrap."""
+
+    def __init__(self, value: Tensor, convolution: nn.Module, norm: str) -> None:
+        self.__dict__.update(value=value, convolution=convolution, norm=norm)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        raise RuntimeError(_OTHER_WAY.format(what="the output of a folded convolution goes to another function"))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(_OTHER_WAY.format(what=f"the input of {self.__dict__['norm']} is used elsewhere"))
+
+
+_OTHER_WAY = (
+    "{what}: this call goes another way through the model than the trace by which norms were folded. "
+    "Build the engine with fold=False"
+)
+
+
+class Sealing:
+    """The forward of a folded convolution."""
+
+    def __init__(self, folded: nn.Module, dimensions: int, norm: str) -> None:
+        self.folded, self.dimensions, self.norm = folded, dimensions, norm
+
+    def __call__(self, input: Tensor) -> _Sealed:
+        output = self.folded(input)
+        if output.dim() != self.dimensions:  # its norm's error
+            raise ValueError(f"{self.norm}: expected {self.dimensions}D input (got {output.dim()}D input)")
+        return _Sealed(output, self.folded, self.norm)
+
+
+class Opening:
+    """The forward of a folded norm."""
+
+    def __init__(self, folded: nn.Module, convolution: str, norm: str) -> None:
+        self.folded, self.convolution, self.norm = folded, convolution, norm
+
+    def __call__(self, input: Any) -> Tensor:
+        if type(input) is not _Sealed or input.convolution is not self.folded:
+            what = f"{self.norm} was folded into {self.convolution} and is called on something else"
+            raise RuntimeError(_OTHER_WAY.format(what=what))
+        value: Tensor = input.value
+        return value

@@ -1,0 +1,126 @@
+"""Rules about formats: layouts of images, and precisions, which only the user may lower."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, counted, only_on_gpu
+from rooftop.rewrites.structures import mapped
+
+CONVOLUTIONS_2D = (nn.Conv2d, nn.ConvTranspose2d)
+REPEATS = 3
+
+
+class ChannelsLast(Rule):
+    """Weights of 2-D convolutions and inputs with four dimensions are stored channels last."""
+
+    name = "channels-last"
+
+    def predicted_ms(self, times: Times) -> float:
+        return sum(gain_channels_last(call) for call in times.calls if "convolution" in call.operator.name())
+
+    def apply(self, candidate: Candidate) -> str:
+        convolutions = [
+            module
+            for module in candidate.model.modules()
+            if isinstance(module, CONVOLUTIONS_2D) and module.weight is not None  # folded ones have none
+        ]
+        for module in convolutions:
+            weight = module.weight.detach().contiguous(memory_format=torch.channels_last)
+            module._parameters["weight"] = nn.Parameter(weight, requires_grad=module.weight.requires_grad)
+        if not convolutions:
+            return ""
+        candidate.frozen = True
+        run = candidate.call
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = mapped((args, kwargs), _channels_last)
+            return mapped(run(*args, **kwargs), Tensor.contiguous)
+
+        candidate.call = call
+        return counted(len(convolutions), "convolution")
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    images = tensor.dim() == 4 and tensor.is_floating_point()
+    return tensor.contiguous(memory_format=torch.channels_last) if images else tensor
+
+
+def gain_channels_last(call: Call) -> float:
+    """The gain of a convolution from channels last in ms, timed alone in both layouts."""
+
+    def timed(layout: torch.memory_format) -> float:
+        given = mapped(call.arguments, lambda t: torch.ones_like(t, device=device, memory_format=_of(t, layout)))
+        call.operator(*given)
+        return min(_seconds(lambda: call.operator(*given), device) for _ in range(REPEATS)) * 1e3
+
+    device = call.device
+    with torch.no_grad():
+        return call.count * (timed(torch.contiguous_format) - timed(torch.channels_last))
+
+
+def _of(tensor: Tensor, layout: torch.memory_format) -> torch.memory_format:
+    return layout if tensor.dim() == 4 else torch.contiguous_format
+
+
+def _seconds(run: Any, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+class Autocast(Rule):
+    """Products and convolutions in bfloat16, by autocast."""
+
+    name = "bf16-autocast"
+    trains = True
+    opt_in = True
+
+    def predicted_ms(self, times: Times) -> float:
+        return times.of("convolution", "mm") / 2
+
+    def apply(self, candidate: Candidate) -> str:
+        run, device = candidate.call, candidate.device.type
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(device, torch.bfloat16):
+                return run(*args, **kwargs)
+
+        candidate.call = call
+        return "the whole model"
+
+
+class TensorFloat32(Rule):
+    """float32 products and convolutions by TensorFloat-32 units."""
+
+    name = "tf32"
+    trains = True
+    opt_in = True
+
+    def refusal(self, candidate: Candidate) -> str | None:
+        return only_on_gpu(candidate)
+
+    def predicted_ms(self, times: Times) -> float:
+        return times.of("convolution", "mm") / 2
+
+    def apply(self, candidate: Candidate) -> str:
+        run = candidate.call
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            products, convolutions = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+            try:
+                return run(*args, **kwargs)
+            finally:
+                torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = products, convolutions
+
+        candidate.call = call
+        return "the whole model's forward" if candidate.training else "the whole model"

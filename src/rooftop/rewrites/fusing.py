@@ -1,0 +1,378 @@
+"""Fuses convolutions with the bias, shortcut sum and activation that follow (`kernels.conv_act`).
+
+    relu(convolution(x) + shortcut)
+
+When is it allowed? The traces of `folding.py` show which convolutions have a result with a single use: an activation,
+or a sum whose only use is an activation. Nothing in between may change a tensor. Such a convolution returns a promise.
+The sum is recorded in it, and the activation computes everything at once. Any other use of a promise gets the tensor
+that the convolution alone would have returned. So the trace only decides what is fast: a call on another path still
+returns correct numbers. The exception is code that changes a tensor of inference mode in place, since such tensors do
+not count their changes. Shapes are known only in the call: PyTorch adds a shortcut that would be broadcast or cast.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from rooftop.kernels import conv_act
+from rooftop.kernels.operands.dtypes import FLOATS
+from rooftop.rewrites.folding import CONVOLUTIONS, NORMS, Opening, Sealing, Structure
+from rooftop.rewrites.structures import mapped
+
+Function = Callable[..., Any]
+ACTIVATIONS: dict[Function, str] = {
+    functional.relu: "relu",
+    functional.relu_: "relu",
+    torch.relu: "relu",
+    torch.relu_: "relu",
+    Tensor.relu: "relu",
+    Tensor.relu_: "relu",
+    functional.gelu: "gelu",
+    functional.silu: "silu",
+    torch.sigmoid: "sigmoid",
+    Tensor.sigmoid: "sigmoid",
+}
+MODULES = (nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid)
+SUMS: tuple[Function, ...] = (operator.add, torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
+SUMS_IN_PLACE: tuple[Function, ...] = (operator.iadd, Tensor.add_, Tensor.__iadd__)
+METHODS = ("relu", "relu_", "sigmoid", "add", "add_")
+# Methods of tensors, which Python looks up in the type; sums are above.
+SPECIAL_METHODS = (
+    "__neg__", "__pos__", "__abs__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__",
+    "__truediv__", "__rtruediv__", "__itruediv__", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__",
+    "__rpow__", "__ipow__", "__matmul__", "__rmatmul__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__",
+    "__getitem__", "__setitem__", "__len__", "__iter__", "__contains__", "__bool__", "__array__", "__deepcopy__",
+)  # fmt: skip
+# Modules that change no tensor. Only these may come between a convolution and its activation.
+PURE = (*CONVOLUTIONS, *NORMS, nn.Identity, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
+
+
+@dataclass
+class Fusing:
+    """The result of `fuse_convolutions`, by the names of modules in the model.
+
+    Attributes:
+        fused: for each convolution that Rooftop computes, the fused operations ("bias, sum, relu").
+        left: for each other 2-D convolution, why PyTorch computes it.
+    """
+
+    fused: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{name}: with {what}" for name, what in self.fused.items()]
+        lines += [f"{name}: left alone, {why}" for name, why in self.left.items()]
+        return "\n".join(lines) or "no convolutions"
+
+
+@torch.no_grad()
+def fuse_convolutions(model: nn.Module) -> Fusing:
+    """Let `kernels.conv_act` compute the 2-D convolutions of a model with their bias, sum and activation, in place.
+
+    For inference only; call `fold_norms` before it, if at all. Modules keep their parameters and names in the state
+    dict. While it traces, torch.fx replaces methods of all modules of the process, so other threads must not run
+    models.
+
+    Raises:
+        TypeError: model is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fuse_convolutions: model must be a torch.nn.Module, got {type(model).__name__}")
+    convolutions = {name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
+    inner = {id(_folded(module)) for module in convolutions.values() if _folded(module) is not module}
+    candidates = {name: module for name, module in convolutions.items() if id(module) not in inner}
+    result = Fusing()
+    if not candidates:
+        return result
+    left = {name: why for name, module in candidates.items() if (why := _why_not(module))}
+    followers = Followers(model)
+    steps: dict[str, tuple[str, ...]] = {}
+    for name, module in reversed(candidates.items()):  # of two summed convolutions, the later one does the sum
+        steps[name] = () if name in left else followers.of(module)
+    for name, module in candidates.items():
+        folded = _folded(module)
+        bias = ("bias",) if folded.bias is not None else ()
+        if name in left:
+            result.left[name] = left[name]
+        elif bias or steps[name]:
+            result.fused[name] = ", ".join(bias + steps[name])
+            folded.__dict__["forward"] = _Computing(folded, steps[name])
+        else:
+            result.left[name] = "there is nothing to compute with it"
+    return result
+
+
+def _folded(convolution: nn.Conv2d) -> nn.Conv2d:
+    """The convolution with folded weights in this module, or the module itself."""
+    forward = vars(convolution).get("forward")
+    return forward.folded if isinstance(forward, Sealing) else convolution  # type: ignore[return-value]
+
+
+def _why_not(module: nn.Conv2d) -> str | None:
+    """Why `conv_act` cannot compute a convolution; None if it can."""
+    folded = _folded(module)
+    if type(module) is not nn.Conv2d:
+        return f"it is a {type(module).__name__}, which may do more than a Conv2d"
+    if _has_hooks(module):
+        return "it has hooks"
+    if "forward" in vars(folded):
+        return "its forward was replaced"
+    if folded.padding_mode != "zeros" or isinstance(folded.padding, str):
+        return f"its padding is {folded.padding_mode}, {folded.padding!r}"
+    if folded.weight.dtype not in FLOATS:
+        return f"its weights are {folded.weight.dtype}"
+    return None
+
+
+# ---- the following operations --------------------------------------------------------------------------------------
+
+
+class Followers:
+    """The operations that follow each convolution, as far as torch.fx can trace the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.structure = Structure(model)
+        self.taken: set[fx.Node] = set()  # sums that belong to a convolution
+
+    def of(self, module: nn.Conv2d) -> tuple[str, ...]:
+        """("relu",), ("sum", "relu"), or () if the following operations stay separate: several calls always do."""
+        structure = self.structure
+        if structure.names[id(module)] > 1 or structure.calls[id(module)] != 1:
+            return ()
+        begin, prefix = structure.before[id(module)]
+        result = begin
+        if _folded(module) is not module:
+            result = next(iter(begin.users))  # its norm
+        user = _only(result)
+        if user is None:
+            return ()
+        steps: tuple[str, ...] = ()
+        chain = [result]
+        if user not in self.taken and _is_sum_with(user, result):
+            chain.append(user)
+            following = _only(user)
+            steps = ("sum",)
+        else:
+            following = user
+        name = self._activation(following, chain[-1], prefix)
+        if name is None or not self._nothing_between(begin, following, chain, prefix):
+            return ()
+        self.taken.add(chain[-1])
+        return (*steps, name)
+
+    def _activation(self, node: fx.Node | None, source: fx.Node, prefix: str) -> str | None:
+        if node is None or tuple(node.args) != (source,):
+            return None
+        if node.op == "call_module":
+            module = self._module(node, prefix)
+            if type(module) not in MODULES or _has_hooks(module) or "forward" in vars(module):
+                return None
+            if isinstance(module, nn.GELU):
+                return "gelu" if module.approximate == "none" else "gelu_tanh"
+            return type(module).__name__.lower()
+        function = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target
+        return _activation_of(function, node.kwargs)
+
+    def _nothing_between(self, begin: fx.Node, end: fx.Node | None, chain: list[fx.Node], prefix: str) -> bool:
+        nodes = list(begin.graph.nodes)
+        assert end is not None
+        for node in nodes[nodes.index(begin) + 1 : nodes.index(end)]:
+            pure = node.op == "get_attr" or (node.op == "call_module" and self._is_pure(self._module(node, prefix)))
+            if node not in chain and not pure:
+                return False
+        return True
+
+    def _is_pure(self, module: nn.Module) -> bool:
+        forward = vars(module).get("forward")
+        known = type(module) in PURE or isinstance(forward, Opening)
+        return known and not _has_hooks(module) and (forward is None or isinstance(forward, Sealing | Opening))
+
+    def _module(self, node: fx.Node, prefix: str) -> nn.Module:
+        return self.structure.modules[f"{prefix}.{node.target}" if prefix else str(node.target)]
+
+
+def _only(node: fx.Node) -> fx.Node | None:
+    """The only use of a node's value; None if there are several, or the value is a result of the model."""
+    users = list(node.users)
+    return users[0] if len(users) == 1 and users[0].op != "output" else None
+
+
+def _is_sum_with(node: fx.Node, result: fx.Node) -> bool:
+    """Whether a node adds another tensor to this result and changes no other tensor."""
+    function = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target
+    if len(node.args) != 2 or node.kwargs or not all(isinstance(each, fx.Node) for each in node.args):
+        return False
+    if node.args[0] is node.args[1]:
+        return False
+    return function in SUMS or (function in SUMS_IN_PLACE and node.args[0] is result)
+
+
+def _activation_of(function: Any, options: dict[str, Any]) -> str | None:
+    """The name of an activation that is called with only its input and these options."""
+    name = ACTIVATIONS.get(function) if isinstance(function, Callable) else None  # type: ignore[arg-type]
+    if name == "gelu":
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(options.get("approximate", "none"))
+    return name if set(options) <= {"inplace"} else None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+# ---- the promise ---------------------------------------------------------------------------------------------------
+
+
+class _Computing:
+    """The forward of a convolution that Rooftop computes: at once, or once the following operations are known."""
+
+    def __init__(self, convolution: nn.Conv2d, steps: tuple[str, ...]) -> None:
+        self.convolution, self.steps = convolution, steps
+
+    def __call__(self, input: Any) -> Any:
+        input = value_of(input)
+        if not isinstance(input, Tensor) or input.dim() != 4:  # a single image, or arguments that PyTorch refuses
+            return nn.Conv2d.forward(self.convolution, input)
+        return _Promise(self.convolution, input) if self.steps else _computed(self.convolution, input, None, None)
+
+
+def _computed(module: nn.Conv2d, input: Tensor, residual: Tensor | None, activation: str | None) -> Tensor:
+    padding = module.padding
+    assert not isinstance(padding, str)
+    return conv_act(
+        input, module.weight, module.bias, residual, stride=module.stride, padding=padding, dilation=module.dilation,
+        groups=module.groups, activation=activation,
+    )  # fmt: skip
+
+
+class _Promise:
+    """The output of a convolution that is computed later, with the following operations. Reading an attribute of a
+    tensor computes the convolution alone (with the sum, if there was one)."""
+
+    def __init__(self, convolution: nn.Conv2d, input: Tensor, residual: Tensor | None = None) -> None:
+        self.convolution, self.input, self.residual = convolution, input, residual
+        self.settled: Tensor | None = None
+        self.versions = _version(input), _version(residual)
+        self.autocast = _autocast(input.device.type)
+
+    def dim(self) -> int:
+        return 4
+
+    def value(self) -> Tensor:
+        """The result without an activation."""
+        if self.settled is None:
+            self.settled = self._with(None)
+        return self.settled
+
+    def _with(self, activation: str | None) -> Tensor:
+        if self.versions != (_version(self.input), _version(self.residual)):
+            raise RuntimeError(
+                "the input of a convolution was changed before its activation: this call takes another path through "
+                "the model than the trace used for fusing. Build the engine with fuse=False"
+            )
+        kind = self.input.device.type
+        if self.autocast == _autocast(kind):
+            return _computed(self.convolution, self.input, self.residual, activation)
+        enabled, dtype = self.autocast  # those at the convolution's call
+        with torch.autocast(kind, dtype, enabled):
+            return _computed(self.convolution, self.input, self.residual, activation)
+
+    def plus(self, other: Any, in_place: bool) -> Any:
+        if self.settled is not None or self.residual is not None or not self._can_add(other):
+            return self.value().add_(other) if in_place else self.value() + other
+        if not in_place:
+            promise = _Promise(self.convolution, self.input, other)
+            promise.versions, promise.autocast = (self.versions[0], promise.versions[1]), self.autocast
+            return promise
+        self.residual, self.versions = other, (self.versions[0], _version(other))
+        return self
+
+    def _can_add(self, other: Any) -> bool:
+        """Whether the sum has the shape and dtype of the convolution's result."""
+        module = self.convolution
+        if type(other) not in (Tensor, nn.Parameter) or (other.dtype, other.device) != (
+            self.input.dtype, self.input.device,
+        ):  # fmt: skip
+            return False
+        paddings = [int(padding) for padding in module.padding]
+        sizes = zip(self.input.shape[2:], module.kernel_size, module.stride, paddings, module.dilation, strict=True)
+        out = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes]
+        return list(other.shape) == [self.input.shape[0], module.out_channels, *out]
+
+    def activated(self, name: str, in_place: bool) -> Tensor:
+        result = self._with(name)
+        if in_place:
+            self.settled = result
+        return result
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        options = options or {}
+        first = arguments[0] if arguments else None
+        if isinstance(first, _Promise) and first.settled is None and len(arguments) == 1:
+            name = _activation_of(function, options)
+            if name is not None:
+                in_place = bool(options.get("inplace")) or function.__name__.endswith("_")
+                return first.activated(name, in_place)
+        if len(arguments) == 2 and not options:
+            second = arguments[1]
+            if isinstance(first, _Promise) and function in (*SUMS, *SUMS_IN_PLACE) and not isinstance(second, _Promise):
+                return first.plus(second, function in SUMS_IN_PLACE)
+            if isinstance(second, _Promise) and function in SUMS and not isinstance(first, _Promise):
+                return second.plus(first, False)
+        mapped = torch.utils._pytree.tree_map(value_of, (arguments, options))
+        return function(*mapped[0], **mapped[1])
+
+    def __add__(self, other: Any) -> Any:
+        return self.plus(value_of(other), False)
+
+    def __radd__(self, other: Any) -> Any:
+        return self.plus(other, False)
+
+    def __iadd__(self, other: Any) -> Any:
+        return self.plus(value_of(other), True)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in METHODS:
+            method = getattr(Tensor, name)
+            return lambda *arguments, **options: self.__torch_function__(method, (), (self, *arguments), options)
+        return getattr(self.value(), name)
+
+
+def _special(name: str) -> Function:
+    method = getattr(Tensor, name)
+    return lambda promise, *arguments, **options: method(promise.value(), *arguments, **options)
+
+
+for _name in SPECIAL_METHODS:
+    setattr(_Promise, _name, _special(_name))
+
+
+def settled(results: Any) -> Any:
+    """Replace promises in a model's results by tensors: a call on another path than the trace may return promises."""
+    return mapped(results, _Promise.value, of_type=_Promise)
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype | None]:
+    """The dtype of autocast for this kind of device, if it is on; None for tensors without data."""
+    return (False, None) if kind == "meta" else (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+
+def _version(tensor: Tensor | None) -> int | None:
+    """How often a tensor was changed in place; unknown for tensors of inference mode."""
+    return None if tensor is None or tensor.is_inference() else tensor._version
+
+
+def value_of(part: Any) -> Any:
+    """The tensor of a promise; other values unchanged."""
+    return part.value() if isinstance(part, _Promise) else part

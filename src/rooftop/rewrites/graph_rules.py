@@ -1,0 +1,71 @@
+"""The rule about CUDA graphs: the host makes one launch for each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftop.rewrites.candidates import Candidate, Rule, Times, only_on_gpu
+from rooftop.rewrites.graphs import Graph, Graphs
+from rooftop.rewrites.structures import mapped, signature
+
+MOST_GRAPHS = 8
+
+
+class CudaGraphs(Rule):
+    """Each call is the replay of a CUDA graph, one for each signature of the inputs."""
+
+    name = "cuda-graphs"
+    exact = True
+    kind = "graphs"
+
+    def refusal(self, candidate: Candidate) -> str | None:
+        if "compile-reduce-overhead" in candidate.changes:
+            return "the compiler replays graphs already"
+        return only_on_gpu(candidate)
+
+    def predicted_ms(self, times: Times) -> float:
+        return times.wall_ms - times.busy_ms
+
+    def apply(self, candidate: Candidate) -> str:
+        buffers = [buffer for buffer in candidate.model.buffers() if not buffer.is_inference()]
+        candidate.call = Replays(candidate.call, candidate.device, lambda: tuple(b._version for b in buffers))
+        candidate.frozen = True  # a graph reads parameters at their addresses during capture
+        return "every call"
+
+
+class Replays:
+    """A function of tensors whose calls are replays of CUDA graphs; results are copies.
+
+    Args:
+        run: function to capture, once for each signature of its arguments.
+        device: where all of it runs.
+        state: must be the same before and after a call (see `rooftop.rewrites.graphs.capture`).
+
+    A call raises the errors of `run`, and `UncapturedError` if it cannot be captured.
+    """
+
+    def __init__(self, run: Callable[..., Any], device: torch.device, state: Callable[[], Hashable]) -> None:
+        self.run = run
+        self.graphs = Graphs(device, MOST_GRAPHS, state)
+        self._lock = Lock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock, self.graphs.in_order():
+            key, given = signature((args, kwargs), lambda t: (tuple(t.shape), t.stride(), t.dtype))
+            entry = self.graphs.find(key)
+            if entry is None:
+                entry = self._captured(key, given, args, kwargs)
+            assert isinstance(entry, Graph), "a refused capture has raised"
+            return mapped(entry(given), torch.clone)
+
+    def _captured(self, key: Hashable, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+        with torch.no_grad():
+            places = [torch.clone(tensor) for tensor in given]
+        place_of = {id(tensor): place for tensor, place in zip(given, places, strict=True)}
+        own_args, own_kwargs = mapped((args, kwargs), lambda tensor: place_of[id(tensor)])
+        return self.graphs.add(key, places, lambda: mapped(self.run(*own_args, **own_kwargs), lambda t: t, strict=True))

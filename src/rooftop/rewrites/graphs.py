@@ -1,0 +1,242 @@
+"""CUDA graphs of a model, one per signature of its inputs; the most recently used ones are kept.
+
+A graph reads its inputs and writes its outputs at the addresses of the capture: a call copies in and replays, and the
+caller copies out. All graphs share one pool of memory, and together need little more than the largest. That is safe
+because they never overlap: one lock separates the calls of a model on the host, and each stream waits for the stream of
+the previous call.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from rooftop.hardware.graphs import captured_into, in_a_line
+
+_capturing = threading.Lock()  # one capture at a time in a process
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """A captured graph.
+
+    Attributes:
+        inputs: shapes and dtypes.
+        bytes: size of its inputs, plus the growth of the shared pool by its capture.
+        replays: number of replays.
+    """
+
+    inputs: str
+    bytes: int
+    replays: int
+
+
+@dataclass
+class Graph:
+    """One captured call: it reads `inputs` and writes `outputs` (any structure)."""
+
+    inputs: Sequence[Tensor]
+    outputs: Any
+    replay: Callable[[], None]
+    pool: Any
+    bytes: int
+    replays: int = 0
+
+    def __call__(self, given: Sequence[Tensor]) -> Any:
+        """Copy the given tensors in and replay on the current stream; return `outputs`, which the next call
+        overwrites."""
+        with torch.inference_mode():
+            for place, tensor in zip(self.inputs, given, strict=True):
+                place.copy_(tensor, non_blocking=True)
+        self.replay()
+        self.replays += 1
+        return self.outputs
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The reason why a call cannot be a graph."""
+
+    why: str
+
+
+class UncapturedError(Exception):
+    """The call ran, but could not be captured; `outputs` are the results of the run."""
+
+    def __init__(self, why: str, outputs: Any) -> None:
+        super().__init__(why)
+        self.outputs = outputs
+
+
+class Graphs:
+    """Graphs by signature, at most `most` of them: the least recently used one is dropped.
+
+    Args:
+        device: of the model.
+        most: largest number of graphs.
+        state: returns a value that must not change from call to call (see `capture`).
+    """
+
+    def __init__(self, device: torch.device, most: int, state: Callable[[], Hashable]) -> None:
+        self.device, self.most, self.state = device, most, state
+        self.entries: OrderedDict[Hashable, Graph | Refusal] = OrderedDict()
+        self._stream: torch.cuda.Stream | None = None
+        self._previous: torch.cuda.Stream | None = None
+
+    def find(self, key: Hashable) -> Graph | Refusal | None:
+        """Return the entry of a signature, and mark it as the most recently used one."""
+        entry = self.entries.get(key)
+        if entry is not None:
+            self.entries.move_to_end(key)
+        return entry
+
+    def add(self, key: Hashable, inputs: Sequence[Tensor], call: Callable[[], Any]) -> Graph:
+        """Capture `call`, which reads `inputs` and returns its outputs.
+
+        Raises:
+            UncapturedError: the call runs but cannot be captured; its signature is remembered as refused.
+            Exception: any error that the call itself raises when it runs; nothing is remembered.
+        """
+        try:
+            graph = self._capture(inputs, call)
+        except UncapturedError as error:
+            self._keep(key, Refusal(str(error)))
+            raise
+        self._keep(key, graph)
+        return graph
+
+    def _keep(self, key: Hashable, entry: Graph | Refusal) -> None:
+        self.entries[key] = entry
+        while len(self.entries) > self.most:
+            self._wait()  # its memory must not be reused while it runs
+            self.entries.popitem(last=False)
+
+    def _wait(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def _capture(self, inputs: Sequence[Tensor], call: Callable[[], Any]) -> Graph:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        pools = (entry.pool for entry in self.entries.values() if isinstance(entry, Graph))
+        return capture(inputs, call, self._stream, next(pools, None), self.state)
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Run a call on the current stream, after the previous call and the work on its stream.
+
+        Raises:
+            RuntimeError: the caller is capturing a graph, which cannot contain replays.
+        """
+        with torch.cuda.device(self.device):
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("Engine: called while a CUDA graph is captured: build it with graphs=False for that")
+            current = torch.cuda.current_stream()
+            if self._previous is not None and self._previous != current:
+                current.wait_stream(self._previous)
+                for entry in self.entries.values():
+                    for place in entry.inputs if isinstance(entry, Graph) else ():
+                        place.record_stream(current)  # an engine may be deleted while its last call runs
+            self._previous = current
+            yield
+
+
+def capture(
+    inputs: Sequence[Tensor],
+    call: Callable[[], Any],
+    stream: torch.cuda.Stream,
+    pool: Any,
+    state: Callable[[], Hashable],
+) -> Graph:
+    """Run a call twice, then capture it in inference mode, all on `stream`; the current stream waits for `stream`.
+
+    The first run does lazy initialization, which must not happen in a capture, and shows errors of the call itself. The
+    second run detects waits of the host, because a failed capture leaves traces in the allocator.
+
+    Args:
+        inputs: the tensors that the call reads, with their values.
+        stream: the same for all graphs of a model, because libraries keep a workspace for each stream.
+        pool: memory pool of another graph to share; None: a new one.
+        state: must return the same before and after the first run: a graph would replay state that a model keeps from
+            call to call.
+
+    Raises:
+        UncapturedError: the first run succeeded, but it changed the state, the host waits, or the capture failed.
+        OutOfMemoryError: a run or the capture needs more memory.
+        Exception: any error that a run raises.
+    """
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    try:
+        # This stream context also resets the stream if a failed capture does not.
+        with _capturing, torch.cuda.stream(stream):
+            with torch.no_grad():
+                before = state()
+                outputs = call()
+                if state() != before:
+                    raise UncapturedError("the model changes its buffers in each call", outputs)
+                if waits := _waits(call):
+                    raise UncapturedError(f"the host waits for the GPU at {waits[0]}", outputs)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.inference_mode(), captured_into(graph, stream, pool):
+                    reserved = torch.cuda.memory_reserved(stream.device)
+                    captured = call()
+                    grown = torch.cuda.memory_reserved(stream.device) - reserved
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                _free_generator(stream.device)
+                raise UncapturedError(in_a_line(error), outputs) from error
+    finally:
+        current.wait_stream(stream)
+    held = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
+    return Graph(inputs, captured, graph.replay, graph.pool(), held + grown)
+
+
+def _waits(call: Callable[[], Any]) -> list[str]:
+    """The lines of Python at which the host waits for the GPU, as far as torch detects them; it does not detect an
+    explicit synchronization."""
+    here, found = threading.get_ident(), []
+    mode = torch.cuda.get_sync_debug_mode()
+
+    def note(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if "called a synchronizing CUDA operation" in str(message):
+            if threading.get_ident() == here:  # the mode applies to the whole process
+                found.append(f"{filename}:{lineno}")
+        elif "Synchronization debug mode is a prototype" not in str(message):
+            shown(message, category, filename, lineno, file, line)
+
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        try:
+            torch.cuda.set_sync_debug_mode("warn")
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    return found
+
+
+def _free_generator(device: torch.device) -> None:
+    """Replace the random generator of the device by a copy of its state, if a failed capture has left it unusable."""
+    generator = torch.cuda.default_generators[device.index]
+    try:
+        torch.empty(1, device=device).uniform_(generator=generator)
+    except RuntimeError:
+        generator.graphsafe_set_state(generator.clone_state())

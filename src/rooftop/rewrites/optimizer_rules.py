@@ -1,0 +1,69 @@
+"""The rule about optimizers: one kernel for all parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftop.rewrites.candidates import Candidate, Rule, Times
+
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+"""Optimizers of PyTorch that have a fused step on CPUs and GPUs."""
+
+
+class FusedOptimizer(Rule):
+    """PyTorch's optimizer with `fused=True`."""
+
+    name = "fused-optimizer"
+    trains = True
+    infers = False
+
+    def refusal(self, candidate: Candidate) -> str | None:
+        optimizer = candidate.optimizer
+        if optimizer is None:
+            return "no optimizer was given"
+        if type(optimizer) not in FUSED:
+            return f"PyTorch has no fused {type(optimizer).__name__}"
+        if all(group.get("fused") for group in optimizer.param_groups):
+            return "it is fused already"
+        if "step" in vars(optimizer):
+            return "its step was replaced, as a learning rate scheduler does: optimize before one is made"
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            return "it has hooks"
+        for group in optimizer.param_groups:
+            asked = [name for name in ("differentiable", "capturable") if group.get(name)]
+            if asked:
+                return f"it was made with {asked[0]}=True"
+            if any(not p.is_floating_point() for p in group["params"]):
+                return "it has parameters that are no floating-point numbers"
+        return None
+
+    def predicted_ms(self, times: Times) -> float:
+        return times.optimizer_ms / 2
+
+    def apply(self, candidate: Candidate) -> str:
+        assert candidate.optimizer is not None
+        candidate.optimizer = fused(candidate.optimizer)
+        return type(candidate.optimizer).__name__
+
+
+def fused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The same optimizer with a fused step: the same parameters, a copy of its settings and of its state."""
+    same = copy.copy(optimizer)
+    same.param_groups = [{**group, "fused": True, "foreach": False} for group in optimizer.param_groups]
+    same.state = defaultdict(dict)
+    for parameter, state in optimizer.state.items():
+        same.state[parameter] = {name: _own(name, value, parameter) for name, value in state.items()}
+    same.__dict__["_step_supports_amp_scaling"] = True
+    return same
+
+
+def _own(name: str, value: Any, parameter: Tensor) -> Any:
+    """A copied value of the state; the step counter is on the parameter's device, as a fused step needs it."""
+    if not isinstance(value, Tensor):
+        return torch.tensor(float(value), device=parameter.device) if name == "step" else copy.copy(value)
+    return value.to(parameter.device, torch.float32, copy=True) if name == "step" else value.clone()

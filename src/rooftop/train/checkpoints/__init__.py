@@ -1,0 +1,1 @@
+"""Trainings on disk: planned, staged, written in the background, read in any layout, converted."""

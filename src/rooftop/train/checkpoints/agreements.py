@@ -1,0 +1,76 @@
+"""Agreement of the ranks once per step, in the background.
+
+Each rank sends a few numbers. One step later every rank gets the minimum of each number over all ranks. So all ranks
+act alike after the same step: they save because one was told to stop, start the next part of a save because all have
+written theirs, or raise because one could not.
+
+    step 7     says [0]          hears what was said at step 6
+    step 8     says [-1] here    hears [0]
+    step 9     says [0]          hears [-1], on every rank
+
+The numbers go through gloo on the hosts, in a separate group, while the next step computes, so no GPU waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rooftop.parallel.exchanges import Group
+
+T = TypeVar("T")
+
+
+class Agreement:
+    """Minima of numbers over all ranks. Every rank makes one and calls its methods together with the others.
+
+    Args:
+        count: how many numbers each rank sends.
+
+    Attributes:
+        ranks: number of ranks.
+    """
+
+    def __init__(self, count: int) -> None:
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        self._group: Group = dist.new_group(backend="gloo") if several else None
+        self.ranks = dist.get_world_size() if several else 1
+        self.rank = dist.get_rank() if several else 0
+        self._numbers = torch.zeros(count, dtype=torch.int64)
+        self._work: Any = None
+
+    def exchange(self, numbers: Sequence[int]) -> list[int]:
+        """Send this rank's numbers; return the minimum over all ranks of the numbers sent in the previous call.
+
+        The first call returns zeros.
+        """
+        if self._work is not None:
+            self._work.wait()
+        heard = self._numbers.tolist()
+        self._numbers = torch.tensor(numbers, dtype=torch.int64)
+        if self._group is not None:
+            self._work = dist.all_reduce(self._numbers, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+        return heard  # type: ignore[no-any-return]
+
+    def finish(self) -> None:
+        """Wait for the last numbers of the others. No message may be in flight when the process group ends."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def close(self) -> None:
+        """Release the group if no message is in flight; otherwise it ends with torch.distributed."""
+        if self._group is not None and self._work is None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def gathered(self, value: T) -> list[T]:
+        """Gather a value from each rank, in the order of ranks; values are pickled."""
+        if self._group is None:
+            return [value]
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, value, group=self._group)
+        return found

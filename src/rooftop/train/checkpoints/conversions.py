@@ -1,0 +1,160 @@
+"""Converts a checkpoint to the current format, in files as ranks of another layout would write them.
+
+    convert(read_record(Path("run")), Path("whole"))                    # one file, each tensor in one piece
+    convert(read_record(Path("run")), Path("for-eight"), tensor_ranks=8)
+
+Any layout reads any checkpoint. A conversion has three uses: files with whole tensors for the safetensors library, one
+file for each of many ranks, and checkpoints of format 1. One piece is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from rooftop.errors import InputError
+from rooftop.models.gpt.network import Gpt
+from rooftop.models.gpt.switches import GptConfig
+from rooftop.parallel import Layout, Shard, shards_of
+from rooftop.parallel.exchanges import Group
+from rooftop.train.checkpoints.files import FilePiece, write_file
+from rooftop.train.checkpoints.folders import complete, file_name, unfinished
+from rooftop.train.checkpoints.plans import Held, box_of, planned
+from rooftop.train.checkpoints.saved_tensors import DTYPES, KINDS, Readable
+from rooftop.train.checkpoints.trainer_tensors import OPTIMIZER
+from rooftop.train.checkpoints.training_records import FORMAT, TrainingRecord
+from rooftop.train.checkpoints.trainings import open_tensors
+
+Progress = Callable[[str, float], None]
+
+
+def convert(
+    record: TrainingRecord,
+    out: str | Path,
+    *,
+    tensor_ranks: int = 1,
+    progress: Progress = lambda what, fraction: None,
+) -> Path:
+    """Convert a checkpoint. Everything read is compared with its checksums.
+
+    Args:
+        record: record of the checkpoint to read.
+        out: folder for `--load`, new or empty. It appears once it is complete.
+        tensor_ranks: number of tensor parallel ranks, with one file for each; 1: one file with whole tensors.
+        progress: called with (the tensor, the fraction done).
+
+    Returns:
+        The folder of the step.
+
+    Raises:
+        InputError: the checkpoint is damaged, `out` is not empty, or the model cannot be split among that many ranks.
+        OSError: it cannot be written.
+    """
+    out = Path(out)
+    check_new(out)
+    layout = _layout(record.config, tensor_ranks)
+    saved = open_tensors(record)
+    plans = planned([[*_held_by(rank, tensor_ranks, record.config, saved)] for rank in range(tensor_ranks)])
+    total = sum(piece.bytes for pieces in plans for piece in pieces)
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    temporary = unfinished(partial, record.step, "converted")
+    described = {
+        **record.plain,
+        "format": FORMAT,
+        "layout": {**asdict(layout), "fully_shard": False, "words": str(layout)},
+    }
+    try:
+        temporary.mkdir(parents=True)
+        done = 0
+        for rank, pieces in enumerate(plans):
+            write_file(temporary / file_name(rank), pieces, _contents(saved, pieces, done, total, progress))
+            done += sum(piece.bytes for piece in pieces)
+        name = complete(temporary, [file_name(rank) for rank in range(tensor_ranks)], described).name
+        partial.replace(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # which is gone if all went well
+    return out / name
+
+
+def check_new(out: Path) -> None:
+    """Check that a folder can be written: it is new or empty.
+
+    Raises:
+        InputError: it is not empty, its parent does not exist, or it cannot be made.
+    """
+    if out.name in ("", ".."):
+        raise InputError(f"{out} cannot be written: expected the name of a folder that is not there yet, or empty")
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise InputError(f"{out} is there already: give a new folder, or an empty one")
+        folder = out.resolve().parent
+        if not folder.is_dir():
+            raise InputError(f"{out} cannot be written: there is no folder {folder}")
+        if not os.access(folder, os.W_OK):
+            raise InputError(f"{out} cannot be written: permission denied")
+        probe = out.with_name(f".{out.name}.{os.getpid()}.partial")  # as what is written is called until it is whole
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        raise InputError(
+            f"{out} cannot be written: no folder can be made there ({error.strerror}); give another one"
+        ) from error
+
+
+def _layout(config: GptConfig, tensor_ranks: int) -> Layout:
+    layout = Layout(tp=tensor_ranks)
+    try:
+        layout.check(
+            tensor_ranks,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            hidden=config.width,
+            feed_forward=config.hidden,
+            vocabulary=config.vocabulary,
+            axes=("tp",),
+        )
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    return layout
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A rank of an imaginary group, with what a layer asks of it when nothing is computed."""
+
+    index: int
+    count: int
+
+    def rank(self) -> int:
+        return self.index
+
+    def size(self) -> int:
+        return self.count
+
+
+def _held_by(rank: int, ranks: int, config: GptConfig, saved: Readable) -> Iterator[Held]:
+    """The tensors that a tensor parallel rank would hold."""
+    shards: dict[str, Shard] = {}
+    if ranks > 1:
+        shards = shards_of(Gpt(config, group=cast(Group, _Place(rank, ranks)), device="meta"))
+    for name, entry in saved.entries.items():
+        weight = name.split(".", 2)[2] if name.startswith(f"{OPTIMIZER}.") else name
+        shard = shards.get(weight) if entry.shape == saved.entries[weight].shape else None
+        yield Held.of(name, KINDS[entry.dtype], entry.shape, shard)
+
+
+def _contents(
+    saved: Readable, pieces: Sequence[FilePiece], done: int, total: int, progress: Progress
+) -> Iterator[memoryview]:
+    for piece in pieces:
+        progress(f"writing {piece.name}", done / total)
+        content = torch.empty(piece.size, dtype=DTYPES[piece.dtype])
+        saved.fill(content, piece.name, box_of(piece))
+        done += piece.bytes
+        yield content.reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,97 @@
+"""Read our checkpoints with `torch.distributed.checkpoint`, into tensors of any sharding.
+
+    import torch.distributed.checkpoint as dcp
+
+    state = {name: parameter for name, parameter in model.named_parameters()}  # tensors and DTensors, of any mesh
+    dcp.load(state, storage_reader=CheckpointReader("run"))
+
+PyTorch's planner finds out which parts of which tensors each rank needs. `SavedTensors` reads only those parts and
+verifies their checksums. Names are those of `rooftop checkpoint inspect --json`. Nothing is pickled on the disk.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from rooftop.kernels import Box
+from rooftop.train.checkpoints.saved_tensors import Readable
+from rooftop.train.checkpoints.training_records import holds_training, read_record
+from rooftop.train.checkpoints.trainings import open_tensors
+
+
+class CheckpointReader(StorageReader):
+    """Reads checkpoints of `rooftop train gpt --save` or `save_training`.
+
+    Args:
+        folder: folder of a training (its last step is read) or of one step.
+
+    Raises:
+        InputError: it has no training, or is damaged; raised here, or when a part is read.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.reset(folder)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin to read a checkpoint: this one, or the same as before."""
+        if checkpoint_id is not None:
+            self.saved: Readable = open_tensors(read_record(Path(checkpoint_id)))
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the dtype and whole shape of each tensor. Planners need not know its pieces."""
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=entry.dtype),
+                    torch.Size(entry.shape),
+                    [ChunkStorageMetadata(torch.Size([0] * len(entry.shape)), torch.Size(entry.shape))],
+                )
+                for name, entry in self.saved.entries.items()
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: nothing is left to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plan unchanged: reading needs no other."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what a rank needs.
+
+        Raises:
+            InputError: a part is damaged; the message names its tensor and file.
+        """
+        with torch.no_grad():
+            for item in plan.items:
+                name = item.storage_index.fqn
+                box = Box(self.saved.entries[name].shape, tuple(item.storage_offsets), tuple(item.lengths))
+                place = planner.resolve_tensor(item)
+                self.saved.fill(place.detach(), name, box)
+                planner.commit_tensor(item, place)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether a path is the folder of a training."""
+        return holds_training(Path(checkpoint_id))

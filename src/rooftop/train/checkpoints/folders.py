@@ -1,0 +1,148 @@
+"""The folder of a training's checkpoints: a step appears once it is complete, and `latest` names the last one.
+
+    save/
+      latest                          the name of the last one that is whole
+      step-00000100/
+        training.json                 what was trained, in which layout, after which step; index.json's checksum
+        index.json                    where each tensor is, with checksums
+        rank-00000.safetensors        what each rank wrote
+        rank-00001.safetensors
+      .step-00000200.8f3a.unfinished  one that is being written, or was when the training was killed
+
+The files reach the disk before the folder gets its name, the name before `latest` names it, and older steps are removed
+last. So a process killed on the way leaves the checkpoint before. A step that is saved again gets another name
+(step-00000100.2). All ranks must see the same folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from rooftop.errors import InputError
+from rooftop.train.checkpoints.files import checksum, sync_folder, write_text
+from rooftop.train.checkpoints.saved_tensors import INDEX, index_of
+
+LATEST, TRAINING = "latest", "training.json"
+STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+UNFINISHED = ".unfinished"
+
+
+def file_name(rank: int) -> str:
+    """Name of the file of a rank."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def unfinished(folder: Path, step: int, token: str) -> Path:
+    """The folder in which a step is written; each save has another token."""
+    return folder / f".step-{step:08d}.{token}{UNFINISHED}"
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove the leftovers of trainings that were killed while they saved."""
+    for path in folder.glob(f".step-*{UNFINISHED}"):
+        remove(path)
+    remove(folder / f".{LATEST}{UNFINISHED}")
+
+
+def complete(
+    temporary: Path, files: Sequence[str], described: Mapping[str, Any], *, keep_last: int | None = None
+) -> Path:
+    """Turn the files of the ranks into a step, make `latest` name it, and remove steps that are not kept.
+
+    Args:
+        temporary: the folder of the files.
+        files: their names.
+        described: the contents of training.json, including "step".
+        keep_last: number of steps kept, including this one; later steps do not count. None: all.
+
+    Returns:
+        The folder of the step.
+
+    Raises:
+        OSError: a file cannot be written; `latest` still names the previous step.
+        ValueError: a file is incomplete.
+    """
+    folder = temporary.parent
+    write_described(temporary, files, described)
+    step = int(described["step"])
+    before = steps_in(folder, step)
+    stem = f"step-{step:08d}"
+    names = (stem if number == 1 else f"{stem}.{number}" for number in count(1))
+    name = next(name for name in names if not (folder / name).exists())
+    os.replace(temporary, folder / name)
+    sync_folder(folder)
+    write_text(folder / f".{LATEST}{UNFINISHED}", f"{name}\n")
+    os.replace(folder / f".{LATEST}{UNFINISHED}", folder / LATEST)
+    sync_folder(folder)
+    for path in before:  # the same step, saved before: until now `latest` may have named it
+        _remove_step(path)
+    if keep_last is not None:
+        older = sorted(((number, path) for number, path in _steps(folder) if number < step), reverse=True)
+        for _, path in older[keep_last - 1 :]:
+            _remove_step(path)
+    return folder / name
+
+
+def write_described(temporary: Path, files: Sequence[str], described: Mapping[str, Any]) -> None:
+    """Write index.json and training.json next to the files of tensors, and wait until all of it is on the disk."""
+    index = index_of(temporary, files, int(described["step"]))
+    write_text(temporary / INDEX, index)
+    said = {**described, "index_crc32": checksum(index.encode())}
+    write_text(temporary / TRAINING, json.dumps(said, indent=1) + "\n")
+    sync_folder(temporary)
+
+
+def last_step(folder: Path) -> Path | None:
+    """Return the folder of the last complete step; None if there is none.
+
+    That is the step named by `latest`. If `latest` is missing, the training was killed after naming the first step: a
+    step with its final name is complete.
+
+    Raises:
+        InputError: `latest` names a step that does not exist, but others do.
+    """
+    steps = sorted(_steps(folder)) if folder.is_dir() else []
+    if not (folder / LATEST).is_file():
+        return steps[-1][1] if steps else None
+    name = (folder / LATEST).read_text(encoding="utf-8").strip()
+    if steps and (not name or folder / name not in {path for _, path in steps}):
+        raise InputError(
+            f"{folder / LATEST} names {name!r}, but there is no such step; complete steps are "
+            f"{', '.join(path.name for _, path in steps)}: give one of these folders, such as {steps[-1][1]}"
+        )
+    return folder / name
+
+
+def steps_in(folder: Path, step: int) -> list[Path]:
+    """The folders of steps that hold a training; other folders with such names are ignored."""
+    return [path for number, path in _steps(folder) if number == step]
+
+
+def _steps(folder: Path) -> list[tuple[int, Path]]:
+    found = [(STEP.fullmatch(path.name), path) for path in folder.iterdir()]
+    return [(int(match[1]), path) for match, path in found if match is not None and (path / TRAINING).is_file()]
+
+
+def _remove_step(path: Path) -> None:
+    """Remove a step. If this is killed midway, no incomplete folder has the name of a step."""
+    hidden = path.with_name(f".{path.name}.removed{UNFINISHED}")
+    try:
+        os.replace(path, hidden)
+        remove(hidden)
+    except OSError as error:
+        raise OSError(f"the newer checkpoint is complete, but {path} cannot be removed: {error}") from error
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

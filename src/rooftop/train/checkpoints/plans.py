@@ -1,0 +1,136 @@
+"""Plans which rank writes which part of a checkpoint: each part once, with bytes spread evenly over the ranks.
+
+    rank 0 holds   layers.0.up[0:64]    norm        rank 0 writes   layers.0.up[0:64]
+    rank 1 holds   layers.0.up[64:128]  norm   ->   rank 1 writes   layers.0.up[64:128]  norm
+    rank 2 holds   layers.1.up[0:64]    norm        rank 2 writes   layers.1.up[0:64]
+    ...
+
+The plan does not depend on why a rank holds something. Ranks tell each other what they hold (`Held`). Parts that
+several ranks hold go to the ranks with the least to write: data and context parallel ranks share everything, tensor
+parallel ranks norms and shared heads, pipeline stages a tied embedding. Large parts are cut by rows first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, prod
+
+from torch import Tensor
+
+from rooftop.kernels import Box
+from rooftop.parallel import Shard
+from rooftop.train.checkpoints.files import BLOCK_BYTES, ITEM_BYTES, FilePiece
+
+EVEN = 8
+"""What several ranks hold is cut into parts of at most 1/8 of what a rank writes on average."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The part of a tensor that a rank holds.
+
+    Attributes:
+        name: in the whole model.
+        dtype: a key of `ITEM_BYTES`.
+        shape: shape of the whole tensor.
+        pieces: start and size of each piece; they lie one after another along the first dimension.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, name: str, dtype: str, shape: Sequence[int], shard: Shard | None) -> Held:
+        """Make one of a shard; None: the whole tensor of that shape.
+
+        Raises:
+            ValueError: the shard has elements that are not contiguous in the whole.
+        """
+        if shard is None:
+            return cls(name, dtype, tuple(shape), (((0,) * len(shape), tuple(shape)),))
+        if any(set(piece.box.strides) - {1} for piece in shard.pieces):
+            raise ValueError(f"a checkpoint holds only rows and columns of {name}, got {shard}")
+        whole = shard.pieces[0].box.shape if shard.pieces else tuple(shape)
+        pieces = tuple((piece.box.start, piece.box.size) for piece in shard.pieces if prod(piece.box.size))
+        return cls(name, dtype, whole, pieces)
+
+
+def planned(held: Sequence[Sequence[Held]]) -> list[list[FilePiece]]:
+    """Return what each rank writes; the plan is the same on all ranks.
+
+    Args:
+        held: what each rank holds.
+
+    Raises:
+        ValueError: the ranks do not hold each element of a tensor exactly once, or disagree on its shape or dtype.
+    """
+    holders: dict[FilePiece, list[int]] = {}
+    wholes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for rank, every in enumerate(held):
+        for each in every:
+            if not each.pieces:
+                continue
+            if wholes.setdefault(each.name, (each.dtype, each.shape)) != (each.dtype, each.shape):
+                raise ValueError(f"{each.name} is {wholes[each.name]} and {(each.dtype, each.shape)} on two ranks")
+            for start, size in each.pieces:
+                ranks = holders.setdefault(FilePiece(each.name, each.dtype, each.shape, start, size), [])
+                if rank not in ranks:  # a parameter that is there twice, as a tied one in one stage may be
+                    ranks.append(rank)
+    _check_complete(holders, wholes)
+    total = sum(piece.bytes for piece in holders)
+    most = max(total // len(held) // EVEN, BLOCK_BYTES)
+    parts = [(part, ranks) for piece, ranks in holders.items() for part in _cut(piece, len(ranks), most)]
+    written: list[list[FilePiece]] = [[] for _ in held]
+    loads = [0] * len(held)
+    for part, ranks in sorted(parts, key=lambda each: (len(each[1]) > 1, -each[0].bytes)):
+        least = min(ranks, key=lambda rank: (loads[rank], rank))
+        written[least].append(part)
+        loads[least] += part.bytes
+    order = {part.key: number for number, (part, _) in enumerate(parts)}
+    return [sorted(every, key=lambda part: (-ITEM_BYTES[part.dtype], order[part.key])) for every in written]
+
+
+def _check_complete(holders: Mapping[FilePiece, object], wholes: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    there = dict.fromkeys(wholes, 0)
+    for piece in holders:
+        there[piece.name] += prod(piece.size)
+    for name, (_, shape) in wholes.items():
+        if there[name] != prod(shape):
+            raise ValueError(f"the ranks together hold {there[name]} elements of {name}, which has {prod(shape)}")
+
+
+def _cut(piece: FilePiece, holders: int, most: int) -> list[FilePiece]:
+    """Cut a part by rows, if several ranks hold it and can share it."""
+    parts = min(ceil(piece.bytes / most), piece.size[0]) if piece.size and holders > 1 else 1
+    rows = ceil(piece.size[0] / parts) if parts > 1 else 0
+    if not rows:
+        return [piece]
+    return [
+        replace(
+            piece,
+            start=(piece.start[0] + first, *piece.start[1:]),
+            size=(min(rows, piece.size[0] - first), *piece.size[1:]),
+        )
+        for first in range(0, piece.size[0], rows)
+    ]
+
+
+def part_of(piece: FilePiece, local: Tensor, held: Held) -> Tensor:
+    """A view of the part to write, of the tensor that a rank holds."""
+    if not piece.size:
+        return local
+    row = 0
+    for start, size in held.pieces:
+        first = piece.start[0] - start[0]
+        if start[1:] == piece.start[1:] and size[1:] == piece.size[1:] and 0 <= first <= size[0] - piece.size[0]:
+            return local[row + first : row + first + piece.size[0]]
+        row += size[0]
+    raise ValueError(f"{piece.key} is not a part of the tensors held: {held}")
+
+
+def box_of(piece: FilePiece) -> Box:
+    """The box of a piece in the whole tensor."""
+    return Box(piece.shape, piece.start, piece.size)

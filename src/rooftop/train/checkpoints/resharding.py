@@ -1,0 +1,98 @@
+"""Assembles what a tensor parallel rank holds from what the ranks of another layout held.
+
+    tp=2 held            tp=4 holds             each piece of ours takes from each of theirs
+    +----------+         +-----+                what both have of the whole parameter
+    | rank 0   |   ->    |  0  |  pieces of the whole,
+    |          |         |  1  |  by their boxes; padding
+    +----------+         +-----+  stays 0
+    | rank 1   |         |  2  |
+    |          |         |  3  |
+    +----------+         +-----+
+
+In format 1, records list the pieces of the whole that the tensors of a rank hold. The rows of gate and up of a gated
+MLP are separate pieces. Several ranks store the key heads that they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from rooftop.kernels import Box
+from rooftop.parallel import Piece, Shard
+
+Record = tuple[list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]], int]
+"""A shard in plain values: of each piece the shape of the whole, start, size, and whether no rank before it has the
+same; then the rows of padding."""
+
+
+def shards_from(found: Mapping[str, Record]) -> dict[str, Shard]:
+    """The shards in a file, by parameter. The number of ranks that hold a piece was not stored.
+
+    Raises:
+        ValueError, TypeError: the records are invalid.
+    """
+    return {
+        name: Shard(tuple(Piece(Box(*box), first=first) for *box, first in pieces), padding)
+        for name, (pieces, padding) in found.items()
+    }
+
+
+def put_together(here: Shard | None, shape: Sequence[int], parts: Sequence[tuple[Shard | None, Tensor]]) -> Tensor:
+    """Assemble the part of a parameter, or of its optimizer state, that a rank holds, from the parts of all ranks of a
+    layout.
+
+    Args:
+        here: the part; None: the whole.
+        shape: shape of the part that the rank holds, with padding.
+        parts: what each of those ranks held, in order, and its tensor. None: each held the whole.
+
+    Returns:
+        A new tensor of that shape on the CPU; padding is 0.
+
+    Raises:
+        ValueError: the parts do not cover it, or belong to another whole.
+    """
+    theirs = [_checked(shard, tensor) for shard, tensor in (parts[:1] if parts[0][0] is None else parts)]
+    found = torch.zeros(tuple(shape), dtype=parts[0][1].dtype)
+    for piece, place in _checked(here, found)[0].parts(found):
+        copied = 0
+        for shard, tensor in theirs:
+            for other, source in shard.parts(tensor):
+                if other.first and (common := common_part(piece.box, other.box)):
+                    to, of = common
+                    copied += place[to].copy_(source[of]).numel()
+        if copied != prod(piece.box.size):
+            raise ValueError(f"the parts have {copied} of {prod(piece.box.size)} elements of {piece.box}")
+    return found
+
+
+def _checked(shard: Shard | None, tensor: Tensor) -> tuple[Shard, Tensor]:
+    """Check that a tensor has as many rows as its pieces together."""
+    held = shard or Shard((Piece(Box.whole(tensor.shape)),))
+    rows = sum(piece.box.size[0] for piece in held.pieces) + held.padding
+    if tensor.dim() == 0 or rows != len(tensor) or any(piece.box.size[1:] != tensor.shape[1:] for piece in held.pieces):
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} does not have the pieces of {held}")
+    return held, tensor
+
+
+def common_part(one: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """The position of the common elements in each of two parts; None if they have none.
+
+    Raises:
+        ValueError: the parts belong to different wholes.
+    """
+    if one.shape != other.shape:
+        raise ValueError(f"parts of different wholes, {one.shape} and {other.shape}")
+    ends = zip(one.start, one.size, other.start, other.size, strict=True)
+    ranges = [(max(a, b), min(a + n, b + m)) for a, n, b, m in ends]
+    if any(first >= end for first, end in ranges):
+        return None
+    in_one, in_other = (
+        tuple(slice(first - start, end - start) for (first, end), start in zip(ranges, box.start, strict=True))
+        for box in (one, other)
+    )
+    return in_one, in_other

@@ -1,0 +1,325 @@
+"""Tensors of a checkpoint on disk: reads any part of them from the pieces that ranks wrote.
+
+    saved = SavedTensors(Path("run/step-00000100"))
+    saved.fill(rows, "layers.0.mlp.up.weight", Box.shard(shape, 0, index=1, count=4))
+
+index.json lists the dtype and whole shape of each tensor. For each piece it lists the file, the offset in the file, the
+position in the whole, and the checksum of each block. A part is assembled from the pieces that it crosses. Their needed
+rows are read in whole blocks, and each block is compared with its checksum.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rooftop.errors import InputError
+from rooftop.kernels import Box
+from rooftop.train.checkpoints.files import METADATA, checksum, read_header
+from rooftop.train.checkpoints.resharding import common_part
+
+INDEX = "index.json"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
+BATCH_BYTES = 64 << 20
+"""Rows of so many bytes are read at a time: what a reader needs beside the tensor that it fills."""
+AGAIN = "go on with another step of this folder, or with a copy"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A piece of a tensor on disk.
+
+    Attributes:
+        file: name of its file in the folder of the checkpoint.
+        offset: of its first byte in the file.
+        start, size: its box in the whole.
+        checksums: CRC-32 of each block.
+    """
+
+    file: str
+    offset: int
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    checksums: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        dtype, shape: of the whole.
+        pieces: its pieces; together they cover it exactly once.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Stored, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Readable(Protocol):
+    """Tensors on disk, in any format.
+
+    Attributes:
+        entries: by name.
+    """
+
+    @property
+    def entries(self) -> Mapping[str, Entry]: ...
+
+    def fill(self, place: Tensor, name: str, box: Box) -> None:
+        """Read a part of a tensor into memory on any device.
+
+        Raises:
+            InputError: it is missing or damaged, or has another dtype or shape.
+        """
+
+
+def entry_of(saved: Readable, folder: Path, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
+    """The entry of a checkpoint under a name.
+
+    Raises:
+        InputError: it is missing, or has another shape or dtype than needed.
+    """
+    found = saved.entries.get(name)
+    if found is None:
+        raise InputError(
+            f"{folder} has no tensor {name}: it belongs to another model, or to another version of Rooftop"
+        )
+    if (found.shape, found.dtype) != (tuple(shape), dtype):
+        there, here = (
+            f"{str(kind).removeprefix('torch.')} {size}" for kind, size in ((found.dtype, found.shape), (dtype, shape))
+        )
+        raise InputError(f"{folder} does not fit: {name} is {there} there and {here} here")
+    return found
+
+
+def whole_tensor(saved: Readable, name: str) -> Tensor:
+    """Read a whole tensor to the CPU."""
+    entry = saved.entries[name]
+    found = torch.empty(entry.shape, dtype=entry.dtype)
+    saved.fill(found, name, Box.whole(entry.shape))
+    return found
+
+
+class SavedTensors:
+    """The tensors in the folder of a step.
+
+    Args:
+        folder: of the step.
+        index_checksum: required checksum of index.json.
+
+    Attributes:
+        entries: by name.
+        files: size in bytes and checksum of the header of each file.
+        step: the last step before they were saved.
+
+    Raises:
+        InputError: index.json is missing or damaged.
+    """
+
+    def __init__(self, folder: Path, index_checksum: str) -> None:
+        self.folder = folder
+        try:
+            text = (folder / INDEX).read_bytes()
+        except OSError as error:
+            raise InputError(f"{folder / INDEX} cannot be read ({error.strerror}): {AGAIN}") from error
+        if checksum(text) != index_checksum:
+            raise InputError(f"{folder / INDEX} was changed: its checksum is not that of the training; {AGAIN}")
+        said: dict[str, Any] = json.loads(text)
+        self.step: int = said["step"]
+        self.block_bytes: int = said["block_bytes"]
+        self.files: dict[str, tuple[int, str]] = {name: tuple(about) for name, about in said["files"].items()}
+        self.entries = {
+            name: Entry(
+                DTYPES[about["dtype"]],
+                tuple(about["shape"]),
+                tuple(
+                    Stored(file, offset, tuple(start), tuple(size), tuple(sums))
+                    for file, offset, start, size, sums in about["pieces"]
+                ),
+            )
+            for name, about in said["tensors"].items()
+        }
+        self._there: set[str] = set()
+
+    def check_files(self) -> None:
+        """Check that all files exist with the right length.
+
+        Raises:
+            InputError: a file is missing or has another length; the message names the first.
+        """
+        for name, entry in self.entries.items():
+            for piece in entry.pieces:
+                self._check_file(piece.file, name)
+
+    def _check_file(self, file: str, name: str) -> None:
+        if file in self._there:
+            return
+        path, (size, _) = self.folder / file, self.files[file]
+        if not path.is_file():
+            raise InputError(f"{path}, which has {name}, is missing: {AGAIN}")
+        if path.stat().st_size != size:
+            raise InputError(
+                f"{path}, which has {name}, has {path.stat().st_size:,} bytes, expected {size:,}: it was cut off or "
+                f"changed; {AGAIN}"
+            )
+        self._check_header(file)
+        self._there.add(file)
+
+    def _check_header(self, file: str) -> None:
+        path, (_, expected) = self.folder / file, self.files[file]
+        try:
+            header, found = read_header(path)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} has a damaged header ({error}); {AGAIN}") from error
+        if checksum(header) != expected or METADATA not in found["__metadata__"]:
+            raise InputError(f"{path} is damaged: its header has changed; {AGAIN}")
+
+    def fill(self, place: Tensor, name: str, box: Box) -> None:
+        """As of `Readable`."""
+        entry, copied = self.entries[name], 0
+        for piece in entry.pieces:
+            found = common_part(box, Box(entry.shape, piece.start, piece.size))
+            if found is None:
+                continue
+            to, of = found
+            for first, last in _batches(of, piece.size, entry.dtype.itemsize):
+                rows = self._rows(name, entry, piece, first, last)
+                if of:
+                    begin = of[0].start
+                    target = (slice(to[0].start + first - begin, to[0].start + last - begin), *to[1:])
+                    source = rows[(slice(None), *of[1:])]
+                    copied += place[target].copy_(source).numel()
+                else:
+                    copied += place.copy_(rows).numel()
+        if copied != prod(box.size):
+            raise InputError(f"{self.folder} has {copied} of the {prod(box.size)} elements of {name} from {box.start}")
+
+    def _rows(self, name: str, entry: Entry, piece: Stored, first: int, last: int) -> Tensor:
+        """Read rows of a piece, and compare the checksums of their blocks."""
+        row_bytes = prod(piece.size[1:]) * entry.dtype.itemsize
+        begin, end = first * row_bytes, last * row_bytes
+        low = begin // self.block_bytes
+        content = self._blocks(name, piece, low, -(-end // self.block_bytes), prod(piece.size) * entry.dtype.itemsize)
+        count = (end - begin) // entry.dtype.itemsize
+        found = torch.frombuffer(content, dtype=entry.dtype, count=count, offset=begin - low * self.block_bytes)
+        return found.view(last - first, *piece.size[1:]) if piece.size else found.view(())
+
+    def _blocks(self, name: str, piece: Stored, low: int, high: int, piece_bytes: int) -> bytearray:
+        self._check_file(piece.file, name)
+        path = self.folder / piece.file
+        begin, end = low * self.block_bytes, min(high * self.block_bytes, piece_bytes)
+        content = bytearray(end - begin)
+        try:
+            with path.open("rb", buffering=0) as file:
+                file.seek(piece.offset + begin)
+                view = memoryview(content)
+                while view.nbytes and (count := file.readinto(view)):
+                    view = view[count:]
+        except OSError as error:
+            raise InputError(f"{path}, which has {name}, cannot be read ({error.strerror}): {AGAIN}") from error
+        if view.nbytes:
+            raise InputError(f"{path} ends in the middle of {name}: it was cut off; {AGAIN}")
+        whole = memoryview(content)
+        for number in range(low, high):
+            block = whole[(number - low) * self.block_bytes : (number - low + 1) * self.block_bytes]
+            if checksum(block) != piece.checksums[number]:
+                at = piece.offset + number * self.block_bytes
+                raise InputError(
+                    f"{path} is damaged: a byte of {name} has changed, among the {block.nbytes:,} bytes from byte "
+                    f"{at:,} on; {AGAIN}"
+                )
+        return content
+
+    def verify(self, progress: Callable[[str, float], None] = lambda what, fraction: None) -> None:
+        """Read everything, and compare all checksums.
+
+        Args:
+            progress: called with (the tensor, the fraction done).
+
+        Raises:
+            InputError: a block is damaged; the message names its tensor and file.
+        """
+        self.check_files()
+        for file in self.files:
+            self._check_header(file)
+        total = sum(entry.bytes for entry in self.entries.values())
+        done = 0
+        for name, entry in self.entries.items():
+            there = 0
+            for piece in entry.pieces:
+                size = prod(piece.size) * entry.dtype.itemsize
+                high = len(piece.checksums)
+                step = max(1, BATCH_BYTES // self.block_bytes)
+                for low in range(0, high, step):
+                    self._blocks(name, piece, low, min(low + step, high), size)
+                there += size
+            if there != entry.bytes:
+                raise InputError(f"{self.folder} has {there:,} of the {entry.bytes:,} bytes of {name}")
+            done += there
+            progress(f"comparing {name}", done / total)
+
+
+def _batches(of: tuple[slice, ...], size: tuple[int, ...], item_bytes: int) -> list[tuple[int, int]]:
+    """Ranges of the needed rows of a piece, a limited number at a time; (0, 1) for a scalar."""
+    if not of:
+        return [(0, 1)]
+    rows = max(1, BATCH_BYTES // max(1, prod(size[1:]) * item_bytes))
+    return [(first, min(first + rows, of[0].stop)) for first in range(of[0].start, of[0].stop, rows)]
+
+
+def index_of(folder: Path, files: Sequence[str], step: int) -> str:
+    """The text of index.json, from the headers of the files in a folder.
+
+    Raises:
+        OSError: one cannot be read.
+        ValueError: a file is incomplete.
+    """
+    tensors: dict[str, Any] = {}
+    about: dict[str, tuple[int, str]] = {}
+    block_bytes = 0
+    for file in files:
+        header, found = read_header(folder / file)
+        said = json.loads(found["__metadata__"][METADATA])
+        block_bytes = said["block_bytes"]
+        end = len(header)
+        for key, place in said["pieces"].items():
+            kind, size = found[key]["dtype"], found[key]["shape"]
+            begin, end = (len(header) + offset for offset in found[key]["data_offsets"])
+            whole = tensors.setdefault(place["name"], {"dtype": kind, "shape": place["shape"], "pieces": []})
+            whole["pieces"].append([file, begin, place["start"], size, place["crc32"]])
+        there = (folder / file).stat().st_size
+        if there != end:
+            raise ValueError(f"{folder / file} has {there:,} bytes, expected {end:,}")
+        about[file] = there, checksum(header)
+    for name, whole in tensors.items():
+        held = sum(prod(size) for _, _, _, size, _ in whole["pieces"])
+        if held != prod(whole["shape"]):
+            raise ValueError(f"{folder} has {held} of the {prod(whole['shape'])} elements of {name}")
+    plain = {"step": step, "block_bytes": block_bytes, "files": about, "tensors": tensors}
+    return json.dumps(plain, separators=(",", ":")) + "\n"

@@ -1,0 +1,339 @@
+"""Checkpoints in the background: copied during the next step, written by a process, named once all ranks have written.
+
+    saver = Saver(folder, trainer)
+    for step in range(1, 1001):
+        trainer.advance()
+        saver.after_step()
+        if step % 100 == 0:
+            saver.begin()
+    saver.wait()
+
+| part | who | when |
+|---|---|---|
+| a copy of what this rank writes | a stream of the GPU, or a thread | beside the next forward and backward |
+| the file, on the disk, with checksums | a process | beside the steps that follow |
+| index, names, `latest` | a thread of rank 0 | once all ranks have written, which they agree on after a step |
+
+Only one save is in progress at a time; the next one waits for it. A failure on any rank is raised on all ranks, after
+the same step.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftop.train.checkpoints.agreements import Agreement
+from rooftop.train.checkpoints.files import FilePiece
+from rooftop.train.checkpoints.folders import complete, file_name, remove, remove_unfinished, unfinished
+from rooftop.train.checkpoints.plans import Held, part_of, planned
+from rooftop.train.checkpoints.staging import Staging
+from rooftop.train.checkpoints.trainer_tensors import tensors_of
+from rooftop.train.checkpoints.training_records import described
+from rooftop.train.checkpoints.writing import WritingProcess, write_now
+from rooftop.train.gpt.trainer import GptTrainer
+from rooftop.train.replays import WARM_UP
+
+POLL_S = 0.005
+"""How often ranks that wait for a save ask each other."""
+WRITING, NAMING, NOTHING = "writing", "naming", ""
+
+
+class Saver:
+    """The saves of a training. Every rank makes one and calls its methods after the same steps, because they
+    communicate.
+
+    Args:
+        folder: of the steps; made if missing. Unfinished leftovers of killed trainings are removed.
+        trainer: the training to save.
+        asynchronous: write in the background from a copy. Otherwise `begin` returns once all is on the disk, without a
+            copy.
+        keep_last: number of steps kept in the folder, including the new one; None: all.
+
+    Attributes:
+        saved: the folder of the last complete step; None: none yet.
+        bytes: that this rank writes for a step.
+        blocked_s: seconds that the host has waited for saves so far.
+        written_s: seconds from the copy until the last file of this rank was on the disk.
+        saving: whether a save is in progress; the same on all ranks.
+
+    Raises:
+        ValueError: `keep_last` is below 1.
+        OSError: the folder cannot be made; raised on all ranks.
+    """
+
+    def __init__(
+        self, folder: str | Path, trainer: GptTrainer, *, asynchronous: bool = True, keep_last: int | None = None
+    ) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"Saver: keep_last must be 1 or more, got {keep_last}")
+        self.folder = folder = Path(folder)
+        self.trainer, self.asynchronous, self.keep_last = trainer, asynchronous, keep_last
+        self.saved: Path | None = None
+        self.bytes, self.blocked_s, self.written_s = 0, 0.0, 0.0
+        self._agreement = Agreement(3)
+        self._token = self._agreement.gathered(secrets.token_hex(4))[0]
+        self._steps, self._saves = 0, 0
+        self._phase = NOTHING  # the same on all ranks, and so is how many parts of saves have begun
+        self._parts = 0
+        self._task: _Task | None = None
+        self._process: WritingProcess | None = None
+        self._staging: Staging | None = None
+        self._hook: Any = None
+        self._temporary = folder
+        self._described: Mapping[str, Any] = {}
+        self._named: Path | None = None
+        self._held: list[Held] | None = None
+        self._pieces: list[FilePiece] = []
+        self._files: list[str] = []
+        self._on_all_ranks(self._tidy if self._agreement.rank == 0 else _nothing)
+
+    def _tidy(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(self.folder)
+
+    @property
+    def saving(self) -> bool:
+        return bool(self._phase)
+
+    # ---- once a save -----------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Plan what each rank writes, and allocate memory for the copy, so that the first save need not wait for it.
+
+        Raises:
+            OSError: there is no memory for the copy; raised on all ranks.
+        """
+        held = [each.held for each in tensors_of(self.trainer)]
+        if any(self._agreement.gathered(held != self._held)):
+            plans = planned(self._agreement.gathered(held))
+            self._held, self._pieces = held, plans[self._agreement.rank]
+            self._files = [file_name(rank) for rank, pieces in enumerate(plans) if pieces]
+            self.bytes = sum(piece.bytes for piece in self._pieces)
+        if self.asynchronous:
+            self._on_all_ranks(self._take_memory)
+
+    def _take_memory(self) -> None:
+        if self._staging is not None and self._staging.size >= self.bytes:
+            return
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
+        self._staging = Staging(self.bytes, self.trainer.device)
+        if self._hook is None:
+            self._hook = self.trainer.optimizer.register_step_pre_hook(lambda *_: self._wait_to_change())
+
+    def begin(self) -> None:
+        """Save the training in its state after this step. The weights must not change before the optimizer's next step.
+
+        Raises:
+            OSError: the save before, or this one if it is not asynchronous, cannot be written; raised on all ranks.
+        """
+        with self._blocking():
+            self._finish()
+            self.trainer.weights.adopt()
+            self.prepare()
+            self._saves += 1
+            self._temporary = unfinished(self.folder, self.trainer.step, f"{self._token}-{self._saves}")
+            self._described = described(self.trainer) if self._agreement.rank == 0 else {}
+            self._start(WRITING, self._writing())
+            if not self.asynchronous:
+                self._finish()
+
+    def _writing(self) -> Callable[[], None]:
+        """Start the copy of this rank; return the function that writes."""
+        if not self._pieces:
+            return _nothing
+        path, sources = self._temporary / file_name(self._agreement.rank), self._sources()
+        if self._staging is None:
+            if self.trainer.device.type == "cuda":
+                torch.cuda.current_stream(self.trainer.device).synchronize()  # another thread reads them
+            return partial(write_now, path, self._pieces, sources)
+        self._staging.begin(sources)
+        if self.trainer.training.cuda_graph and self._steps <= WARM_UP + 1:
+            self._staging.wait()  # while a graph is captured, no other thread may wait for an event
+        self._process = WritingProcess(path, self._pieces, self._staging, sources)
+        return self._process
+
+    def _sources(self) -> list[Tensor]:
+        there = {each.held.name: each for each in tensors_of(self.trainer)}
+        return [part_of(piece, there[piece.name].local, there[piece.name].held) for piece in self._pieces]
+
+    def _wait_to_change(self) -> None:
+        with self._blocking():
+            if self._staging is not None:
+                self._staging.wait_to_change()
+
+    # ---- once a step -----------------------------------------------------------------------------------------------
+
+    def after_step(self, stop: bool = False) -> bool:
+        """Continue a save in progress. Every rank calls this once after each step.
+
+        Args:
+            stop: whether this rank is asked to stop.
+
+        Returns:
+            Whether any rank was asked to stop, one call ago; the same on all ranks.
+
+        Raises:
+            OSError: a save cannot be written; raised on all ranks.
+        """
+        self._steps += 1
+        with self._blocking():
+            return self._agree(stop)
+
+    def wait(self) -> Path | None:
+        """Wait for the save in progress; return `saved`.
+
+        Raises:
+            OSError: it cannot be written; raised on all ranks.
+        """
+        with self._blocking():
+            self._finish()
+            self._agreement.finish()
+        return self.saved
+
+    def _finish(self) -> None:
+        while self._phase:
+            if self._task is not None:
+                self._task.join(POLL_S)  # and not longer: ranks must not wait for each other in a collective
+            self._agree(False)
+
+    def _agree(self, stop: bool) -> bool:
+        task = self._task
+        ended, failed = (True, False) if task is None else (task.ended, task.error is not None)
+        done = self._parts if ended and not failed else self._parts - 1
+        stopping, failing, all_done = self._agreement.exchange([-int(stop), -int(ended and failed), done])
+        if failing:
+            self._raise_on_all_ranks(task.error if task is not None and task.ended else None)
+        if self._phase and all_done == self._parts:
+            self._go_on()
+        return bool(stopping)
+
+    def _go_on(self) -> None:
+        """Go to the next part of a save, after all ranks have finished one."""
+        if self._phase == WRITING:
+            if self._staging is not None:
+                self._staging.ready()
+            if self._process is not None:
+                self.written_s = self._process.seconds
+            self._start(NAMING, self._name if self._agreement.rank == 0 else _nothing)
+            return
+        name = self._agreement.gathered("" if self._named is None else self._named.name)[0]
+        self._phase, self._task, self._process, self.saved = NOTHING, None, None, self.folder / name
+
+    def _name(self) -> None:
+        self._named = complete(self._temporary, self._files, self._described, keep_last=self.keep_last)
+
+    def _start(self, phase: str, work: Callable[[], None]) -> None:
+        self._phase = phase
+        self._parts += 1
+        self._task = _Task(work)
+
+    # ---- errors and the end ----------------------------------------------------------------------------------------
+
+    def _on_all_ranks(self, work: Callable[[], None]) -> None:
+        """Do something on this rank, and raise on all ranks if it fails on one."""
+        error = None
+        try:
+            work()
+        except Exception as raised:
+            error = raised
+        if any(self._agreement.gathered(error is not None)):
+            self._raise_on_all_ranks(error)
+
+    def _raise_on_all_ranks(self, error: BaseException | None) -> None:
+        """Raise a failure of any rank, in the same words on all ranks.
+
+        Args:
+            error: of this rank.
+
+        Raises:
+            OSError, RuntimeError: the failure.
+        """
+        self._end_task()
+        said = self._agreement.gathered(None if error is None else (isinstance(error, OSError), _words(error)))
+        self._agreement.exchange([0, 0, self._parts])  # after this error, the others' messages are not read again
+        self._phase, self._task, self._process = NOTHING, None, None
+        if self._staging is not None:
+            self._staging.wait_to_change()
+            self._staging.ready()
+        if self._agreement.rank == 0 and self._temporary != self.folder:
+            remove(self._temporary)  # no process writes there any more
+        failures = [(rank, *each) for rank, each in enumerate(said) if each is not None]
+        words = "; ".join(f"rank {rank}: {text}" if len(said) > 1 else text for rank, _, text in failures)
+        message = (
+            f"a checkpoint could not be written to {self.folder}; is there room for it? What was saved before is there "
+            f"({words})"
+        )
+        raise (OSError if all(expected for _, expected, _ in failures) else RuntimeError)(message) from error
+
+    def _end_task(self) -> None:
+        if self._process is not None:
+            self._process.give_up()
+        if self._task is not None:
+            self._task.join()
+
+    def close(self) -> None:
+        """Release memory, and give up a save in progress; call `wait` first to finish it. Does not wait for other
+        ranks."""
+        self._end_task()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
+        self._agreement.close()
+
+    @contextmanager
+    def _blocking(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.blocked_s += time.perf_counter() - began
+
+
+class _Task:
+    """Work in a separate thread.
+
+    Attributes:
+        ended: whether it has ended.
+        error: the exception that it raised.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.ended = False
+        self.error: BaseException | None = None
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name="rooftop checkpoint")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # all ranks raise it together
+            self.error = error
+        self.ended = True
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait for the thread."""
+        self._thread.join(timeout_s)
+
+
+def _nothing() -> None:
+    """The part of a rank without work."""
+
+
+def _words(error: BaseException) -> str:
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,101 @@
+"""Loads the model of a checkpoint: the weights of its ranks, joined, or split among other ranks.
+
+if holds_training(Path("run")):
+    model = load_trained_gpt("run", device="cuda", dtype=torch.bfloat16).eval()
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rooftop.errors import InputError
+from rooftop.kernels import Box
+from rooftop.models.gpt.network import Gpt
+from rooftop.models.gpt.switches import GptConfig
+from rooftop.models.gpt.weights import empty_gpt
+from rooftop.parallel import Shard, shards_of
+from rooftop.parallel.exchanges import Group
+from rooftop.parallel.shards import Piece
+from rooftop.train.checkpoints.saved_tensors import entry_of
+from rooftop.train.checkpoints.trainer_tensors import OPTIMIZER
+from rooftop.train.checkpoints.training_records import holds_training, read_record
+from rooftop.train.checkpoints.trainings import open_tensors
+
+__all__ = ["SavedTraining", "holds_training", "load_trained_gpt", "saved_training"]
+
+
+@dataclass(frozen=True)
+class SavedTraining:
+    """The description of the training in a folder.
+
+    Attributes:
+        folder: of the step.
+        config: of the model.
+        step: the last step before it was saved.
+        ranks: number of tensor parallel ranks that saved it.
+        text: whether its tokens were bytes of text; None: unknown.
+    """
+
+    folder: Path
+    config: GptConfig
+    step: int
+    ranks: int
+    text: bool | None
+
+
+def saved_training(folder: str | Path) -> SavedTraining:
+    """Describe the last checkpoint in a folder, or that in the folder of a step.
+
+    Raises:
+        InputError: the folder holds nothing, or something else.
+    """
+    record = read_record(Path(folder))
+    return SavedTraining(record.folder, record.config, record.step, int(record.layout["tp"]), record.data.get("text"))
+
+
+@torch.no_grad()
+def load_trained_gpt(
+    folder: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    group: Group = None,
+) -> Gpt:
+    """Load the model of a checkpoint, saved by any number of ranks.
+
+    Args:
+        folder: the folder of `rooftop train gpt --save`, which means its last step, or the folder of one step.
+        device, dtype: of the parameters; saved ones are float32 or float64. Default: float32.
+        group: tensor parallel ranks that share the model; each reads its own part. None: this process has all of it.
+
+    Returns:
+        The model, in training mode.
+
+    Raises:
+        InputError: the folder has no training, or it is damaged.
+        ValueError: the ranks cannot split the heads or features.
+    """
+    record = read_record(Path(folder))
+    model = empty_gpt(record.config, device=device, dtype=dtype, group=group)
+    saved = open_tensors(record)
+    parameters = dict(model.named_parameters())
+    there = {name for name in saved.entries if not name.startswith(f"{OPTIMIZER}.")}
+    if there != parameters.keys():
+        other = sorted(there ^ parameters.keys())
+        raise InputError(f"{record.folder} does not fit its own training.json: {', '.join(other[:3])}")
+    shards = shards_of(model)
+    for name, parameter in parameters.items():
+        whole = Box.whole(parameter.shape)
+        shard = shards.get(name, Shard((Piece(whole),)))
+        shape = (
+            shard.pieces[0].box.shape if shard.pieces else saved.entries[name].shape
+        )  # not known where all is padding
+        entry_of(saved, record.folder, name, saved.entries[name].dtype, shape)
+        if shard.padding:
+            parameter[len(parameter) - shard.padding :] = 0
+        for piece, part in shard.parts(parameter):
+            saved.fill(part, name, piece.box)
+    return model

@@ -1,0 +1,121 @@
+"""The tensors of a trainer in a checkpoint: weights and optimizer state, under names of the whole model.
+
+    layers.0.mlp.up.weight                         a weight; float32 or float64 also of a model that computes narrower
+    optimizer.exp_avg.layers.0.mlp.up.weight       its moments
+    optimizer.exp_avg_sq.layers.0.mlp.up.weight
+    optimizer.step.layers.0.mlp.up.weight          how often it was stepped, ()
+
+A rank holds parts of them (`Shard`), without padding, which whole tensors do not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftop.kernels import Box
+from rooftop.models.gpt.stages import whole_name
+from rooftop.parallel import Shard, shards_of
+from rooftop.parallel.sharded_data import local_of, shard_here
+from rooftop.train.checkpoints.plans import Held
+from rooftop.train.checkpoints.saved_tensors import KINDS, Readable, entry_of
+from rooftop.train.gpt.trainer import GptTrainer
+
+OPTIMIZER = "optimizer"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STEPS = "step"
+
+
+class HeldTensor(NamedTuple):
+    """A tensor of which a rank holds a part.
+
+    Attributes:
+        held: the part of the whole.
+        local: the pieces, one after another along the first dimension, and padding.
+    """
+
+    held: Held
+    local: Tensor
+
+
+def moment_name(kind: str, weight: str) -> str:
+    """Name of an optimizer state of a weight."""
+    return f"{OPTIMIZER}.{kind}.{weight}"
+
+
+def tensors_of(trainer: GptTrainer) -> list[HeldTensor]:
+    """All tensors that this rank holds, in the order of the model; they share the memory of the trainer."""
+    found = []
+    for name, weight, shard in _weights(trainer):
+        found.append(_held(name, weight, shard))
+        for kind, value in trainer.optimizer.state.get(weight, {}).items():
+            found.append(_held(moment_name(kind, name), value, shard if value.shape == weight.shape else None))
+    return found
+
+
+def _held(name: str, value: Tensor, shard: Shard | None) -> HeldTensor:
+    local = local_of(value).detach()
+    return HeldTensor(Held.of(name, KINDS[value.dtype], tuple(value.shape), shard), local)
+
+
+def _weights(trainer: GptTrainer) -> Iterator[tuple[str, Tensor, Shard | None]]:
+    """For each weight, its name in the whole model and the part that this rank has; None: all of it."""
+    shards = shards_here(trainer)
+    for own_name, weight in trainer.weights.named.items():
+        name = whole_name(trainer.training.config, own_name)
+        here = shard_here(weight, shards.get(name))
+        is_whole = here.padding == 0 and [piece.box for piece in here.pieces] == [Box.whole(weight.shape)]
+        yield name, weight, None if is_whole else here
+
+
+def shards_here(trainer: GptTrainer) -> dict[str, Shard]:
+    """The parts of split weights in this rank's layers, by names in the whole model; data parallel ranks may shard
+    these further."""
+    config = trainer.training.config
+    return {whole_name(config, name): shard for name, shard in shards_of(trainer.model).items()}
+
+
+@torch.no_grad()
+def fill_trainer(trainer: GptTrainer, saved: Readable, folder: Path) -> None:
+    """Load the weights, moments and step counts that a trainer holds from a checkpoint, onto its device.
+
+    Raises:
+        InputError: a tensor is missing, damaged or of another model.
+    """
+    trainer.weights.adopt()  # put values aside that were loaded before
+    states: dict[int, dict[str, Tensor]] = {}
+    numbers = {id(weight): n for n, weight in enumerate(w for g in trainer.optimizer.param_groups for w in g["params"])}
+    stepped = any(name.startswith(f"{OPTIMIZER}.") for name in saved.entries)
+    for name, weight, shard in _weights(trainer):
+        _fill(weight, shard, saved, folder, name)
+        if not stepped:
+            continue
+        state = {}
+        for kind in MOMENTS:
+            state[kind] = torch.zeros_like(weight)
+            _fill(state[kind], shard, saved, folder, moment_name(kind, name))
+        state[STEPS] = torch.zeros(())  # where it belongs, the optimizer knows
+        _fill(state[STEPS], None, saved, folder, moment_name(STEPS, name))
+        states[numbers[id(weight)]] = state
+    groups = trainer.optimizer.state_dict()["param_groups"]
+    trainer.optimizer.load_state_dict({"state": states, "param_groups": groups})
+    trainer.weights.publish()
+
+
+def _fill(value: Tensor, shard: Shard | None, saved: Readable, folder: Path, name: str) -> None:
+    local = local_of(value).detach()
+    if shard is None:
+        shape: tuple[int, ...] = tuple(value.shape)
+        entry_of(saved, folder, name, value.dtype, shape)
+        saved.fill(local, name, Box.whole(shape))
+        return
+    if shard.padding:
+        local[len(local) - shard.padding :] = 0
+    for piece, place in shard.parts(local):
+        entry_of(saved, folder, name, value.dtype, piece.box.shape)
+        if place.numel():
+            saved.fill(place, name, piece.box)

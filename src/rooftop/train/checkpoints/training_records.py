@@ -1,0 +1,176 @@
+"""training.json: describes the training in a checkpoint, and decides whether another training may resume it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rooftop.errors import InputError
+from rooftop.models.gpt.rope_scaling import RopeScaling
+from rooftop.models.gpt.switches import GptConfig
+from rooftop.train.checkpoints.folders import TRAINING, last_step
+from rooftop.train.gpt.trainer import GptTrainer
+from rooftop.train.gpt.training import GptTraining
+
+FORMAT, OLDER_FORMAT = 2, 1
+HUGGING_FACE = "config.json"
+RATES = {"learning_rate", "warmup", "decay", "decay_steps", "least_rate", "weight_decay", "clip"}
+SPEEDS = {
+    "micro_batch",
+    "recompute",
+    "halves",
+    "sum_once",
+    "pipeline_schedule",
+    "layers_per_virtual_stage",
+    "transport",
+    "near",
+}
+MAY_CHANGE = RATES | SPEEDS | {"cuda_graph"}
+"""Of a training that goes on; all else must be what it was saved with."""
+SWITCHES = [field for each in (GptConfig, GptTraining) for field in fields(each)]
+NEWER = {field.name: field.default for field in SWITCHES if field.default is not MISSING}
+"""What a training is of that was saved before there were these switches."""
+
+
+@dataclass(frozen=True)
+class TrainingRecord:
+    """The description in the folder of a step.
+
+    Attributes:
+        folder: of the step.
+        format: 2, or 1 for `older_checkpoints`.
+        step: the last step before it was saved.
+        layout: layout of the ranks that saved it: the sizes of `Layout`, and "words".
+        training: the fields of `GptTraining` and of its `GptConfig`, as JSON values.
+        data: source, number of tokens, fingerprint, and whether they were text; empty if unknown.
+        index_checksum: of index.json, for format 2.
+    """
+
+    folder: Path
+    format: int
+    step: int
+    layout: Mapping[str, Any]
+    training: Mapping[str, Any]
+    data: Mapping[str, Any]
+    index_checksum: str
+
+    @property
+    def config(self) -> GptConfig:
+        """The config of the model. Options missing in an older record have the value from before they existed.
+
+        Raises:
+            InputError: the record is not valid.
+        """
+        try:
+            return self._config()
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{self.folder} is not a training of rooftop train --save ({error!r})") from error
+
+    def _config(self) -> GptConfig:
+        found = {field.name: self.training[field.name] for field in fields(GptConfig) if field.name in self.training}
+        if found.get("rope_scaling") is not None:
+            found["rope_scaling"] = RopeScaling(**found["rope_scaling"])
+        if found.get("window_layers") is not None:
+            found["window_layers"] = tuple(found["window_layers"])
+        return GptConfig(**found)
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The contents of training.json, without the checksum of its index."""
+        return {
+            "format": self.format,
+            "step": self.step,
+            "layout": dict(self.layout),
+            "training": dict(self.training),
+            "data": dict(self.data),
+        }
+
+
+def holds_training(folder: str | Path) -> bool:
+    """Whether a folder holds a training, or is one of its steps."""
+    folder = Path(folder)
+    return (folder / TRAINING).is_file() or last_step(folder) is not None
+
+
+def read_record(folder: str | Path) -> TrainingRecord:
+    """Read the record of the last step in a folder, or of the folder of a step.
+
+    Raises:
+        InputError: the folder holds nothing, or something else.
+    """
+    folder = Path(folder)
+    found = folder
+    try:
+        found = last_step(folder) or folder
+        said: dict[str, Any] = json.loads((found / TRAINING).read_text(encoding="utf-8"))
+        if said["format"] not in (FORMAT, OLDER_FORMAT):
+            raise InputError(
+                f"{found} has format {said['format']}, this version of Rooftop reads {OLDER_FORMAT} and {FORMAT}"
+            )
+        index = str(said["index_crc32"]) if said["format"] == FORMAT else ""
+        int(said["layout"]["tp"])
+        training, data = dict(said["training"]), dict(said.get("data") or {})
+        return TrainingRecord(found, said["format"], int(said["step"]), said["layout"], training, data, index)
+    except InputError:
+        raise
+    except FileNotFoundError as error:
+        missing = folder if not folder.exists() else error.filename
+        hint = ""
+        if (folder / HUGGING_FACE).is_file():
+            hint = f"; {folder / HUGGING_FACE} is a model's of Hugging Face: a training begins from one by --init-from"
+        raise InputError(
+            f"no training was saved in {folder}: {missing} is missing; expected a folder of rooftop train --save{hint}"
+        ) from error
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise InputError(
+            f"{found / TRAINING} is not a file of rooftop train --save ({type(error).__name__}): it is damaged, or "
+            "another program wrote it. Give the folder of another step"
+        ) from error
+
+
+def check_same(record: TrainingRecord, training: GptTraining) -> None:
+    """Check that a training may resume a checkpoint.
+
+    Raises:
+        InputError: a setting differs that must not change.
+    """
+    then = NEWER | dict(record.training)
+    differing = [
+        f"{name} is {then.get(name)!r} there, {value!r} here"
+        for name, value in plain_training(training).items()
+        if name not in MAY_CHANGE and then.get(name) != value
+    ]
+    if differing:
+        raise InputError(f"{record.folder} belongs to another training: {'; '.join(differing)}")
+
+
+def described(trainer: GptTrainer) -> dict[str, Any]:
+    """The contents of training.json for a training after its last step."""
+    tokens = trainer.batches.tokens
+    return {
+        "format": FORMAT,
+        "step": trainer.step,
+        "layout": {
+            **asdict(trainer.layout),
+            "fully_shard": trainer.fully_shard,
+            "words": str(trainer.layout),
+        },
+        "training": plain_training(trainer.training),
+        "data": {
+            "source": tokens.source,
+            "tokens": len(tokens),
+            "fingerprint": tokens.fingerprint(),
+            "text": tokens.text,
+        },
+    }
+
+
+def plain_training(training: GptTraining) -> dict[str, Any]:
+    """Convert a training to plain JSON values, with the fields of its config at the same level."""
+    values: dict[str, Any] = asdict(training)
+    config: Mapping[str, Any] = values.pop("config")
+    plain = {**config, **values, "dtype": str(training.dtype).removeprefix("torch.")}
+    return json.loads(json.dumps(plain))  # type: ignore[no-any-return]  # tuples are lists there

@@ -1,0 +1,125 @@
+"""A training on disk: saved atomically in any layout, and resumed in any other.
+
+    save/
+      latest              the name of the last one that is whole
+      step-00000100/
+        training.json     what was trained, in which layout
+        index.json        where each tensor is
+        rank-00000.safetensors ...
+
+A checkpoint holds the tensors of the whole model by name, weights and moments. Each rank writes parts of them
+(`plans`) and reads what it holds (`saved_tensors`). So a checkpoint does not depend on a layout: any number
+of tensor, data, context and pipeline parallel ranks can resume it, with a sharded model or not. The step determines the
+schedule and the next data; seed and step determine the dropout masks.
+
+`savers.Saver` writes in the background; this file has the blocking form, and loading. It also reads checkpoints of
+format 1 (`older_checkpoints`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rooftop.errors import InputError
+from rooftop.parallel import Shard
+from rooftop.train.checkpoints.folders import last_step
+from rooftop.train.checkpoints.older_checkpoints import OlderTensors
+from rooftop.train.checkpoints.saved_tensors import Readable, SavedTensors
+from rooftop.train.checkpoints.savers import Saver
+from rooftop.train.checkpoints.trainer_tensors import fill_trainer, shards_here
+from rooftop.train.checkpoints.training_records import FORMAT, TrainingRecord, check_same, read_record
+from rooftop.train.gpt.trainer import GptTrainer
+from rooftop.train.gpt.training import GptTraining
+from rooftop.train.tokens.mixtures import Mixture
+from rooftop.train.tokens.tokens import Tokens
+
+
+def save_training(folder: str | Path, trainer: GptTrainer, *, keep_last: int | None = None) -> Path:
+    """Save a training after its last step, and wait until it is on the disk. All ranks must call it together.
+
+    Args:
+        folder: folder of all steps; made if missing.
+        keep_last: number of steps kept, including this one; None: all.
+
+    Returns:
+        The folder of this step.
+
+    Raises:
+        OSError: it cannot be written; raised on all ranks. `latest` still names the previous step.
+    """
+    saver = Saver(folder, trainer, asynchronous=False, keep_last=keep_last)
+    try:
+        saver.begin()
+        saved = saver.wait()
+    finally:
+        saver.close()
+    assert saved is not None
+    return saved
+
+
+def nothing_saved(folder: str | Path) -> bool:
+    """Whether a folder is missing, or has no step of a training."""
+    folder = Path(folder)
+    return not folder.exists() or (folder.is_dir() and last_step(folder) is None)
+
+
+def find_training(folder: str | Path, training: GptTraining) -> tuple[Path, int]:
+    """Find the last checkpoint in a folder and its step, and check that this training can resume it, without
+    communication.
+
+    Raises:
+        InputError: there is none, or it belongs to another training.
+    """
+    record = read_record(folder)
+    check_same(record, training)
+    return record.folder, record.step
+
+
+def other_data(found: str | Path, tokens: Tokens | Mixture) -> str | None:
+    """Describe how the data differ from those of the checkpoint; None if they are the same, or if it does not record
+    them.
+
+    Other data are no error, because they may be intended.
+    """
+    saved = read_record(found).data
+    if saved.get("fingerprint") in (None, tokens.fingerprint()):
+        return None
+    return (
+        f"{found} was trained on {saved.get('source')}, {saved.get('tokens', 0):,} tokens, and resumes on "
+        f"{tokens.source}, {len(tokens):,} tokens: its sequences differ from here on"
+    )
+
+
+def load_training(found: str | Path, trainer: GptTrainer) -> None:
+    """Load the checkpoint of `find_training` into a trainer. Its own learning rate and weight decay stay.
+
+    Each rank reads what it holds, and compares checksums, without communication.
+
+    Raises:
+        InputError: something is missing, damaged or does not fit; the message names the tensor and the file. The
+            trainer is then partly loaded, and must not be used.
+    """
+    record = read_record(found)
+    own = (trainer.place["tp"], shards_here(trainer)) if record.layout["tp"] == trainer.layout.tp else None
+    fill_trainer(trainer, open_tensors(record, own), record.folder)
+    trainer.step = record.step
+
+
+def open_tensors(record: TrainingRecord, own: tuple[int, Mapping[str, Shard]] | None = None) -> Readable:
+    """Open the tensors of a checkpoint, in either format.
+
+    Args:
+        own: for format 1: this tensor parallel rank and what it holds, if as many ranks resume as saved it.
+
+    Raises:
+        InputError: a file is missing or damaged.
+    """
+    if record.format != FORMAT:
+        return OlderTensors(record.folder, int(record.layout["tp"]), own)
+    saved = SavedTensors(record.folder, record.index_checksum)
+    if saved.step != record.step:
+        raise InputError(
+            f"{record.folder} was changed: its training.json says step {record.step}, its index step {saved.step}"
+        )
+    return saved

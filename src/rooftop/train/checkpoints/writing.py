@@ -1,0 +1,86 @@
+"""Two ways to write the file of a rank: at once, or by a process from a copy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rooftop.train.checkpoints import files as checkpoint_files
+from rooftop.train.checkpoints.files import FilePiece, request, write_file
+from rooftop.train.checkpoints.staging import Staging
+
+
+def write_now(path: Path, pieces: Sequence[FilePiece], sources: Sequence[Tensor]) -> None:
+    """Write pieces from their tensors, one after another; pieces on a GPU are copied one at a time.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(exist_ok=True)
+    write_file(path, pieces, _contents(sources))
+
+
+@torch.no_grad()
+def _contents(sources: Sequence[Tensor]) -> Iterator[memoryview]:
+    for source in sources:
+        yield source.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+class WritingProcess:
+    """Writes pieces from a copy, in a process. Call it once, in any thread.
+
+    Args:
+        path: of the file.
+        pieces: pieces of the copy, one after another.
+        staging: the copy, which may still be in progress.
+        sources: the tensors that are copied; kept until the copy is complete.
+
+    Attributes:
+        seconds: from the end of the copy until the file is on the disk.
+
+    Raises:
+        OSError: it cannot be written.
+        RuntimeError: the process failed for another reason.
+    """
+
+    def __init__(self, path: Path, pieces: Sequence[FilePiece], staging: Staging, sources: Sequence[Tensor]) -> None:
+        self.path, self.pieces, self.staging, self.sources = path, pieces, staging, sources
+        self._process: subprocess.Popen[str] | None = None
+        self._given_up, self.seconds = False, 0.0
+
+    def __call__(self) -> None:
+        """Write, and return once the file is on the disk."""
+        self.staging.wait()
+        began, self.sources = time.perf_counter(), ()
+        self.path.parent.mkdir(exist_ok=True)
+        # Isolated: neither this library nor torch is imported, and nothing of the environment changes it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", checkpoint_files.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            pass_fds=[self.staging.descriptor],
+            start_new_session=True,  # signals that Ctrl-C and schedulers send to the whole group do not end it
+        )
+        if self._given_up:
+            self._process.kill()
+        said, errors = self._process.communicate(request(self.path, self.pieces, self.staging.descriptor))
+        if self._process.returncode == 1 and said:
+            raise OSError(said.strip())
+        if self._process.returncode:
+            last = (errors.strip().splitlines() or ["it said nothing"])[-1]
+            raise RuntimeError(f"the process that writes {self.path} ended with {self._process.returncode}: {last}")
+        self.seconds = time.perf_counter() - began
+
+    def give_up(self) -> None:
+        """End the process, whether it runs or has not started yet."""
+        self._given_up = True
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()

@@ -1,0 +1,118 @@
+"""The validation: means over all samples, each counted once, over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftop.data import Loader
+from rooftop.errors import InputError, did_you_mean
+from rooftop.parallel import World, others_wait
+from rooftop.train.fitting.feeding import in_memory_format
+from rooftop.train.recipes.recipe import Recipe
+from rooftop.train.tasks.task import Task
+
+
+class Evaluator:
+    """Evaluates a model on the validation data of its task.
+
+    Args:
+        batch: samples of a batch, over all ranks.
+        autocast: the context of the model's precision.
+        gathered: gives a value of each rank, by rank; all ranks call it.
+
+    Attributes:
+        loader: of the validation data.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        recipe: Recipe,
+        batch: int,
+        world: World,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        gathered: Callable[[Any], Sequence[Any]],
+    ) -> None:
+        assert task.valid is not None
+        self.task, self.recipe, self.world = task, recipe, world
+        self.autocast, self.gathered = autocast, gathered
+        self.batch = min(batch, max(1, len(task.valid)))
+        self.loader = Loader(
+            task.valid,
+            self.batch,
+            shuffle=False,
+            seed=recipe.run.seed,
+            how=recipe.loading.how,
+            workers=recipe.loading.workers,
+            ahead=recipe.loading.ahead,
+            collate=task.collate,
+            drop_last=False,
+            rank=world.rank,
+            ranks=world.size,
+            device=world.device,
+            on_damage=recipe.faults.damaged,
+        )
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """The mean loss and the metrics, the same on all ranks; the model is left in evaluation mode.
+
+        Raises:
+            InputError: the task's best metric is not among them.
+        """
+        self.task.model.eval()
+        sums: dict[str, Tensor] = {}
+        counts: dict[str, int] = {}
+        for loaded in self.loader.batches(0):
+            count = len(loaded.places)
+            if count == 0:  # a last batch with fewer samples than ranks, or all of them damaged
+                continue
+            batch = (
+                in_memory_format(loaded.value, torch.channels_last) if self.recipe.run.channels_last else loaded.value
+            )
+            with self._whole_or_uncompiled(count), self.autocast():
+                found = {"loss": self.task.loss(self.task.model, batch) * count}
+                metrics = {} if self.task.metrics is None else self.task.metrics(self.task.model, batch)
+            for name, values in {**found, **metrics}.items():
+                sums[name] = sums.get(name, 0) + values.double().sum()
+                counts[name] = counts.get(name, 0) + (count if name == "loss" else values.numel())
+        return self._checked({**self._means(sums, counts), **self._judged()})
+
+    def _whole_or_uncompiled(self, count: int) -> AbstractContextManager[Any]:
+        """A model is compiled for whole batches only: another size would compile it again."""
+        smaller = self.recipe.run.compile and count * self.world.size < self.batch
+        return torch.compiler.set_stance("force_eager") if smaller else nullcontext()
+
+    def _means(self, sums: dict[str, Tensor], counts: dict[str, int]) -> dict[str, float]:
+        totals = torch.stack(list(sums.values())).tolist() if sums else []  # waits for the device
+        own = {name: (total, counts[name]) for name, total in zip(sums, totals, strict=True)}
+        means = {}
+        ranks = self.gathered(own)
+        for name in dict.fromkeys(name for each in ranks for name in each):
+            there = [each[name] for each in ranks if name in each]
+            means[name] = sum(total for total, _ in there) / max(1, sum(count for _, count in there))
+        return means
+
+    def _judged(self) -> dict[str, float]:
+        if self.task.judge is None:
+            return {}
+        found: dict[str, float] = {}
+        if self.world.rank == 0:
+            with others_wait("evaluating"):
+                found = {
+                    name: float(value) for name, value in self.task.judge(self.task.model, self.world.device).items()
+                }
+        return self.gathered(found)[0]  # type: ignore[no-any-return]
+
+    def _checked(self, values: dict[str, float]) -> dict[str, float]:
+        if self.task.best not in values:
+            raise InputError(
+                f"the task's best metric is {self.task.best!r}, but the evaluation has {', '.join(values) or 'none'}"
+                f"{did_you_mean(self.task.best, values)}"
+            )
+        return values

@@ -1,0 +1,119 @@
+"""Batches of each step, from the loader: which epoch, from which batch on, in which parts.
+
+A step of `parts` forward and backward passes takes that many consecutive batches of the loader. So the samples of a
+step, and their places in it, are the same for any number of parts and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftop.data import Loader
+from rooftop.errors import InputError
+from rooftop.parallel import World
+from rooftop.train.fitting.lengths import Lengths
+from rooftop.train.recipes.recipe import Recipe
+from rooftop.train.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank computes in one forward and backward pass.
+
+    Attributes:
+        batch: on the device.
+        places: (N,) int64 on the CPU; places of the samples in the whole batch of the step.
+        indices: (N,) int64 on the CPU; numbers of the samples in the data.
+        weight: of the mean over these samples in the mean over the whole batch.
+    """
+
+    batch: Any
+    places: Tensor
+    indices: Tensor
+    weight: float
+
+
+class Feed:
+    """Reads the training data.
+
+    Attributes:
+        loader: with its description, `waited_s` and `skipped`.
+    """
+
+    def __init__(self, task: Task, recipe: Recipe, lengths: Lengths, world: World) -> None:
+        self.lengths, self.rank, self.ranks = lengths, world.rank, world.size
+        self.loader = Loader(
+            task.train,
+            lengths.batch // lengths.parts,
+            shuffle=True,
+            seed=recipe.run.seed,
+            how=recipe.loading.how,
+            workers=recipe.loading.workers,
+            ahead=recipe.loading.ahead,
+            collate=task.collate,
+            drop_last=True,
+            rank=world.rank,
+            ranks=world.size,
+            device=world.device,
+            on_damage=recipe.faults.damaged,
+        )
+        self._batches: Iterator[Any] = iter(())
+        self._next = 0  # the step whose batches come next
+
+    def parts(self, step: int) -> Iterator[Part]:
+        """Yield the parts of a step. Take all parts of one step before the parts of another.
+
+        Raises:
+            InputError: none of the samples of a part can be read, and damaged samples are skipped.
+        """
+        if step != self._next or self.lengths.epoch_of(step)[1] == 0:
+            self._go_to(step)
+        self._next = 0  # until all parts are taken
+        size = self.lengths.batch // self.lengths.parts
+        for number in range(self.lengths.parts):
+            loaded = next(self._batches)
+            if loaded.value is None:
+                raise InputError(self._words_of_nothing(step))
+            if number == self.lengths.parts - 1:
+                self._next = step + 1
+            share = len(loaded.places) / self.lengths.batch
+            yield Part(loaded.value, loaded.places + number * size, loaded.indices, share)
+
+    def _words_of_nothing(self, step: int) -> str:
+        last = self.loader.skipped[-1]
+        count = len(self.loader.skipped)
+        return (
+            f"step {step} has no readable sample on rank {self.rank}; {count} were skipped so far, the last is "
+            f"sample {last.sample}: {last.reason}. Mend the data, or take a larger run.batch"
+        )
+
+    def _go_to(self, step: int) -> None:
+        self._end_reading()
+        epoch, number = self.lengths.epoch_of(step)
+        self._batches = iter(self.loader.batches(epoch, number * self.lengths.parts))
+        self._next = 0
+
+    def close(self) -> None:
+        """End what reads ahead, and its processes."""
+        self._end_reading()
+        self.loader.close()
+
+    def _end_reading(self) -> None:
+        end = getattr(self._batches, "close", None)
+        if end is not None:
+            end()
+        self._batches = iter(())
+
+
+def in_memory_format(batch: Any, memory_format: torch.memory_format) -> Any:
+    """A batch with its images, (N, C, H, W) floating, in a memory format."""
+    return torch.utils._pytree.tree_map_only(
+        Tensor,
+        lambda each: each.to(memory_format=memory_format) if each.dim() == 4 and each.is_floating_point() else each,
+        batch,
+    )

@@ -1,0 +1,466 @@
+"""The loop: trains a task by a recipe, in one process or data parallel under torchrun.
+
+    fitted = fit(task, Recipe.of({"run": {"epochs": 5}}), out=Path("runs/first"))
+
+`stepping.Stepper` makes each step. This file decides when losses are read, when the model is evaluated, when the state
+is saved, and when training ends. What a step computed is read from the device once every `interval` steps, and before
+anything is saved.
+
+After a kill, `resume=True` goes on from the last checkpoint with the same bits (on a GPU with run.deterministic).
+Order, augmentation and dropout depend on seed, epoch, step and place only.
+
+With accumulation each part has its own batch-norm statistics, over all ranks. Dropout differs with the number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rooftop.errors import InputError, ModelRunError
+from rooftop.models.weights.safetensors_files import safetensors_library
+from rooftop.parallel import World, join, report
+from rooftop.train.checkpoints.agreements import Agreement
+from rooftop.train.fitting.batch_norms import batch_norms_over_ranks
+from rooftop.train.fitting.evaluating import Evaluator
+from rooftop.train.fitting.exports import export_weights
+from rooftop.train.fitting.faults import first_not_finite, memory_explained
+from rooftop.train.fitting.feeding import Feed
+from rooftop.train.fitting.lengths import Lengths
+from rooftop.train.fitting.metric_lines import METRICS, MetricLines
+from rooftop.train.fitting.records import EvaluationRecord, Facts, Fitted, Observer, StepRecord
+from rooftop.train.fitting.run_folders import RunFolder, identity_of
+from rooftop.train.fitting.stepping import FAULT, LOSS, NORM, SKIPPED, Stepper
+from rooftop.train.gpt.speeds import peak_bytes
+from rooftop.train.recipes import prepare_model, rate_factor
+from rooftop.train.recipes.recipe import Recipe
+from rooftop.train.stopping import Stop, stop_on_signals
+from rooftop.train.tasks.task import Task
+
+INTERVAL = 10  # steps that are read from a GPU together: it never waits for Python in between
+COMPILER = "inductor"
+BEST, LAST = "best.safetensors", "last.safetensors"
+DONE = "done"
+
+
+def fit(
+    task: Task,
+    recipe: Recipe,
+    *,
+    device: str | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    observers: Sequence[Observer] = (),
+    save_every: int | None = None,
+    keep_last: int = 2,
+    interval: int | None = None,
+    stop: Stop | None = None,
+) -> Fitted:
+    """Train a task by a recipe. Under torchrun every rank calls it.
+
+    Args:
+        task: its model is moved to the device, and has the trained weights in the end, not their mean.
+        device: "cuda" or "cpu"; a GPU if there is one.
+        out: folder for checkpoints, metrics and weights, which all ranks see; None: nothing is written.
+        resume: go on from the last checkpoint in `out`; without one the training starts at its first step.
+        observers: are told on rank 0.
+        save_every: steps between checkpoints; None: an epoch.
+        keep_last: number of checkpoints kept.
+        interval: steps that are read from the device and told together; None: 10 on a GPU, 1 on a CPU.
+        stop: its `requested` ends the training after a step, on all ranks. None: with `out`, SIGTERM and Ctrl-C do.
+
+    Returns:
+        How it ended. A stopped training is saved.
+
+    Raises:
+        InputError: the recipe does not fit the task or the ranks, or `out` holds another training.
+        ModelRunError: a number is not finite, or memory ran out.
+        OSError: a checkpoint cannot be written; the one before is there.
+        RankError: another rank failed.
+    """
+    for name, value in (("save_every", save_every), ("keep_last", keep_last), ("interval", interval)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} is {value}: expected 1 or more")
+    if resume and out is None:
+        raise InputError("resume needs out, the folder of the training that goes on")
+    recipe.check()
+    identity = identity_of(task, recipe)
+    settings = {"training": identity, "out": str(out), "resume": resume, "save_every": save_every}
+    with ExitStack() as around:
+        if stop is None:
+            stop = around.enter_context(stop_on_signals()) if out is not None else Stop()
+        world = around.enter_context(join(settings=settings, device=device))
+        around.enter_context(_settings_of_torch(recipe, world.device))
+        folder = None if out is None else RunFolder(Path(out), keep_last)
+        fitting = _Fitting(task, recipe, world, folder, identity, observers if world.rank == 0 else (), stop)
+        return fitting.run(resume, save_every, interval or (INTERVAL if world.device.type == "cuda" else 1))
+
+
+@contextmanager
+def _settings_of_torch(recipe: Recipe, device: torch.device) -> Iterator[None]:
+    """Deterministic algorithms, or the fastest convolutions; generators of random numbers are as before afterwards."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    if recipe.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
+        torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = not recipe.run.deterministic
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0])
+            torch.backends.cudnn.benchmark = before[1]
+
+
+@contextmanager
+def _compiled(model: torch.nn.Module) -> Iterator[None]:
+    """Within the block, calls of the model are compiled. Its attributes and the names of its tensors stay.
+
+    A function of this file calls it, since the compiler leaves calls out that begin in torch.nn: `Module.compile` does
+    nothing for a torch.nn.Sequential.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    vars(model)["_compiled_call_impl"] = torch.compile(call, backend=COMPILER)
+    try:
+        yield
+    finally:
+        vars(model)["_compiled_call_impl"] = None
+
+
+class _Fitting:
+    """A training of a rank, from its first step here to its last."""
+
+    def __init__(
+        self,
+        task: Task,
+        recipe: Recipe,
+        world: World,
+        folder: RunFolder | None,
+        identity: dict[str, Any],
+        observers: Sequence[Observer],
+        stop: Stop,
+    ) -> None:
+        self.task, self.recipe, self.world, self.folder = task, recipe, world, folder
+        self.identity, self.observers, self.stop = identity, observers, stop
+        self.first = world.rank == 0
+        self.agreement = Agreement(1)
+        self.best: EvaluationRecord | None = None
+        self.last: EvaluationRecord | None = None
+        self.worse = 0  # evaluations since the best
+        self.skipped = 0  # steps left out in a row
+        self.reason = ""
+        self.before = 0
+        self._damaged = 0  # samples told of
+        self._unread: list[Tensor] = []
+
+    def run(self, resume: bool, save_every: int | None, interval: int) -> Fitted:
+        """Train from the first step, or from the last checkpoint."""
+        began = time.perf_counter()
+        model, ranks = self.task.model, self.world.size
+        self.interval = interval
+        self.lengths = Lengths.of(self.recipe, len(self.task.train), ranks, save_every)
+        group = dist.group.WORLD if ranks > 1 else None
+        with ExitStack() as ending:
+            ending.callback(self.agreement.close)
+            notes = self._prepare(model, resume)
+            if self.recipe.run.sync_norms:
+                ending.enter_context(batch_norms_over_ranks(model, group))
+            self.stepper = Stepper(
+                self.task, self.recipe, self.lengths.steps, self.world.device, group, self.world.rank
+            )
+            self._open(resume, ending)
+            if self.recipe.run.compile:
+                ending.enter_context(_compiled(model))
+            self.feed = Feed(self.task, self.recipe, self.lengths, self.world)
+            ending.callback(self.feed.close)
+            self.evaluator = self._evaluator()
+            if self.evaluator is not None:
+                ending.callback(self.evaluator.loader.close)
+            self._tell("began", self._facts(), self.task)
+            for note in notes:
+                self._tell("noted", note)
+            self._restart_clock()
+            step = self.before if self.reason else self._steps()
+            self.agreement.finish()
+            seconds = time.perf_counter() - began
+            out = None if self.folder is None else self.folder.out
+            fitted = Fitted(step, seconds, self.reason, self.last, self.best, out)
+            with self.stepper.mean_weights():
+                model.eval()
+                self._tell("ended", fitted, model)
+        return fitted
+
+    # ---- before the first step -------------------------------------------------------------------------------------
+
+    def _prepare(self, model: torch.nn.Module, resume: bool) -> list[str]:
+        """Change the model as the recipe says, and move it to the device; all ranks begin with the weights of rank 0.
+
+        Returns:
+            What was changed.
+        """
+        begins = not resume or self.folder is None or self.folder.last() is None
+        notes = prepare_model(self.task, self.recipe, ranks=self.world.size, begins=begins)
+        model.to(self.world.device)
+        if self.recipe.run.channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._share(chain(model.parameters(), model.buffers()))
+        return notes
+
+    def _share(self, tensors: Iterator[Tensor]) -> None:
+        """Give all ranks the tensors of rank 0."""
+        if self.world.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), 0)
+
+    def _open(self, resume: bool, ending: ExitStack) -> None:
+        """Make the folder of the run, or read its last checkpoint."""
+        self.lines: MetricLines | None = None
+        if self.folder is None:
+            return
+        safetensors_library()  # before hours of training, not after
+        saved = self.folder.load(self.identity) if resume else None
+        if not resume and (there := self.folder.last()) is not None:
+            raise InputError(
+                f"{self.folder.out} holds a training already ({there.name}): resume it, or give another folder"
+            )
+        if saved is not None:
+            report(f"loading {saved.folder}")
+            self.stepper.load(saved.state)
+            self._take_over(saved.progress)
+        self.agreement.gathered(None)  # all have read, before rank 0 writes
+        if self.first:
+            self.folder.begin(self.recipe)
+            self.lines = MetricLines(self.folder.out / METRICS, self.before)
+            ending.callback(self.lines.close)
+
+    def _evaluator(self) -> Evaluator | None:
+        if self.task.valid is None or len(self.task.valid) == 0:
+            return None
+        batch = self.recipe.evaluation.batch or self.lengths.batch // self.lengths.parts
+        gathered = self.agreement.gathered
+        return Evaluator(self.task, self.recipe, batch, self.world, self.stepper.autocast, gathered)
+
+    def _facts(self) -> Facts:
+        parameters = list(self.task.model.parameters())
+        return Facts(
+            parameters=sum(each.numel() for each in parameters),
+            trained=sum(each.numel() for each in parameters if each.requires_grad),
+            samples=len(self.task.train),
+            held_out=0 if self.task.valid is None else len(self.task.valid),
+            steps=self.lengths.steps,
+            steps_per_epoch=self.lengths.per_epoch,
+            before=self.before,
+            ranks=self.world.size,
+            device=str(self.world.device),
+            loading=self.feed.loader.description,
+        )
+
+    # ---- the steps ---------------------------------------------------------------------------------------------------
+
+    def _steps(self) -> int:
+        """Train until the end, or until a signal; return the last step."""
+        again = None if self.world.size > 1 else self.feed.parts
+        for step in range(self.before + 1, self.lengths.steps + 1):
+            report(f"step {step}")
+            with memory_explained(self.stepper, step, None if again is None else partial(again, step)):
+                self._unread.append(self.stepper.step(step, self.feed.parts(step)))
+            stopping = self._stopping()
+            evaluating = self.lengths.evaluates(step) and self.evaluator is not None
+            ended = step == self.lengths.steps
+            saving = self.folder is not None and (self.lengths.saves(step) or stopping)
+            if (
+                step in (self.before + 1, self.lengths.steps)
+                or step % self.interval == 0
+                or evaluating
+                or saving
+                or stopping
+            ):
+                self._read(step)
+            if evaluating or ended:
+                with memory_explained(self.stepper, step, None):
+                    self._evaluate(step, ended)
+            if self.reason:
+                self._save(step)
+                return step
+            if stopping:
+                self.reason = f"stopped by {self._by()}"
+            if saving:
+                saved = self._save(step)
+            if stopping:
+                if saving:
+                    self._tell(
+                        "noted", f"{self.reason} after step {step:,}; saved in {saved}: --resume goes on from there"
+                    )
+                return step
+            if evaluating or saving:
+                self._restart_clock()
+        return self.before
+
+    def _stopping(self) -> bool:
+        """Whether a rank was asked to stop, the same on all ranks; of several, what was asked a step ago."""
+        if self.world.size == 1:
+            return self.stop.requested
+        return bool(self.agreement.exchange([-int(self.stop.requested)])[0])
+
+    def _by(self) -> str:
+        return next((by for by in self.agreement.gathered(self.stop.by) if by), "the program")
+
+    def _read(self, step: int) -> None:
+        """Read what the last steps computed, and tell it.
+
+        Raises:
+            ModelRunError: a number was not finite, and the recipe says to stop, or has skipped too often.
+        """
+        rows = torch.stack(self._unread).tolist()  # waits for the device
+        self._unread.clear()
+        seconds = (time.perf_counter() - self._clock) / len(rows)
+        waiting = (self.feed.loader.waited_s - self._waited) / (seconds * len(rows))
+        records: list[StepRecord] = []
+        notes: list[str] = []
+        trouble = ""
+        for number, row in enumerate(rows, step - len(rows) + 1):
+            fault, skipped = bool(row[FAULT]), bool(row[SKIPPED])
+            if fault and self.recipe.faults.not_finite == "stop":
+                trouble = self._words_of_fault(number, row)
+                break
+            records.append(self._record(number, row, seconds, min(1.0, max(0.0, waiting))))
+            self.skipped = self.skipped + 1 if skipped else 0
+            if skipped:
+                notes.append(f"step {number} was skipped: its loss is {row[LOSS]:g}, its gradient's norm {row[NORM]:g}")
+            if self.skipped > self.recipe.faults.most_skipped:
+                trouble = f"{self._words_of_fault(number, row)}; {self.skipped} steps in a row were skipped"
+                break
+        if self.lines is not None and records:
+            self.lines.add(records)
+        if records:
+            self._tell("stepped", records)
+        for note in notes:
+            self._tell("noted", note)
+        self._tell_damaged()
+        if trouble:
+            raise ModelRunError(trouble)
+        self._restart_clock()
+
+    def _record(self, step: int, row: list[float], seconds: float, waiting: float) -> StepRecord:
+        return StepRecord(
+            step=step,
+            epoch=self.lengths.epochs_after(step),
+            loss=row[LOSS],
+            grad_norm=row[NORM],
+            learning_rate=self.recipe.optimizer.lr * rate_factor(self.recipe.schedule, step, self.lengths.steps),
+            samples_per_s=self.lengths.batch / seconds,
+            waiting=waiting,
+            peak_bytes=peak_bytes(self.world.device),
+            skipped=bool(row[SKIPPED]),
+        )
+
+    def _words_of_fault(self, step: int, row: list[float]) -> str:
+        """One line on a step whose numbers are not finite, with the first thing in it that is not."""
+        words = f"step {step}: the loss is {row[LOSS]:g}, the norm of its gradient {row[NORM]:g}"
+        found = self.agreement.gathered(first_not_finite(self.stepper, step, self.feed.parts(step)))
+        first = min((each for each in found if each is not None), default=None)
+        words += (
+            f"; first not finite: {first[1]}" if first is not None else "; each part of it is finite, their sum is not"
+        )
+        saved = None if self.folder is None else self.folder.last()
+        words += f". {saved} is the last checkpoint" if saved is not None else ""
+        return f"{words}. A smaller optimizer.lr may help; faults.not_finite=skip leaves such steps out"
+
+    def _tell_damaged(self) -> None:
+        for index, name, reason in self.feed.loader.skipped[self._damaged :]:
+            self._tell("noted", f"sample {index}{f' ({name})' if name else ''} was skipped: {reason}")
+        self._damaged = len(self.feed.loader.skipped)
+
+    def _restart_clock(self) -> None:
+        self._clock, self._waited = time.perf_counter(), self.feed.loader.waited_s
+
+    # ---- evaluations and checkpoints ---------------------------------------------------------------------------------
+
+    def _evaluate(self, step: int, ended: bool) -> None:
+        """Evaluate, with the mean weights if there are any; write the weights that are the best, or the last ones."""
+        self._share(self.task.model.buffers())
+        with self.stepper.mean_weights():
+            if ended and self.task.settle is not None:
+                self.task.settle(self.task.model)
+            improved = self._judge(step)
+            patience = self.recipe.evaluation.patience
+            if ended:
+                self.reason = DONE
+            elif patience and self.worse >= patience:
+                self.reason = f"no better for {patience} evaluations"
+                if self.task.settle is not None:
+                    self.task.settle(self.task.model)
+                    improved |= self._judge(step)
+            if improved:
+                self._export(BEST)
+            if self.reason:
+                self._export(LAST)
+
+    def _judge(self, step: int) -> bool:
+        """Evaluate once; return whether it is the best so far."""
+        if self.evaluator is None:
+            self.task.model.eval()
+            return False
+        report(f"evaluating after step {step}")
+        values = self.evaluator.evaluate()
+        value, sign = values[self.task.best], 1 if self.task.maximize else -1
+        improved = self.best is None or sign * value > sign * self.best.values[self.task.best]
+        if value != value:  # NaN
+            improved = False
+        self.last = EvaluationRecord(step, self.lengths.epochs_after(step), values, improved)
+        self.best = self.last if improved else self.best
+        self.worse = 0 if improved else self.worse + 1
+        if self.lines is not None:
+            self.lines.add([self.last])
+        self._tell("evaluated", self.last)
+        return improved
+
+    def _export(self, name: str) -> None:
+        if self.folder is not None and self.first:
+            export_weights(self.folder.out / name, self.task.model, self.task.metadata)
+
+    def _save(self, step: int) -> Path | None:
+        """Save the training in its state after this step."""
+        if self.folder is None:
+            return None
+        report(f"saving after step {step}")
+        self._share(self.task.model.buffers())  # as all ranks have them after --resume
+        saved = (
+            self.folder.save(step, self.identity, self._progress(step), self.stepper.state()) if self.first else None
+        )
+        return self.agreement.gathered(saved)[0]
+
+    def _progress(self, step: int) -> dict[str, Any]:
+        return {
+            "step": step,
+            "best": None if self.best is None else asdict(self.best),
+            "last": None if self.last is None else asdict(self.last),
+            "worse": self.worse,
+            "skipped": self.skipped,
+            "reason": self.reason if not self.reason.startswith("stopped") else "",
+        }
+
+    def _take_over(self, progress: Any) -> None:
+        self.before = progress["step"]
+        self.best, self.last = (
+            None if progress[name] is None else EvaluationRecord(**progress[name]) for name in ("best", "last")
+        )
+        self.worse, self.skipped, self.reason = progress["worse"], progress["skipped"], progress["reason"]
+
+    def _tell(self, event: str, *what: Any) -> None:
+        for observer in self.observers:
+            getattr(observer, event)(*what)

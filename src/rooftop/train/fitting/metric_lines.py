@@ -1,0 +1,80 @@
+"""OUT/metrics.jsonl: a line of JSON for each step and each evaluation, also of a training that is resumed.
+
+    {"step": 3, "epoch": 0.1, "loss": 2.1, "grad_norm": 1.4, "learning_rate": 0.1, ...}
+    {"step": 30, "epoch": 1.0, "values": {"loss": 1.2, "accuracy": 0.8}, "best": true}
+
+A resumed training repeats the steps after its checkpoint, so their lines are cut off, and with them what a killed
+process left of a line.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from rooftop.hardware.ceilings import write_whole
+from rooftop.train.fitting.records import EvaluationRecord, StepRecord
+
+METRICS = "metrics.jsonl"
+
+
+class MetricLines:
+    """Adds lines to the file of a run.
+
+    Args:
+        path: of the file.
+        after: the step that is resumed; 0: the file starts empty.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, path: Path, after: int) -> None:
+        steps, evaluations = read_metrics(path, after) if after else ([], [])
+        records: list[StepRecord | EvaluationRecord] = [*steps, *evaluations]
+        records.sort(key=lambda record: (record.step, isinstance(record, EvaluationRecord)))
+        write_whole(path, "".join(_line(record) for record in records))
+        self._path, self._file = path, path.open("ab", buffering=0)  # nothing waits to be written
+
+    def add(self, records: list[StepRecord] | list[EvaluationRecord]) -> None:
+        """Write lines, so that they are there before the next checkpoint.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        content = memoryview("".join(map(_line, records)).encode())
+        try:
+            while content.nbytes:
+                content = content[self._file.write(content) :]
+        except OSError as error:
+            raise OSError(f"{self._path} cannot be written ({error.strerror}): make room, then resume") from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path, until: int | None = None) -> tuple[list[StepRecord], list[EvaluationRecord]]:
+    """The records of a file, each step once; of a step that was made twice, the last.
+
+    Args:
+        until: the last step of interest; None: all.
+    """
+    steps: dict[int, StepRecord] = {}
+    evaluations: dict[int, EvaluationRecord] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        try:
+            found = json.loads(line)
+            if until is not None and found["step"] > until:
+                continue
+            if "values" in found:
+                evaluations[found["step"]] = EvaluationRecord(**found)
+            else:
+                steps[found["step"]] = StepRecord(**found)
+        except (ValueError, TypeError, KeyError):  # cut off when the process was killed
+            continue
+    return [steps[step] for step in sorted(steps)], [evaluations[step] for step in sorted(evaluations)]
+
+
+def _line(record: StepRecord | EvaluationRecord) -> str:
+    return json.dumps(asdict(record)) + "\n"

@@ -1,0 +1,68 @@
+"""Tensors that are put back to what they were, where a flag on the device says so: the host reads nothing.
+
+    kept = PutBack()
+    kept.take(tensors)       # copies
+    ...                      # they are changed
+    kept.put_back(skip)      # a bool tensor, (): where it is true, they are as they were
+
+A step whose numbers are not finite leaves no trace that way, whatever the optimizer. Tensors of one dtype are copied
+together: three launches for each dtype, not for each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+import torch
+from torch import Tensor
+
+
+class PutBack:
+    """Copies of tensors, in memory that is allocated once: twice that of the tensors."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[tuple[torch.dtype, torch.device], _Room] = {}
+
+    @torch.no_grad()
+    def take(self, tensors: Iterable[Tensor]) -> None:
+        """Copy tensors as they are now."""
+        sorted_in: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in tensors:
+            sorted_in.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        self._rooms = {
+            key: room if (room := self._rooms.get(key)) is not None and room.fits(each) else _Room(each)
+            for key, each in sorted_in.items()
+        }
+        for room in self._rooms.values():
+            torch._foreach_copy_(room.before, room.tensors)
+
+    @torch.no_grad()
+    def put_back(self, where: Tensor) -> None:
+        """Give the tensors their earlier values if `where` is true."""
+        for room in self._rooms.values():
+            torch._foreach_copy_(room.after, room.tensors)
+            torch.where(where, room.all_before, room.all_after, out=room.all_after)
+            torch._foreach_copy_(room.tensors, room.after)
+
+
+class _Room:
+    """Memory for two copies of tensors of one dtype on one device."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        sizes = [tensor.numel() for tensor in tensors]
+        shapes = [tensor.shape for tensor in tensors]
+        self.all_before = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device)
+        self.all_after = torch.empty_like(self.all_before)
+        self.before, self.after = (
+            [part[: prod(shape)].view(shape) for part, shape in zip(whole.split(sizes), shapes, strict=True)]
+            for whole in (self.all_before, self.all_after)
+        )
+
+    def fits(self, tensors: list[Tensor]) -> bool:
+        """Whether these have the shapes of those before; takes them in their place."""
+        same = [each.shape for each in tensors] == [each.shape for each in self.tensors]
+        if same:
+            self.tensors = tensors
+        return same

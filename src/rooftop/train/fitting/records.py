@@ -1,0 +1,108 @@
+"""What a training reports: to the terminal, to TensorBoard, to the page, to metrics.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known before the first step.
+
+    Attributes:
+        parameters: of the model; trained: of these, those that are not frozen.
+        samples: of the training data; held_out: of the validation data.
+        steps: of the whole run; steps_per_epoch: of one pass.
+        before: steps that a checkpoint already had.
+        ranks, device: where it runs.
+        loading: how samples are read, in words, with what was measured.
+    """
+
+    parameters: int
+    trained: int
+    samples: int
+    held_out: int
+    steps: int
+    steps_per_epoch: int
+    before: int
+    ranks: int
+    device: str
+    loading: str
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step.
+
+    Attributes:
+        step: from 1. epoch: passes over the data so far, with a fraction.
+        loss: mean over the whole batch, before the step. grad_norm: before clipping.
+        learning_rate: the highest of all groups.
+        samples_per_s: of all ranks, and waiting: part of the time in which the loop waited for data, from 0 to 1; both
+            over the steps that were read together.
+        peak_bytes: of this rank so far.
+        skipped: whether the weights stayed as they were, because a number was not finite.
+    """
+
+    step: int
+    epoch: float
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    samples_per_s: float
+    waiting: float
+    peak_bytes: int
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """One evaluation on the validation data.
+
+    Attributes:
+        values: "loss" and the task's metrics, by name.
+        best: whether it is the best so far.
+    """
+
+    step: int
+    epoch: float
+    values: Mapping[str, float]
+    best: bool
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A training that has ended.
+
+    Attributes:
+        steps: made in all. seconds: of this run.
+        reason: "done", "no better for N evaluations", "stopped by SIGTERM", "stopped by Ctrl-C".
+        last, best: the last and the best evaluation; None without validation data.
+        out: folder of the run; None: nothing was written.
+    """
+
+    steps: int
+    seconds: float
+    reason: str
+    last: EvaluationRecord | None
+    best: EvaluationRecord | None
+    out: Path | None
+
+
+class Observer(Protocol):
+    """Is told what happens, on rank 0."""
+
+    def began(self, facts: Facts, task: Any) -> None: ...
+
+    def stepped(self, records: list[StepRecord]) -> None: ...
+
+    def evaluated(self, record: EvaluationRecord) -> None: ...
+
+    def noted(self, note: str) -> None:
+        """Something to know: what the recipe changed in the model, or a sample or a step that was skipped."""
+
+    def ended(self, fitted: Fitted, model: Any) -> None:
+        """`model` is what is exported as the last weights, in evaluation mode."""

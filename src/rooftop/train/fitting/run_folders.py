@@ -1,0 +1,222 @@
+"""The folder of a run: what is trained, and its checkpoints.
+
+    OUT/
+      recipe.toml
+      metrics.jsonl
+      best.safetensors, last.safetensors    weights for use, as they were evaluated
+      checkpoints/
+        latest                              as in `rooftop.train.checkpoints.folders`
+        step-00000100/
+          training.json                     recipe, task and data; how far it is; the state, but for its tensors
+          index.json, rank-00000.safetensors    the tensors, with checksums
+
+A data parallel training has the same state on all ranks, so rank 0 writes it, and any number of ranks may go on.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from rooftop.data.samples import Samples, sample
+from rooftop.errors import InputError
+from rooftop.hardware.ceilings import write_whole
+from rooftop.train.checkpoints.files import ITEM_BYTES, FilePiece
+from rooftop.train.checkpoints.folders import (
+    TRAINING,
+    complete,
+    file_name,
+    last_step,
+    remove_unfinished,
+    unfinished,
+)
+from rooftop.train.checkpoints.saved_tensors import KINDS, SavedTensors, whole_tensor
+from rooftop.train.checkpoints.writing import write_now
+from rooftop.train.fitting.states import put_together, taken_apart
+from rooftop.train.recipes.recipe import Recipe
+from rooftop.train.tasks.task import Task
+
+CHECKPOINTS, RECIPE = "checkpoints", "recipe.toml"
+KIND = "task"
+"""What training.json says this is, beside the trainings of a GPT."""
+MAY_CHANGE = ("loading", "faults")
+"""Sections of the recipe that may differ when a training is resumed: they do not change what is computed."""
+LOOKED_AT = 3
+"""Samples by which data are known again: the first, the middle and the last one."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was read.
+
+    Attributes:
+        folder: of the step.
+        progress: how far the training was; JSON values.
+        state: of the stepper.
+    """
+
+    folder: Path
+    progress: Mapping[str, Any]
+    state: Any
+
+
+# ---- which training it is ------------------------------------------------------------------------------------------
+
+
+def identity_of(task: Task, recipe: Recipe) -> dict[str, Any]:
+    """What a training is: its recipe, task and data, as JSON values by section and name."""
+    named = [*task.model.named_parameters(), *task.model.named_buffers()]
+    shapes = {name: [str(each.dtype).removeprefix("torch."), *each.shape] for name, each in named}
+    plain = {
+        "recipe": {section: values for section, values in recipe.plain().items() if section not in MAY_CHANGE},
+        "task": {
+            "model": type(task.model).__name__,
+            "tensors": crc32(json.dumps(shapes).encode()),
+            "parameters": sum(each.numel() for each in task.model.parameters()),
+            "best": task.best,
+            "maximize": task.maximize,
+        },
+        "data": {"train": _described(task.train), "valid": _described(task.valid)},
+    }
+    return json.loads(json.dumps(plain))  # type: ignore[no-any-return]
+
+
+def _described(samples: Samples | None) -> dict[str, Any] | None:
+    if samples is None:
+        return None
+    count = len(samples)
+    places = sorted({int(place) for place in np.linspace(0, count - 1, LOOKED_AT)}) if count else []
+    return {"type": type(samples).__name__, "samples": count, "content": [_content(samples, place) for place in places]}
+
+
+def _content(samples: Samples, index: int) -> int | str:
+    """A checksum of a sample, as far as its parts are numbers and texts."""
+    try:
+        leaves = pytree.tree_leaves(sample(samples, index, 0, 0))
+    except Exception as error:  # a damaged sample is reported when its turn comes
+        return type(error).__name__
+    found = 0
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            leaf = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        if isinstance(leaf, np.ndarray):
+            found = crc32(np.ascontiguousarray(leaf).tobytes(), found)
+        elif isinstance(leaf, str | bytes | int | float):
+            found = crc32(repr(leaf).encode(), found)
+    return found
+
+
+def differences(here: Mapping[str, Any], there: Mapping[str, Any], path: str = "") -> list[str]:
+    """What differs between two identities, as "recipe.optimizer.lr is 0.2 here and 0.1 there"."""
+    found = []
+    for name in dict.fromkeys([*here, *there]):
+        one, other = here.get(name), there.get(name)
+        where = f"{path}.{name}" if path else name
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            found += differences(one, other, where)
+        elif one != other:
+            found.append(f"{where} is {json.dumps(one)} here and {json.dumps(other)} there")
+    return found
+
+
+# ---- the folder ----------------------------------------------------------------------------------------------------
+
+
+class RunFolder:
+    """The folder of a run.
+
+    Args:
+        out: made if missing.
+        keep_last: number of checkpoints kept.
+    """
+
+    def __init__(self, out: Path, keep_last: int) -> None:
+        self.out, self.keep_last = out, keep_last
+        self.checkpoints = out / CHECKPOINTS
+
+    def begin(self, recipe: Recipe) -> None:
+        """Make the folder and write the recipe; remove what killed trainings left behind."""
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(self.checkpoints)
+        write_whole(self.out / RECIPE, recipe.toml() + "\n")
+
+    def last(self) -> Path | None:
+        """The folder of the last checkpoint; None: there is none."""
+        return last_step(self.checkpoints)
+
+    def save(self, step: int, identity: Mapping[str, Any], progress: Mapping[str, Any], state: Any) -> Path:
+        """Write a checkpoint, whole or not at all, and remove older ones.
+
+        Raises:
+            OSError: it cannot be written; the one before is there.
+        """
+        tensors: dict[str, Tensor] = {}
+        described = {
+            "kind": KIND,
+            "step": step,
+            "identity": identity,
+            "progress": progress,
+            "state": taken_apart(state, "", tensors),
+        }
+        pieces = [_piece(name, tensor) for name, tensor in tensors.items()]
+        order = sorted(range(len(pieces)), key=lambda number: -ITEM_BYTES[pieces[number].dtype])  # each on its boundary
+        sources = list(tensors.values())
+        temporary = unfinished(self.checkpoints, step, secrets.token_hex(4))
+        try:
+            write_now(temporary / file_name(0), [pieces[at] for at in order], [sources[at] for at in order])
+            return complete(temporary, [file_name(0)], described, keep_last=self.keep_last)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            before = self.last()
+            kept = "there is none before" if before is None else f"{before} is kept"
+            raise OSError(
+                f"the checkpoint of step {step} could not be written to {self.checkpoints} "
+                f"({error.strerror or error}); {kept}: make room, then --resume"
+            ) from error
+
+    def load(self, identity: Mapping[str, Any]) -> Saved | None:
+        """Read the last checkpoint; None: there is none.
+
+        Raises:
+            InputError: it is damaged, or of another training; the message has what differs.
+        """
+        folder = self.last()
+        if folder is None:
+            return None
+        try:
+            described = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
+            if described.get("kind") != KIND:
+                raise InputError(
+                    f"{folder} is no checkpoint of this kind: a GPT is resumed by rooftop train gpt --load"
+                )
+            index = str(described["index_crc32"])
+        except (OSError, ValueError, KeyError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"{folder / TRAINING} cannot be read: {error}") from error
+        if different := differences(identity, described["identity"]):
+            raise InputError(
+                f"{self.out} holds another training: {'; '.join(different)}. Resume with the same recipe, task and "
+                "data, or give another folder"
+            )
+        saved = SavedTensors(folder, index)
+        tensors = {name: whole_tensor(saved, name) for name in saved.entries}
+        return Saved(folder, described["progress"], put_together(described["state"], tensors))
+
+
+def _piece(name: str, tensor: Tensor) -> FilePiece:
+    shape = tuple(tensor.shape)
+    if tensor.dtype not in KINDS:
+        raise TypeError(f"{name} is {tensor.dtype}: a checkpoint keeps {', '.join(KINDS.values())}")
+    return FilePiece(name, KINDS[tensor.dtype], shape, (0,) * len(shape), shape)

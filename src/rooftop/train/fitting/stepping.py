@@ -1,0 +1,217 @@
+"""One optimizer step: gradients of all parts and ranks, clipped, applied if they are finite. The host reads nothing.
+
+Gradients are summed over ranks after the last backward pass, by `rooftop.parallel.sums`, and not by
+DistributedDataParallel: the task's loss gets the model itself, with its attributes, and may call it several times; a
+parameter that a batch does not reach is no error, but has a gradient of zeros; parts need no mode of their own. It
+costs the overlap of the sums with the backward pass. The loss is summed with the gradients, so that each rank's device
+has that of the whole batch.
+
+Whether the numbers are finite is decided on the device, and all ranks decide alike, since a sum with one number that is
+not finite is not finite. A step that is left out changes neither weights, optimizer, nor buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rooftop.parallel.exchanges import Group
+from rooftop.parallel.sums import Sums
+from rooftop.train.fitting.feeding import Part, in_memory_format
+from rooftop.train.fitting.put_back import PutBack
+from rooftop.train.recipes import MeanWeights, optimizer_of, rate_factor, set_rates
+from rooftop.train.recipes.recipe import Recipe
+from rooftop.train.tasks.task import Task
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+READ_FREELY = ("cpu",)
+"""Kinds of devices whose numbers the host has anyway."""
+LOSS, NORM, SKIPPED, FAULT = range(4)
+"""Columns of what a step returns."""
+
+
+class Stepper:
+    """Makes the steps of a rank.
+
+    Args:
+        steps: of the whole run, for the learning rate.
+        group: of the ranks; None: this one is alone.
+
+    Attributes:
+        optimizer, scaler: the scaler does nothing but in fp16.
+        mean: the mean weights; None: the recipe has none.
+    """
+
+    def __init__(self, task: Task, recipe: Recipe, steps: int, device: torch.device, group: Group, rank: int) -> None:
+        self.task, self.recipe, self.steps, self.device = task, recipe, steps, device
+        self.group, self.rank = group, rank
+        self.trained = [each for each in task.model.parameters() if each.requires_grad]
+        self.optimizer = optimizer_of(task.model, recipe)
+        self.mean = MeanWeights(task.model, recipe.ema.decay, recipe.ema.every) if recipe.ema.decay else None
+        self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.run.precision == "fp16")
+        self._stuck = torch.zeros((), dtype=torch.bool, device=device)  # after a fault that ends the training
+        self._buffers, self._weights = PutBack(), PutBack()
+
+    def step(self, number: int, parts: Iterable[Part]) -> Tensor:
+        """Make a step.
+
+        Args:
+            number: from 1.
+
+        Returns:
+            (4,) float64 on the device: the loss of the whole batch, the norm of its gradient before clipping, whether
+            the step was left out, and whether that is a fault (an overflow of float16 is none).
+        """
+        set_rates(self.optimizer, rate_factor(self.recipe.schedule, number, self.steps))
+        self._buffers.take(self.task.model.buffers())
+        total = self.gradients(number, parts)
+        gradients = self._summed(total)
+        loss, weight = total
+        if self.recipe.faults.damaged == "skip":  # the batch may be smaller, which only the sum over ranks knows
+            loss = loss / weight
+            torch._foreach_mul_(gradients, 1 / weight)
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self.recipe.optimizer.clip:
+            torch.nn.utils.clip_grads_with_norm_(self.trained, self.recipe.optimizer.clip, norm)
+        skip, fault = self._judged(loss, norm)
+        self._apply(skip)
+        self._buffers.put_back(skip)
+        if self.scaler.is_enabled():
+            self.scaler.update()
+        if self.mean is not None:
+            self.mean.update(number)
+        return torch.stack([loss, norm.double(), skip.double(), fault.double()])
+
+    def gradients(self, number: int, parts: Iterable[Part], scaled: bool = True) -> Tensor:
+        """Add up the gradients of this rank's parts, in `.grad`.
+
+        Returns:
+            (2,) float64: its part of the loss; its part of the whole batch.
+        """
+        self.task.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.manual_seed(dropout_seed(self.recipe.run.seed, number, self.rank))
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for part in parts:
+            if part.weight == 0:  # all its samples are damaged
+                continue
+            batch = self.altered(number, part)
+            with self.autocast():
+                share = self.task.loss(self.task.model, batch) * part.weight
+            (self.scaler.scale(share) if scaled else share).backward()
+            total[0].add_(share.detach())
+            total[1].add_(part.weight)
+        return total
+
+    @contextmanager
+    def buffers_kept(self) -> Iterator[None]:
+        """After the block the buffers are as before."""
+        self._buffers.take(self.task.model.buffers())
+        try:
+            yield
+        finally:
+            self._buffers.put_back(torch.ones_like(self._stuck))
+
+    def altered(self, number: int, part: Part) -> Any:
+        """The batch as the model gets it."""
+        batch = part.batch
+        if self.task.alter is not None:
+            batch = self.task.alter(batch, part.places, generator_of(self.recipe.run.seed, number))
+        if self.recipe.run.channels_last:
+            batch = in_memory_format(batch, torch.channels_last)
+        return batch
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The recipe's precision."""
+        dtype = AUTOCAST.get(self.recipe.run.precision)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+    def _summed(self, total: Tensor) -> list[Tensor]:
+        """Sum the gradients, and what `gradients` returned, over ranks, in place. A parameter without a gradient gets
+        zeros: another rank may have one."""
+        for each in self.trained:
+            if each.grad is None:
+                each.grad = torch.zeros_like(each)
+        gradients = [each.grad for each in self.trained if each.grad is not None]
+        if self.group is not None:
+            sums = Sums(self.group)
+            for gradient in gradients:
+                sums.add(gradient)
+            sums.add(total)
+            sums.finish()
+        return gradients
+
+    def _judged(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """(whether the step is left out, whether its numbers are a fault), bool on the device."""
+        wrong_loss = ~loss.isfinite()
+        wrong = wrong_loss | ~norm.isfinite()
+        fault = wrong_loss if self.scaler.is_enabled() else wrong
+        if self.recipe.faults.not_finite == "stop":
+            self._stuck |= fault  # until the host reads it, the weights stay those before the fault
+        return wrong | self._stuck, fault
+
+    @torch.no_grad()
+    def _apply(self, skip: Tensor) -> None:
+        """Step the optimizer, unless `skip`."""
+        if skip.device.type in READ_FREELY:
+            if not skip:
+                self.optimizer.step()
+            return
+        before = {id(each) for each in self._stepped()}
+        if getattr(self.optimizer, "_step_supports_amp_scaling", False):  # fused: the kernel looks at the flag
+            self.optimizer.found_inf, self.optimizer.grad_scale = skip.float(), None  # type: ignore[attr-defined]
+            self.optimizer.step()
+            del self.optimizer.found_inf, self.optimizer.grad_scale  # type: ignore[attr-defined]
+        else:
+            self._weights.take(self._stepped())
+            self.optimizer.step()
+            self._weights.put_back(skip)
+        for new in self._stepped():  # states that the first step makes; left out, it leaves them without values
+            if id(new) not in before:
+                new.copy_(torch.where(skip, torch.zeros_like(new), new))
+
+    def _stepped(self) -> Iterator[Tensor]:
+        """What the optimizer changes on the device."""
+        yield from self.trained
+        for state in self.optimizer.state.values():
+            yield from (each for each in state.values() if isinstance(each, Tensor) and each.device == self.device)
+
+    # ---- the state -------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """All that the next steps depend on."""
+        return {
+            "model": dict(self.task.model.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
+            "mean": None if self.mean is None else self.mean.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take a state over."""
+        self.task.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.mean is not None:
+            self.mean.load_state_dict(state["mean"])
+        self.scaler.load_state_dict(state["scaler"])
+
+    def mean_weights(self) -> AbstractContextManager[Any]:
+        """Within the block the model has the mean weights, if there are any."""
+        return nullcontext() if self.mean is None else self.mean.swapped()
+
+
+def dropout_seed(seed: int, step: int, rank: int) -> int:
+    """The seed of torch's generators in a step of a rank: other masks in each, and the same when resumed."""
+    return int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def generator_of(seed: int, step: int) -> Callable[[int], np.random.Generator]:
+    """NumPy's generator for a place in the whole batch of a step."""
+    return lambda place: np.random.default_rng((seed, step, place))

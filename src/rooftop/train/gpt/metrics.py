@@ -1,0 +1,75 @@
+"""The metrics file: a line of JSON per step, also for a training that is resumed.
+
+A resumed training repeats the steps after its checkpoint. So the old lines of these steps are removed, and so is a
+partial line of a killed process. The file then has each step once, in order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TextIO
+
+from rooftop.errors import InputError
+from rooftop.hardware.ceilings import write_whole
+from rooftop.train.gpt.running import StepReport
+
+
+def kept_lines(path: Path, step: int) -> list[str]:
+    """Return the lines of steps 1 to `step` of a file, one per step: the last one, if a step was made twice.
+
+    Raises:
+        InputError: it has other lines, which must not be removed.
+    """
+    if not path.is_file():
+        return []
+    *whole, last = path.read_bytes().split(b"\n")
+    found = {}
+    for number, line in enumerate([*whole, last], 1):
+        made = _step_of(line)
+        if made is None and line.strip() and number <= len(whole):
+            raise InputError(
+                f"{path} was not written by --metrics: line {number} has no step: move it away, or give another name"
+            )
+        if made is not None and made <= step:
+            found[made] = line.decode("utf-8")
+    return [found[made] for made in sorted(found)]
+
+
+@contextmanager
+def metrics_file(path: Path, after: int | None = None) -> Iterator[TextIO]:
+    """Open a file to which lines are added.
+
+    Args:
+        path: path of the file; a pipe or a device is written to directly.
+        after: the loaded step; lines of later steps are removed. None: the file starts empty.
+
+    Raises:
+        InputError: see `kept_lines`; the file stays unchanged.
+        OSError: it cannot be written.
+    """
+    if after is not None and path.is_file():
+        text = "".join(f"{line}\n" for line in kept_lines(path, after))
+        if text.encode() != path.read_bytes():
+            write_whole(path, text)
+    with path.open("w" if after is None else "a", encoding="utf-8") as file:
+        yield file
+
+
+def add_lines(file: TextIO, reports: Iterable[StepReport]) -> None:
+    """Write the reports, so that they are on the disk before the next checkpoint."""
+    file.writelines(json.dumps(asdict(report)) + "\n" for report in reports)
+    file.flush()
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a complete line."""
+    try:
+        found = json.loads(line)
+    except ValueError:  # no JSON, or no text at all
+        return None
+    step = found.get("step") if isinstance(found, dict) else None
+    return step if isinstance(step, int) else None

@@ -1,0 +1,153 @@
+"""The training loop: steps, reports and checkpoints.
+
+Loss and norm are read together once every `interval` steps, so the GPU does not wait for Python in between.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rooftop.errors import ModelRunError
+from rooftop.parallel import report
+from rooftop.train.checkpoints.savers import Saver
+from rooftop.train.gpt.speeds import StepRoof, peak_bytes
+from rooftop.train.gpt.trainer import GptTrainer
+from rooftop.train.stopping import Stop
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The report of one step.
+
+    Attributes:
+        step: from 1.
+        loss: loss of its batch, before the step.
+        grad_norm: norm of the gradient before clipping.
+        learning_rate: of the step.
+        tokens_per_s: over all ranks, averaged over the steps that were read together. mfu, percent_of_roof: of this
+        rank; None if the roof is unknown.
+        peak_bytes: peak memory of this rank so far.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens_per_s: float
+    mfu: float | None
+    percent_of_roof: float | None
+    peak_bytes: int
+
+
+def run_steps(
+    trainer: GptTrainer,
+    until: int,
+    *,
+    interval: int = 10,
+    roof: StepRoof | None = None,
+    save: str | Path | None = None,
+    save_interval: int | None = None,
+    keep_last: int | None = None,
+    async_save: bool = True,
+    stop: Stop | None = None,
+) -> Iterator[list[StepReport]]:
+    """Train until the total number of steps is reached. All ranks must iterate together.
+
+    Args:
+        interval: number of steps that are read and reported together. The first step is reported alone, because it
+            takes longer.
+        roof: of a step.
+        save: folder of checkpoints; one is saved after the last step. Leaving the loop early gives up a checkpoint that
+            is being written.
+        save_interval: also save every `save_interval` steps.
+        keep_last: number of checkpoints kept in the folder; None: all.
+        async_save: write in the background (`Saver`); the loop waits for the last checkpoint.
+        stop: when a rank is asked to stop, all ranks save after the same step, one or two later, and stop. Needs
+            `save`.
+
+    Yields:
+        Reports of the steps since the last reports.
+
+    Raises:
+        ModelRunError: a loss or a norm is not finite, on all ranks.
+        OSError: a checkpoint cannot be written, on all ranks.
+        ValueError: an option about saving is given without `save`.
+    """
+    if save is None and (save_interval is not None or keep_last is not None or not async_save):
+        raise ValueError(
+            "run_steps: save_interval, keep_last and async_save=False need save, the folder of the checkpoints: give "
+            "save, or leave these out"
+        )
+    if save is None:
+        yield from _steps(trainer, until, interval, roof, None, None, Stop())
+        return
+    saver = Saver(save, trainer, asynchronous=async_save, keep_last=keep_last)
+    try:
+        try:
+            yield from _steps(trainer, until, interval, roof, saver, save_interval, stop or Stop())
+        except ModelRunError:  # raised on all ranks; the state being saved was finite
+            saver.wait()
+            raise
+        saver.wait()
+    finally:
+        saver.close()
+
+
+def _steps(
+    trainer: GptTrainer,
+    until: int,
+    interval: int,
+    roof: StepRoof | None,
+    saver: Saver | None,
+    save_interval: int | None,
+    stop: Stop,
+) -> Iterator[list[StepReport]]:
+    first, waiting = trainer.step + 1, list[tuple[Tensor, Tensor]]()
+    began = time.perf_counter()
+    stopping = False
+    while trainer.step < until and not stopping:
+        report(f"step {trainer.step + 1}")
+        waiting.append(trainer.advance())
+        step = trainer.step
+        stopping = saver is not None and saver.after_step(stop.requested)
+        due = stopping or step == until or (save_interval is not None and step % save_interval == 0)
+        saving = saver is not None and due
+        if step in (first, until) or step % interval == 0 or saving:
+            numbers = torch.stack([torch.stack(pair) for pair in waiting]).tolist()  # waits for the device
+            seconds = (time.perf_counter() - began) / len(waiting)
+            yield _told(trainer, numbers, seconds, roof)
+            waiting.clear()
+            if saver is not None and saving:
+                saver.begin()
+            elif saver is not None and step == first:  # before it there is no state of the optimizer
+                saver.prepare()
+            began = time.perf_counter()
+
+
+def _told(trainer: GptTrainer, numbers: list[list[float]], seconds: float, roof: StepRoof | None) -> list[StepReport]:
+    reports = []
+    for step, (loss, norm) in enumerate(numbers, trainer.step - len(numbers) + 1):
+        if not torch.tensor([loss, norm]).isfinite().all():
+            raise ModelRunError(
+                f"the loss of step {step} is {loss}, its gradient's norm {norm}: training cannot continue; a smaller "
+                "learning rate may help"
+            )
+        reports.append(
+            StepReport(
+                step=step,
+                loss=loss,
+                grad_norm=norm,
+                learning_rate=trainer.training.rate_at(step),
+                tokens_per_s=trainer.training.tokens_per_step / seconds,
+                mfu=roof.mfu(1e3 * seconds) if roof is not None else None,
+                percent_of_roof=roof.percent(1e3 * seconds) if roof is not None else None,
+                peak_bytes=peak_bytes(trainer.device),
+            )
+        )
+    return reports

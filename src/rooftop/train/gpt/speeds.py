@@ -1,0 +1,80 @@
+"""Compares a training with what this machine can do: its flops, and the roof of a step.
+
+In a step each rank must at least do its share of the flops, read its weights in forward and backward, and write their
+gradients. Its optimizer must read weights, gradients and state, and write weights and state. The fused roof is the time
+of all that in one kernel. It takes all micro-batches as one batch, keeps activations on the chip, and counts no
+recomputation and no communication: no training can beat this bound.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from rooftop.cost import Cost, matrix_precision
+from rooftop.cost.roofs import roof
+from rooftop.hardware.ceilings import Ceilings
+from rooftop.parallel.sharded_data import local_of
+from rooftop.train.gpt.trainer import GptTrainer
+
+STATES = 2  # of Adam: running means of the gradient and of its square
+
+
+@dataclass(frozen=True)
+class StepRoof:
+    """The best this machine could do in a step of a rank.
+
+    Attributes:
+        ms: the fused roof.
+        flops: of the rank.
+        peak: fastest measured matrix rate in the dtype, in flop/s.
+    """
+
+    ms: float
+    flops: float
+    peak: float
+
+    def percent(self, ms: float) -> float:
+        """Percent of roof of a step that took this time."""
+        return 100 * self.ms / ms
+
+    def mfu(self, ms: float) -> float:
+        """Model flops utilization, 0 to 1: flops per second of the model, without recomputation, over the peak."""
+        return self.flops / (ms / 1e3) / self.peak
+
+
+def step_cost(trainer: GptTrainer) -> Cost:
+    """The cost of one step of one rank."""
+    training = trainer.training
+    flops = training.config.flops_per_token(training.length) * training.tokens_per_step // trainer.layout.world_size
+    model, main = list(trainer.model.parameters()), list(trainer.weights.named.values())
+    held = (
+        sum(weight.numel() for weight in model) * training.dtype.itemsize
+    )  # shared weights too: a rank computes with all of them
+    stepped = sum(local_of(weight).nbytes for weight in main)
+    copied = held if trainer.narrow else 0  # bytes that the model gets from the float32 weights
+    read = 2 * held + stepped + stepped + STATES * stepped  # forward, backward; weights, gradients, state
+    written = stepped + stepped + STATES * stepped + copied
+    return Cost(read, written, {matrix_precision(torch.empty(0, dtype=training.dtype, device=trainer.device)): flops})
+
+
+def step_roof(trainer: GptTrainer, ceilings: Ceilings) -> StepRoof:
+    """The roof of one step of one rank, on a device with these ceilings.
+
+    Raises:
+        ValueError: the device's rate in this dtype was not measured.
+    """
+    cost = step_cost(trainer)
+    ((precision, flops),) = cost.flops.items()
+    return StepRoof(roof(cost, ceilings).ms, flops, ceilings.peak(precision))
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Peak memory so far: of tensors on a GPU, of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024  # Linux counts in KiB

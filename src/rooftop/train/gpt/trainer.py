@@ -1,0 +1,325 @@
+"""Trains a GPT step by step, with the same numbers in every layout of ranks, up to the rounding of sums.
+
+    training = GptTraining(config=config, length=256, global_batch=16, micro_batch=4)
+    trainer = GptTrainer(training, open_tokens(Path("text/")), layout, layout.process_groups(), world.device)
+    while trainer.step < 100:
+        loss, norm = trainer.advance()
+
+Sequences and dropout masks depend on the seed, the step and the place in the whole batch. They depend neither on the
+rank that takes a sequence nor on the micro-batch size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rooftop.models.gpt.layouts import fully_sharded_gpt, parallel_gpt
+from rooftop.models.gpt.network import Gpt
+from rooftop.models.gpt.stages import GptStages, parallel_gpt_stages
+from rooftop.parallel import Layout, ModelGradients
+from rooftop.parallel.contexts import Context
+from rooftop.parallel.deferred import defer_weight_gradients
+from rooftop.parallel.documents import Documents
+from rooftop.parallel.exchanges import Group, start_sum
+from rooftop.parallel.packings import Packing
+from rooftop.parallel.pipelines import Pipeline
+from rooftop.parallel.schedules import Schedule
+from rooftop.parallel.sharded_data import sum_in_backward
+from rooftop.parallel.uploads import uploaded
+from rooftop.train.gpt.initial_weights import fill_from
+from rooftop.train.gpt.training import GptTraining
+from rooftop.train.optimizers.adamw import AdamW
+from rooftop.train.optimizers.main_weights import Held, MainWeights
+from rooftop.train.replays import Replayed
+from rooftop.train.tokens.mixtures import Mixture
+from rooftop.train.tokens.tokens import Tokens
+
+BETAS = (0.9, 0.95)  # of Adam, as GPT-3 and Llama were trained
+
+
+class GptTrainer:
+    """This rank's part of a training. All ranks make it and call its methods together, because they communicate.
+
+    Args:
+        training: what is trained.
+        tokens: the data, the same on all ranks.
+        layout: of the ranks.
+        groups: `layout.process_groups()`.
+        device: of this rank.
+        fully_shard: whether data parallel ranks shard parameters, gradients and optimizer state
+            (`rooftop.parallel.fully_sharded`).
+        initial: a folder of Hugging Face (config.json, .safetensors files) with the initial weights; None: random ones
+            of the seed.
+
+    Values written to the model between steps, by `load_state_dict` (also with assign=True), `copy_` or `.data`, are
+    trained further; the moments of the optimizer stay.
+
+    Attributes:
+        step: number of steps made.
+        weights: the weights that the optimizer steps; float32 if the model is narrower.
+        narrow: whether the model computes in a narrower dtype than `weights`.
+        schedule: schedule of the pipeline; None without a pipeline.
+
+    Raises:
+        InputError: a row has too few tokens.
+        InputError, WeightsError, MissingExtraError: `initial` cannot be read or does not fit `training.config`.
+        ValueError: see `GptTraining.check`.
+    """
+
+    def __init__(
+        self,
+        training: GptTraining,
+        tokens: Tokens | Mixture,
+        layout: Layout,
+        groups: Mapping[str, Group],
+        device: torch.device,
+        *,
+        fully_shard: bool = False,
+        initial: str | Path | None = None,
+    ) -> None:
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        training.check(layout, ranks, device.type, fully_shard=fully_shard)
+        self.training, self.layout, self.groups, self.device, self.step = training, layout, groups, device, 0
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.place = layout.coordinates(self.rank)
+        self.batches = training.batches(tokens)
+        self.fully_shard = fully_shard
+        wide = torch.float64 if training.dtype == torch.float64 else torch.float32
+        self.context = (
+            Context.of(groups["cp"], training.transport_in(layout), training.near) if layout.cp > 1 else Context()
+        )
+        self.schedule = training.schedule_of(layout)
+        self.model = self._made_model(wide, device, fully_shard)
+        if initial is not None:
+            fill_from(self.model, initial, lambda: self._made_model(wide, torch.device("meta"), fully_shard=False))
+        self.weights = MainWeights(self.model, wide if fully_shard else training.dtype, keep_narrow=True)
+        self.narrow = training.dtype != wide
+        if self.narrow:
+            _with_wide_loss(self.model, device)
+        tied = self.model.tied if isinstance(self.model, GptStages) else None
+        self.gradients = ModelGradients(self.model, groups, sequence_parallel=layout.sequence_parallel, tied=tied)
+        self.weights.answer_for(self.gradients)
+        self.optimizer = AdamW(
+            _decaying(self.weights.named.values(), training.weight_decay),
+            lr=training.learning_rate,
+            betas=BETAS,
+            weights=self.weights,
+        )
+        self._parts_of_positions = layout.tp if layout.sequence_parallel else 1
+        self._packing = self.context.packing(training.length, parts=self._parts_of_positions)
+        self._parts = range(self.place["dp"], training.global_batch // training.micro_batch, layout.dp)
+        self._pipeline = self._made_pipeline(self.schedule) if self.schedule is not None else None
+        self._replayed = Replayed(self._gradients_of, device) if training.cuda_graph else None
+        self._held: Held | None = None
+        self._captured: list[tuple[Tensor, Tensor]] = []  # the model's parameters, and the memory that a graph reads
+
+    def _made_model(self, dtype: torch.dtype, device: torch.device, fully_shard: bool) -> Gpt | GptStages:
+        """Make this rank's part of the model. Sharded parameters keep the wide dtype, and are gathered in the narrow
+        one."""
+        training, layout, groups = self.training, self.layout, self.groups
+        options: dict[str, Any] = {"seed": training.seed, "recompute": training.recompute, "context": self.context}
+        options |= {"device": device, "dtype": dtype}
+        if self.schedule is not None:
+            return parallel_gpt_stages(
+                training.config,
+                layout,
+                groups,
+                self.schedule,
+                **options,
+                length=training.length,
+                halves=training.halves,
+                fully_shard=fully_shard,
+                compute_dtype=training.dtype,
+            )
+        if fully_shard:
+            return fully_sharded_gpt(training.config, layout, groups, **options, compute_dtype=training.dtype)
+        return parallel_gpt(training.config, layout, groups, **options, halves=training.halves)
+
+    def _made_pipeline(self, schedule: Schedule) -> Pipeline:
+        assert isinstance(self.model, GptStages)
+        return Pipeline(
+            schedule,
+            group=self.groups["pp"],
+            shape=self.model.shape_between(self.training.micro_batch, self.training.length),
+            dtype=self.training.dtype,
+            device=self.device,
+            deferral=defer_weight_gradients(self.model) if schedule.splits_backward else None,
+        )
+
+    def advance(self) -> tuple[Tensor, Tensor]:
+        """Make one step; return the mean loss of its batch before the step and the norm of its gradient, both (), the
+        same on all ranks.
+
+        Both stay on the device; reading them waits for the device.
+        """
+        self.weights.adopt(contents=False)  # contents are seen by the optimizer
+        size = self.training.micro_batch
+        places = [part * size + place for part in self._parts for place in range(size)]
+        text = self.batches.read(self.step, places).view(len(self._parts), size, -1)  # (parts, B, S + 1)
+        if self._replayed is None:
+            packings = [self._packing_of(sequences) for sequences in text]
+            loss, norm, scale = self._gradients_of(uploaded(text, self.device), self.step, packings)
+        else:
+            loss, norm, scale = self._replay(self._replayed, self._sent(text))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.training.rate_at(self.step + 1)
+        self.optimizer.step(scale=scale if self.training.clip else None)
+        self.optimizer.zero_grad()
+        self.step += 1
+        return loss, norm
+
+    def _replay(self, replayed: Replayed, text: Tensor) -> tuple[Tensor, ...]:
+        """Call `_gradients_of`, or replay its CUDA graph, which writes gradients to the addresses of the capture."""
+        if self._held is None:
+            self.optimizer.zero_grad()  # gradients left over from elsewhere would be added
+        with torch.no_grad():
+            for parameter, memory in self._captured:
+                if parameter.data_ptr() != memory.data_ptr():  # somebody has set `.data`
+                    memory.copy_(parameter)
+                    parameter.data = memory
+        loss, norm, scale = replayed(text, self._sent(torch.tensor(self.step)))
+        if self._held is None and replayed.captured:
+            self._held = self.weights.held()
+            self._captured = [(parameter, parameter.detach()) for parameter in self.model.parameters()]
+        if self._held is not None:
+            self.weights.hold(self._held)
+        return loss, norm, scale
+
+    def _packing_of(self, sequences: Tensor) -> Packing:
+        """The packing of a micro-batch (B, S + 1) on the CPU."""
+        end = self.training.document_end
+        if end is None:
+            return self._packing
+        documents = Documents.of_tokens(sequences[:, :-1], end)
+        return self.context.packing(self.training.length, documents, self._parts_of_positions)
+
+    def _gradients_of(
+        self, text: Tensor, step: int | Tensor, packings: Sequence[Packing] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute and keep the gradients of a step; return (loss, their norm, their clipping factor), () each.
+
+        text (parts, B, S + 1) int64 holds this rank's micro-batches, each with its packing. A step given as a tensor is
+        () int64 on the device.
+        """
+        loss = torch.zeros((), device=self.device, dtype=next(iter(self.weights.named.values())).dtype)
+        counted, packings = self._targets_of(text), packings or [self._packing] * len(self._parts)
+        if self._pipeline is not None:
+            assert isinstance(self.model, GptStages)
+            self.model.begin_step()
+            for share in self._pipeline.run(partial(self._at_stage, text, step, packings, counted)):
+                loss += share
+            self.model.end_step()
+            loss = start_sum(loss, self.groups["pp"])()  # the last stage's
+        else:
+            for part, sequences, packing in zip(self._parts, text, packings, strict=True):
+                loss += self._with_gradients(part, sequences, step, packing, counted)
+        self.gradients.sum_()
+        norm, scale = self.gradients.scale_for(self.training.clip or float("inf"))
+        return start_sum(loss, self.groups["dp-cp"])(), norm, scale
+
+    def _targets_of(self, text: Tensor) -> int | Tensor:
+        """Number of tokens of the step's whole batch that count in the loss; () on the device if it depends on the
+        tokens."""
+        if not self.training.mask_ends:
+            return self.training.tokens_per_step
+        counted: Tensor = start_sum(text[..., :-1].ne(self._end).sum(), self.groups["dp"])()
+        return counted.clamp(min=1)
+
+    @property
+    def _end(self) -> int:
+        """The token that ends a document."""
+        assert self.training.document_end is not None
+        return self.training.document_end
+
+    def _with_gradients(
+        self, part: int, sequences: Tensor, step: int | Tensor, packing: Packing, counted: int | Tensor
+    ) -> Tensor:
+        """Add the gradients of a micro-batch to those before; return its share of the loss, ()."""
+        self._take_place(part)
+        tokens, targets = self._here(sequences, packing)
+        total: Tensor = self.model(tokens, targets, **self._options(packing, step))
+        loss = total / counted
+        last = part == self._parts[-1]
+        if self.training.sum_once:
+            sum_in_backward(self.model, last)
+        with self.gradients.summing() if last else nullcontext():
+            loss.backward()
+        return loss.detach()
+
+    def _at_stage(
+        self,
+        text: Tensor,
+        step: int | Tensor,
+        packings: Sequence[Packing],
+        counted: int | Tensor,
+        stage: int,
+        number: int,
+        given: Tensor | None,
+    ) -> Tensor:
+        """Run a stage of this rank, by its number, on a micro-batch; see `Pipeline.run`."""
+        assert self.schedule is not None
+        self._take_place(self._parts[number])
+        tokens, targets = self._here(text[number], packings[number])
+        last = stage + 1 == self.schedule.stages
+        input, aim = tokens if given is None else given, targets if last else None
+        made: Tensor = self.model(stage, input, aim, **self._options(packings[number], step))
+        return made / counted if last else made
+
+    def _take_place(self, part: int) -> None:
+        """Set the place of a micro-batch in the whole batch, which determines the dropout of the next forward."""
+        parts = self.training.global_batch // self.training.micro_batch
+        if self.model.masks is not None:
+            self.model.masks.place = replace(self.model.masks.place, batch=(part, parts))
+
+    def _here(self, sequences: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+        """Tokens and targets at the positions of this rank."""
+        chunks = packing.held[self.context.index]
+        tokens, targets = (chunks.of(each, 1) for each in (sequences[:, :-1], sequences[:, 1:]))
+        if self.training.mask_ends:
+            targets = targets.masked_fill(tokens.eq(self._end), -100)
+        return tokens, targets
+
+    def _options(self, packing: Packing, step: int | Tensor) -> dict[str, Any]:
+        """The arguments of the model for a micro-batch other than its tokens."""
+        return {
+            "positions": self._positions_of(packing),
+            "packing": packing if self.context.ranks > 1 or packing.documents is not None else None,
+            "reduction": "sum",
+            "step": step,
+        }
+
+    def _positions_of(self, packing: Packing) -> Tensor:
+        """The positions of this rank's tokens, (S,) or (B, S)."""
+        chunks = packing.held[self.context.index]
+        if not self.training.reset_positions or packing.documents is None:
+            return chunks.positions(self.device)
+        return uploaded(chunks.of(packing.documents.positions(), 1), self.device)
+
+    def _sent(self, numbers: Tensor) -> Tensor:
+        """Copy to the GPU while Python continues."""
+        return numbers.pin_memory() if self.device.type == "cuda" else numbers
+
+
+def _with_wide_loss(model: Gpt | GptStages, device: torch.device) -> None:
+    """Make the loss float32 for a bfloat16 model, because a bfloat16 sum has only three digits."""
+    if model.head is None:  # a stage that is not the last
+        return
+    wide = torch.autocast(device.type, torch.bfloat16)
+    model.head.forward = wide(model.head.forward)  # type: ignore[method-assign]
+
+
+def _decaying(parameters: Iterable[Tensor], decay: float) -> list[dict[str, Any]]:
+    every = list(parameters)
+    return [
+        {"params": [parameter for parameter in every if parameter.dim() > 1], "weight_decay": decay},
+        {"params": [parameter for parameter in every if parameter.dim() < 2], "weight_decay": 0.0},
+    ]

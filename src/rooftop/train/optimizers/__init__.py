@@ -1,0 +1,1 @@
+"""AdamW in few launches, and the wide weights that it steps."""

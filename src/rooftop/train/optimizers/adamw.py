@@ -1,0 +1,250 @@
+"""AdamW in one pass over memory.
+
+Take float32 weights of a bfloat16 model. Operator by operator, a step converts gradients to float32 (6 bytes a weight),
+clips them (8), runs AdamW (28), and converts the weights to bfloat16 (6). It is bound by memory: one kernel does all of
+it with 30 bytes per weight. It reads gradients in the dtype of backward, scales them for clipping on the way, and
+writes the model's weights together with the float32 ones. Two of the bytes compare both, to find weights that somebody
+has loaded. `adamw_launches.py` decides which weights share a kernel.
+
+The number of the step and the learning rate are on the GPU too, so the host never waits, and a CUDA graph can hold the
+step.
+
+Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization" (arXiv:1711.05101), algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from itertools import compress
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftop.launch.triton_launch import INTERPRETED, require_triton
+from rooftop.parallel.sharded_data import local_of
+from rooftop.train.optimizers.adamw_launches import AdamWOptions, AdamWPlan
+from rooftop.train.optimizers.main_weights import MainWeights
+
+_grad, _device = attrgetter("grad"), attrgetter("device")
+DENSE = {torch.strided}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class AdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` with the same numbers up to rounding, and the same state and `state_dict`.
+
+    On a GPU one kernel makes the step, as the module describes; on a CPU PyTorch makes it.
+
+    Args:
+        params, lr, betas, eps, weight_decay: see `torch.optim.AdamW`; `lr` may be a tensor.
+        weights: the float32 weights to step. The step takes their gradients in any dtype, and writes the result to the
+            model. Values written to the model before the step are stepped. So neither `weights.publish()` nor a
+            `zero_grad` of the model is needed.
+
+    Raises:
+        TypeError: a parameter is not floating point.
+        ValueError: see `torch.optim.AdamW`; also a parameter does not fill its memory (such as a slice) or is not in
+            `weights.named`, or `amsgrad` or `maximize` is set.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        weights: MainWeights | None = None,
+    ) -> None:
+        self.weights = weights
+        self._forget()
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        if weights is not None:
+            weights.step_adopts()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See PyTorch's optimizers. Raises the errors of the class."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_group(group)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        group["fused"] = _is_fused(group)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        _refuse_options(group)
+        for parameter in group["params"]:
+            _check(parameter)
+            if self.weights is not None and not any(parameter is each for each in self.weights.named.values()):
+                raise ValueError(
+                    f"AdamW: a parameter {tuple(parameter.shape)} is not in weights.named: pass those, not the "
+                    "model's parameters"
+                )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See PyTorch's optimizers. The state may come from any device; it moves to the device of the parameters."""
+        for group in state_dict["param_groups"]:
+            _refuse_options(group)
+        saved = zip(state_dict["param_groups"], self.param_groups, strict=False)
+        groups = [{**group, "fused": _is_fused(own)} for group, own in saved]
+        if len(groups) != len(self.param_groups):
+            groups = state_dict["param_groups"]  # which PyTorch refuses
+        super().load_state_dict({**state_dict, "param_groups": groups})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "weights": self.weights}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._forget()
+        super().__setstate__(state)
+
+    def _forget(self) -> None:
+        self._plans: dict[tuple[int, torch.device], AdamWPlan] = {}
+        self._known: list[dict[str, Any]] = []
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None) -> Any:  # type: ignore[override]
+        """One step.
+
+        Args:
+            closure: computes the loss and its gradients again; see PyTorch's optimizers.
+            scale: () on the device of the parameters. The step multiplies gradients with it
+                (`ModelGradients.scale_for`), but need not change them in memory.
+
+        Returns:
+            The loss of `closure`.
+
+        Raises:
+            TypeError, ValueError: the scale is not a tensor of one element.
+            RuntimeError: a gradient is sparse, or other tensors have replaced the model's parameters (`load_state_dict`
+                with assign=True). Then no parameter is stepped.
+        """
+        _check_scale(scale)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        every = [parameter for group in self.param_groups for parameter in group["params"]]
+        by_kernel = all(parameter.device.type == "cuda" for parameter in every) or INTERPRETED
+        if self.weights is not None:
+            self.weights.before_step(contents=not by_kernel)  # the kernel compares the weights that it reads
+        if by_kernel:
+            require_triton()
+            if len(self.state) != len(self._known) or not all(map(is_, self.state.values(), self._known)):
+                self._plans.clear()  # somebody has replaced states
+            held = [self._held(group["params"]) for group in self.param_groups]
+            if not {gradient.layout for gradients in held for gradient in gradients if gradient is not None} <= DENSE:
+                raise RuntimeError("AdamW: a gradient is sparse: make the embedding with sparse=False")
+            for number, group in enumerate(self.param_groups):
+                self._step_of(number, group, held[number], scale)
+            self._known = [*self.state.values()]
+            if self.weights is not None:
+                self.weights.synchronized()
+            return loss
+        if self.weights is not None:
+            for parameter in every:
+                self.weights.widen(parameter)
+        gradients = [each for parameter in every if (each := _gradient_of(parameter)) is not None]
+        if scale is not None and gradients:
+            torch._foreach_mul_(gradients, scale)
+        _plain_step(self)
+        if self.weights is not None:
+            self.weights.publish()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Release the gradients, including those held by `weights`, or set them to 0."""
+        if self.weights is not None:
+            for parameter in (each for group in self.param_groups for each in group["params"]):
+                self.weights.forget_gradient(parameter) if set_to_none else self.weights.widen(parameter)
+        super().zero_grad(set_to_none)
+
+    def _held(self, every: Sequence[Tensor]) -> list[Tensor | None]:
+        return [*map(_grad, every)] if self.weights is None else self.weights.gradients_of(every)
+
+    def _step_of(self, number: int, group: dict[str, Any], held: Sequence[Tensor | None], scale: Tensor | None) -> None:
+        every = group["params"]
+        found = [parameter for parameter, gradient in zip(every, held, strict=True) if gradient is not None]
+        gradients = [gradient for gradient in held if gradient is not None]
+        options = AdamWOptions.of(group)
+        devices = [*map(_device, found)]
+        for device in dict.fromkeys(devices):
+            is_here = [each == device for each in devices]
+            here = [*compress(found, is_here)]
+            plan = self._plans.get((number, device))
+            if plan is None or not plan.holds(here):
+                plan = self._plans[number, device] = self._plan_of(here)
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                factor = scale if scale is None or scale.device == device else scale.to(device)
+                plan.step([*compress(gradients, is_here)], options, factor)
+
+    def _plan_of(self, parameters: list[Tensor]) -> AdamWPlan:
+        for each in parameters:
+            _check(each)
+            _complete(each, self.state[each])
+        models = [None if self.weights is None else self.weights.model_has(each) for each in parameters]
+        return AdamWPlan(parameters, [self.state[each] for each in parameters], models)
+
+
+def _check_scale(scale: Tensor | None) -> None:
+    if scale is not None and not isinstance(scale, Tensor):
+        raise TypeError(f"AdamW: scale must be a tensor, as scale_for gives it, got {type(scale).__name__}")
+    if scale is not None and scale.numel() != 1:
+        raise ValueError(f"AdamW: scale must be one number, got {tuple(scale.shape)}")
+
+
+def _plain_step(optimizer: torch.optim.AdamW) -> None:
+    """Make PyTorch's own step, without the hooks that already run around the step of this class."""
+    step: Any = torch.optim.AdamW.step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
+def _is_fused(group: dict[str, Any]) -> bool | None:
+    """Whether the state has the form of PyTorch's fused AdamW, with the step count on the GPU."""
+    return all(parameter.device.type == "cuda" for parameter in group["params"]) or None
+
+
+def _refuse_options(group: dict[str, Any]) -> None:
+    for name in ("amsgrad", "maximize"):
+        if group.get(name):
+            raise ValueError(f"AdamW: {name}=True is not supported: use torch.optim.AdamW")
+
+
+def _gradient_of(parameter: Tensor) -> Tensor | None:
+    return None if parameter.grad is None else local_of(parameter.grad)
+
+
+def _check(parameter: Tensor) -> None:
+    here = local_of(parameter)
+    shape = tuple(parameter.shape)
+    if here.dtype not in DTYPES:
+        raise TypeError(f"AdamW: a parameter {shape} is {here.dtype}: expected a floating dtype")
+    if here.numel() and torch.empty_like(here, device="meta").stride() != here.stride():
+        raise ValueError(
+            f"AdamW: a parameter {shape} has strides {here.stride()}, with gaps or overlaps in its memory: make it "
+            "contiguous before training"
+        )
+
+
+def _complete(parameter: Tensor, state: dict[str, Any]) -> None:
+    """Make a state, or bring a loaded one into the memory layout of the parameter."""
+    steps = state.get("step", 0.0)
+    if not isinstance(steps, Tensor) or steps.dtype != torch.float32 or steps.device != parameter.device:
+        state["step"] = torch.as_tensor(steps, dtype=torch.float32, device=parameter.device)
+    for name in ("exp_avg", "exp_avg_sq"):
+        held = state.get(name)
+        if held is not None and held.shape != parameter.shape:
+            raise ValueError(
+                f"AdamW: the state of a parameter {tuple(parameter.shape)} has the shape {tuple(held.shape)}: make a "
+                "new optimizer for the new shape"
+            )
+        if held is None or local_of(held).stride() != local_of(parameter).stride():
+            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            if held is not None:
+                state[name].copy_(held)

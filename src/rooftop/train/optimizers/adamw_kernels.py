@@ -1,0 +1,143 @@
+"""Triton kernels of AdamW; `adamw.py` has the optimizer and describes it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def adamw_numbers(
+    steps,  # (count,) float32, including this step; with COUNTING int64, addresses of such tensors
+    constants,  # (8,) float64: rate, 1 - rate * decay, beta1, 1 - beta1, beta2, 1 - beta2, and the logarithms of both
+    numbers,  # (count, 8) float64: the rate by the first bias correction, the root of the second, and the second to the
+    # sixth of the constants
+    count, COUNTING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The numbers that the step of each weight needs besides its elements."""
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = lane < count
+    if COUNTING:
+        place = tl.load(steps + lane, mask=inside).to(tl.pointer_type(tl.float32))
+        taken = tl.load(place, mask=inside) + 1
+        tl.store(place, taken, mask=inside)
+    else:
+        taken = tl.load(steps + lane, mask=inside)
+    taken = taken.to(tl.float64)
+    first = 1 - tl.exp(taken * tl.load(constants + 6))
+    second = 1 - tl.exp(taken * tl.load(constants + 7))
+    row = numbers + lane * 8
+    tl.store(row, tl.load(constants) / first, mask=inside)
+    tl.store(row + 1, tl.sqrt(second), mask=inside)
+    for number in tl.static_range(1, 6):
+        tl.store(row + number + 1, tl.load(constants + number) + tl.zeros_like(second), mask=inside)
+
+
+@triton.jit
+def adamw_steps(
+    rows,  # (weights, 8) int64, a row: addresses of weight, gradient, average, square, narrow; elements; the first
+    # program; the row of `numbers`. Each has its elements one after another; narrow is another weight, or none
+    row_of,  # (programs,) int32
+    numbers,  # (any, 8) float64, of `adamw_numbers`
+    scale,  # () what gradients are multiplied with, or none
+    WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, AVERAGE: tl.constexpr, SQUARE: tl.constexpr,
+    MODEL: tl.constexpr,  # the dtypes of what the addresses lead to
+    ALIGNED: tl.constexpr,  # whether all addresses are divisible by 16
+    eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Step BLOCK elements of one of many weights. Weight, moments and the narrow weight, which may have been loaded,
+    are read and written once each."""
+    program = tl.program_id(0)
+    row = rows + tl.load(row_of + program).to(tl.int64) * 8
+    start = (program - tl.load(row + 6)) * BLOCK
+    step_from(
+        pointer_at(tl.load(row), WEIGHT, ALIGNED) + start,
+        pointer_at(tl.load(row + 1), GRADIENT, ALIGNED) + start,
+        pointer_at(tl.load(row + 2), AVERAGE, ALIGNED) + start,
+        pointer_at(tl.load(row + 3), SQUARE, ALIGNED) + start,
+        pointer_at(tl.load(row + 4), MODEL, ALIGNED) + start,
+        numbers + tl.load(row + 7) * 8, scale, tl.load(row + 5) - start, eps, WIDE, NARROW, SCALED, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def adamw_step(
+    weight, gradient, average, square, narrow,  # (elements,) each
+    numbers,  # (8,) float64, a row
+    scale, elements,
+    eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same for one weight, whose addresses are arguments of the launch."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    step_from(
+        weight + start, gradient + start, average + start, square + start, narrow + start, numbers, scale,
+        elements - start, eps, WIDE, NARROW, SCALED, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def pointer_at(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """An address as a pointer that the compiler may assume to be a multiple of 16 bytes."""
+    pointer = address.to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def step_from(
+    weight, gradient, average, square, narrow, numbers, scale, left,
+    eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Step BLOCK elements from the pointers on, of which `left` exist."""
+    rate = tl.load(numbers).to(WIDE)
+    root = tl.load(numbers + 1).to(WIDE)
+    decay = tl.load(numbers + 2).to(WIDE)
+    beta1 = tl.load(numbers + 3).to(WIDE)
+    rest1 = tl.load(numbers + 4).to(WIDE)
+    beta2 = tl.load(numbers + 5).to(WIDE)
+    rest2 = tl.load(numbers + 6).to(WIDE)
+    factor = tl.load(scale).to(WIDE) if SCALED else 1.0
+    if left >= BLOCK:  # no mask: the widest loads, whatever number divides the elements
+        step_of_block(
+            weight, gradient, average, square, narrow, left,
+            rate, root, decay, factor, beta1, rest1, beta2, rest2, eps, WIDE, NARROW, SCALED, BLOCK, True,
+        )  # fmt: skip
+    else:
+        step_of_block(
+            weight, gradient, average, square, narrow, left,
+            rate, root, decay, factor, beta1, rest1, beta2, rest2, eps, WIDE, NARROW, SCALED, BLOCK, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def step_of_block(
+    weight, gradient, average, square, narrow, left, rate, root, decay, factor, beta1, rest1, beta2, rest2,
+    eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """The same, with or without a mask."""
+    lane = tl.arange(0, BLOCK)
+    inside = lane >= 0 if FULL else lane < left
+    w = tl.load(weight + lane, mask=inside).to(WIDE)
+    g = tl.load(gradient + lane, mask=inside).to(WIDE)
+    m = tl.load(average + lane, mask=inside).to(WIDE)
+    v = tl.load(square + lane, mask=inside).to(WIDE)
+    if NARROW:  # if it differs from the rounded weight, new values were loaded into it, and the step starts from there
+        n = tl.load(narrow + lane, mask=inside)
+        w = tl.where(w.to(narrow.dtype.element_ty) == n, w, n.to(WIDE))
+    if SCALED:
+        g *= factor
+    m = m * beta1 + g * rest1
+    v = v * beta2 + g * g * rest2
+    if tl.float64 == WIDE:
+        size = tl.sqrt(v) / root + eps
+        w = w * decay - rate * m / size
+    else:  # rounded correctly: what is approximate by default is not for weights that are kept
+        size = tl.div_rn(tl.sqrt_rn(v), root + tl.zeros_like(v)) + eps
+        w = w * decay - tl.div_rn(rate * m, size)
+    tl.store(weight + lane, w.to(weight.dtype.element_ty), mask=inside)
+    tl.store(average + lane, m.to(average.dtype.element_ty), mask=inside)
+    tl.store(square + lane, v.to(square.dtype.element_ty), mask=inside)
+    if NARROW:
+        tl.store(narrow + lane, w.to(narrow.dtype.element_ty), mask=inside)

@@ -1,0 +1,259 @@
+"""The weights that an optimizer steps: those of the model, or float32 copies if it computes in a narrow dtype.
+
+A bfloat16 weight has 8 bits of precision: it would lose a step of less than 1/256 of its value, and a sum over
+micro-batches would lose small gradients. So both are kept in float32, and the model gets the rounded result of the
+step.
+
+Values written to the model in any way are trained from then on: if a weight of the model is not its rounded float32
+copy, the copy takes it over before the next step (`adopt`).
+
+Source: Micikevicius et al. 2018, "Mixed Precision Training" (arXiv:1710.03740), section 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.parallel import ModelGradients
+from rooftop.parallel.weight_places import WeightPlaces
+
+Held = list[tuple[Tensor | None, Tensor | None]]
+"""Of each weight the gradient in `.grad`, and the narrow one."""
+
+
+class MainWeights:
+    """Main weights of a model in float32 or float64, which then computes in `dtype`.
+
+    Args:
+        model: converted to `dtype`, with the same parameter objects.
+        dtype: bfloat16, or the dtype of the model, which needs no copies.
+        keep_narrow: keep a gradient in `dtype`, as backward made it, until another is added or `widen` asks for
+            float32. That costs no precision, and `rooftop.train.AdamW` takes such gradients. Code that reads `.grad`,
+            such as `clip_grad_norm_` and `GradScaler`, needs `widen` first.
+
+    Attributes:
+        named: the weights that the optimizer steps, by the model's names; tied ones once. Without `keep_narrow` their
+            gradients are complete after each backward; with copies, the model's own gradients are released by then.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, *, keep_narrow: bool = False) -> None:
+        own = dict(model.named_parameters())
+        self.narrow = any(parameter.dtype != dtype for parameter in own.values())
+        self.named = own
+        self._places = WeightPlaces(model)
+        self._gradients = _Gradients(keep_narrow)
+        self._model_has: dict[Tensor, nn.Parameter] = {}
+        if not self.narrow:
+            return
+        self.named = {
+            name: nn.Parameter(parameter.detach().clone(), parameter.requires_grad) for name, parameter in own.items()
+        }
+        model.to(dtype)
+        self._every: list[Tensor] = list(own.values())
+        self._model_has = {self.named[name]: parameter for name, parameter in own.items()}
+        self._main_of = {parameter: main for main, parameter in self._model_has.items()}
+        self.synchronized()
+        for name, parameter in own.items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_Moved(self._gradients, self.named[name]))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.synchronized()  # copies of tensors begin with version 0
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Write the result of the optimizer to the model.
+
+        Raises:
+            RuntimeError: other tensors have replaced the model's parameters, or a parameter was written after its
+                backward and before this call.
+        """
+        self._places.check("MainWeights.publish")
+        if not self.narrow:
+            return
+        for name, main in self.named.items():
+            if self._gradients.was_written(main) and self._gradients.model_was_written(main, self._model_has[main]):
+                raise RuntimeError(
+                    f"MainWeights.publish: both {name} of the model and its copy were changed: load before backward, "
+                    "or call adopt() after loading"
+                )
+        torch._foreach_copy_(self._every, [*self.named.values()])
+        self.synchronized()
+
+    @torch.no_grad()
+    def adopt(self, contents: bool = True) -> None:
+        """Take over values written to the model or to `named`, and tensors that replaced its parameters.
+
+        The code that makes a step calls it before the step; no other call is needed.
+
+        Args:
+            contents: compare each weight of the model with its copy. Otherwise check only what needs no pass over
+                memory: whether parameters were replaced, and whether `named` were written to.
+
+        Raises:
+            RuntimeError: the tensors that replaced parameters cannot be taken over.
+        """
+        for own, found in self._places.take_back("MainWeights.adopt").items():
+            main = self._main_of.get(own) if self.narrow else None
+            if main is not None:
+                main.copy_(found)  # it may be wider than the model
+        if not self.narrow:
+            return
+        for main, own in self._model_has.items():
+            if self._gradients.was_written(main):
+                own.copy_(main)
+            elif contents:
+                adopt_into(main, own)
+        if contents:
+            self.synchronized()
+        else:
+            self._gradients.saw(self._model_has.items(), only_main=True)
+
+    def before_step(self, contents: bool) -> None:
+        """Call `adopt` between backward and the step, when replaced parameters can no longer be taken over.
+
+        Raises:
+            RuntimeError: a parameter was replaced.
+        """
+        self._places.check("AdamW.step")
+        self.adopt(contents)
+
+    def synchronized(self) -> None:
+        """Record that model and copies are equal now, after a step that has written both."""
+        if self.narrow:
+            self._gradients.saw(self._model_has.items())
+
+    def step_adopts(self) -> None:
+        """Record that an optimizer calls `before_step`, so that backward need not look for written values."""
+        self._gradients.step_adopts = True
+
+    def model_has(self, main: Tensor) -> nn.Parameter | None:
+        """The model's weight for one of `named`; None if both are the same tensor."""
+        return self._model_has.get(main)
+
+    def gradient_of(self, main: Tensor) -> Tensor | None:
+        """The gradient of one of `named`, float32 or narrow; None without a gradient."""
+        return main.grad if main.grad is not None else self._gradients.narrow.get(main)
+
+    def gradients_of(self, mains: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of several of `named`."""
+        narrow = self._gradients.narrow
+        return [narrow.get(main) if main.grad is None else main.grad for main in mains]
+
+    def widen(self, main: Tensor | None = None) -> None:
+        """Move a gradient, or all of them, to `.grad` of `named`, in float32."""
+        for each in [*self._gradients.narrow] if main is None else [main]:
+            self._gradients.widen(each)
+
+    def add(self, main: Tensor, gradient: Tensor) -> None:
+        """Add to the gradient of one of `named`, as backward does; the given tensor may be kept.
+
+        Raises:
+            ValueError: it has another shape, or no floating dtype.
+        """
+        if gradient.shape != main.shape or not gradient.is_floating_point():
+            raise ValueError(
+                f"MainWeights: a gradient must be floating and {tuple(main.shape)} as its weight is, got "
+                f"{gradient.dtype} {tuple(gradient.shape)}"
+            )
+        self._gradients.add(main, gradient)
+
+    def answer_for(self, gradients: ModelGradients) -> None:
+        """Use these gradients for sums over ranks and for clipping, instead of the model's own."""
+        gradients.parameters = self.named
+        gradients.gradient_of, gradients.widen = self.gradient_of, self.widen
+
+    def held(self) -> Held:
+        """All gradients, at their current addresses."""
+        narrow = self._gradients.narrow
+        return [(main.grad, narrow.get(main)) for main in self.named.values()]
+
+    def hold(self, held: Held) -> None:
+        """Use these gradients again instead of any others, after a CUDA graph has rewritten them."""
+        narrow = self._gradients.narrow
+        for main, (wide, of_model) in zip(self.named.values(), held, strict=True):
+            main.grad = wide
+            if of_model is None:
+                narrow.pop(main, None)
+            else:
+                narrow[main] = of_model
+
+    def forget_gradient(self, main: Tensor) -> None:
+        """Release a narrow gradient; `zero_grad` of the optimizer releases those in `.grad`."""
+        self._gradients.narrow.pop(main, None)
+
+
+class _Gradients:
+    """The narrow gradients of main weights; wide ones are in `.grad`. It holds no reference to the model, because hooks
+    of the parameters hold it, and Python cannot collect such a cycle."""
+
+    def __init__(self, keep_narrow: bool) -> None:
+        self.keep_narrow = keep_narrow
+        self.narrow: dict[Tensor, Tensor] = {}
+        self.step_adopts = False
+        self._versions: dict[Tensor, tuple[int, int]] = {}  # versions of a main weight and of the model's
+
+    def saw(self, pairs: Iterable[tuple[Tensor, Tensor]], only_main: bool = False) -> None:
+        """Record the state of both weights; later writes count as new."""
+        for main, own in pairs:
+            self._versions[main] = (main._version, self._versions[main][1] if only_main else own._version)
+
+    def was_written(self, main: Tensor) -> bool:
+        """Whether a main weight was written to since `saw`; writes that bypass autograd, such as `.data`, are not
+        seen."""
+        return self._versions[main][0] != main._version
+
+    def model_was_written(self, main: Tensor, own: Tensor) -> bool:
+        """The same for the model's weight."""
+        return self._versions[main][1] != own._version
+
+    def adopt(self, main: Tensor, own: Tensor) -> None:
+        """Adopt before the first gradient of a step, for an optimizer that does not know narrow weights."""
+        if self.step_adopts or main.grad is not None or main in self.narrow or self.was_written(main):
+            return
+        with torch.no_grad():
+            adopt_into(main, own)
+        self.saw([(main, own)])
+
+    def add(self, main: Tensor, gradient: Tensor) -> None:
+        if main.grad is None and main not in self.narrow:
+            self.narrow[main] = gradient
+            if not self.keep_narrow:
+                self.widen(main)
+            return
+        self.widen(main)
+        assert main.grad is not None
+        with torch.no_grad():
+            main.grad += gradient
+
+    @torch.no_grad()
+    def widen(self, main: Tensor) -> None:
+        gradient = self.narrow.pop(main, None)
+        if gradient is not None:
+            main.grad = gradient.to(main.dtype)
+
+
+class _Moved:
+    """Hook that moves the gradient of a parameter to its copy."""
+
+    def __init__(self, gradients: _Gradients, main: nn.Parameter) -> None:
+        self.gradients, self.main = gradients, main
+
+    def __call__(self, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        self.gradients.adopt(self.main, parameter)
+        self.gradients.add(self.main, gradient)
+
+
+def adopt_into(main: Tensor, own: Tensor) -> None:
+    """Set a copy to the model's values wherever these are not the rounded copy. The host does not wait for the GPU."""
+    same = main.to(own.dtype) == own
+    if main.device.type == "cpu" and bool(same.all()):
+        return
+    main.copy_(torch.where(same, main, own.to(main.dtype)))

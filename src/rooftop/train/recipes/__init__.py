@@ -1,0 +1,28 @@
+"""How a model is trained, as data, and what carries it out: optimizers, schedules, means of weights, mixed batches."""
+
+from rooftop.train.recipes.checks import check_recipe
+from rooftop.train.recipes.freezing import freeze
+from rooftop.train.recipes.mean_weights import MeanWeights
+from rooftop.train.recipes.mixing import mixer, smoothed_cross_entropy
+from rooftop.train.recipes.optimizers import optimizer_of
+from rooftop.train.recipes.preparing import prepare_model
+from rooftop.train.recipes.rates import rate_factor, set_rates
+from rooftop.train.recipes.recipe import Recipe
+from rooftop.train.recipes.regularizing import regularize
+from rooftop.train.recipes.starting import Started, start_from
+
+__all__ = [
+    "MeanWeights",
+    "Recipe",
+    "Started",
+    "check_recipe",
+    "freeze",
+    "mixer",
+    "optimizer_of",
+    "prepare_model",
+    "rate_factor",
+    "regularize",
+    "set_rates",
+    "smoothed_cross_entropy",
+    "start_from",
+]

@@ -1,0 +1,77 @@
+"""Whether a recipe fits a task, before the first step: every error at once costs no training."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from rooftop.errors import InputError
+from rooftop.train.recipes.freezing import matching
+from rooftop.train.recipes.layers import layers_of
+from rooftop.train.recipes.muon import hidden_matrices
+from rooftop.train.recipes.optimizers import check_momentum
+from rooftop.train.recipes.rates import check_parts
+from rooftop.train.recipes.recipe import Recipe
+from rooftop.train.tasks.task import Task
+
+
+def check_recipe(recipe: Recipe, task: Task, *, ranks: int = 1) -> None:
+    """Check what the values of a recipe need of a task. Changes nothing.
+
+    Raises:
+        InputError: something does not fit; the message names the switch and the value that would.
+    """
+    _check_batch(recipe, ranks)
+    _check_mix(recipe, task, ranks)
+    _check_model(recipe, task.model)
+    check_parts(recipe.schedule)
+    if recipe.ema.decay == 1:
+        raise InputError("ema.decay is 1: the mean would never follow the weights; set it below 1, e.g. 0.999")
+    if recipe.evaluation.patience and task.valid is None:
+        raise InputError("evaluation.patience needs validation data, which the task has not: set evaluation.patience=0")
+
+
+def _check_batch(recipe: Recipe, ranks: int) -> None:
+    parts = ranks * recipe.run.accumulate
+    if recipe.run.batch % parts:
+        nearest = max(1, round(recipe.run.batch / parts)) * parts
+        raise InputError(
+            f"run.batch is {recipe.run.batch}, with {ranks} ranks and run.accumulate={recipe.run.accumulate}: expected "
+            f"a multiple of {parts}, e.g. {nearest}"
+        )
+
+
+def _check_mix(recipe: Recipe, task: Task, ranks: int) -> None:
+    on = [name for name in ("mixup", "cutmix") if getattr(recipe.mix, name)]
+    if not on:
+        return
+    if task.alter is None:
+        off = " and ".join(f"mix.{name}=0" for name in on)
+        raise InputError(f"mix.{on[0]} mixes images and their classes, and this task does not mix: set {off}")
+    part = recipe.run.batch // (ranks * recipe.run.accumulate)
+    if part % 2:
+        raise InputError(
+            f"mix.{on[0]} mixes pairs of samples, and one forward pass has {part}: set run.batch to a multiple of "
+            f"{2 * ranks * recipe.run.accumulate}"
+        )
+
+
+def _check_model(recipe: Recipe, model: nn.Module) -> None:
+    frozen = matching(model, recipe.model.frozen)
+    trained = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not any(name == each or name.startswith(f"{each}.") for each in frozen)
+    ]
+    if not trained:
+        raise InputError(
+            f"no parameter of {type(model).__name__} is left to train: leave some modules out of model.frozen"
+        )
+    given = recipe.optimizer
+    if given.layer_decay < 1:
+        layers_of(model)
+    if given.name == "sgd":
+        check_momentum(given)
+    if given.name == "muon" and hidden_matrices(model).isdisjoint(trained):
+        raise InputError(
+            f"{type(model).__name__} has no matrices in hidden layers, which Muon needs: set optimizer.name=adamw"
+        )

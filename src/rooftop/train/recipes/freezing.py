@@ -1,0 +1,72 @@
+"""Parts of a model that training leaves as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+
+from torch import nn
+
+from rooftop.errors import InputError, did_you_mean
+from rooftop.train.recipes.parameter_kinds import is_norm
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Freeze modules and parameters whose names match a shell pattern, e.g. "layer1", "features.[0-3]", "*norm*".
+
+    Frozen parameters need no gradient. Norms in frozen modules stay in evaluation, also after `model.train()`, so their
+    statistics stay too. Call it after `convert_sync_batchnorm`, which makes norms anew.
+
+    Returns:
+        The names that matched, in the model's order, without those within others.
+
+    Raises:
+        InputError: a pattern matches nothing.
+    """
+    modules, parameters = _names(model)
+    matched = matching(model, patterns)
+    for name in matched:
+        if name in modules:
+            _freeze_module(modules[name])
+        else:
+            parameters[name].requires_grad_(False)
+    return matched
+
+
+def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """The names that `freeze` would return; changes nothing. Raises its errors."""
+    modules, parameters = _names(model)
+    matched: set[str] = set()
+    for pattern in patterns:
+        found = [name for name in (*modules, *parameters) if fnmatchcase(name, pattern)]
+        if not found:
+            children = ", ".join(name for name, _ in model.named_children())
+            raise InputError(
+                f"model.frozen: {pattern!r} matches no module of {type(model).__name__}"
+                f"{did_you_mean(pattern, modules)}: it has {children or 'none'}"
+            )
+        matched.update(found)
+    return [name for name in (*modules, *parameters) if name in matched and not _within(name, matched)]
+
+
+def _names(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Parameter]]:
+    return {name: module for name, module in model.named_modules() if name}, dict(model.named_parameters())
+
+
+def _within(name: str, names: set[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:length]) in names for length in range(1, len(parts)))
+
+
+def _freeze_module(module: nn.Module) -> None:
+    module.requires_grad_(False)
+    for part in module.modules():
+        if is_norm(part):
+            part.eval()
+            part.train = partial(_stay, part)  # type: ignore[method-assign]
+
+
+def _stay(norm: nn.Module, mode: bool = True) -> nn.Module:
+    """What `train` does to a frozen norm: nothing. A copy of the model has it too, and it can be pickled."""
+    return norm

@@ -1,0 +1,161 @@
+"""Which layer of a model each parameter belongs to, counted from the input.
+
+Layers are found from the structure of modules: a chain is an `nn.Sequential` or `nn.ModuleList` of blocks. Everything
+before the first block is one layer (the stem), each block is one, and everything after the last is one (the head with
+the norm before it). A module between two chains, such as a patch merging of Swin, belongs to the block before it.
+
+| model | layers |
+|---|---|
+| ResNet-50 | conv1 and bn1, 16 blocks, fc |
+| Swin-T | patches, 12 blocks (and 3 mergings), norm and head |
+| ViT | embeddings, blocks, norm and head |
+| `nn.Sequential(Linear, ReLU, Linear)` | each of its members that has parameters; a norm belongs to the one before it |
+
+So count Bao et al. 2021, "BEiT" (arXiv:2106.08254), and Xie et al. 2022, "SimMIM" (arXiv:2111.09886), for Swin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from rooftop.errors import InputError
+from rooftop.train.recipes.parameter_kinds import is_norm
+
+CHAINS = (nn.Sequential, nn.ModuleList)
+REPEATED = ("blocks", "layer", "layers", "stages")
+"""Names of chains within a member of a chain, e.g. the blocks of a stage; others are parts of a block."""
+
+
+_Test = Callable[[nn.Module], bool]
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """A module that no border of layers divides, or parameters that a divided module has itself.
+
+    Attributes:
+        names: of its parameters.
+        chained: whether it is a member of a chain.
+        between: whether it is a member of a chain, before a chain in the same one.
+        leaf: whether it has no modules of its own.
+        norm, own: whether it is a norm, or parameters of a divided module.
+    """
+
+    names: list[str]
+    chained: bool
+    between: bool = False
+    leaf: bool = True
+    norm: bool = False
+    own: bool = False
+
+
+def layers_of(model: nn.Module) -> list[list[str]]:
+    """Names of the parameters of each layer, first layer first.
+
+    Raises:
+        InputError: the model has no chain of layers, or several in parts whose order is not known.
+    """
+    for divides in (_is_chain, _is_sequence):
+        parents = {path.rpartition(".")[0] for path in _outermost_chains(model, "", divides)}
+        if parents:
+            break
+    if len(parents) > 1:
+        where = ", ".join(sorted(parent or "the model itself" for parent in parents))
+        raise InputError(
+            f"the layers of {type(model).__name__} are in several parts ({where}), and its structure does not say "
+            "which comes first: set optimizer.layer_decay=1"
+        )
+    layers = _merged(list(_units(model, "", divides, inside=divides(model)))) if parents else []
+    if len(layers) < 2:
+        raise InputError(
+            f"{type(model).__name__} has no layers one after another, i.e. no nn.Sequential or nn.ModuleList of them: "
+            "set optimizer.layer_decay=1"
+        )
+    return layers
+
+
+def _is_sequence(module: nn.Module) -> bool:
+    return isinstance(module, CHAINS) and sum(_has_parameters(child) for child in module.children()) > 1
+
+
+def _is_chain(module: nn.Module) -> bool:
+    """Whether it has members with parts of their own."""
+    return _is_sequence(module) and any(_has_parts(child) for child in module.children())
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return any(_has_parameters(child) for child in module.children())
+
+
+def _outermost_chains(module: nn.Module, path: str, divides: _Test) -> Iterator[str]:
+    if divides(module):
+        yield path
+        return
+    for name, child in module.named_children():
+        yield from _outermost_chains(child, _joined(path, name), divides)
+
+
+def _is_divided(module: nn.Module, divides: _Test, inside: bool) -> bool:
+    """Whether a module has layers in it: a stage of a chain has blocks, the parts of a block are no layers."""
+    if divides(module):
+        return True
+    for name, child in module.named_children():
+        if divides(child) and inside and name not in REPEATED:
+            continue
+        if _is_divided(child, divides, inside):
+            return True
+    return False
+
+
+def _units(module: nn.Module, path: str, divides: _Test, inside: bool) -> Iterator[_Unit]:
+    own = [_joined(path, name) for name, _ in module.named_parameters(recurse=False)]
+    if own:
+        yield _Unit(own, chained=False, own=True)
+    children = [(name, child) for name, child in module.named_children() if _has_parameters(child)]
+    divided = [_is_divided(child, divides, inside) for _, child in children]
+    for place, (name, child) in enumerate(children):
+        whole = _joined(path, name)
+        if divided[place]:
+            yield from _units(child, whole, divides, inside or divides(child))
+            continue
+        between = divides(module) and any(divided[place + 1 :])
+        names = [_joined(whole, each) for each, _ in child.named_parameters()]
+        yield _Unit(names, divides(module), between, leaf=not _has_parts(child), norm=is_norm(child))
+
+
+def _merged(units: list[_Unit]) -> list[list[str]]:
+    """The stem, the blocks, and the head."""
+    blocks = [place for place, unit in enumerate(units) if unit.chained and not unit.norm]
+    if not blocks:
+        return []
+    first, end = blocks[0], blocks[-1] + 1
+    stem = [name for unit in units[:first] for name in unit.names]
+    layers = [stem] if stem else []
+    after_leaf = True
+    waiting: list[str] = []  # norms between two blocks, which belong to the second one
+    for unit in units[first:end]:
+        if layers and (not unit.chained or unit.between or (unit.norm and after_leaf)):
+            layers[-1] += unit.names
+        elif unit.norm:
+            waiting += unit.names
+        else:
+            layers.append([*waiting, *unit.names])
+            waiting, after_leaf = [], unit.leaf
+    head = units[end:]
+    names = [name for unit in head for name in unit.names]
+    if all(unit.own or unit.norm for unit in head):
+        layers[-1] += names
+    else:
+        layers.append(names)
+    return layers
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,117 @@
+"""An exponential mean of a model's weights and buffers, which is what is evaluated and exported.
+
+    mean = MeanWeights(model, decay=0.999)
+    mean.update(step)          # after each optimizer step, from 1
+    with mean.swapped():       # the model has the mean
+        evaluate(model)
+
+    mean <- d * mean + (1 - d) * weights, with d = min(decay, (1 + n) / (10 + n)) at update n
+
+Polyak and Juditsky 1992; Tarvainen and Valpola 2017, "Mean teachers" (arXiv:1703.01780). The rising d is that of
+TensorFlow's ExponentialMovingAverage with `num_updates`: the initial weights are soon forgotten, also in a short run.
+
+Means are kept in float32 at least: in bfloat16, a change of 1 - decay would be rounded away. Integer buffers are
+copied. `torch.optim.swa_utils.AveragedModel` makes a second module, in the model's dtype; the arithmetic here is its
+`torch._foreach_lerp_`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.errors import InputError
+
+
+class MeanWeights:
+    """The mean of what is in the model's state dict.
+
+    Args:
+        model: on its device; its tensors must stay the same objects, as they do in training.
+        decay: the highest d.
+        every: steps between two updates.
+
+    Raises:
+        InputError: a decay of 1, with which the mean would never move.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, every: int = 1) -> None:
+        if not 0 <= decay < 1:
+            raise InputError(
+                f"ema.decay is {decay:g}: the mean would not follow the weights; expected a number below 1"
+            )
+        self.decay, self.every = decay, every
+        kept = {id(tensor): (name, tensor) for name, tensor in _tensors(model).items()}  # shared ones once
+        self._live = {name: tensor for name, tensor in kept.values() if tensor.is_floating_point()}
+        self._copied = {name: tensor for name, tensor in kept.values() if not tensor.is_floating_point()}
+        self._mean = {name: _wide(tensor) for name, tensor in self._live.items()}
+        self._copies = {name: tensor.clone() for name, tensor in self._copied.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take the weights of a step into the mean, if it is one of every `every`."""
+        if step % self.every:
+            return
+        number = step // self.every
+        decay = min(self.decay, (1 + number) / (10 + number))
+        for means, live in self._by_dtype():
+            torch._foreach_lerp_(
+                means, [tensor.to(mean.dtype) for tensor, mean in zip(live, means, strict=True)], 1 - decay
+            )
+        for name, tensor in self._copied.items():
+            self._copies[name].copy_(tensor)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Give the model the mean, and its own weights back at the end, bit for bit."""
+        own = {name: tensor.clone() for name, tensor in {**self._live, **self._copied}.items()}
+        try:
+            self._give({**self._mean, **self._copies})
+            yield
+        finally:
+            self._give(own)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The mean by the model's names, as tensors that later updates change."""
+        return {**self._mean, **self._copies}
+
+    @torch.no_grad()
+    def load_state_dict(self, tensors: Mapping[str, Any]) -> None:
+        """Take what `state_dict` gave.
+
+        Raises:
+            InputError: names or shapes are not those of the model.
+        """
+        own = self.state_dict()
+        wrong = [name for name in own if name not in tensors or tensors[name].shape != own[name].shape]
+        if wrong := wrong + [name for name in tensors if name not in own]:
+            raise InputError(f"the mean of the weights does not fit the model: {', '.join(sorted(wrong)[:3])}")
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+    def _by_dtype(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        groups: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+        for name, mean in self._mean.items():
+            means, live = groups.setdefault((mean.dtype, mean.device), ([], []))
+            means.append(mean)
+            live.append(self._live[name].detach())
+        yield from groups.values()
+
+    @torch.no_grad()
+    def _give(self, values: Mapping[str, Tensor]) -> None:
+        for name, tensor in {**self._live, **self._copied}.items():
+            tensor.copy_(values[name])
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Everything in the state dict, as the very tensors of the model."""
+    return model.state_dict(keep_vars=True)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return tensor.detach().to(wide, copy=True)

@@ -1,0 +1,149 @@
+"""Mixup and cutmix of pairs of samples, and the loss for their targets.
+
+    alter = mixer(recipe.mix, classes=10)        # for Task.alter; None where both are off
+    images, targets = alter((images, labels), places, generator_of)
+    loss = smoothed_cross_entropy(model(images), targets, recipe.mix.label_smoothing)
+
+Mixup (Zhang et al. 2018, arXiv:1710.09412): the mean of two images with the weights lam and 1 - lam, and the same of
+their targets, lam from Beta(alpha, alpha). Cutmix (Yun et al. 2019, arXiv:1905.04899): a box of the second image is put
+into the first, and lam is the part of the first that is left. With both, each pair takes one of them with equal chance.
+
+The pairs are the samples at places 2k and 2k + 1 of the whole batch. Each pair draws from a generator of its own, so
+the result does not depend on the number of ranks. The two of a pair mix with each other, with the same lam and box.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rooftop.errors import InputError
+from rooftop.train.recipes.recipe import Mix
+
+GeneratorOf = Callable[[int], np.random.Generator]
+Alter = Callable[[Any, Tensor, GeneratorOf], tuple[Tensor, Tensor]]
+
+
+def mixer(mix: Mix, classes: int) -> Alter | None:
+    """What mixes a batch (images (N, C, H, W) floating, labels (N,) int64), on any device; None: nothing is mixed.
+
+    It returns images of the same kind and targets (N, classes) in float32. A sample whose partner is not in the batch
+    stays as it is.
+
+    Raises:
+        InputError: fewer than two classes; by the result, images that are not floating point, or have no height and
+            width for cutmix.
+    """
+    if not mix.mixup and not mix.cutmix:
+        return None
+    if classes < 2:
+        raise InputError(
+            f"mix.mixup and mix.cutmix mix the targets of classes, and there {'is' if classes == 1 else 'are'} "
+            f"{max(classes, 0)}: set both to 0"
+        )
+
+    def alter(batch: Any, places: Tensor, generator_of: GeneratorOf) -> tuple[Tensor, Tensor]:
+        images, labels = batch
+        _check(images, mix)
+        partners = _partners(places.tolist())
+        size = (images.shape[-2], images.shape[-1]) if images.dim() > 2 else (1, 1)
+        own, boxes = _draws(mix, places.tolist(), partners, size, generator_of)
+        device = images.device
+        index = torch.tensor(partners, dtype=torch.int64).to(device, non_blocking=True)
+        other = images[index]
+        if mix.mixup:
+            # A pair that cutmix takes has the weight 1 here, which leaves it as it is, bit for bit.
+            pixels = [weight if box is None else 1.0 for weight, box in zip(own, boxes, strict=True)]
+            mixed = torch.lerp(other, images, _column(pixels, images))
+        else:
+            mixed = images
+        if mix.cutmix:
+            mixed = torch.where(_inside(boxes, size, device), other, mixed)
+        whole = F.one_hot(labels, classes).float()  # (N, classes)
+        return mixed, torch.lerp(whole[index], whole, _column(own, whole))
+
+    return alter
+
+
+def smoothed_cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Mean cross entropy, in float32 at least.
+
+    Args:
+        logits: (N, C).
+        targets: (N,) int64 class numbers, or (N, C) probabilities.
+        label_smoothing: part of each target that is spread evenly over all classes (Szegedy et al. 2016, section 7,
+            arXiv:1512.00567).
+    """
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    if targets.is_floating_point():
+        targets = targets.to(wide.dtype)
+    return F.cross_entropy(wide, targets, label_smoothing=label_smoothing)
+
+
+def _check(images: Tensor, mix: Mix) -> None:
+    if not images.is_floating_point():
+        raise InputError(f"images are {images.dtype}, and mixing needs floating point: convert them in the transform")
+    if mix.cutmix and images.dim() < 3:
+        raise InputError(f"samples are {tuple(images.shape[1:])}, without height and width: set mix.cutmix=0")
+
+
+def _partners(places: list[int]) -> list[int]:
+    """For each sample, where in this batch its partner is; itself, if it is not here."""
+    rows = {place: row for row, place in enumerate(places)}
+    return [rows.get(place ^ 1, row) for row, place in enumerate(places)]
+
+
+def _draws(
+    mix: Mix, places: list[int], partners: list[int], size: tuple[int, int], generator_of: GeneratorOf
+) -> tuple[list[float], list[tuple[int, int, int, int] | None]]:
+    """Of each sample, the weight of itself, and the box of cutmix; None: mixup."""
+    own: list[float] = [1.0] * len(places)
+    boxes: list[tuple[int, int, int, int] | None] = [None] * len(places)
+    for row, (place, partner) in enumerate(zip(places, partners, strict=True)):
+        if partner == row or place % 2:
+            continue
+        generator = generator_of(place)
+        cut = mix.cutmix > 0 and (mix.mixup == 0 or generator.random() < 0.5)
+        alpha = mix.cutmix if cut else mix.mixup
+        weight = float(generator.beta(alpha, alpha))
+        box = _box(weight, size, generator) if cut else None
+        if box is not None:
+            top, bottom, left, right = box
+            weight = 1 - (bottom - top) * (right - left) / (size[0] * size[1])
+        for each in (row, partner):
+            own[each], boxes[each] = weight, box
+    return own, boxes
+
+
+def _box(weight: float, size: tuple[int, int], generator: np.random.Generator) -> tuple[int, int, int, int]:
+    """Top, bottom, left, right of a box with the part 1 - weight of the area, cut off at the borders."""
+    edges = []
+    for length in size:
+        half = math.sqrt(1 - weight) * length / 2
+        center = generator.random() * length
+        edges += [max(0, round(center - half)), min(length, round(center + half))]
+    top, bottom, left, right = edges
+    return top, bottom, left, right
+
+
+def _inside(boxes: list[tuple[int, int, int, int] | None], size: tuple[int, int], device: torch.device) -> Tensor:
+    """(N, 1, H, W): whether a pixel is in its sample's box."""
+    edges = torch.tensor([box or (0, 0, 0, 0) for box in boxes], dtype=torch.int64).view(-1, 4)
+    edges = edges.to(device, non_blocking=True)
+    top, bottom, left, right = (edge[:, None] for edge in edges.unbind(1))  # (N, 1)
+    rows, columns = (torch.arange(length, device=device)[None] for length in size)
+    down = (rows >= top) & (rows < bottom)  # (N, H)
+    across = (columns >= left) & (columns < right)  # (N, W)
+    return (down[:, :, None] & across[:, None, :])[:, None]
+
+
+def _column(values: list[float], like: Tensor) -> Tensor:
+    """(N, 1, ...), to multiply samples by."""
+    column = torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
+    return column.view(-1, *[1] * (like.dim() - 1))

@@ -1,0 +1,153 @@
+"""Muon for the matrices of hidden layers and AdamW for all other parameters, as one optimizer.
+
+Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks" (https://kellerjordan.github.io/posts/muon):
+the momentum of a matrix is made nearly orthogonal before it is added. The weight of a convolution is the matrix of its
+output channels by everything else. Embeddings, the last layer, norms and biases are AdamW's, as the authors advise.
+An update of Muon is scaled to the mean square of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training", section
+2.2, arXiv:2502.16982), so one learning rate and one weight decay serve both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.errors import InputError
+from rooftop.train.recipes.parameter_kinds import kinds_of
+from rooftop.train.recipes.recipe import Optimizer
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """`torch.optim.Muon` and `torch.optim.AdamW` over the groups of one model.
+
+    `state` holds what both keep of the model's parameters, each in its parameter's shape, so that a `state_dict` does
+    not depend on memory formats. The groups of Muon have `muon=True`.
+
+    Args:
+        model: whose hidden matrices Muon steps.
+        groups: as `parameter_groups` makes them; they are divided further.
+        given: momentum and nesterov are Muon's, betas and eps AdamW's.
+        how: `fused` or `foreach` for AdamW.
+
+    Raises:
+        InputError: the model has no hidden matrices.
+    """
+
+    def __init__(self, model: nn.Module, groups: list[dict[str, Any]], given: Optimizer, how: dict[str, Any]) -> None:
+        hidden = hidden_matrices(model)
+        if not any(parameter in hidden for group in groups for parameter in group["params"]):
+            raise InputError(
+                f"{type(model).__name__} has no matrices in hidden layers, which Muon needs: set optimizer.name=adamw"
+            )
+        divided = []
+        for group in groups:
+            for muon in (True, False):
+                if own := [parameter for parameter in group["params"] if (parameter in hidden) == muon]:
+                    options = {} if muon else {"betas": given.betas, "eps": given.eps, **how}
+                    divided.append({**group, "params": own, "muon": muon, **options})
+        super().__init__(divided, {"lr": given.lr, "weight_decay": 0.0})
+        matrices = [parameter for group in self.param_groups if group["muon"] for parameter in group["params"]]
+        self._orders = {each: _order(each) for each in matrices}
+        self._flat = {each: nn.Parameter(_flattened(each.detach(), self._orders[each])) for each in matrices}
+        options = {"momentum": given.momentum, "nesterov": given.nesterov, "adjust_lr_fn": "match_rms_adamw"}
+        self._muon = torch.optim.Muon([self._flat_group(group) for group in self._groups(muon=True)], **options)
+        others = self._groups(muon=False)
+        self._adamw = torch.optim.AdamW(others, betas=given.betas, eps=given.eps, **how) if others else None
+        self._join()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of both."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for parameter, flat in self._flat.items():
+            self._follow(parameter, flat)
+        for own, inner in zip(self._groups(muon=True), self._muon.param_groups, strict=True):
+            inner["lr"], inner["weight_decay"] = own["lr"], own["weight_decay"]
+        self._muon.step()
+        for parameter, flat in self._flat.items():
+            flat.grad = None
+            if parameter not in self.state and flat in self._muon.state:
+                self._show(parameter, self._muon.state[flat]["momentum_buffer"])
+        if self._adamw is not None:
+            self._adamw.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See PyTorch's optimizers."""
+        super().load_state_dict(state_dict)
+        self._muon.state.clear()
+        self._join()
+        for parameter, flat in self._flat.items():
+            if parameter in self.state:
+                self._adopt(parameter, flat)
+
+    def _join(self) -> None:
+        """Let AdamW have the groups and the state of this optimizer."""
+        if self._adamw is not None:
+            self._adamw.param_groups = self._groups(muon=False)
+            self._adamw.state = self.state
+
+    def _groups(self, *, muon: bool) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group["muon"] == muon]
+
+    def _flat_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        flat = [self._flat[parameter] for parameter in group["params"]]
+        return {"params": flat, "lr": group["lr"], "weight_decay": group["weight_decay"]}
+
+    def _follow(self, parameter: Tensor, flat: nn.Parameter) -> None:
+        """Let the matrix be the parameter's memory, which may have moved, and its gradient."""
+        order = _order(parameter)
+        flat.data = _flattened(parameter.detach(), order)
+        if order != self._orders[parameter]:
+            self._orders[parameter] = order
+            if parameter in self.state:
+                self._adopt(parameter, flat)
+        if parameter.grad is not None:
+            flat.grad = parameter.grad.permute(order).reshape(flat.shape)
+
+    def _adopt(self, parameter: Tensor, flat: nn.Parameter) -> None:
+        """Give Muon the momentum that `state` has."""
+        momentum = self.state[parameter]["momentum_buffer"].permute(self._orders[parameter]).reshape(flat.shape)
+        self._muon.state[flat] = {"momentum_buffer": momentum.contiguous()}
+        self._show(parameter, self._muon.state[flat]["momentum_buffer"])
+
+    def _show(self, parameter: Tensor, momentum: Tensor) -> None:
+        """Put Muon's momentum into `state`, in the parameter's shape and the same memory."""
+        order = self._orders[parameter]
+        back = [order.index(axis) for axis in range(len(order))]
+        shaped = momentum.view([parameter.shape[axis] for axis in order]).permute(back)
+        self.state[parameter] = {"momentum_buffer": shaped}
+
+
+def hidden_matrices(model: nn.Module) -> set[Tensor]:
+    """Weights with rows and columns, except embeddings and the last one of the model."""
+    kinds = kinds_of(model)
+    embeddings = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
+    found = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if kinds[name] == "weight" and id(parameter) not in embeddings and min(_sides(parameter)) > 1
+    ]
+    return set(found[:-1])
+
+
+def _sides(parameter: Tensor) -> tuple[int, int]:
+    rows = parameter.shape[0]
+    return rows, parameter.numel() // max(rows, 1)
+
+
+def _order(parameter: Tensor) -> tuple[int, ...]:
+    """Its dimensions as they lie in memory, rows first; the order of columns does not matter to Muon."""
+    columns = sorted(range(1, parameter.dim()), key=lambda axis: -parameter.stride()[axis])
+    return (0, *columns)
+
+
+def _flattened(parameter: Tensor, order: tuple[int, ...]) -> Tensor:
+    """A matrix in the same memory."""
+    return parameter.permute(order).view(parameter.shape[0], -1)

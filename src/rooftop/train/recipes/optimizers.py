@@ -1,0 +1,58 @@
+"""The optimizer of a recipe: torch.optim's SGD, AdamW or Muon, with one kernel for many parameters where there is one.
+
+optimizer = optimizer_of(model, recipe)  # after the model is on its device
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rooftop.errors import InputError
+from rooftop.train.recipes.muon import MuonAndAdamW
+from rooftop.train.recipes.parameter_groups import parameter_groups
+from rooftop.train.recipes.recipe import Optimizer, Recipe
+
+FUSED_ON = ("cuda", "cpu")
+"""Kinds of devices on which PyTorch steps all parameters of a group in one kernel."""
+
+
+def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """The optimizer of the parameters that are not frozen, with its groups.
+
+    Raises:
+        InputError: nothing is left to train, or the recipe does not fit the model.
+    """
+    given = recipe.optimizer
+    groups = parameter_groups(model, given)
+    if not groups:
+        raise InputError(
+            f"no parameter of {type(model).__name__} is left to train: leave some modules out of model.frozen"
+        )
+    how = _implementation([parameter for group in groups for parameter in group["params"]])
+    if given.name == "sgd":
+        check_momentum(given)
+        return torch.optim.SGD(groups, lr=given.lr, momentum=given.momentum, nesterov=given.nesterov, **how)
+    if given.name == "adamw":
+        return torch.optim.AdamW(groups, lr=given.lr, betas=given.betas, eps=given.eps, **how)
+    return MuonAndAdamW(model, groups, given, how)
+
+
+def check_momentum(given: Optimizer) -> None:
+    """Whether Nesterov's momentum has a momentum.
+
+    Raises:
+        InputError: it has none.
+    """
+    if given.nesterov and not given.momentum:
+        raise InputError(
+            "optimizer.nesterov needs momentum: set optimizer.momentum above 0, or optimizer.nesterov=false"
+        )
+
+
+def _implementation(parameters: list[torch.Tensor]) -> dict[str, Any]:
+    """`fused` where PyTorch has it for all these parameters, otherwise `foreach`."""
+    fits = all(each.is_floating_point() and each.device.type in FUSED_ON for each in parameters)
+    return {"fused": True} if fits else {"foreach": True}

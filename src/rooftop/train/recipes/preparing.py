@@ -1,0 +1,44 @@
+"""What the section `model` of a recipe does to a model that a task has built."""
+
+from __future__ import annotations
+
+from rooftop.train.recipes.checks import check_recipe
+from rooftop.train.recipes.freezing import freeze
+from rooftop.train.recipes.recipe import Recipe
+from rooftop.train.recipes.regularizing import regularize
+from rooftop.train.recipes.starting import start_from
+from rooftop.train.tasks.task import Task
+
+
+def prepare_model(task: Task, recipe: Recipe, *, ranks: int = 1, begins: bool = True) -> list[str]:
+    """Check the recipe, then load weights to start from, switch on dropout and stochastic depth, and freeze parts.
+
+    Args:
+        task: its model is changed. Its metadata say the model's name and number of classes.
+        begins: whether this is the first run; one that goes on has its weights in a checkpoint.
+
+    Returns:
+        What was done, in words, for the user.
+
+    Raises:
+        InputError: the recipe does not fit the task.
+        WeightsError: the weights do not fit the model.
+        MissingExtraError: the file of weights needs a package that is not installed.
+    """
+    check_recipe(recipe, task, ranks=ranks)
+    section, model = recipe.model, task.model
+    said = []
+    if section.weights and begins:
+        name = str(task.metadata.get("model", ""))
+        said.append(str(start_from(model, section.weights, classes_of(task, recipe), name=name)))
+    said += regularize(model, section)
+    if section.frozen:
+        frozen = freeze(model, section.frozen)
+        said.append(f"frozen: {', '.join(frozen[:5])}{', and so on' if len(frozen) > 5 else ''}")
+    return said
+
+
+def classes_of(task: Task, recipe: Recipe) -> int:
+    """Classes of the model, as the task or the recipe says; 0 if neither does."""
+    options = task.metadata.get("options", {})
+    return int(options.get("num_classes") or recipe.model.num_classes or len(task.metadata.get("classes", ())))

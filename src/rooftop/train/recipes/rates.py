@@ -1,0 +1,74 @@
+"""The learning rate of each step, as a factor of the highest.
+
+    set_rates(optimizer, rate_factor(recipe.schedule, step, steps))  # before step `step` of `steps`, from 1
+
+| schedule | after the warm-up |
+|---|---|
+| constant | 1 |
+| cosine | half a wave from 1 down to `least` (Loshchilov and Hutter 2017, "SGDR", arXiv:1608.03983) |
+| wsd | 1, and a line from 1 to `least` in the last part (Hu et al. 2024, "MiniCPM", section 4, arXiv:2404.06395) |
+
+The warm-up rises in a line; its last step has the factor 1 (Goyal et al. 2017, arXiv:1706.02677). The descent would
+reach `least` one step after the last one, as in torch.optim.lr_scheduler: no step is wasted on a rate of 0.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from rooftop.errors import InputError
+from rooftop.train.recipes.recipe import Schedule
+
+
+def rate_factor(schedule: Schedule, step: int, steps: int) -> float:
+    """Factor of the highest rate.
+
+    Args:
+        schedule: its parts of the run are rounded to whole steps.
+        step: from 1 to `steps`.
+        steps: of the whole run.
+
+    Raises:
+        ValueError: a step that is not of the run.
+        InputError: warm-up and decay of "wsd" take more than the run.
+    """
+    if not 1 <= step <= steps:
+        raise ValueError(f"step {step} is not one of the steps 1 to {steps} of the run")
+    check_parts(schedule)
+    warmup = round(schedule.warmup * steps)
+    if step <= warmup:
+        return step / warmup
+    if schedule.name == "constant":
+        return 1.0
+    if schedule.name == "cosine":
+        done = (step - 1 - warmup) / (steps - warmup)
+        return schedule.least + (1 - schedule.least) * (1 + math.cos(math.pi * done)) / 2
+    begin = max(warmup, steps - round(schedule.decay * steps))
+    if step <= begin:
+        return 1.0
+    return 1 - (1 - schedule.least) * (step - 1 - begin) / (steps - begin)
+
+
+def check_parts(schedule: Schedule) -> None:
+    """Whether the parts of a schedule fit into the run.
+
+    Raises:
+        InputError: they do not.
+    """
+    if schedule.name == "wsd" and schedule.warmup + schedule.decay > 1:
+        raise InputError(
+            f"schedule.warmup ({schedule.warmup:g}) and schedule.decay ({schedule.decay:g}) are parts of one run: make "
+            "their sum at most 1"
+        )
+
+
+def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Give each group its highest rate times a factor. A rate that is a tensor, as CUDA graphs need it, is filled."""
+    for group in optimizer.param_groups:
+        rate = group["initial_lr"] * factor
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate

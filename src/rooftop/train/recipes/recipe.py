@@ -1,0 +1,453 @@
+"""How a model is trained, as data: each switch with its default, read from TOML and from `section.name=value`.
+
+    recipe = Recipe.of({"run": {"epochs": 20}, "optimizer": {"name": "adamw", "lr": 1e-3}})
+    recipe = recipe.with_values(["mix.mixup=0.2", "ema.decay=0.999"])
+
+A switch that is off costs nothing: its default is the value at which it does nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from rooftop.errors import InputError, did_you_mean, nearest
+
+PUBLISHED = Path(__file__).parent / "published"
+
+
+@dataclass(frozen=True)
+class Run:
+    """How long, and in what.
+
+    Attributes:
+        epochs: passes over the training data.
+        steps: optimizer steps; above 0 it counts in place of epochs.
+        batch: samples of an optimizer step, over all ranks.
+        accumulate: forward and backward passes of a step; each takes batch / (ranks x accumulate) samples.
+        seed: of initial values, order and augmentation.
+        precision: "fp32", "bf16" (autocast), or "fp16" (autocast with a gradient scaler).
+            Source: Micikevicius et al. 2018, arXiv:1710.03740.
+        channels_last: memory format of the model and of image batches.
+        compile: torch.compile of the model.
+        sync_norms: batch norms take statistics of the whole batch of all ranks.
+            Source: Peng et al. 2018, "MegDet", arXiv:1711.07240.
+        deterministic: PyTorch's deterministic algorithms; slower on a GPU.
+    """
+
+    epochs: float = 10.0
+    steps: int = 0
+    batch: int = 64
+    accumulate: int = 1
+    seed: int = 0
+    precision: str = "fp32"
+    channels_last: bool = False
+    compile: bool = False
+    sync_norms: bool = True
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Who steps the weights.
+
+    Attributes:
+        name: "sgd", "adamw", or "muon" (matrices of hidden layers by torch.optim.Muon, the rest by AdamW).
+            Source: AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101; Muon: Jordan et al. 2024,
+            https://kellerjordan.github.io/posts/muon.
+        lr: the highest learning rate.
+        momentum: of SGD and Muon; Muon's authors take 0.95.
+        nesterov: Nesterov's momentum, of SGD and Muon; Muon's authors take it.
+            Source: Sutskever et al. 2013.
+        betas: of AdamW.
+        eps: of AdamW.
+        weight_decay: of weights.
+        norm_weight_decay: of norms' parameters. Source: He et al. 2019, "Bag of Tricks", arXiv:1812.01187.
+        bias_weight_decay: of biases, and of tables of positions. Source: He et al. 2019, arXiv:1812.01187.
+        layer_decay: factor of the learning rate from one layer to the layer before it; 1: off.
+            Source: Howard and Ruder 2018, arXiv:1801.06146; Bao et al. 2021, arXiv:2106.08254.
+        clip: largest norm of the gradient; 0: off. Source: Pascanu et al. 2013, arXiv:1211.5063.
+    """
+
+    name: str = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.9
+    nesterov: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-4
+    norm_weight_decay: float = 0.0
+    bias_weight_decay: float = 0.0
+    layer_decay: float = 1.0
+    clip: float = 0.0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over the run.
+
+    Attributes:
+        name: "constant", "cosine" or "wsd" (warm up, stay, decay by a line).
+            Source: cosine: Loshchilov and Hutter 2017, arXiv:1608.03983; wsd: Hu et al. 2024, arXiv:2404.06395.
+        warmup: part of all steps in which the rate rises from 0, by a line.
+            Source: Goyal et al. 2017, arXiv:1706.02677.
+        decay: part of all steps of the final decay of "wsd".
+        least: rate at the end of the decay, as a part of the highest.
+    """
+
+    name: str = "cosine"
+    warmup: float = 0.05
+    decay: float = 0.2
+    least: float = 0.0
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Changes to a batch and its targets.
+
+    Attributes:
+        label_smoothing: part of a target that is spread over all classes.
+            Source: Szegedy et al. 2016, arXiv:1512.00567.
+        mixup: alpha of the Beta distribution of mixup; 0: off. Source: Zhang et al. 2018, arXiv:1710.09412.
+        cutmix: alpha of cutmix; 0: off. With both, each pair of samples takes one of them, drawn.
+            Source: Yun et al. 2019, arXiv:1905.04899.
+    """
+
+    label_smoothing: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+
+
+@dataclass(frozen=True)
+class Augment:
+    """Changes to one image, drawn for each sample and epoch.
+
+    Attributes:
+        crop: least area of a random crop, as a part of the image; 1: off. Source: Szegedy et al. 2015, arXiv:1409.4842.
+        flip: probability of a horizontal flip. Source: Krizhevsky et al. 2012.
+        shift: largest random shift, as a part of the side; 0: off.
+        rand_augment: number of operations of RandAugment; 0: off. Source: Cubuk et al. 2020, arXiv:1909.13719.
+        magnitude: of RandAugment, from 0 to 10.
+        erase: probability of random erasing. Source: Zhong et al. 2020, arXiv:1708.04896.
+        size: side of the training images in pixels; 0: the task's.
+        test_size: side of the validation images; 0: as in training. A larger one is often better.
+            Source: Touvron et al. 2019, "FixRes", arXiv:1906.06423.
+    """
+
+    crop: float = 1.0
+    flip: float = 0.0
+    shift: float = 0.0
+    rand_augment: int = 0
+    magnitude: float = 9.0
+    erase: float = 0.0
+    size: int = 0
+    test_size: int = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is in the model.
+
+    Attributes:
+        name: which model of the task; "": the task's usual one.
+        weights: a file of weights or a published name to start from; "": random ones.
+        num_classes: classes of the model; 0: as the data have.
+        frozen: names of modules whose parameters stay as they are and whose norms stay in evaluation; shell patterns.
+        dropout: probability, where the model has it, or before its last layer. Source: Srivastava et al. 2014.
+        stochastic_depth: probability that the last block is left out; it falls by a line to 0 at the first.
+            Source: Huang et al. 2016, arXiv:1603.09382.
+        options: further arguments of the model's builder.
+    """
+
+    name: str = ""
+    weights: str = ""
+    num_classes: int = 0
+    frozen: tuple[str, ...] = ()
+    dropout: float = 0.0
+    stochastic_depth: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ema:
+    """Exponential mean of the weights, which is what is evaluated and exported.
+
+    Attributes:
+        decay: of the mean; 0: off. Source: Polyak and Juditsky 1992; Tarvainen and Valpola 2017, arXiv:1703.01780.
+        every: steps between two updates.
+    """
+
+    decay: float = 0.0
+    every: int = 1
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """When validation is run, and when training ends early.
+
+    Attributes:
+        every: epochs between two evaluations; the last epoch is always evaluated.
+        patience: evaluations without a better one after which training ends; 0: never. Source: Prechelt 1998.
+        batch: samples of a batch; 0: as in training.
+    """
+
+    every: float = 1.0
+    patience: int = 0
+    batch: int = 0
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What happens at faults.
+
+    Attributes:
+        not_finite: at a loss or gradient that is not finite: "stop", or "skip" the step.
+        most_skipped: steps in a row that may be skipped.
+        damaged: at a sample that cannot be read: "stop", or "skip" it.
+    """
+
+    not_finite: str = "stop"
+    most_skipped: int = 10
+    damaged: str = "stop"
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How samples are read.
+
+    Attributes:
+        how: "here" (in the loop), "threads", "processes", or "auto": the fastest of these, measured at the start.
+        workers: threads or processes of a rank; 0: by the CPUs.
+        ahead: batches that are made in advance.
+    """
+
+    how: str = "auto"
+    workers: int = 0
+    ahead: int = 4
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All switches of a training."""
+
+    run: Run = Run()
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    mix: Mix = Mix()
+    augment: Augment = Augment()
+    ema: Ema = Ema()
+    evaluation: Evaluation = Evaluation()
+    faults: Faults = Faults()
+    loading: Loading = Loading()
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Recipe:
+        """The default recipe with these values, by section and name.
+
+        Raises:
+            InputError: a section or name that is not known, or a value of another type or out of range.
+        """
+        return cls().updated(values)
+
+    @classmethod
+    def read(cls, path: Path, before: Recipe | None = None) -> Recipe:
+        """The recipe in a TOML file, over `before` or the defaults; or the published one of that name, which is whole.
+
+        Raises:
+            InputError: the file cannot be read, is no TOML, or has a value that does not fit.
+        """
+        if not path.exists() and not path.suffix:
+            path, before = _published(path), None
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise InputError(f"{path} is not TOML: {error}") from error
+        return (before or cls()).updated(values, str(path))
+
+    def updated(self, values: Mapping[str, Any], source: str = "recipe") -> Recipe:
+        """This recipe with other values, by section and name.
+
+        Raises:
+            InputError: as in `of`.
+        """
+        recipe = self
+        for section, given in values.items():
+            if section not in _names(recipe):
+                raise InputError(f"{source}: there is no section {section!r}: expected {_expected(section, recipe)}")
+            if not isinstance(given, Mapping):
+                raise InputError(f"{source}: {section} is {given!r}: expected a section, e.g. [{section}]")
+            old = getattr(recipe, section)
+            hints = get_type_hints(type(old))
+            checked = {}
+            for name, value in given.items():
+                if name not in hints:
+                    raise InputError(f"{source}: {section} has no {name!r}: expected {_expected(name, old)}")
+                checked[name] = _value(value, hints[name], f"{source}: {section}.{name}")
+            recipe = replace(recipe, **{section: replace(old, **checked)})
+        recipe.check(source)
+        return recipe
+
+    def with_values(self, texts: Iterable[str]) -> Recipe:
+        """This recipe with values given as `section.name=value`; a value is TOML, or a text without quotes.
+
+        Raises:
+            InputError: as in `of`, or a text of another form.
+        """
+        recipe = self
+        for text in texts:
+            path, equals, written = text.partition("=")
+            section, dot, name = path.strip().partition(".")
+            if not (equals and dot and section and name):
+                raise InputError(f"{text!r}: expected SECTION.NAME=VALUE, e.g. optimizer.lr=0.01")
+            try:
+                value = tomllib.loads(f"value = {written}")["value"]
+            except tomllib.TOMLDecodeError:
+                value = written.strip()
+            recipe = recipe.updated({section: {name: value}}, text)
+        return recipe
+
+    def plain(self) -> dict[str, Any]:
+        """All values, by section and name; JSON and TOML can hold them."""
+        return dataclasses.asdict(self)
+
+    def toml(self) -> str:
+        """The recipe as a TOML file, which `read` reads."""
+        return "\n\n".join(
+            f"[{section}]\n" + "\n".join(f"{name} = {_toml(value)}" for name, value in values.items())
+            for section, values in self.plain().items()
+        )
+
+    def check(self, source: str = "recipe") -> None:
+        """Whether the values are in their ranges and fit each other.
+
+        Raises:
+            InputError: one is not; the message has what was expected.
+        """
+        for path, test, expected in _RULES:
+            section, name = path.split(".")
+            value = getattr(getattr(self, section), name)
+            if not test(value):
+                raise InputError(f"{source}: {path} is {value!r}: expected {expected}")
+
+
+def _among(*names: str) -> tuple[Any, str]:
+    return (lambda value: value in names), " or ".join(repr(name) for name in names)
+
+
+def _between(low: float, high: float) -> tuple[Any, str]:
+    return (lambda value: low <= value <= high), f"a number from {low:g} to {high:g}"
+
+
+def _from(low: float) -> tuple[Any, str]:
+    return (lambda value: low <= value < float("inf")), f"a number from {low:g} on"
+
+
+_RULES: list[tuple[str, Any, str]] = [
+    ("run.epochs", lambda value: 0 < value < float("inf"), "a number above 0"),
+    ("run.steps", *_from(0)),
+    ("run.batch", *_from(1)),
+    ("run.accumulate", *_from(1)),
+    ("run.seed", *_from(0)),
+    ("run.precision", *_among("fp32", "bf16", "fp16")),
+    ("optimizer.name", *_among("sgd", "adamw", "muon")),
+    ("optimizer.lr", *_from(0)),
+    ("optimizer.momentum", *_between(0, 1)),
+    ("optimizer.betas", lambda value: all(0 <= each < 1 for each in value), "two numbers from 0 up to 1"),
+    ("optimizer.eps", *_from(0)),
+    ("optimizer.weight_decay", *_from(0)),
+    ("optimizer.norm_weight_decay", *_from(0)),
+    ("optimizer.bias_weight_decay", *_from(0)),
+    ("optimizer.layer_decay", *_between(0, 1)),
+    ("optimizer.clip", *_from(0)),
+    ("schedule.name", *_among("constant", "cosine", "wsd")),
+    ("schedule.warmup", *_between(0, 1)),
+    ("schedule.decay", *_between(0, 1)),
+    ("schedule.least", *_between(0, 1)),
+    ("mix.label_smoothing", *_between(0, 1)),
+    ("mix.mixup", *_from(0)),
+    ("mix.cutmix", *_from(0)),
+    ("augment.crop", lambda value: 0 < value <= 1, "a number above 0, up to 1"),
+    ("augment.flip", *_between(0, 1)),
+    ("augment.shift", *_between(0, 1)),
+    ("augment.rand_augment", *_from(0)),
+    ("augment.magnitude", *_between(0, 10)),
+    ("augment.erase", *_between(0, 1)),
+    ("augment.size", *_from(0)),
+    ("augment.test_size", *_from(0)),
+    ("model.num_classes", *_from(0)),
+    ("model.dropout", *_between(0, 1)),
+    ("model.stochastic_depth", *_between(0, 1)),
+    ("ema.decay", *_between(0, 1)),
+    ("ema.every", *_from(1)),
+    ("evaluation.every", lambda value: 0 < value < float("inf"), "a number above 0"),
+    ("evaluation.patience", *_from(0)),
+    ("evaluation.batch", *_from(0)),
+    ("faults.not_finite", *_among("stop", "skip")),
+    ("faults.most_skipped", *_from(0)),
+    ("faults.damaged", *_among("stop", "skip")),
+    ("loading.how", *_among("auto", "here", "threads", "processes")),
+    ("loading.workers", *_from(0)),
+    ("loading.ahead", *_from(1)),
+]
+
+
+def published_recipes() -> dict[str, Path]:
+    """The recipes that come with Rooftop, by the names that `Recipe.read` takes, e.g. "resnet50-v2"."""
+    return {path.stem: path for path in sorted(PUBLISHED.glob("*.toml"))}
+
+
+def _published(name: Path) -> Path:
+    """The file of a published recipe.
+
+    Raises:
+        InputError: there is none of that name.
+    """
+    named = published_recipes()
+    if str(name) not in named:
+        raise InputError(
+            f"{name} is neither a file nor a published recipe{did_you_mean(name, named)}: there are {', '.join(named)}"
+        )
+    return named[str(name)]
+
+
+def _names(of: Any) -> list[str]:
+    return [each.name for each in fields(of)]
+
+
+def _expected(given: str, of: Any) -> str:
+    return " or ".join(nearest(given, _names(of)) or _names(of))
+
+
+def _value(value: Any, hint: Any, where: str) -> Any:
+    """A value of the type that a field has; numbers widen, lists become tuples."""
+    if get_origin(hint) is tuple:
+        kinds = get_args(hint)
+        if not isinstance(value, list | tuple) or (kinds[-1] is not ... and len(value) != len(kinds)):
+            raise InputError(f"{where} is {value!r}: expected a list of {'texts' if kinds[-1] is ... else len(kinds)}")
+        return tuple(_value(each, kinds[0], where) for each in value)
+    if get_origin(hint) is dict:
+        if not isinstance(value, Mapping):
+            raise InputError(f"{where} is {value!r}: expected names with values")
+        return dict(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not hint:
+        kind = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}[hint]
+        raise InputError(f"{where} is {value!r}: expected {kind}")
+    return value
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(name)} = {_toml(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(each) for each in value) + "]"
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,116 @@
+"""Dropout and stochastic depth, switched on in a model that is built already.
+
+    regularize(model, recipe.model)  # a probability of 0 leaves the model as it was built
+
+Dropout (Srivastava et al. 2014) is set in all layers of it that the model has; a model without any, such as a ResNet,
+gets it before its last linear layer. Stochastic depth (Huang et al. 2016, arXiv:1603.09382): the last residual block is
+left out with the given probability, the first one never, and the probabilities between lie on a line (section 3).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from rooftop.errors import InputError
+from rooftop.models.vision.resnet import Block
+from rooftop.models.vision.swin import stochastic_depth
+from rooftop.train.recipes.recipe import Model
+
+DROPPING = {"StochasticDepth": "p", "DropPath": "drop_prob"}
+"""Modules that leave out a branch, ours, torchvision's and timm's: the attribute that is the probability."""
+
+
+def regularize(model: nn.Module, section: Model) -> list[str]:
+    """Switch on what the section has above 0. Twice is the same as once.
+
+    Returns:
+        What was set, in words.
+
+    Raises:
+        InputError: the model has no place for it.
+    """
+    said = []
+    if section.dropout:
+        said.append(f"dropout {section.dropout:g} in {_set_dropout(model, section.dropout)}")
+    if section.stochastic_depth:
+        blocks = _set_stochastic_depth(model, section.stochastic_depth)
+        said.append(f"stochastic depth up to {section.stochastic_depth:g} in {blocks} blocks")
+    return said
+
+
+class InputDropout:
+    """A hook before a layer: dropout of its input while training."""
+
+    def __init__(self, p: float) -> None:
+        self.p = p
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *others = args
+        return (nn.functional.dropout(x, self.p, module.training), *others)
+
+
+class BranchDropout:
+    """A hook after the last module of a branch: stochastic depth of its output while training."""
+
+    def __init__(self, p: float) -> None:
+        self.p = p
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return stochastic_depth(output, self.p, module.training)
+
+
+def _set_dropout(model: nn.Module, p: float) -> str:
+    """Returns where, in words."""
+    count = 0
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = p
+            count += 1
+        elif isinstance(getattr(module, "dropout", None), float):  # attention and recurrent layers
+            module.dropout = p  # type: ignore[assignment]
+            count += 1
+    if count:
+        return f"{count} layers"
+    named = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if not named:
+        raise InputError(f"{type(model).__name__} has no dropout and no linear layer: set model.dropout=0")
+    name, last = named[-1]
+    hook = next((each for each in last._forward_pre_hooks.values() if isinstance(each, InputDropout)), None)
+    if hook is None:
+        last.register_forward_pre_hook(InputDropout(p))
+    else:
+        hook.p = p
+    return f"the input of {name or 'the model'}"
+
+
+def _set_stochastic_depth(model: nn.Module, highest: float) -> int:
+    """Returns the number of blocks."""
+    blocks: list[list[nn.Module]] = []  # of each block, what leaves its branches out
+    for module in model.modules():
+        own = [child for child in module.children() if type(child).__name__ in DROPPING]
+        if isinstance(module, Block):
+            own = [module.last_norm]
+        if own:
+            blocks.append(own)
+    if not blocks:
+        raise InputError(
+            f"{type(model).__name__} has no residual blocks that could be left out: set model.stochastic_depth=0"
+        )
+    for number, parts in enumerate(blocks):
+        p = highest * number / max(1, len(blocks) - 1)
+        for part in parts:
+            if type(part).__name__ in DROPPING:
+                setattr(part, DROPPING[type(part).__name__], p)
+            else:
+                _set_hook(part, p)
+    return len(blocks)
+
+
+def _set_hook(norm: nn.Module, p: float) -> None:
+    hook = next((each for each in norm._forward_hooks.values() if isinstance(each, BranchDropout)), None)
+    if hook is not None:
+        hook.p = p
+    elif p:
+        norm.register_forward_hook(BranchDropout(p))

@@ -1,0 +1,95 @@
+"""An ablation as a table in the terminal, and as a page."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from typing import Any
+
+from rich.table import Table
+
+from rooftop.train.reports.ablations import Ablation, Worth
+from rooftop.train.reports.page import REFRESH_S, page_of, recipe_rows
+from rooftop.train.reports.terminal import decimals_of
+
+
+def ablation_heading(ablation: Ablation) -> str:
+    """What was compared, and what the whole recipe reaches."""
+    better = "more" if ablation.maximize else "less"
+    values = list(ablation.values.values())
+    decimals = decimals_of(max(map(abs, values), default=1.0))
+    spread = f" ± {statistics.stdev(values):.{decimals}f} (standard deviation)" if len(values) > 1 else ""
+    reached = f"; the whole recipe reaches {statistics.fmean(values):.{decimals}f}{spread}" if values else ""
+    return f"{ablation.metric} of the last evaluation, {better} is better{reached}"
+
+
+def ablation_table(ablation: Ablation) -> Table:
+    """A row for each switch. A positive worth helps."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, justify in zip(HEADINGS, ("left", "left", "right", "right", "right", "right", "left"), strict=True):
+        table.add_column(name, justify=justify, no_wrap=justify == "right")  # type: ignore[arg-type]
+    for worth in ablation.worths:
+        table.add_row(*row_of(worth))
+    return table
+
+
+HEADINGS = ("switch", "on (off)", "with", "without", "worth", "std. error", "")
+
+
+def row_of(worth: Worth) -> tuple[str, ...]:
+    """The row of a switch, under HEADINGS, in which all numbers have the same decimals."""
+    decimals = decimals_of(max(map(abs, (*worth.with_it, *worth.without_it))))
+    return (
+        worth.switch.name,
+        f"{json.dumps(worth.switch.on)} ({json.dumps(worth.switch.off)})",
+        f"{statistics.fmean(worth.with_it):.{decimals}f}",
+        f"{statistics.fmean(worth.without_it):.{decimals}f}",
+        f"{worth.mean:+.{decimals}f}",
+        "unknown" if worth.error is None else f"{worth.error:.{decimals}f}",
+        worth.verdict,
+    )
+
+
+def ablation_page(ablation: Ablation, name: str, plotly: str) -> str:
+    """The page: worths with their 95% intervals, the table, the recipe."""
+    return page_of(
+        "ablation.html.j2",
+        plotly,
+        [_chart(ablation)] if ablation.worths else [],
+        title=f"{name}: what each switch is worth",
+        state=f"{ablation.finished} of {ablation.runs} runs",
+        refresh_s=REFRESH_S if ablation.finished < ablation.runs else None,
+        subtitle=ablation_heading(ablation),
+        headings=HEADINGS,
+        rows=[(row_of(worth), worth.verdict not in ("helps", "hurts")) for worth in ablation.worths],
+        recipe=recipe_rows(ablation.recipe),
+        toml=ablation.recipe.toml(),
+    )
+
+
+def _chart(ablation: Ablation) -> dict[str, Any]:
+    worths = [worth for worth in ablation.worths if math.isfinite(worth.mean)]
+    each = [(worth, value) for worth in worths for value in worth.differences]
+    means = {
+        "name": "mean with its 95% interval",
+        "x": [worth.mean for worth in worths],
+        "y": [worth.switch.name for worth in worths],
+        "error": [worth.interval or 0.0 for worth in worths],
+        "mode": "markers",
+        "colour": 0,
+    }
+    single = {
+        "name": "of one seed",
+        "x": [value for _, value in each],
+        "y": [worth.switch.name for worth, _ in each],
+        "mode": "markers",
+        "colour": 1,
+    }
+    return {
+        "id": "chart-worth",
+        "title": "worth",
+        "across": f"worth in {ablation.metric}: right of 0 the switch helps",
+        "series": [single, means],
+        "sideways": True,
+    }

@@ -1,0 +1,322 @@
+"""What each switch of a recipe is worth: the recipe trained with it and without it, several times, seed by seed.
+
+Each seed trains the whole recipe once, and once for each switch with that switch off: at its default of `Recipe`, or at
+a value that is given. The worth of a switch is the mean over seeds of (metric with it) - (metric without it), negated
+where less is better, so that a positive worth always helps. Both runs of a difference have the same seed: initial
+values, order and augmentation are equal as far as the switch lets them. The standard error is that of the mean of these
+differences. A worth whose 95% interval (Student's t) contains 0 is within noise.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import shutil
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rooftop.errors import InputError, did_you_mean
+from rooftop.hardware.ceilings import write_whole
+from rooftop.train.fitting.records import Fitted
+from rooftop.train.recipes.recipe import Recipe
+
+RESULT = "result.json"
+"""In the folder of each finished run."""
+STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""97.5% quantiles of Student's t with 1, 2, ... degrees of freedom; above, the last is used, which is a little wide."""
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A switch of the recipe that is on.
+
+    Attributes:
+        name: "section.name". on, off: its values.
+    """
+
+    name: str
+    on: Any
+    off: Any
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training of the ablation.
+
+    Attributes:
+        switch: which is off; None: the whole recipe.
+        seed, recipe: with which it is trained.
+        folder: where it is kept.
+    """
+
+    switch: Switch | None
+    seed: int
+    recipe: Recipe
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """ "recipe, seed 0", "without mix.mixup, seed 0"."""
+        return f"{f'without {self.switch.name}' if self.switch else 'recipe'}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What one switch was worth.
+
+    Attributes:
+        with_it, without_it: the metric of each seed of which both runs are finished.
+        differences: with - without, positive where the switch helps.
+    """
+
+    switch: Switch
+    with_it: tuple[float, ...]
+    without_it: tuple[float, ...]
+    differences: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.differences)
+
+    @property
+    def error(self) -> float | None:
+        """Standard error of the mean; None of one seed."""
+        count = len(self.differences)
+        if not math.isfinite(self.mean):
+            return math.nan
+        return statistics.stdev(self.differences) / math.sqrt(count) if count > 1 else None
+
+    @property
+    def interval(self) -> float | None:
+        """Half of the 95% interval of the mean; None of one seed."""
+        free = len(self.differences) - 1
+        return None if self.error is None else STUDENT[min(free, len(STUDENT)) - 1] * self.error
+
+    @property
+    def verdict(self) -> str:
+        """ "helps", "hurts", "within noise", or why that cannot be told."""
+        interval = self.interval
+        if not math.isfinite(self.mean):
+            return "not finite"
+        if not any(self.differences):
+            return "changed nothing: does the task use it?"
+        if interval is None:
+            return "one repeat shows no noise"
+        if interval == 0:
+            return "equal in all repeats: too few to tell"
+        if abs(self.mean) <= interval:
+            return "within noise"
+        return "helps" if self.mean > 0 else "hurts"
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """A recipe and what its switches are worth.
+
+    Attributes:
+        metric: by which runs are compared, and maximize: whether more is better.
+        values: metric of the whole recipe by seed, as far as finished.
+        worths: of the switches, as far as there is a finished pair.
+        finished, runs: how many of how many.
+    """
+
+    recipe: Recipe
+    metric: str
+    maximize: bool
+    values: dict[int, float]
+    worths: tuple[Worth, ...]
+    finished: int
+    runs: int
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "metric": self.metric,
+            "maximize": self.maximize,
+            "finished": self.finished,
+            "runs": self.runs,
+            "recipe": self.recipe.plain(),
+            "values": {str(seed): _number(value) for seed, value in self.values.items()},
+            "switches": [
+                {
+                    "switch": worth.switch.name,
+                    "on": worth.switch.on,
+                    "off": worth.switch.off,
+                    "with": [_number(value) for value in worth.with_it],
+                    "without": [_number(value) for value in worth.without_it],
+                    "worth": _number(worth.mean),
+                    "standard_error": _number(worth.error),
+                    "interval": _number(worth.interval),
+                    "verdict": worth.verdict,
+                }
+                for worth in self.worths
+            ],
+        }
+
+    def csv(self) -> str:
+        """A row for each switch."""
+        file = io.StringIO()
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(
+            ["switch", "on", "off", "metric", "with", "without", "worth", "standard_error", "repeats", "verdict"]
+        )
+        for worth in self.worths:
+            means = [statistics.fmean(worth.with_it), statistics.fmean(worth.without_it), worth.mean]
+            head = [worth.switch.name, json.dumps(worth.switch.on), json.dumps(worth.switch.off), self.metric]
+            error = "" if worth.error is None else worth.error
+            writer.writerow([*head, *means, error, len(worth.differences), worth.verdict])
+        return file.getvalue()
+
+
+# ---- before the runs -------------------------------------------------------------------------------------------------
+
+
+def switches_of(recipe: Recipe, texts: Sequence[str]) -> list[Switch]:
+    """The switches given as "section.name", or as "section.name=value" with the value that stands for off.
+
+    Raises:
+        InputError: no such switch, given twice, the seed, or off in the recipe already.
+    """
+    known = [f"{section}.{name}" for section, values in recipe.plain().items() for name in values]
+    names = [text.partition("=")[0].strip() for text in texts]
+    found = []
+    for text, name in zip(texts, names, strict=True):
+        if name not in known:
+            near = did_you_mean(name, known) or ", e.g. mix.mixup"
+            raise InputError(f"--ablate {name}: expected a switch of the recipe, SECTION.NAME{near}")
+        if name == "run.seed":
+            raise InputError("--ablate run.seed: each repeat has a seed of its own; give a switch of the recipe")
+        if names.count(name) > 1:
+            raise InputError(f"--ablate {name}: given {names.count(name)} times, expected once")
+        without = recipe.with_values([text]) if "=" in text else Recipe()
+        on, off = _value_of(recipe, name), _value_of(without, name)
+        if on == off:
+            raise InputError(
+                f"--ablate {text}: the recipe has {name}={json.dumps(off)} already: turn it on with --set "
+                f"{name}=VALUE, or give another value to compare with, --ablate {name}=VALUE"
+            )
+        found.append(Switch(name, on, off))
+    return found
+
+
+def runs_of(recipe: Recipe, switches: Sequence[Switch], repeats: int, folder: Path) -> list[Run]:
+    """All runs, seed after seed: an ablation that is stopped early has whole pairs of the first seeds."""
+    runs = []
+    for seed in range(recipe.run.seed, recipe.run.seed + repeats):
+        seeded = recipe.updated({"run": {"seed": seed}})
+        runs.append(Run(None, seed, seeded, folder / "recipe" / f"seed-{seed}"))
+        for switch in switches:
+            section, _, key = switch.name.partition(".")
+            without = seeded.updated({section: {key: switch.off}})
+            runs.append(Run(switch, seed, without, folder / f"without-{switch.name}" / f"seed-{seed}"))
+    return runs
+
+
+def results_of(runs: Sequence[Run]) -> dict[Path, float]:
+    """The metric of each run that is finished, by its folder.
+
+    Raises:
+        InputError: a folder has the result of another recipe, or a file that is no result.
+    """
+    found = {}
+    for run in runs:
+        path = run.folder / RESULT
+        if not path.exists():
+            continue
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+            recipe, value = result["recipe"], float(result["value"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{path} is not a result of a training: remove it, and the run is made again") from error
+        if recipe != _as_json(run.recipe):
+            raise InputError(f"{run.folder} holds a run of another recipe: expected another --out for this one")
+        found[run.folder] = value
+    return found
+
+
+# ---- the runs --------------------------------------------------------------------------------------------------------
+
+
+def ablate(
+    recipe: Recipe,
+    runs: Sequence[Run],
+    results: dict[Path, float],
+    train: Callable[[Run], Fitted],
+    metric: str,
+    maximize: bool,
+    told: Callable[[Run, float, Ablation], None],
+    write: bool = True,
+) -> Ablation:
+    """Make the runs that are not finished, and tell after each one.
+
+    Args:
+        recipe: the whole one.
+        runs: from `runs_of`.
+        results: from `results_of`; with several ranks, read before any of them has trained.
+        train: trains one run. It may resume one that was interrupted.
+        metric: of the last evaluation; maximize: whether more is better.
+        told: called after each run with it, its metric, and all that is known by then.
+        write: whether this process writes results: of several ranks the first.
+
+    Returns:
+        What was found. It lacks runs if one was stopped (`Fitted.reason`): the same call goes on with that one.
+
+    Raises:
+        InputError: a run has no such metric.
+    """
+    for run in runs:
+        if run.folder in results:
+            continue
+        fitted = train(run)
+        if fitted.reason.startswith("stopped"):
+            break
+        if fitted.last is None or metric not in fitted.last.values:
+            raise InputError(f"an ablation compares {metric} on validation data, but the task reports none")
+        value = fitted.last.values[metric]
+        results[run.folder] = value
+        if write:
+            result = {"value": value, "seconds": fitted.seconds, "recipe": _as_json(run.recipe)}
+            write_whole(run.folder / RESULT, json.dumps(result, indent=1) + "\n")
+            shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)  # a finished run is not resumed
+        told(run, value, compared(recipe, runs, results, metric, maximize))
+    return compared(recipe, runs, results, metric, maximize)
+
+
+def compared(recipe: Recipe, runs: Sequence[Run], results: dict[Path, float], metric: str, maximize: bool) -> Ablation:
+    """The worth of each switch, from the runs that are finished."""
+    whole = {run.seed: results[run.folder] for run in runs if run.switch is None and run.folder in results}
+    worths = []
+    for switch in dict.fromkeys(run.switch.name for run in runs if run.switch is not None):
+        mine = [run for run in runs if run.switch is not None and run.switch.name == switch]
+        pairs = [(whole[run.seed], results[run.folder]) for run in mine if run.seed in whole and run.folder in results]
+        if pairs and mine[0].switch is not None:
+            with_it, without_it = zip(*pairs, strict=True)
+            sign = 1 if maximize else -1
+            differences = tuple(sign * (one - other) for one, other in pairs)
+            worths.append(Worth(mine[0].switch, with_it, without_it, differences))
+    return Ablation(recipe, metric, maximize, whole, tuple(worths), len(results), len(runs))
+
+
+def write_ablation(ablation: Ablation, folder: Path) -> None:
+    """Write ablation.json and ablation.csv, each whole or not at all."""
+    write_whole(folder / "ablation.json", json.dumps(ablation.plain(), indent=1) + "\n")
+    write_whole(folder / "ablation.csv", ablation.csv())
+
+
+def _number(value: float | None) -> float | None:
+    """A number for JSON, which has no others than finite ones."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _value_of(recipe: Recipe, name: str) -> Any:
+    section, _, key = name.partition(".")
+    return getattr(getattr(recipe, section), key)
+
+
+def _as_json(recipe: Recipe) -> Any:
+    return json.loads(json.dumps(recipe.plain()))

@@ -1,0 +1,87 @@
+"""The curves of a training as data that the page draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import Any
+
+from rooftop.train.fitting.records import EvaluationRecord, StepRecord
+from rooftop.train.reports.histories import History
+
+MOST_POINTS = 1000  # of a curve: more are as many as pixels, and make the page slow
+
+WIDE = 50
+"""A loss whose largest value is so many times its smallest one is drawn on a logarithmic axis."""
+
+
+def curves(history: History) -> list[dict[str, Any]]:
+    """Charts of loss, each metric, learning rate, gradient, speed and waiting; those without points are left out."""
+    steps = [record for record in history.steps if not record.skipped]
+    loss = [_of_steps("training", steps, lambda record: record.loss, colour=0)]
+    loss.append(_of_evaluations("validation", history.evaluations, "loss"))
+    charts = [_chart("loss", "loss", loss, log=_spread(y for each in loss for y in each["y"]) > WIDE)]
+    names = dict.fromkeys(name for record in history.evaluations for name in record.values if name != "loss")
+    charts += [
+        _chart(f"metric{number}", name, [_of_evaluations(name, history.evaluations, name)])
+        for number, name in enumerate(names)
+    ]
+    unit = history.task.unit if history.task is not None else "samples"
+    for name, title, options in (
+        ("learning_rate", "learning rate", {"zero": True}),
+        ("grad_norm", "norm of the gradient", {}),
+        ("samples_per_s", f"{unit} per second", {"zero": True}),
+        ("waiting", "part of the time that waits for data", {"zero": True, "percent": True}),
+    ):
+        series = _of_steps(title, steps, attrgetter(name))
+        charts.append(_chart(name, title, [series], **options))
+    return [chart for chart in charts if chart["series"]]
+
+
+def _spread(values: Iterable[float]) -> float:
+    """The largest over the smallest value; 1 of none, or where one is not above 0."""
+    found = list(values)
+    return max(found) / min(found) if found and min(found) > 0 else 1.0
+
+
+def _chart(name: str, title: str, series: Sequence[dict[str, Any]], **options: Any) -> dict[str, Any]:
+    return {
+        "id": f"chart-{name.replace('_', '-')}",
+        "title": title,
+        "across": "epoch",
+        "series": [each for each in series if each["x"]],
+        **options,
+    }
+
+
+def _of_steps(
+    name: str, steps: Sequence[StepRecord], value: Callable[[StepRecord], float], colour: int = 0
+) -> dict[str, Any]:
+    points = thinned([(record.epoch, value(record)) for record in steps])
+    return _series(name, points, "lines", colour)
+
+
+def _of_evaluations(name: str, evaluations: Sequence[EvaluationRecord], key: str) -> dict[str, Any]:
+    points = [(record.epoch, record.values[key]) for record in evaluations if key in record.values]
+    return _series(name, thinned(points), "lines+markers", 1)
+
+
+def _series(name: str, points: Sequence[tuple[float, float]], mode: str, colour: int) -> dict[str, Any]:
+    finite = [(x, y) for x, y in points if math.isfinite(y)]  # JSON knows no other numbers
+    return {
+        "name": name,
+        "x": [float(f"{x:.6g}") for x, _ in finite],
+        "y": [float(f"{y:.6g}") for _, y in finite],
+        "mode": mode,
+        "colour": colour,
+    }
+
+
+def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
+    """At most so many points: each the mean of as many neighbours, the last of fewer."""
+    each = -(-len(points) // most)
+    if each <= 1:
+        return list(points)
+    groups = [points[start : start + each] for start in range(0, len(points), each)]
+    return [(group[-1][0], sum(y for _, y in group) / len(group)) for group in groups]

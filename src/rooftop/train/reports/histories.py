@@ -1,0 +1,111 @@
+"""All that a training has reported so far: the page is drawn from it, and the summary is counted from it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from rooftop.train.fitting.records import EvaluationRecord, Facts, Fitted, StepRecord
+
+
+@dataclass
+class History:
+    """An observer that keeps what it is told.
+
+    Attributes:
+        batch: samples of a step, from the recipe.
+        facts, task: known since the beginning.
+        steps, evaluations, notes: so far, those of an earlier run of the same folder among them.
+        earlier: how many of `steps` are of an earlier run.
+        peak_bytes: of rank 0 so far.
+        fitted: None while the training runs.
+        began_s: when it began, on the clock of `time.monotonic`.
+    """
+
+    batch: int
+    facts: Facts | None = None
+    task: Any = None
+    steps: list[StepRecord] = field(default_factory=list)
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    earlier: int = 0
+    peak_bytes: int = 0
+    fitted: Fitted | None = None
+    began_s: float = 0.0
+
+    def began(self, facts: Facts, task: Any) -> None:
+        self.facts, self.task, self.began_s = facts, task, time.monotonic()
+
+    def stepped(self, records: list[StepRecord]) -> None:
+        self.steps += records
+        self.peak_bytes = max([self.peak_bytes, *(record.peak_bytes for record in records)])
+
+    def evaluated(self, record: EvaluationRecord) -> None:
+        self.evaluations.append(record)
+
+    def noted(self, note: str) -> None:
+        self.notes.append(note)
+
+    def ended(self, fitted: Fitted, model: Any) -> None:
+        self.fitted = fitted
+
+    @property
+    def seconds(self) -> float:
+        """Of this run so far."""
+        return self.fitted.seconds if self.fitted is not None else time.monotonic() - self.began_s
+
+    def spans(self) -> Spans:
+        """Where the time of this run went."""
+        batch = self.batch if self.facts is None else min(self.batch, self.facts.samples)
+        return spans_of(self.steps[self.earlier :], batch, self.seconds)
+
+    def best(self) -> EvaluationRecord | None:
+        """The last evaluation that was the best so far."""
+        return next((record for record in reversed(self.evaluations) if record.best), None)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Seconds of a run by what was done: steps without their waiting, waiting for data, all else."""
+
+    steps: float
+    waiting: float
+    rest: float
+
+    @property
+    def all(self) -> float:
+        return self.steps + self.waiting + self.rest
+
+
+def spans_of(steps: list[StepRecord], batch: int, seconds: float) -> Spans:
+    """Divide the seconds of a run. A step took its samples over its samples per second."""
+    took = [batch / record.samples_per_s if record.samples_per_s > 0 else 0.0 for record in steps]
+    waited = sum(second * record.waiting for second, record in zip(took, steps, strict=True))
+    stepped = sum(took)
+    return Spans(stepped - waited, waited, max(0.0, seconds - stepped))
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The mean of some steps: loss, samples per second, part of the time that waits for data, highest rate."""
+
+    loss: float
+    samples_per_s: float
+    waiting: float
+    learning_rate: float
+
+
+def pace_of(steps: list[StepRecord]) -> Pace | None:
+    """The mean of steps; None of none, or of steps that were all skipped."""
+    counted = [record for record in steps if not record.skipped]
+    if not counted:
+        return None
+    timed = [record for record in counted if record.samples_per_s > 0]
+    seconds = sum(1 / record.samples_per_s for record in timed)  # of one sample of each step
+    return Pace(
+        loss=sum(record.loss for record in counted) / len(counted),
+        samples_per_s=len(timed) / seconds if seconds else 0.0,
+        waiting=sum(record.waiting / record.samples_per_s for record in timed) / seconds if seconds else 0.0,
+        learning_rate=counted[-1].learning_rate,
+    )

@@ -1,0 +1,98 @@
+"""The roof of a training step: what this machine could do at best, from ceilings that were measured before.
+
+One step of the task (loss, gradients, optimizer) is counted on fake tensors, so that nothing is computed. Without
+measured ceilings nothing is measured: a training is no time for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from rooftop.analysis.predicting import predict
+from rooftop.data.samples import sample
+from rooftop.errors import InputError
+from rooftop.hardware.measuring import ceilings_history
+from rooftop.train.fitting.records import Facts
+from rooftop.train.recipes.recipe import Recipe
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters),
+    "muon": lambda parameters: torch.optim.AdamW(parameters),  # its products are small beside those of the model
+}
+"""By the recipe's name, with the state that each one reads and writes."""
+
+
+@dataclass(frozen=True)
+class TaskRoof:
+    """The best this machine could do in one step of a rank.
+
+    Attributes:
+        fused_ms: with everything fused. op_ms: every operator at its own roof.
+        flops: of the step.
+        samples: of the step, on this rank.
+    """
+
+    fused_ms: float
+    op_ms: float
+    flops: float
+    samples: int
+
+    def percent(self, samples_per_s: float) -> float:
+        """Percent of roof at this many samples per second of the rank."""
+        return 100 * self.fused_ms / 1e3 * samples_per_s / self.samples
+
+
+class _Step(nn.Module):
+    """The loss of a batch as a module without other arguments."""
+
+    def __init__(self, model: nn.Module, task: Any, precision: str) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = task.loss
+        self._dtype = AUTOCAST.get(precision)
+
+    def forward(self, batch: Any) -> Tensor:
+        device = next(self.model.parameters()).device
+        with torch.autocast(device.type, self._dtype, enabled=self._dtype is not None):
+            loss: Tensor = self._loss(self.model, batch)
+        return loss
+
+
+def task_roof(task: Any, model: nn.Module, recipe: Recipe, facts: Facts) -> TaskRoof:
+    """The roof of a step of one rank.
+
+    Raises:
+        InputError: the ceilings were not measured yet, or the step cannot be counted without values.
+        Exception: whatever the task raises on fake tensors.
+    """
+    device = next(model.parameters()).device
+    history = ceilings_history(device)
+    if history is None:
+        raise InputError("the ceilings of this machine are not measured yet: rooftop ceilings measures them once")
+    passed = max(1, min(recipe.run.batch, facts.samples) // (facts.ranks * recipe.run.accumulate))
+    batch = task.collate([sample(task.train, 0, recipe.run.seed, 0)] * passed)
+    batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+    step = _Step(model, task, recipe.run.precision).train()
+    try:
+        report = predict(
+            step,
+            batch,
+            ceilings=history.ceilings(),
+            train=True,
+            loss=lambda loss: loss,
+            optimizer=OPTIMIZERS[recipe.optimizer.name],
+        )
+    finally:
+        step.eval()
+    times = recipe.run.accumulate
+    found = report.summary
+    return TaskRoof(times * found.fused_roof_ms, times * found.op_roof_ms, times * found.flops, times * passed)

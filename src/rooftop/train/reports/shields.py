@@ -1,0 +1,46 @@
+"""A report that fails does not end a training: it is told of once, and left out from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rooftop.train.fitting.records import EvaluationRecord, Facts, Fitted, Observer, StepRecord
+
+
+class Shielded:
+    """An observer around another one: a full disk, or a task whose example pictures raise, is told of and passed over.
+
+    Args:
+        observer: what may fail.
+        name: of it, for the note, e.g. "the page".
+        warn: prints a note.
+    """
+
+    def __init__(self, observer: Observer, name: str, warn: Callable[[str], None]) -> None:
+        self._observer: Observer | None = observer
+        self._name, self._warn = name, warn
+
+    def began(self, facts: Facts, task: Any) -> None:
+        self._call("began", facts, task)
+
+    def stepped(self, records: list[StepRecord]) -> None:
+        self._call("stepped", records)
+
+    def evaluated(self, record: EvaluationRecord) -> None:
+        self._call("evaluated", record)
+
+    def noted(self, note: str) -> None:
+        self._call("noted", note)
+
+    def ended(self, fitted: Fitted, model: Any) -> None:
+        self._call("ended", fitted, model)
+
+    def _call(self, what: str, *arguments: Any) -> None:
+        if self._observer is None:
+            return
+        try:
+            getattr(self._observer, what)(*arguments)
+        except Exception as error:
+            self._observer = None
+            self._warn(f"note: {self._name} ends here, the training goes on: {type(error).__name__}: {error}")

@@ -1,0 +1,156 @@
+"""A training in the terminal: what is trained, a line for each evaluation, and a summary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from rooftop.analysis.formats import counted, percent_text
+from rooftop.train.fitting.records import EvaluationRecord, Facts, Fitted, StepRecord
+from rooftop.train.recipes.recipe import Recipe
+from rooftop.train.reports.histories import History, Pace, pace_of
+
+UNKNOWN = "not yet"
+"""How the words on loading begin before a way is chosen, which takes the first batches."""
+
+
+class Terminal:
+    """An observer that prints.
+
+    Args:
+        recipe: of the training.
+        say: prints a line of the result. warn: prints a note.
+        progress: called with (what is being done, fraction done).
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        say: Callable[[str], None] = print,
+        warn: Callable[[str], None] = print,
+        progress: Callable[[str, float], None] = lambda what, fraction: None,
+    ) -> None:
+        self.history = History(recipe.run.batch)
+        self._say, self._warn, self._progress = say, warn, progress
+        self._told = 0  # steps that a line has told of
+        self._epoch = 0.0  # of the last line
+
+    def began(self, facts: Facts, task: Any) -> None:
+        self.history.began(facts, task)
+        for line in heading(facts, task.unit, self.history.batch):
+            self._say(line)
+        self._epoch = float(facts.before // max(1, facts.steps_per_epoch))
+
+    def stepped(self, records: list[StepRecord]) -> None:
+        self.history.stepped(records)
+        if not records:
+            return
+        facts, last = self._facts, records[-1]
+        self._progress(f"step {last.step:,} of {facts.steps:,}", last.step / max(1, facts.steps))
+        if facts.held_out == 0 and (int(last.epoch) > self._epoch or last.step >= facts.steps):
+            self._line(last.epoch, None)
+
+    def evaluated(self, record: EvaluationRecord) -> None:
+        self.history.evaluated(record)
+        self._line(record.epoch, record)
+
+    def noted(self, note: str) -> None:
+        self.history.noted(note)
+        self._warn(f"note: {note}")
+
+    def ended(self, fitted: Fitted, model: Any) -> None:
+        self.history.ended(fitted, model)
+        for line in summary(self.history, fitted):
+            self._say(line)
+
+    @property
+    def _facts(self) -> Facts:
+        assert self.history.facts is not None, "a training begins before its steps"
+        return self.history.facts
+
+    def _line(self, epoch: float, record: EvaluationRecord | None) -> None:
+        facts, task = self._facts, self.history.task
+        pace = pace_of(self.history.steps[self._told :])
+        epochs = facts.steps / max(1, facts.steps_per_epoch)
+        self._say(line_of(epoch, epochs, pace, record, task.unit))
+        self._told, self._epoch = len(self.history.steps), float(int(epoch))
+
+
+def heading(facts: Facts, unit: str, batch: int) -> list[str]:
+    """What is trained, on what, and how the data are read."""
+    trained = "" if facts.trained == facts.parameters else f", {facts.trained:,} of them trained"
+    held_out = f", {facts.held_out:,} held out" if facts.held_out else ""
+    lines = [
+        f"{facts.parameters:,} parameters{trained}, on {facts.ranks} x {facts.device}",
+        f"{facts.samples:,} {unit}{held_out}; {counted(facts.steps, 'step')} of {batch:,}, "
+        f"{facts.steps_per_epoch:,} an epoch",
+    ]
+    if facts.loading and not facts.loading.startswith(UNKNOWN):
+        lines.append(f"loading: {facts.loading}")
+    if facts.before:
+        lines.append(f"going on after step {facts.before:,}")
+    return lines
+
+
+def line_of(epoch: float, epochs: float, pace: Pace | None, record: EvaluationRecord | None, unit: str) -> str:
+    """One line: epoch, training loss, the evaluation, rate, speed, waiting."""
+    words = [f"epoch {number_text(epoch)}/{number_text(epochs)}"]
+    if pace is not None:
+        words.append(f"loss {value_text(pace.loss)}")
+    if record is not None:
+        named = {"valid loss" if name == "loss" else name: value for name, value in record.values.items()}
+        words += [f"{name} {value_text(value)}" for name, value in named.items()]
+    if pace is not None:
+        words += [f"lr {pace.learning_rate:.2e}", f"{pace.samples_per_s:,.0f} {unit}/s"]
+        words.append(f"{percent_text(100 * pace.waiting)} waiting for data")
+    if record is not None and record.best:
+        words.append("best")
+    return "  ".join(words)
+
+
+def summary(history: History, fitted: Fitted) -> list[str]:
+    """How a training ended: best and last evaluation, and where the time went."""
+    ended = "done" if fitted.reason == "done" else f"ended ({fitted.reason})"
+    lines = [f"{ended}: {counted(fitted.steps, 'step')} in {seconds_text(fitted.seconds)}"]
+    task, best = history.task, fitted.best
+    name = "valid loss" if task.best == "loss" else task.best
+    if best is not None and task.best in best.values:
+        told = f"best {name} {value_text(best.values[task.best])} at epoch {number_text(best.epoch)}"
+        if fitted.last is not None and task.best in fitted.last.values and fitted.last.step != best.step:
+            told += f", last {value_text(fitted.last.values[task.best])}"
+        lines.append(told)
+    spans = history.spans()
+    if spans.all > 0:
+        parts = (
+            ("steps", spans.steps),
+            ("waiting for data", spans.waiting),
+            ("evaluation, saving, starting", spans.rest),
+        )
+        lines.append("time: " + ", ".join(f"{percent_text(100 * part / spans.all)} {what}" for what, part in parts))
+    return lines
+
+
+def value_text(value: float) -> str:
+    """ "0.9722", "12.35", "1.2e-05": four significant digits."""
+    if math.isfinite(value) and value != 0 and not 1e-3 <= abs(value) < 1e5:
+        return f"{value:.3e}"
+    return f"{value:.4g}" if abs(value) >= 1 else f"{value:.4f}"
+
+
+def decimals_of(scale: float) -> int:
+    """Decimals that show four significant digits of numbers up to this."""
+    return max(0, 3 - math.floor(math.log10(scale))) if scale > 0 and math.isfinite(scale) else 4
+
+
+def number_text(value: float) -> str:
+    """ "3", "2.5"."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def seconds_text(seconds: float) -> str:
+    """ "4.2 s", "3 min 5 s", "2 h 10 min"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = int(seconds // 60)
+    return f"{minutes} min {seconds % 60:.0f} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

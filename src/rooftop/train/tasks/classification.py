@@ -1,0 +1,290 @@
+"""Classification of images: what the tasks of ResNets, Swin transformers and hybrids share.
+
+--data is one of
+
+    digits       scikit-learn's 1797 handwritten digits, 8 x 8 pixels
+    a folder     with train/ and val/, each with a folder of images for each class
+    a folder     with a folder of images for each class; a tenth of each class is held out
+
+Images of at most `SMALL` pixels are taken as they are, by a model with a stem for small images; others are cropped to
+224 x 224.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+from rooftop.data import ImageFolder, ImageTransform, Part
+from rooftop.data.image_transforms import MARGIN
+from rooftop.data.samples import Samples
+from rooftop.errors import InputError
+from rooftop.models import builtin_models
+from rooftop.models.images import MEAN, STD, Preprocessing, read_image
+from rooftop.models.registry import model_entry
+from rooftop.models.vision.classification import guessed
+from rooftop.models.weights.trained_files import plain_preprocessing
+from rooftop.train.recipes import Recipe, mixer
+from rooftop.train.tasks.finding import Values, over
+from rooftop.train.tasks.generated.digits import TRAINED_ON, digits
+from rooftop.train.tasks.task import Task
+
+DIGITS = "digits"
+SMALL = 64  # pixels of the shorter side, up to which images are taken as they are
+USUAL_SIZE = 224
+DIGIT_SIZE = 8
+HELD_OUT = 10  # one image in so many, where a folder has no val/
+SHOWN = 12  # examples on the page
+SHOWN_SIDE = 192  # pixels of such a picture, at least
+TOP = 5
+
+GPU = {"run": {"precision": "bf16", "channels_last": True}}
+"""What a GPU wants of any network of images."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that a task trains.
+
+    Attributes:
+        usual: name of the model for photographs. small: for small images.
+        small_options: what the builder is told for images of so many pixels, at most `SMALL`.
+        off: options of the builder whose defaults would switch on what the recipe leaves off.
+    """
+
+    usual: str
+    small: str
+    small_options: Mapping[str, Any]
+    off: Mapping[str, Any]
+
+
+def defaults_by_data(
+    data: str | None, cuda: bool, *, of_digits: Values, of_folders: Values, of_folders_on_gpu: Values, gpu: Values = GPU
+) -> Values:
+    """A recipe's defaults for digits or for folders of images, on the CPU or on a GPU."""
+    if data in (None, DIGITS):
+        return over(of_digits, gpu) if cuda else of_digits
+    return over(over(of_folders, gpu), of_folders_on_gpu) if cuda else of_folders
+
+
+def classification(data: str | None, recipe: Recipe, family: Family) -> Task:
+    """The task of a family of models on digits or on a folder of images.
+
+    Raises:
+        InputError: no such folder, one class only, or a recipe that does not fit the model.
+        TargetError: no such model.
+        MissingExtraError: digits, and scikit-learn is not installed.
+    """
+    found = _digits(recipe) if data in (None, DIGITS) else _folder(Path(str(data)), recipe)
+    model, told = _model(recipe, family, found)
+    alter = mixer(recipe.mix, told["options"]["num_classes"]) if recipe.mix.mixup or recipe.mix.cutmix else None
+    return Task(
+        model=model,
+        train=found.train,
+        valid=found.valid,
+        loss=partial(cross_entropy, label_smoothing=recipe.mix.label_smoothing),
+        metrics=partial(accuracies, top=TOP if len(found.classes) > 2 * TOP else 0),
+        best="accuracy",
+        maximize=True,
+        alter=alter,
+        examples=partial(_examples, found),
+        metadata=told,
+        unit="images",
+    )
+
+
+def cross_entropy(model: nn.Module, batch: Sequence[Tensor], label_smoothing: float = 0.0) -> Tensor:
+    """Cross entropy of images (N, 3, H, W) with labels (N,), or with targets (N, classes) of mixed images.
+
+    Labels are smoothed while the model trains, not where it is judged.
+    """
+    images, targets = batch
+    smoothing = label_smoothing if model.training else 0.0
+    return F.cross_entropy(model(images).float(), targets, label_smoothing=smoothing)
+
+
+def accuracies(model: nn.Module, batch: Sequence[Tensor], top: int = 0) -> dict[str, Tensor]:
+    """Of each image whether its class is the most probable one, and for many classes whether it is among `top`."""
+    images, labels = batch
+    logits = model(images)
+    found = {"accuracy": (logits.argmax(1) == labels).float()}
+    if top:
+        found[f"top{top}"] = (logits.topk(top, 1).indices == labels[:, None]).any(1).float()
+    return found
+
+
+# ---- data ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Images:
+    """Images in two parts.
+
+    Attributes:
+        classes: names. size: side of a training image in pixels.
+        preprocessing: which makes of a photograph what the model is validated on.
+    """
+
+    train: Samples
+    valid: Samples
+    classes: tuple[str, ...]
+    size: int
+    preprocessing: Preprocessing
+
+
+class DigitImages:
+    """Digits as images of three channels, and which they are.
+
+    Args:
+        numbers: which of scikit-learn's digits.
+        transform: of an image, uint8 (3, 8, 8).
+    """
+
+    def __init__(self, numbers: slice, transform: ImageTransform) -> None:
+        images, labels = digits()
+        self.images = (images[numbers] * 255).round().to(torch.uint8)
+        self.labels = labels[numbers].tolist()
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self._made(index, None)
+
+    def draw(self, index: int, generator: np.random.Generator) -> tuple[Tensor, int]:
+        return self._made(index, generator)
+
+    def _made(self, index: int, generator: np.random.Generator | None) -> tuple[Tensor, int]:
+        image = self.images[index].expand(3, -1, -1)
+        return self.transform(image, generator), self.labels[index]
+
+
+def held_out(labels: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Numbers of the samples to train on, and of those that are held out: a tenth of each class, at least one.
+
+    They do not depend on the recipe's seed: runs with other seeds are judged on the same images, and what is trained
+    further has never seen them.
+    """
+    order = np.random.default_rng(0).permutation(len(labels)).tolist()
+    of_class: dict[int, list[int]] = {}
+    for number in order:
+        of_class.setdefault(labels[number], []).append(number)
+    out = {number for those in of_class.values() for number in those[: max(1, len(those) // HELD_OUT)]}
+    return [number for number in range(len(labels)) if number not in out], sorted(out)
+
+
+def _digits(recipe: Recipe) -> _Images:
+    transforms = _transforms(recipe, DIGIT_SIZE)
+    train, valid = DigitImages(slice(TRAINED_ON), transforms[0]), DigitImages(slice(TRAINED_ON, None), transforms[1])
+    return _Images(train, valid, tuple(map(str, range(10))), transforms[0].size, _preprocessing(transforms[1]))
+
+
+def _folder(folder: Path, recipe: Recipe) -> _Images:
+    if not folder.is_dir():
+        raise InputError(
+            f"--data {folder} is not a folder: expected digits, or a folder with train/ and val/ or with a folder of "
+            "images for each class"
+        )
+    parted = (folder / "train").is_dir()
+    roots = (folder / "train", folder / "val") if parted else (folder, folder)
+    if parted and not roots[1].is_dir():
+        raise InputError(f"{folder} has train/ but no val/: name the folder of held-out images val")
+    transforms = _transforms(recipe, _usual_size(ImageFolder(roots[0])))
+    train, valid = (ImageFolder(root, transform) for root, transform in zip(roots, transforms, strict=True))
+    if len(train.classes) < 2:
+        raise InputError(f"{roots[0]} has one class, {train.classes[0]}: expected a folder of images for each class")
+    if tuple(train.classes) != tuple(valid.classes):
+        differing = sorted(set(train.classes) ^ set(valid.classes))
+        raise InputError(f"{roots[0]} and {roots[1]} have other classes: {', '.join(differing[:5])} only in one")
+    parts: tuple[Samples, Samples] = (train, valid)
+    if not parted:
+        numbers = held_out(train.labels)
+        parts = Part(train, numbers[0]), Part(valid, numbers[1])
+    return _Images(*parts, tuple(train.classes), transforms[0].size, _preprocessing(transforms[1]))
+
+
+def _usual_size(images: ImageFolder) -> int:
+    """The side of small images, by the first one; 224 of others."""
+    shorter = min(read_image(images.paths[0]).size)
+    return shorter if shorter <= SMALL else USUAL_SIZE
+
+
+def _transforms(recipe: Recipe, usual: int) -> tuple[ImageTransform, ImageTransform]:
+    """For training and for validation."""
+    size = recipe.augment.size or usual
+    return (
+        ImageTransform(size, recipe.augment, train=True, mean=MEAN, std=STD),
+        ImageTransform(recipe.augment.test_size or size, recipe.augment, train=False, mean=MEAN, std=STD),
+    )
+
+
+def _preprocessing(transform: ImageTransform) -> Preprocessing:
+    """What `rooftop classify` does, so that photographs go into the model as in validation."""
+    margin = MARGIN if transform.augment.crop < 1 else 1.0
+    return Preprocessing(round(transform.size * margin), transform.size)
+
+
+# ---- the model -------------------------------------------------------------------------------------------------
+
+
+def _model(recipe: Recipe, family: Family, found: _Images) -> tuple[nn.Module, dict[str, Any]]:
+    """The model, and what its file of weights will say."""
+    chosen, small = recipe.model, found.size <= SMALL
+    name = chosen.name or (family.small if small else family.usual)
+    entry = model_entry(name) if ":" not in name else None
+    if entry is None or not entry.classifies:
+        raise InputError(f"model.name is {name!r}: expected {', '.join(builtin_models())}")
+    classes = chosen.num_classes or len(found.classes)
+    if classes < len(found.classes):
+        raise InputError(f"model.num_classes is {classes}, but the data have {len(found.classes)} classes")
+    options = {**(family.small_options if small else {}), **family.off, **chosen.options}
+    options["num_classes"] = classes
+    try:
+        model = entry.build(**options)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{name} cannot be built with model.options {dict(chosen.options)}: {error}") from error
+    names = [*found.classes, *(f"class {number}" for number in range(len(found.classes), classes))]
+    told = {
+        "model": name,
+        "options": {option: list(value) if isinstance(value, tuple) else value for option, value in options.items()},
+        "classes": names,
+        "preprocessing": plain_preprocessing(found.preprocessing),
+    }
+    return model, told
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------
+
+
+def _examples(found: _Images, model: nn.Module, device: torch.device) -> list[tuple[str, Image.Image]]:
+    """Some held-out images, with what the model takes them for."""
+    count = min(SHOWN, len(found.valid))
+    numbers = [place * len(found.valid) // count for place in range(count)]
+    images, labels = zip(*(found.valid[number] for number in numbers), strict=True)
+    guesses = guessed(model, torch.stack(images).to(device), numbers, None, 1, "images")
+    shown = []
+    for image, label, (guess, *_) in zip(images, labels, guesses, strict=True):
+        said = found.classes[guess.index] if guess.index < len(found.classes) else f"class {guess.index}"
+        right = "" if guess.index == label else f", but it is {found.classes[label]}"
+        shown.append((f"{said} {guess.probability:.0%}{right}", _picture(image)))
+    return shown
+
+
+def _picture(image: Tensor) -> Image.Image:
+    """(3, H, W), normalized, as a picture that is large enough to look at."""
+    mean, std = (torch.tensor(each)[:, None, None] for each in (MEAN, STD))
+    pixels = ((image * std + mean).clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
+    picture = Image.fromarray(pixels)
+    scale = -(-SHOWN_SIDE // min(picture.size))
+    size = (picture.width * scale, picture.height * scale)
+    return picture if scale <= 1 else picture.resize(size, Image.Resampling.NEAREST)

@@ -1,0 +1,114 @@
+"""A task by its name: `resnet`, which is built in, or `my_pkg.task:build`, which a user wrote.
+
+    build, defaults = find_task("resnet", data="digits")
+    recipe = Recipe.of(defaults)
+    task = build("digits", recipe)
+
+A module of a task has `build(data, recipe)` and, if it likes, defaults of its recipe:
+
+    RECIPE         values by section and name, on any device
+    RECIPE_CUDA    what replaces them on a GPU, value by value: bf16, channels_last, larger batches
+    defaults(data, cuda)
+                   in place of both, where the values also depend on the data
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from rooftop.errors import ModelRunError, RooftopError, TargetError, did_you_mean
+from rooftop.models import builtin_models
+from rooftop.train.tasks.task import Build, Task
+from rooftop.user_code import found_in, named_module
+
+Values = Mapping[str, Mapping[str, Any]]
+
+TASKS = ("resnet", "swin", "hybrid", "detr", "conv_lstm", "sparse_unet")
+"""The built-in tasks: the names of their modules."""
+OWN = "my_pkg.task:build"
+
+
+def find_task(name: str, data: str | None = None, device: str = "cpu") -> tuple[Build, Values]:
+    """What builds a task, and the defaults of its recipe.
+
+    Args:
+        name: of a built-in task; of a model that one of them trains, e.g. "resnet50"; or `my_pkg.task:build` or
+            `my_pkg/task.py:build`.
+        data: what --data says; defaults may depend on it.
+        device: "cpu" or "cuda", where it will be trained.
+
+    Raises:
+        TargetError: no such task, module or function; defaults of another form. What `build` returns is checked when it
+            is called: a TargetError too if that is no `Task`.
+        ModelRunError: the user's module raised while it was imported; or, when it is called, `build` did.
+    """
+    cuda = device.startswith("cuda")
+    if ":" in name:
+        module = named_module(name, OWN)
+        build = found_in(module, name)
+        if not callable(build) or isinstance(build, type):
+            raise TargetError(f"{name!r} is a {type(build).__name__}: expected a function build(data, recipe)")
+        return _checked(name, build), _defaults(name, module, data, cuda)
+    task = name if name in TASKS else _task_of_model(name)
+    module = importlib.import_module(f"rooftop.train.tasks.{task}")
+    found = _defaults(name, module, data, cuda)
+    return module.build, found if task == name else over(found, {"model": {"name": name}})
+
+
+def over(values: Values, others: Values) -> dict[str, dict[str, Any]]:
+    """Values of a recipe, and others that replace them, by section and name."""
+    sections = dict.fromkeys((*values, *others))
+    return {section: {**values.get(section, {}), **others.get(section, {})} for section in sections}
+
+
+def _task_of_model(name: str) -> str:
+    """The built-in task that trains a model."""
+    entry = builtin_models().get(name)
+    task = entry and entry.build.__module__.rpartition(".")[2]
+    if task in TASKS:
+        return str(task)
+    near = did_you_mean(name, [*TASKS, *builtin_models()])
+    raise TargetError(
+        f"there is no task {name!r}{near}: expected {', '.join(TASKS)}, or a function of yours, e.g. {OWN}"
+    )
+
+
+def _defaults(name: str, module: ModuleType, data: str | None, cuda: bool) -> Values:
+    if callable(chosen := getattr(module, "defaults", None)):
+        return _values(name, "defaults", chosen(data, cuda))
+    values = _values(name, "RECIPE", getattr(module, "RECIPE", {}))
+    return over(values, _values(name, "RECIPE_CUDA", getattr(module, "RECIPE_CUDA", {}))) if cuda else values
+
+
+def _values(name: str, where: str, values: Any) -> Values:
+    if not isinstance(values, Mapping) or not all(isinstance(each, Mapping) for each in values.values()):
+        raise TargetError(
+            f"{name!r}: {where} beside it is {values!r}: expected sections with values, e.g. "
+            '{"run": {"epochs": 5}, "optimizer": {"name": "adamw", "lr": 1e-3}}'
+        )
+    return values
+
+
+def _checked(name: str, build: Build) -> Build:
+    """The user's function, whose errors and result are checked."""
+
+    @wraps(build)
+    def checked(data: str | None, recipe: Any) -> Task:
+        try:
+            built = build(data, recipe)
+        except RooftopError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise ModelRunError(f"{name} raised {type(error).__name__}: {error}") from error
+        if not isinstance(built, Task):
+            raise TargetError(
+                f"{name!r} returned {type(built).__name__}: expected a rooftop.train.tasks.Task, with model, train and "
+                "loss at least"
+            )
+        return built
+
+    return checked

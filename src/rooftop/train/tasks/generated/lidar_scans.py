@@ -1,0 +1,310 @@
+"""Simulated LiDAR scans of streets and rooms, each point labelled by what it hit.
+
+A scene is boxes, cylinders and ellipsoids, made up anew for each seed by lidar_scenes.py. A scanner turns: beams above
+each other measure at each of its steps. `cast` finds what each ray hits first, in plain PyTorch, on any device.
+
+What makes scans hard is simulated too: ranges have noise, dark and slanting surfaces send too little light back and
+are lost, foliage lets rays in, a street is seen from one place only, and seldom stands upright in the scanner's frame.
+The same seed gives the same scene everywhere, and the same scan on the same kind of device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftop.models.point_clouds.clouds import Cloud, Colour
+from rooftop.train.tasks.generated.lidar_scenes import BOX, CEILING, ELLIPSOID, ROOM, STREET, Place, Solid, room, street
+
+SECTORS = 32  # of a turn
+SLACK_RAD = 1e-3  # by which sectors overlap, more than float32's error in an angle of a few degrees
+
+
+# ---- casting rays ----------------------------------------------------------------------------------------------
+
+
+class Solids(NamedTuple):
+    """S solids as tensors, by kind.
+
+    Attributes:
+        kinds: how many boxes, cylinders and ellipsoids, in this order.
+        center, half: float32 (S, 3).
+        turn: float32 (S, 2), cosine and sine of the yaw.
+        label: int64 (S,).
+        reflectivity, depth_m: float32 (S,).
+    """
+
+    kinds: tuple[int, int, int]
+    center: Tensor
+    half: Tensor
+    turn: Tensor
+    label: Tensor
+    reflectivity: Tensor
+    depth_m: Tensor
+
+
+def as_tensors(solids: Sequence[Solid], chance: Random, device: torch.device) -> Solids:
+    """Solids with a reflectivity each, on the device."""
+    ordered = sorted(solids, key=lambda solid: solid.kind)
+    rows = [
+        (
+            *solid.center,
+            *solid.half,
+            math.cos(solid.yaw),
+            math.sin(solid.yaw),
+            chance.uniform(solid.material.least, solid.material.most),
+            solid.material.depth_m,
+        )
+        for solid in ordered
+    ]
+    table = torch.tensor(rows, dtype=torch.float32).to(device)
+    boxes, cylinders, ellipsoids = (sum(solid.kind == kind for solid in solids) for kind in range(3))
+    return Solids(
+        (boxes, cylinders, ellipsoids),
+        table[:, :3],
+        table[:, 3:6],
+        table[:, 6:8],
+        torch.tensor([solid.label for solid in ordered]).to(device),
+        table[:, 8],
+        table[:, 9],
+    )
+
+
+class Hits(NamedTuple):
+    """What R rays hit first.
+
+    Attributes:
+        distance: float32 (R,), in metres; infinite where a ray hits nothing.
+        solid: int64 (R,), row of the solids.
+        cosine: float32 (R,), of the angle between the ray and the surface's normal, 0..1.
+    """
+
+    distance: Tensor
+    solid: Tensor
+    cosine: Tensor
+
+
+def cast(solids: Solids, origin: Tensor, directions: Tensor) -> Hits:
+    """What rays from one place, float32 (3,), hit first: unit vectors (R, 3). Solids around the place are not hit.
+
+    In coordinates in which a solid is a cube of -1..1, or a cylinder or ball of radius 1, a ray is still a line with
+    the same parameter. It is within each of these while it is within all of the slabs, discs and balls that they are
+    made of: an interval each, and the solid is hit where the last of them begins, if none has ended before.
+
+    Rays are taken by sectors, of as many rays each, with the solids that reach into their sector. So rays had better
+    be in the order of their headings. Waits for the device once, to know which solids these are.
+    """
+    parts = directions.chunk(SECTORS)
+    reaching = torch.stack([_reaches(solids, origin, part) for part in parts]).cpu()
+    hits = [_first(solids, those, origin, part) for those, part in zip(reaching, parts, strict=True)]
+    return Hits(*(torch.cat(column) for column in zip(*hits, strict=True)))
+
+
+def _reaches(solids: Solids, origin: Tensor, directions: Tensor) -> Tensor:
+    """(S,): whether some of these rays could hit the solid, by what it and they are when seen from above."""
+    flat = torch.nn.functional.normalize(directions[:, :2], dim=1)
+    middle = torch.nn.functional.normalize(flat.mean(0), dim=0)
+    wide = (flat @ middle).min().clamp(-1, 1).acos()
+    away = (solids.center - origin)[:, :2]
+    distance, radius = away.norm(dim=1), solids.half[:, :2].norm(dim=1)
+    aside = (away @ middle / distance.clamp(min=1e-9)).clamp(-1, 1).acos()
+    half = (radius / distance.clamp(min=1e-9)).clamp(max=1).asin()
+    return (distance <= radius) | (aside <= wide + half + SLACK_RAD)
+
+
+def _first(solids: Solids, those: Tensor, origin: Tensor, directions: Tensor) -> Hits:
+    """The first hit of each ray among those solids, a mask (S,) on the CPU."""
+    found, rows = [torch.full_like(directions[:, :1], math.inf)], [torch.zeros(1, dtype=torch.int64)]
+    start = 0
+    for kind, count in enumerate(solids.kinds):
+        rows.append(start + those[start : start + count].nonzero().squeeze(1))
+        begin, end = _within(kind, *_unit_rays(solids, rows[-1].to(origin.device), origin, directions[:, None]))
+        found.append(torch.where((begin <= end) & (begin > 0), begin, math.inf))
+        start += count
+    distance, which = torch.cat(found, 1).min(1)
+    solid = torch.cat(rows).to(origin.device)[which]
+    o, d = _unit_rays(solids, solid, origin, directions)
+    at = o + torch.where(distance.isfinite(), distance, 0)[:, None] * d
+    normal = _unit_normal(at, solid, solids) / solids.half[solid]
+    along = d * solids.half[solid]  # the ray in the solid's frame, in metres again
+    cosine = (normal * along).sum(1).abs() / normal.norm(dim=1).clamp(min=1e-20)
+    return Hits(distance, solid, cosine.clamp(max=1))
+
+
+def _unit_rays(solids: Solids, those: Tensor, origin: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
+    """Rays in the frames of those solids, in which they reach from -1 to 1."""
+    c, s = solids.turn[those].unbind(-1)
+
+    def turned(v: Tensor) -> Tensor:
+        x, y, z = torch.broadcast_tensors(*v.unbind(-1), c)[:3]
+        return torch.stack((c * x + s * y, c * y - s * x, z), -1) / solids.half[those]
+
+    d = turned(directions)
+    return turned(origin - solids.center[those]), torch.where(d.abs() < 1e-9, 1e-9, d)
+
+
+def _within(kind: int, o: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    """From where to where each ray is in a unit solid; the other way round if nowhere. (R, S) of (R, S, 3)."""
+    if kind == BOX:
+        return _slabs(o, d)
+    if kind == ELLIPSOID:
+        return _ball(o, d)
+    (rises, sinks), (enters, leaves) = _slabs(o[..., 2:], d[..., 2:]), _ball(o[..., :2], d[..., :2])
+    return torch.maximum(rises, enters), torch.minimum(sinks, leaves)
+
+
+def _slabs(o: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    one, other = (-1 - o) / d, (1 - o) / d
+    return torch.minimum(one, other).amax(-1), torch.maximum(one, other).amin(-1)
+
+
+def _ball(o: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a ball in as many dimensions. From the point that is nearest to its centre: exact also from afar."""
+    square = (d * d).sum(-1)
+    middle = -(o * d).sum(-1) / square
+    nearest = o + middle[..., None] * d
+    rest = 1 - (nearest * nearest).sum(-1)
+    half = (rest.clamp(min=0) / square).sqrt()
+    return torch.where(rest > 0, middle - half, math.inf), middle + half
+
+
+def _unit_normal(at: Tensor, solid: Tensor, solids: Solids) -> Tensor:
+    """Of the unit solids at points (R, 3) of their surfaces; of any length."""
+    boxes, cylinders, _ = solids.kinds
+    size = at.abs()
+    cube = torch.where(size == size.amax(1, keepdim=True), at, 0)
+    on_top = size[:, 2] > at[:, :2].norm(dim=1)
+    upright = torch.tensor([0.0, 0.0, 1.0], device=at.device)
+    tube = torch.where(on_top[:, None], upright, at * (1 - upright))
+    rest = torch.where((solid < boxes + cylinders)[:, None], tube, at)
+    return torch.where((solid < boxes)[:, None], cube, rest)
+
+
+# ---- the scanner -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scanner:
+    """A head that turns about the upright.
+
+    Attributes:
+        beams: above each other, at equal angles.
+        steps: of a turn.
+        lowest_deg, highest_deg: elevations of the beams.
+        farthest_m: what lies farther is not measured.
+        noise_m: standard deviation of a range.
+        weakest: share of light that comes back from half of `farthest_m` of which every second ray is lost.
+        lost: share of rays that are lost for no reason.
+    """
+
+    beams: int
+    steps: int
+    lowest_deg: float
+    highest_deg: float
+    farthest_m: float
+    noise_m: float
+    weakest: float = 0.008
+    lost: float = 0.01
+
+    def directions(self, device: torch.device) -> Tensor:
+        """Unit vectors (steps * beams, 3), in the order of their headings."""
+        up = torch.linspace(math.radians(self.lowest_deg), math.radians(self.highest_deg), self.beams, device=device)
+        heading = (torch.arange(self.steps, device=device) * (2 * math.pi / self.steps))[:, None]
+        x, y, z = up.cos() * heading.cos(), up.cos() * heading.sin(), up.sin().expand(self.steps, -1)
+        return torch.stack((x, y, z), -1).flatten(0, 1)
+
+
+class Scan(NamedTuple):
+    """A cloud of N points of which all is known.
+
+    Attributes:
+        xyz, intensity, labels: as of a `Cloud`; coordinates are float32.
+    """
+
+    xyz: Tensor
+    intensity: Tensor
+    labels: Tensor
+
+    def cloud(self) -> Cloud:
+        return Cloud(*self)
+
+
+def scan(solids: Solids, scanner: Scanner, places: Tensor, seed: int) -> Scan:
+    """What the scanner measures from each of the places (K, 3), in one frame. On the solids' device.
+
+    Waits for the device: how many rays come back depends on the scene.
+    """
+    device = places.device
+    chance = torch.Generator(device).manual_seed(seed)
+    directions = scanner.directions(device)
+    hits = [cast(solids, place, directions) for place in places]
+    distance, solid, cosine = (torch.cat(column) for column in zip(*hits, strict=True))
+    origins, directions = places.repeat_interleave(len(directions), 0), directions.repeat(len(places), 1)
+
+    def drawn() -> Tensor:
+        return torch.rand(len(distance), generator=chance, device=device)
+
+    deeper = -solids.depth_m[solid] * drawn().clamp(min=1e-6).log()
+    noise = scanner.noise_m * torch.randn(len(distance), generator=chance, device=device)
+    distance = distance + deeper + noise
+    # Light spreads: a share of it comes back as to the square of the distance. Into foliage no ray falls at an angle.
+    cosine = torch.where(solids.depth_m[solid] > 0.1, 0.7, cosine)
+    intensity = (solids.reflectivity[solid] * cosine * (0.9 + 0.2 * drawn())).clamp(0, 1)
+    signal = intensity * (scanner.farthest_m / (2 * distance)) ** 2
+    back = (distance < scanner.farthest_m) & (signal > scanner.weakest * 2 * drawn()) & (drawn() > scanner.lost)
+    xyz = origins + distance[:, None] * directions
+    return Scan(xyz[back], intensity[back], solids.label[solid[back]])
+
+
+# ---- settings --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A kind of scene and how it is scanned.
+
+    Attributes:
+        classes: their names and colours, by number.
+        build: makes up solids, and places of the scanner.
+        scanner: what it is scanned with.
+        tilt_deg: standard deviation of the scanner's pitch and of its roll.
+        lid: the class that is left out of pictures, since it hides the others; -1 for none.
+    """
+
+    classes: dict[str, Colour]
+    build: Callable[[Random], tuple[list[Solid], list[Place]]]
+    scanner: Scanner
+    tilt_deg: float
+    lid: int = -1
+
+
+SETTINGS = {
+    "street": Setting(STREET, street, Scanner(64, 2048, -25, 12, 60, 0.02), tilt_deg=0.7),
+    "room": Setting(ROOM, room, Scanner(128, 1024, -62, 62, 20, 0.006), tilt_deg=0.0, lid=CEILING),
+}
+
+
+def simulate(setting: Setting, seed: int, device: torch.device | str = "cpu") -> Scan:
+    """A scan of a scene that this seed makes up, in a frame with any heading. Waits for the device."""
+    device, chance = torch.device(device), Random(seed)
+    solids, places = setting.build(chance)
+    found = scan(as_tensors(solids, chance, device), setting.scanner, torch.tensor(places).to(device), seed)
+    heading = chance.uniform(-math.pi, math.pi)
+    roll, pitch = (math.radians(chance.gauss(0, setting.tilt_deg)) for _ in range(2))
+    turn = _about(2, heading) @ _about(1, pitch) @ _about(0, roll)
+    return found._replace(xyz=found.xyz @ turn.T.to(device))
+
+
+def _about(axis: int, angle: float) -> Tensor:
+    """A rotation (3, 3)."""
+    one, other = (axis + 1) % 3, (axis + 2) % 3
+    turn = torch.eye(3)
+    turn[one, one] = turn[other, other] = math.cos(angle)
+    turn[other, one], turn[one, other] = math.sin(angle), -math.sin(angle)
+    return turn

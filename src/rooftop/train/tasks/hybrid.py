@@ -1,0 +1,39 @@
+"""The task `hybrid`: images classified by convolutions on fine maps and attention on coarse ones.
+
+rooftop train hybrid --data digits
+rooftop train hybrid --data photographs/ --set model.name=hybrid_s
+"""
+
+from __future__ import annotations
+
+from rooftop.train.recipes import Recipe
+from rooftop.train.tasks.classification import Family, classification, defaults_by_data
+from rooftop.train.tasks.finding import Values
+from rooftop.train.tasks.swin import FOLDERS, FOLDERS_ON_GPU
+from rooftop.train.tasks.task import Task
+
+FAMILY = Family(
+    "hybrid_s",
+    "hybrid_t",
+    {"small_images": True, "window_size": (4, 4)},
+    off={"stochastic_depth_prob": 0.0},
+)
+
+DIGITS: Values = {
+    "run": {"epochs": 10, "batch": 64},
+    "model": {"options": {"channels": 16, "depths": [2, 2, 2, 1], "num_heads": [2, 4]}},
+    "optimizer": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.05, "clip": 5.0},
+    "schedule": {"name": "cosine", "warmup": 0.1},
+    "mix": {"label_smoothing": 0.1},
+    "augment": {"size": 16, "shift": 0.125},
+}
+
+
+def defaults(data: str | None, cuda: bool) -> Values:
+    """Of the recipe; for folders those of a Swin transformer, which its half with attention needs."""
+    return defaults_by_data(data, cuda, of_digits=DIGITS, of_folders=FOLDERS, of_folders_on_gpu=FOLDERS_ON_GPU)
+
+
+def build(data: str | None, recipe: Recipe) -> Task:
+    """The task; `data` and errors as in `rooftop.train.tasks.classification`."""
+    return classification(data, recipe, FAMILY)

@@ -1,0 +1,350 @@
+"""The task `sparse_unet`: points of a cloud labelled by a U-Net of sparse convolutions.
+
+--data is one of
+
+    scans, scans:street    streets made up and scanned by a simulated LiDAR
+    scans:room             rooms
+
+Points are put into cubes, and the network labels each cube that has points. Each training scan is turned, mirrored and
+scaled at random each time, and one in five has no intensities: so clouds without can be labelled. Other scenes are held
+out: "accuracy" is the share of their voxels that are labelled rightly, a mean over scans; `judge` gives the
+intersection over union of each class over all points, and its mean "mIoU", by which the best checkpoint is chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+from rooftop.errors import InputError
+from rooftop.models import MinkUNet, SparseUNet, minkunet18
+from rooftop.models.point_clouds.clouds import RIGHT, WRONG, Cloud, lit, of_heights, sheet
+from rooftop.sparse import SparseConvTensor
+from rooftop.sparse.utils import PointToVoxel, gather_features_by_pc_voxel_id
+from rooftop.train.recipes import Recipe
+from rooftop.train.tasks.finding import Values, over
+from rooftop.train.tasks.generated.lidar_scans import SETTINGS, Setting, simulate
+from rooftop.train.tasks.task import Task
+
+SCANS = "scans"
+FEATURES = 6  # of a voxel: where its points lie in it (3), height, intensity, whether that is known
+SLOTS = 8  # points of a voxel that are looked at
+WITHOUT_INTENSITY = 0.2  # share of training scans that lose theirs
+FIRST_SEED = 1 << 20  # of training scans; those of held-out ones count from 0
+VOXEL_M = {"street": 0.3, "room": 0.1}
+FINE_M = {"street": 0.1, "room": 0.04}
+SHOWN = 1  # examples
+
+ON_CPU: Values = {
+    "run": {"steps": 240, "batch": 2},
+    "model": {"options": {"beams": 32, "turn": 768, "scans": 64, "held_out": 8, "planes": [16, 32, 64]}},
+    "optimizer": {"name": "adamw", "lr": 6e-3, "weight_decay": 0.01, "norm_weight_decay": 0.01},
+    "schedule": {"name": "cosine", "warmup": 0.3},
+    "loading": {"how": "here"},
+    "evaluation": {"every": 4},
+}
+ON_GPU: Values = {
+    "run": {"steps": 1500, "batch": 4, "precision": "bf16"},
+    "model": {"options": {"beams": 64, "turn": 2048, "scans": 400, "held_out": 32, "planes": [], "fine": True}},
+    "optimizer": {"lr": 3e-3},
+    "loading": {"how": "auto"},
+}
+"""A MinkUNet18 on whole scans in small cubes."""
+
+
+def defaults(data: str | None, cuda: bool) -> Values:
+    """Of the recipe."""
+    return over(ON_CPU, ON_GPU) if cuda else ON_CPU
+
+
+def build(data: str | None, recipe: Recipe) -> Task:
+    """The task. model.options are those of `Options`.
+
+    Raises:
+        InputError: other data, or options that are not known.
+    """
+    kind, _, named = (data or SCANS).partition(":")
+    name = named or "street"
+    if kind != SCANS or name not in SETTINGS:
+        raise InputError(f"--data {data} is not known: expected scans, or {', '.join(f'scans:{s}' for s in SETTINGS)}")
+    if recipe.model.weights:
+        raise InputError("this task starts from random weights: leave out model.weights")
+    options = _options(recipe.model.options, name)
+    setting = SETTINGS[name]
+    setting = replace(setting, scanner=replace(setting.scanner, beams=options.beams, steps=options.turn))
+    train = Scans(setting, FIRST_SEED * (1 + recipe.run.seed), options.scans, options.voxel_m, changing=True)
+    valid = Scans(setting, 0, options.held_out, options.voxel_m)
+    model = network(len(setting.classes), options.planes)
+    return Task(
+        model=model,
+        train=train,
+        valid=valid,
+        loss=SiteLoss(train.class_weights()),
+        metrics=accuracies,
+        judge=partial(judged, valid),
+        best="mIoU",
+        maximize=True,
+        collate=joined,
+        examples=partial(_examples, valid),
+        metadata={
+            "model": "sparse_unet" if options.planes else "minkunet18",
+            "options": {"in_channels": FEATURES, "num_classes": len(setting.classes), "planes": list(options.planes)},
+            "classes": list(setting.classes),
+            "voxel_m": options.voxel_m,
+        },
+        unit="scans",
+    )
+
+
+@dataclass(frozen=True)
+class Options:
+    """What model.options may have.
+
+    Attributes:
+        beams, turn: of the scanner, and its steps of a turn.
+        scans, held_out: how many are trained on, again and again, and how many are not.
+        planes: channels of a `SparseUNet`; none: a MinkUNet18.
+        voxel_m: edge of a cube; 0: what suits the setting.
+        fine: whether that is a small one.
+    """
+
+    beams: int = 32
+    turn: int = 768
+    scans: int = 64
+    held_out: int = 8
+    planes: tuple[int, ...] = (16, 32, 64)
+    voxel_m: float = 0.0
+    fine: bool = False
+
+
+def _options(given: dict[str, Any], setting: str) -> Options:
+    known = Options.__dataclass_fields__
+    if unknown := next((name for name in given if name not in known), None):
+        raise InputError(f"model.options has {unknown!r}: expected {', '.join(known)}")
+    found = Options(**{**given, "planes": tuple(given.get("planes", Options.planes))})
+    return replace(found, voxel_m=found.voxel_m or (FINE_M if found.fine else VOXEL_M)[setting])
+
+
+# ---- clouds in cubes -------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """Points of B clouds, ready for `voxels_of`.
+
+    Attributes:
+        points: float32 (N, 3 + 1 + FEATURES + 1): place in voxels, number of the cloud, features, and the label + 1,
+            or 0 where none is known.
+        sizes: of the grid, in voxels.
+        clouds: B.
+    """
+
+    points: Tensor
+    sizes: tuple[int, int, int]
+    clouds: int
+
+
+class Voxels(NamedTuple):
+    """A batch of clouds.
+
+    Attributes:
+        sites: V voxels with FEATURES channels.
+        labels: int64 (V,), the most frequent label of its points; -1 where none is known.
+        of_point: int64 (N,), the voxel of each point, cloud after cloud.
+    """
+
+    sites: SparseConvTensor
+    labels: Tensor
+    of_point: Tensor
+
+
+def heights(xyz: Tensor) -> Tensor:
+    """(N,) float32, in metres above the ground, which is taken to be where a hundredth of the points lie below."""
+    z = xyz[:, 2]
+    return (z - z.kthvalue(1 + len(z) // 100).values).float()
+
+
+def rows_of(cloud: Cloud, voxel_m: float) -> Tensor:
+    """A cloud that is not empty, as `Rows.points` of number 0, where it is."""
+    place = ((cloud.xyz - cloud.xyz.amin(0)) / voxel_m).float()  # (n, 3), in voxels
+    blank = torch.zeros_like(place[:, 0])
+    columns = [
+        *place.unbind(1),
+        blank,
+        *(place - place.floor() - 0.5).unbind(1),
+        heights(cloud.xyz),
+        blank if cloud.intensity is None else cloud.intensity,
+        blank + (cloud.intensity is not None),
+        blank if cloud.labels is None else cloud.labels + 1.0,
+    ]
+    return torch.stack(columns, 1)
+
+
+def joined(clouds: Sequence[Tensor]) -> Rows:
+    """Clouds from `rows_of` as one batch; on a GPU it waits for the sizes."""
+    points = torch.cat(list(clouds))
+    numbers = torch.arange(len(clouds)).repeat_interleave(torch.tensor([len(cloud) for cloud in clouds]))
+    points[:, 3] = numbers.to(points)
+    high, wide, long = (int(size) + 1 for size in points[:, :3].amax(0).tolist())
+    return Rows(points, (high, wide, long), len(clouds))
+
+
+def voxels_of(rows: Rows) -> Voxels:
+    """Points in cubes, on their device."""
+    points, sizes, count = rows
+    # The cloud is one more dimension, so that the voxels of all of them are found at once.
+    cells = PointToVoxel([1] * 4, [0] * 4 + [*sizes, count], points.shape[1], len(points), SLOTS, points.device)
+    slots, indices, counts, of_point = cells.generate_voxel_with_id(points)  # (V, SLOTS, 5 + FEATURES), (V, 4)
+    features = slots[..., 4 : 4 + FEATURES].sum(1) / counts[:, None]
+    votes = F.one_hot(slots[..., -1].long()).sum(1)  # (V, 1 + classes), of empty slots and unknown labels at first
+    votes[:, 0] = 0
+    most, label = votes.max(1)
+    labels = label.where(most > 0, 0) - 1
+    return Voxels(SparseConvTensor(features, indices, list(sizes[::-1]), count), labels, of_point)
+
+
+# ---- data ------------------------------------------------------------------------------------------------------
+
+
+class Scans:
+    """Simulated scans as `rows_of` gives them.
+
+    Args:
+        setting: what is scanned, and how.
+        first_seed, count: of the scans.
+        voxel_m: edge of a cube.
+        changing: whether a training sees each scan varied.
+    """
+
+    def __init__(self, setting: Setting, first_seed: int, count: int, voxel_m: float, changing: bool = False) -> None:
+        self.setting, self.voxel_m, self.changing = setting, voxel_m, changing
+        self.scans = [simulate(setting, first_seed + number) for number in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.scans)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return rows_of(self.scans[index].cloud(), self.voxel_m)
+
+    def draw(self, index: int, generator: np.random.Generator) -> Tensor:
+        cloud = self.scans[index].cloud()
+        return rows_of(varied(cloud, generator) if self.changing else cloud, self.voxel_m)
+
+    def class_weights(self) -> Tensor:
+        """(classes,): what is rare counts more, though not in full."""
+        classes = len(self.setting.classes)
+        counts = torch.stack([torch.bincount(scan.labels, minlength=classes) for scan in self.scans]).sum(0)
+        return (counts / counts.sum()).clamp(min=1e-4).rsqrt()
+
+
+def varied(cloud: Cloud, generator: np.random.Generator) -> Cloud:
+    """Turned, mirrored and scaled at random; sometimes without its intensities."""
+    angle, scale = generator.uniform(-math.pi, math.pi), generator.uniform(0.95, 1.05)
+    mirror, without = generator.choice((-1, 1)), generator.random() < WITHOUT_INTENSITY
+    c, s = scale * math.cos(angle), scale * math.sin(angle)
+    turn = torch.tensor([[c, s, 0], [-s * mirror, c * mirror, 0], [0, 0, scale]]).to(cloud.xyz)
+    return Cloud(cloud.xyz @ turn, None if without else cloud.intensity, cloud.labels)
+
+
+# ---- the network -----------------------------------------------------------------------------------------------
+
+
+def network(classes: int, planes: Sequence[int]) -> SparseUNet | MinkUNet:
+    """Of these planes; without, a MinkUNet18."""
+    return SparseUNet(FEATURES, classes, tuple(planes)) if planes else minkunet18(FEATURES, classes)
+
+
+@dataclass(frozen=True)
+class SiteLoss:
+    """Cross entropy of voxels, by the weights of their classes."""
+
+    weights: Tensor
+
+    def __call__(self, model: nn.Module, rows: Rows) -> Tensor:
+        voxels = voxels_of(rows)
+        logits = model(voxels.sites).features.float()
+        return F.cross_entropy(logits, voxels.labels, self.weights.to(logits.device), ignore_index=-1)
+
+
+def accuracies(model: nn.Module, rows: Rows) -> dict[str, Tensor]:
+    """Of each cloud the share of its voxels that are labelled rightly."""
+    voxels = voxels_of(rows)
+    right = (model(voxels.sites).features.argmax(1) == voxels.labels).double()
+    cloud = voxels.sites.indices[:, 0].long()
+    sums = torch.zeros(2, rows.clouds, dtype=torch.float64, device=right.device)
+    sums.index_add_(1, cloud, torch.stack((right, torch.ones_like(right))))
+    return {"accuracy": sums[0] / sums[1]}
+
+
+# ---- what it says ----------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def labelled(model: nn.Module, cloud: Cloud, voxel_m: float, device: torch.device | None = None) -> Tensor:
+    """The label of each point, int64 (N,), by a model in evaluation mode; on the device of the cloud, or this one."""
+    rows = joined([rows_of(cloud, voxel_m)])
+    voxels = voxels_of(rows._replace(points=rows.points.to(device or rows.points.device)))
+    with torch.autocast(voxels.labels.device.type, torch.bfloat16, enabled=voxels.labels.is_cuda):
+        logits = model(voxels.sites).features
+    return gather_features_by_pc_voxel_id(logits.argmax(1), voxels.of_point)
+
+
+def confusion(truth: Tensor, said: Tensor, classes: int) -> Tensor:
+    """How many points of each class (rows) were said to be of each (columns)."""
+    return torch.bincount(truth * classes + said, minlength=classes * classes).view(classes, classes)
+
+
+def overlaps(counts: Tensor) -> Tensor:
+    """Intersection over union of each class; NaN for one that no point is of or was said to be of."""
+    hit = counts.diagonal()
+    return hit / (counts.sum(0) + counts.sum(1) - hit)
+
+
+def judged(scans: Scans, model: nn.Module, device: torch.device) -> dict[str, float]:
+    """The mean intersection over union over the points of all scans, and that of each class."""
+    names = list(scans.setting.classes)
+    counts = torch.zeros(len(names), len(names), dtype=torch.int64)
+    for scan in scans.scans:
+        said = labelled(model, scan.cloud(), scans.voxel_m, device).cpu()
+        counts += confusion(scan.labels, said, len(names))
+    values = overlaps(counts)
+    of_classes = zip(names, values.tolist(), strict=True)
+    return {"mIoU": values.nanmean().item(), **{f"IoU {name}": value for name, value in of_classes if value == value}}
+
+
+def _examples(scans: Scans, model: nn.Module, device: torch.device) -> list[tuple[str, Image.Image]]:
+    """Held-out scenes: what the points are, what the network says, and where it errs."""
+    shown = []
+    for scan in scans.scans[:SHOWN]:
+        said = labelled(model, scan.cloud(), scans.voxel_m, device)
+        right = (said.cpu() == scan.labels).double().mean().item()
+        shown.append((f"{right:.1%} of the points are labelled rightly", drawn(scan.cloud(), said, scans.setting)))
+    return shown
+
+
+def drawn(cloud: Cloud, said: Tensor, setting: Setting) -> Image.Image:
+    """What the points are (by height where that is not known), what they were said to be, and which of them wrongly."""
+    xyz, said = cloud.xyz.cpu(), said.cpu()
+    intensity, truth = (None if each is None else each.cpu() for each in cloud[1:])
+    palette = torch.tensor(list(setting.classes.values()), dtype=torch.uint8)
+    panels = [("network", lit(palette[said], intensity))]
+    shown, legend = said != setting.lid, list(setting.classes.items())
+    if truth is None:
+        panels.insert(0, ("heights", lit(of_heights(xyz[:, 2]), intensity)))
+    else:
+        wrong = said != truth
+        shown &= truth != setting.lid
+        panels.insert(0, ("truth", lit(palette[truth], intensity)))
+        share = wrong.double().mean().item()
+        errors = torch.tensor([RIGHT, WRONG], dtype=torch.uint8)[wrong.long()]
+        panels.append((f"errors: {100 * share:.1f}% of points", lit(errors, None)))
+    shown |= ~shown.any()  # nothing but a lid
+    return sheet(xyz[shown], [(name, colours[shown]) for name, colours in panels], legend)

@@ -1,0 +1,50 @@
+"""The task `swin`: images classified by a Swin transformer.
+
+rooftop train swin --data digits
+rooftop train swin --data photographs/ --set model.name=swin_s
+"""
+
+from __future__ import annotations
+
+from rooftop.train.recipes import Recipe
+from rooftop.train.tasks.classification import Family, classification, defaults_by_data
+from rooftop.train.tasks.finding import Values
+from rooftop.train.tasks.task import Task
+
+FAMILY = Family(
+    "swin_t",
+    "swin_t",
+    {"patch_size": (2, 2), "window_size": (4, 4)},
+    off={"stochastic_depth_prob": 0.0},
+)
+
+DIGITS: Values = {
+    "run": {"epochs": 20, "batch": 64},
+    "model": {"options": {"embed_dim": 48, "depths": [2, 2, 2], "num_heads": [3, 6, 12]}},
+    "optimizer": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.05, "clip": 5.0},
+    "schedule": {"name": "cosine", "warmup": 0.1},
+    "mix": {"label_smoothing": 0.1},
+    "augment": {"size": 16, "shift": 0.125},
+}
+FOLDERS: Values = {
+    "run": {"epochs": 300, "batch": 64},
+    "model": {"stochastic_depth": 0.2},
+    "optimizer": {"name": "adamw", "lr": 6.25e-5, "weight_decay": 0.05, "clip": 5.0},
+    "schedule": {"name": "cosine", "warmup": 0.07},
+    "mix": {"label_smoothing": 0.1, "mixup": 0.8, "cutmix": 1.0},
+    "augment": {"crop": 0.08, "flip": 0.5, "rand_augment": 2, "erase": 0.25},
+}
+"""Of the paper; the rate is theirs, 0.001 for 1024 images."""
+FOLDERS_ON_GPU: Values = {"run": {"batch": 256}, "optimizer": {"lr": 2.5e-4}}
+GPU: Values = {"run": {"precision": "bf16"}}
+"""Its maps are channels last anyway."""
+
+
+def defaults(data: str | None, cuda: bool) -> Values:
+    """Of the recipe."""
+    return defaults_by_data(data, cuda, of_digits=DIGITS, of_folders=FOLDERS, of_folders_on_gpu=FOLDERS_ON_GPU, gpu=GPU)
+
+
+def build(data: str | None, recipe: Recipe) -> Task:
+    """The task; `data` and errors as in `rooftop.train.tasks.classification`."""
+    return classification(data, recipe, FAMILY)

@@ -1,0 +1,75 @@
+"""A task: what `rooftop train` trains. A model, its loss, its data and its metrics.
+
+# my_pkg/task.py: rooftop train my_pkg.task:build --data FOLDER
+RECIPE = {"run": {"epochs": 5}, "optimizer": {"name": "adamw", "lr": 1e-3}}
+
+def build(data: str | None, recipe: Recipe) -> Task:
+    return Task(
+        model=nn.Linear(10, 3),
+        train=TensorDataset(x, y),
+        valid=TensorDataset(x_held_out, y_held_out),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        metrics=lambda model, batch: {"accuracy": model(batch[0]).argmax(1) == batch[1]},
+        best="accuracy",
+        maximize=True,
+    )
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from rooftop.data.samples import Samples
+
+
+@dataclass
+class Task:
+    """What is trained.
+
+    Attributes:
+        model: on the CPU, in float32; the loop does to it what the recipe's section `model` says, and moves it.
+        train: `train[i]` is a sample. If it has `draw(index, generator)`, that is called in its place, with a
+            `numpy.random.Generator` of (seed, epoch, index): so augmentation is the same for any number of workers.
+        loss: of a batch on the device, the mean over its samples, (). The model is in training mode. It is also called
+            for validation, in evaluation mode without gradients.
+        valid: samples to judge the model on; None: none.
+        metrics: of a batch on the device, in evaluation mode: name to values of samples, (N,); the loop takes the mean
+            over all samples.
+        judge: metrics that are no means, of the whole validation data, e.g. COCO's; called on rank 0.
+        best: the metric by which a checkpoint is the best; "loss" is the validation loss. maximize: whether more is
+            better.
+        collate: samples to a batch.
+        alter: changes a training batch on the device, e.g. mixup: (batch, places, generator_of) -> batch; `places` (N,)
+            int64 on the CPU holds each sample's place in the whole batch of the step, so that the change does not
+            depend on the number of ranks; `generator_of(place)` gives a numpy Generator of (seed, step, place).
+        settle: called with the model after the last step, before the last evaluation.
+        examples: pictures of what the model does, for the page: (model, device) -> (caption, picture) of each.
+        metadata: what a file of exported weights says beside the tensors, e.g. {"model": "resnet18", "classes": ...}.
+        unit: what a sample is called, in the plural.
+    """
+
+    model: nn.Module
+    train: Samples
+    loss: Callable[[nn.Module, Any], Tensor]
+    valid: Samples | None = None
+    metrics: Callable[[nn.Module, Any], Mapping[str, Tensor]] | None = None
+    judge: Callable[[nn.Module, torch.device], Mapping[str, float]] | None = None
+    best: str = "loss"
+    maximize: bool = False
+    collate: Callable[[list[Any]], Any] = default_collate
+    alter: Callable[..., Any] | None = None
+    settle: Callable[[nn.Module], None] | None = None
+    examples: Callable[[nn.Module, torch.device], list[tuple[str, Image.Image]]] | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    unit: str = "samples"
+
+
+Build = Callable[[str | None, Any], Task]
+"""What a task's module has: `build(data, recipe)`; `data` is the value of --data."""

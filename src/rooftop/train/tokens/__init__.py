@@ -1,0 +1,1 @@
+"""Token files of every kind, mixed and cut into batches."""

@@ -1,0 +1,85 @@
+"""Chooses the sequences of a step, as a function of only the seed, the step and the place in the batch.
+
+So every layout and every micro-batch size sees the same sequences, and a resumed training sees those that would have
+come. The tokens are cut into sequences of one length. A pass takes each sequence once, in its own order. In a mixture,
+each row makes as many passes as its share needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from rooftop.errors import InputError
+from rooftop.train.tokens.mixtures import Mixture
+from rooftop.train.tokens.proportions import Proportions
+from rooftop.train.tokens.tokens import Tokens
+
+ROUNDS = 6  # of the shuffling network; four make it look random
+
+
+class Batches:
+    """The sequences of each step.
+
+    Args:
+        tokens: the data.
+        length: length of a sequence; one more token is read, as the target of the last one.
+        batch: sequences per step, of all ranks.
+        seed: of the order.
+
+    Attributes:
+        sequences: number of sequences; without a mixture, a pass has each once.
+        parts: for each row of a mixture, its number of sequences and its share of those that are read.
+
+    Raises:
+        InputError: the tokens, or those of a row, are too few for one sequence.
+    """
+
+    def __init__(self, tokens: Tokens | Mixture, length: int, batch: int, seed: int) -> None:
+        self.tokens, self.length, self.batch, self.seed = tokens, length, batch, seed
+        self._rows = tokens.rows if isinstance(tokens, Mixture) else [tokens]
+        counts = [(len(row) - 1) // length for row in self._rows]
+        for row, count in zip(self._rows, counts, strict=True):
+            if count < 1:
+                raise InputError(
+                    f"{row.source} has {len(row)} tokens, but a sequence of {length} needs {length + 1}: give more "
+                    "tokens, or shorten the sequence"
+                )
+        self.sequences = sum(counts)
+        shares = tokens.shares(counts) if isinstance(tokens, Mixture) else [Fraction(1)]
+        self.parts = list(zip(counts, shares, strict=True))
+        self._proportions = Proportions(shares)
+
+    def read(self, step: int, places: Iterable[int]) -> Tensor:
+        """Read the sequences at some places of a step's batch, (places, length + 1) int64."""
+        rows, numbers = self._proportions.between(step * self.batch, (step + 1) * self.batch)
+        return torch.stack([self._sequence(int(rows[place]), int(numbers[place])) for place in places])
+
+    def _sequence(self, row: int, number: int) -> Tensor:
+        count = self.parts[row][0]
+        turn, place = divmod(number, count)
+        key = f"{self.seed} {turn}" if len(self._rows) == 1 else f"{self.seed} row {row} {turn}"
+        start = self.length * shuffled(place, count, key)
+        return self._rows[row].read(start, start + self.length + 1)
+
+
+def shuffled(place: int, count: int, key: str) -> int:
+    """Return the number at a place in a permutation of 0 to count - 1 that the key determines.
+
+    No list is made: a Feistel network permutes the smallest power of four that has room, and is applied until the
+    number is in range. Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains".
+    """
+    half = max(1, -(-(count - 1).bit_length() // 2))
+    mask = (1 << half) - 1
+    while True:
+        left, right = place >> half, place & mask
+        for turn in range(ROUNDS):
+            word = blake2b(f"{key} {turn} {right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(word, "little") & mask)
+        place = left << half | right
+        if place < count:
+            return place

@@ -1,0 +1,85 @@
+"""The index of Megatron-LM for a file of tokens: `text.idx` describes `text.bin`.
+
+| bytes | of | |
+|---|---|---|
+| 9 | `MMIDIDX`, 0, 0 | which format it is |
+| 8 | uint64 | its version, 1 |
+| 1 | uint8 | the dtype of the tokens, by `DTYPES` |
+| 8, 8 | uint64 | sequences; entries of the document index |
+| 4 each | int32 | tokens of each sequence |
+| 8 each | int64 | the byte at which each begins in the other file |
+| 8 each | int64 | the first sequence of each document, and behind the last one |
+| 1 each | int8 | in multimodal data alone: the mode of each sequence |
+
+All are little-endian. Source: Megatron-LM, `megatron/core/datasets/indexed_dataset.py`.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from rooftop.errors import InputError
+
+MAGIC, OLD_MAGIC, VERSION = b"MMIDIDX\0\0", b"TNTIDX\0\0", 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
+AGAIN = "write both again with Megatron's tools/preprocess_data.py"
+
+
+def index_beside(path: Path) -> Path | None:
+    """The `.idx` of a `.bin`, if it exists."""
+    index = path.with_suffix(".idx")
+    return index if index.is_file() else None
+
+
+def indexed_dtype(index: Path, data: Path) -> np.dtype:
+    """Return the dtype of the tokens in a `.bin`, and check that they lie one after another, by its index.
+
+    Raises:
+        InputError: the index has another format, is cut off, or belongs to another file; or the tokens are not
+            integers.
+    """
+    size = index.stat().st_size
+    with index.open("rb") as file:
+        start = file.read(HEADER.size)
+    if start.startswith(OLD_MAGIC):
+        raise InputError(f"{index} has the format before Megatron's memory-mapped one (TNTIDX): {AGAIN}")
+    if not start.startswith(MAGIC):
+        raise InputError(f"{index} is not an index of Megatron-LM: move it away if {data} has no index, else {AGAIN}")
+    if len(start) < HEADER.size:
+        raise InputError(f"{index} is cut off after {size} bytes: {AGAIN}")
+    _, version, code, sequences, documents = HEADER.unpack(start)
+    if version != VERSION:
+        raise InputError(f"{index} has version {version}, expected {VERSION}: {AGAIN}")
+    name = DTYPES.get(code)
+    if name is None or name.startswith("float"):
+        raise InputError(f"{index} says its numbers are {name or f'of the unknown code {code}'}: expected integers")
+    expected = HEADER.size + sequences * (4 + 8) + documents * 8
+    if size not in (expected, expected + sequences):
+        raise InputError(
+            f"{index} has {size} bytes, {sequences} sequences and {documents} document entries need {expected}: {AGAIN}"
+        )
+    dtype = np.dtype(name).newbyteorder("<")
+    _check_places(index, data, dtype, sequences, documents)
+    return dtype
+
+
+def _check_places(index: Path, data: Path, dtype: np.dtype, sequences: int, documents: int) -> None:
+    """Check that the sequences fill the file, one after another, from its first byte to its last."""
+    at = HEADER.size
+    lengths = np.fromfile(index, "<i4", sequences, offset=at).astype(np.int64)
+    begins = np.fromfile(index, "<i8", sequences, offset=(at := at + 4 * sequences))
+    starts = np.fromfile(index, "<i8", documents, offset=at + 8 * sequences)
+    ends = np.cumsum(lengths) * dtype.itemsize
+    if (lengths < 0).any() or (begins != ends - lengths * dtype.itemsize).any():
+        raise InputError(f"{index} has sequences that do not lie one after another in {data}: {AGAIN}")
+    total, there = int(ends[-1]) if sequences else 0, data.stat().st_size
+    if there != total:
+        raise InputError(
+            f"{data} has {there} bytes, but {index} describes {total}: are they of different runs? {AGAIN}"
+        )
+    if documents and (starts[0] != 0 or starts[-1] != sequences or (np.diff(starts) < 0).any()):
+        raise InputError(f"{index} has documents that are not its {sequences} sequences: {AGAIN}")

@@ -1,0 +1,167 @@
+"""Mixtures: several rows of tokens, each with its share of the sequences.
+
+    mixture = open_mixture(["0.7", "books/", "0.3", "code.bin"])    # as Megatron-LM's --data-path has it
+    mixture = open_mixture(["books/", "code.bin"])                  # by how many sequences each has
+
+The weights alone determine which sequence comes from which row (`proportions`): after any number of sequences, each row
+has had its share to within one sequence. A row that is used up early starts again, in another order.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from hashlib import blake2b
+from itertools import pairwise
+from pathlib import Path
+
+from rooftop.errors import InputError
+from rooftop.train.tokens.tokens import Progress, Tokens, open_tokens
+
+WEIGHT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|[-+]?(nan|inf|infinity)$", re.IGNORECASE)
+
+
+class Mixture:
+    """Rows of tokens and their weights.
+
+    Args:
+        rows: at least one; all text, or all tokens of one vocabulary.
+        weights: weights of the rows, 0 or more, in any unit; None: the number of sequences of each row, so that a pass
+            has every sequence once.
+
+    Attributes:
+        source, text, vocabulary, kind: see `Tokens`.
+
+    Raises:
+        InputError: text is mixed with other tokens, or vocabularies differ.
+        ValueError: the number of weights differs from that of rows, or `checked_weights` refuses them.
+    """
+
+    def __init__(self, rows: Sequence[Tokens], weights: Sequence[float | Fraction] | None = None) -> None:
+        if not rows or (weights is not None and len(weights) != len(rows)):
+            given = "no" if weights is None else len(weights)
+            raise ValueError(f"Mixture: expected a weight for each row, got {len(rows)} rows and {given} weights")
+        self.rows = list(rows)
+        self.weights = None if weights is None else checked_weights(weights)
+        self.text = self.rows[0].text
+        if any(row.text != self.text for row in rows):
+            text, others = ([row.source for row in rows if row.text == kind] for kind in (True, False))
+            raise InputError(
+                f"{', '.join(text)} is text, whose tokens are bytes, but {', '.join(others)} has other tokens: "
+                "tokenize the text first"
+            )
+        known = {row.vocabulary: row.source for row in rows if row.vocabulary is not None}
+        if len(known) > 1:
+            said = ", ".join(f"{size} in {source}" for size, source in known.items())
+            raise InputError(f"the tokens have different vocabularies ({said}): use one tokenizer for all")
+        self.vocabulary = next(iter(known), None)
+
+    @property
+    def source(self) -> str:
+        if self.weights is None:
+            return " + ".join(row.source for row in self.rows)
+        pairs = zip(self.weights, self.rows, strict=True)
+        return " + ".join(f"{float(weight):g} {row.source}" for weight, row in pairs)
+
+    @property
+    def kind(self) -> str:
+        return " and ".join(dict.fromkeys(row.kind for row in self.rows))
+
+    def __len__(self) -> int:
+        """Tokens of all rows."""
+        return sum(map(len, self.rows))
+
+    def shares(self, sequences: Sequence[int]) -> list[Fraction]:
+        """Shares of the rows, given their numbers of sequences; they sum to 1."""
+        weights = [Fraction(count) for count in sequences] if self.weights is None else self.weights
+        total = sum(weights)
+        return [weight / total for weight in weights]
+
+    def fingerprint(self) -> str:
+        """Fingerprint of the rows and their weights."""
+        digest = blake2b(digest_size=16)
+        for number, row in enumerate(self.rows):
+            digest.update(f"{row.fingerprint()} {self.weights and self.weights[number]}\n".encode())
+        return digest.hexdigest()
+
+    def check_vocabulary(self, vocabulary: int, progress: Progress = lambda what, fraction: None) -> None:
+        """See `Tokens`; checks each row."""
+        for row in self.rows:
+            row.check_vocabulary(vocabulary, progress)
+
+
+def open_mixture(words: Sequence[str], kind: str | None = None) -> Tokens | Mixture:
+    """Open the tokens of several files or folders.
+
+    Args:
+        words: paths, either each with its weight before it or all without; `rooftop.train.open_tokens` describes paths.
+        kind: see `open_tokens`.
+
+    Returns:
+        `Tokens` for one path, else a `Mixture`.
+
+    Raises:
+        InputError: a weight has no path, only some paths have weights, or `checked_weights` or `open_tokens` refuses
+            them. Weights are checked before anything is read.
+    """
+    paths, weights = _pairs(words)
+    try:
+        checked = None if weights is None else checked_weights([_number(each) for each in weights])
+    except ValueError as error:
+        raise InputError(f"--data-path {' '.join(words)}: {error}") from error
+    rows = [open_tokens(path, kind) for path in paths]
+    return rows[0] if len(rows) == 1 else Mixture(rows, checked)
+
+
+def paths_of(words: Sequence[str]) -> list[Path]:
+    """The paths among the words of `open_mixture`, with their companion files. Raises the same errors."""
+    paths, _ = _pairs(words)
+    return [path.with_name(path.name + end) for path in paths for end in ("", ".bin", ".idx")] + [
+        path.with_suffix(end) for path in paths if path.suffix in (".bin", ".idx") for end in (".bin", ".idx")
+    ]
+
+
+def checked_weights(weights: Sequence[float | Fraction]) -> list[Fraction]:
+    """Check weights and make them exact decimals: 0.1 is a tenth.
+
+    Raises:
+        ValueError: one is negative or not finite, or all are 0.
+    """
+    for weight in weights:
+        if not math.isfinite(weight) or weight < 0:
+            raise ValueError(f"a weight must be finite and 0 or more, got {float(weight):g}")
+    found = [weight if isinstance(weight, Fraction) else Fraction(str(weight)) for weight in weights]
+    if not any(found):
+        raise ValueError("all weights are 0: expected at least one above")
+    return found
+
+
+def _number(word: str) -> float | Fraction:
+    """The exact number that was written; a float if it is not finite."""
+    try:
+        return Fraction(word)
+    except ValueError:
+        return float(word)
+
+
+def _pairs(words: Sequence[str]) -> tuple[list[Path], list[str] | None]:
+    """Paths, and their weights if they have any."""
+    given = [bool(WEIGHT.match(word)) for word in words]
+    said = f"--data-path {' '.join(words)}"
+    if not any(given) or (len(words) == 1 and Path(words[0]).exists()):
+        return [Path(word) for word in words], None
+    if given[-1] or any(map(all, pairwise(given))):
+        at = next(n for n, weight in enumerate(given) if weight and (n + 1 == len(words) or given[n + 1]))
+        raise InputError(
+            f"{said}: the weight {words[at]} has no path: expected a path after each weight, as 0.7 A 0.3 B (for a "
+            f"file of that name write ./{words[at]})"
+        )
+    if given != [True, False] * (len(words) // 2):
+        at = next(n for n, weight in enumerate(given) if not weight and (n == 0 or not given[n - 1]))
+        raise InputError(
+            f"{said}: {words[at]} has no weight, but other paths have: expected one before each path, as 0.7 A 0.3 B, "
+            "or none"
+        )
+    return [Path(word) for word in words[1::2]], [*words[::2]]

@@ -1,0 +1,114 @@
+"""Detects the integer type of a file of tokens without a header, from a sample of its numbers.
+
+If 32-bit tokens are read as 16 bits, every second number is the upper half of a token: 0, or a small number for
+vocabularies above 65,536. Read rightly, every place is like its neighbours. So the means of even and odd places decide:
+
+| of each pair of halves | mean of the upper by that of the lower |
+|---|---|
+| one number of twice the width | below 1/64: a vocabulary of 256 thousand tokens has an upper half of 3 at most |
+| two numbers | near 1 |
+
+Ratios in between are refused, and so are bytes and big-endian numbers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rooftop.errors import InputError
+
+KINDS: dict[str, np.dtype[Any]] = {
+    "uint8": np.dtype("u1"),
+    "uint16": np.dtype("<u2"),
+    "uint32": np.dtype("<u4"),
+    "int32": np.dtype("<i4"),
+    "int64": np.dtype("<i8"),
+}
+PLACES, LOOKED_AT = 64, 8192  # places in a file; bytes read at each, a multiple of the widest number
+UPPER_HALF, NEIGHBOUR = 1 / 64, 1 / 4  # ratios of means, as described above
+TEXT_BYTES = 64  # that many bytes of 16-bit tokens nearly always contain a zero or are not UTF-8
+BYTE_PAIRS, BYTE_VALUES, SAME = 1 << 11, 224, 0.1  # enough to compare two distributions; of bytes of text; how close
+
+
+def found_kind(path: Path) -> str:
+    """Return the integer type of a file without a header, a name in `KINDS`: uint16, uint32 or int64.
+
+    Raises:
+        InputError: the type is ambiguous, the file is text or bytes, or the numbers are big-endian.
+    """
+    size = path.stat().st_size
+    sample = _sample(path, size)
+    if _is_text(sample):
+        raise InputError(f"{path} is text, not numbers: call it .txt, or give --token-dtype if these are tokens")
+    if size % 2:
+        raise InputError(
+            f"{path} has {size} bytes, which is not a whole number of 16-bit tokens: expected tokens of 16, 32 or 64 "
+            "bits, or --token-dtype uint8"
+        )
+    halves = _mean_ratio(sample.view("<u2"), path, "uint16 and uint32") if size % 4 == 0 else 1.0
+    if halves >= NEIGHBOUR:
+        _check_bytes(sample, path)
+        return "uint16"
+    words = _mean_ratio(sample.view("<u4"), path, "uint32 and int64") if size % 8 == 0 else 1.0
+    return "uint32" if words >= NEIGHBOUR else "int64"
+
+
+def _sample(path: Path, size: int) -> NDArray[np.uint8]:
+    """A sample of bytes from all over a file, at multiples of 8; all bytes of a small file."""
+    if size <= PLACES * LOOKED_AT:
+        return np.fromfile(path, np.uint8)
+    whole = np.memmap(path, np.uint8, mode="r")
+    starts = (8 * round((size - LOOKED_AT) // 8 * part / (PLACES - 1)) for part in range(PLACES))
+    return np.concatenate([whole[start : start + LOOKED_AT] for start in starts])
+
+
+def _mean_ratio(halves: NDArray[Any], path: Path, candidates: str) -> float:
+    """Ratio of the means of odd and even places; below `NEIGHBOUR` they are halves of one number.
+
+    Raises:
+        InputError: the ratio is neither near 0 nor near 1.
+    """
+    if not len(halves):
+        return 1.0
+    halves = halves[: len(halves) // 2 * 2]
+    lower, upper = float(halves[::2].mean(dtype=float)), float(halves[1::2].mean(dtype=float))
+    if lower and (upper < UPPER_HALF * lower or NEIGHBOUR * lower <= upper <= lower / NEIGHBOUR):
+        return upper / lower
+    what = "all of it is 0" if not (lower or upper) else "it may be big-endian" if upper > lower else "too few or mixed"
+    raise InputError(
+        f"{path} has no header, and its numbers could be {candidates} ({what}): say which with --token-dtype, as one "
+        f"of {', '.join(KINDS)}, little-endian"
+    )
+
+
+def _is_text(sample: NDArray[np.uint8]) -> bool:
+    start = sample[:LOOKED_AT].tobytes()
+    if len(start) < TEXT_BYTES or b"\0" in start:
+        return False
+    try:
+        start.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return error.reason == "unexpected end of data"  # cut within a letter
+    return True
+
+
+def _check_bytes(sample: NDArray[np.uint8], path: Path) -> None:
+    """Refuse 8-bit numbers, whose neighbours are distributed alike, and big-endian numbers, whose first byte is the
+    upper one."""
+    lower, upper = sample[::2], sample[1::2]
+    if upper.any() and not lower.any():
+        raise InputError(
+            f"all numbers of {path} are multiples of 256, as in a big-endian file: expected little-endian tokens"
+        )
+    if len(upper) < BYTE_PAIRS or len(np.unique(sample)) > BYTE_VALUES:
+        return
+    shares = [np.bincount(half, minlength=256) / len(half) for half in (lower, upper)]
+    if np.abs(shares[0] - shares[1]).sum() / 2 < SAME and upper.any():
+        raise InputError(
+            f"{path} has no header, and its numbers look like bytes: say --token-dtype uint8, or uint16 if they are of "
+            "16 bits"
+        )

@@ -1,0 +1,136 @@
+"""Draws from several sources in exact proportions: after any number of draws, each source has its share to within one.
+
+Source i of weight w_i (they sum to 1) has c_i draws of the first n with |c_i - w_i n| <= 1 - 1 / (2k - 2), k sources:
+the best that holds for all weights. Each draw considers the sources that stay within the bound, and takes the one that
+would fall behind it soonest. Source: Tijdeman 1980, "The chairman assignment problem".
+
+Integer arithmetic avoids accumulated rounding. The draws repeat with the common denominator of the weights as their
+period.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rooftop.launch.numba_loops import numba_works
+
+FINEST = 1 << 50  # the finest share of the sum that a weight can be: differences below 1e-15 are ignored
+KEPT = 1 << 16  # draws from one kept state to the next
+COMPILED = 1 << 20  # draws for which it is worth a second of compilation
+
+Ints = NDArray[np.int64]
+
+
+class Proportions:
+    """The source of each draw, and the number of earlier draws from it.
+
+    Args:
+        weights: weights of the sources, 0 or more, in any unit; at least one is positive.
+
+    Raises:
+        ValueError: a weight is negative, or all are 0.
+    """
+
+    def __init__(self, weights: Sequence[Fraction]) -> None:
+        if not weights or min(weights) < 0 or sum(weights) == 0:
+            raise ValueError(f"Proportions: expected weights of 0 or more, not all 0, got {[*map(float, weights)]}")
+        parts = _whole(weights)
+        self.period = sum(parts)
+        self._sources = [number for number, part in enumerate(parts) if part]
+        self._parts = [parts[number] for number in self._sources]
+        self._each = [parts[number] for number in range(len(parts))]
+        none = [0] * len(self._parts)
+        self._kept: list[tuple[list[int], list[int]]] = [(none, none)]  # every KEPT draws of a period
+        self._last = (0, none, none)
+
+    def between(self, start: int, stop: int) -> tuple[Ints, Ints]:
+        """Draws `start` to before `stop`: their sources, and the number of each draw within its source, from 0."""
+        sources, numbers = np.empty(stop - start, np.int64), np.empty(stop - start, np.int64)
+        at = start
+        while at < stop:
+            turn, first = divmod(at, self.period)
+            count = min(stop - at, self.period - first)
+            place = slice(at - start, at - start + count)
+            sources[place], numbers[place] = self._within_period(first, count)
+            numbers[place] += turn * np.array(self._each)[sources[place]]
+            at += count
+        return sources, numbers
+
+    def _within_period(self, first: int, count: int) -> tuple[Ints, Ints]:
+        if len(self._parts) == 1:
+            return np.full(count, self._sources[0]), np.arange(first, first + count)
+        at, ahead, drawn = self._state_before(first)
+        while at < first:
+            step = min(KEPT - at % KEPT, first - at)
+            ahead, drawn, _, _ = self._draw(ahead, drawn, step, first - at)
+            at += step
+            self._keep(at, ahead, drawn)
+        ahead, drawn, which, numbers = self._draw(ahead, drawn, count, count)
+        self._last = (first + count, ahead, drawn)
+        return np.array(self._sources)[which], numbers
+
+    def _state_before(self, first: int) -> tuple[int, list[int], list[int]]:
+        kept = min(first // KEPT, len(self._kept) - 1)
+        if kept * KEPT <= self._last[0] <= first:
+            return self._last
+        return (kept * KEPT, *self._kept[kept])
+
+    def _keep(self, at: int, ahead: list[int], drawn: list[int]) -> None:
+        if at == len(self._kept) * KEPT:
+            self._kept.append((ahead, drawn))
+
+    def _draw(
+        self, behind: list[int], drawn: list[int], count: int, all_of: int
+    ) -> tuple[list[int], list[int], Ints, Ints]:
+        """The state after `count` draws, and their sources and numbers; `all_of` draws are made in total."""
+        which, numbers = np.empty(count, np.int64), np.empty(count, np.int64)
+        if all_of >= COMPILED and numba_works():
+            state = np.array([behind, drawn])
+            _compiled_draws()(np.array(self._parts), *state, self.period, which, numbers)
+            return state[0].tolist(), state[1].tolist(), which, numbers
+        behind, drawn = list(behind), list(drawn)
+        _draws(self._parts, behind, drawn, self.period, which, numbers)
+        return behind, drawn, which, numbers
+
+
+def _whole(weights: Sequence[Fraction]) -> list[int]:
+    """Weights as integers without a common factor; their sum is at most little above `FINEST`."""
+    total = sum(weights)
+    shares = [weight / total for weight in weights]
+    common = math.lcm(*(share.denominator for share in shares))
+    if common > FINEST:
+        return [max(1, round(share * FINEST)) if share else 0 for share in shares]
+    parts = [int(share * common) for share in shares]
+    factor = math.gcd(*parts)
+    return [part // factor for part in parts]
+
+
+def _draws(parts, behind, drawn, period, which, numbers):  # type: ignore[no-untyped-def]
+    """Fill `which` and `numbers`; `behind` is how much each source lacks of its share, in units of 1 / `period`."""
+    sources = len(parts)
+    least = -(-period // (2 * sources - 2))  # behind by as much a source may be drawn
+    most = period - least
+    for place in range(len(which)):
+        found, soonest = -1, 0
+        for source in range(sources):
+            behind[source] += parts[source]
+            if behind[source] >= least:
+                left = (most - behind[source]) // parts[source]  # draws that may go to others
+                if found < 0 or left < soonest:
+                    found, soonest = source, left
+        behind[found] -= period
+        which[place], numbers[place] = found, drawn[found]
+        drawn[found] += 1
+
+
+@cache
+def _compiled_draws() -> Callable[..., None]:
+    from rooftop.launch.numba_loops import kept_loop
+
+    return kept_loop(_draws)

@@ -1,0 +1,182 @@
+"""Files of integers as tokens: their dtype comes from a file beside them, a header, or their numbers.
+
+| of a `.bin` | what says the dtype |
+|---|---|
+| `.idx` beside it | Megatron-LM's index (`megatron_indexes`) |
+| 256 int32 first: 20240520, 1, tokens | llm.c's header of GPT-2's tokens: uint16 follow |
+| 256 int32 first: 20240801, 7, tokens | that of Llama 3's: uint32 |
+| `meta.pkl` beside it | nanoGPT's characters: uint16, and how many there are |
+| nothing | its numbers (`number_widths`) |
+
+Source: llm.c `dev/data/data_common.py`; nanoGPT `data/shakespeare_char/prepare.py`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rooftop.errors import InputError
+from rooftop.train.tokens.megatron_indexes import index_beside, indexed_dtype
+from rooftop.train.tokens.number_widths import KINDS, found_kind
+
+MAPPED_BYTES = 16 << 20  # smaller files are read at once: a process can map only some ten thousand
+META = "meta.pkl"
+LLMC_HEADER_BYTES = 256 * 4
+LLMC_TOKENS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
+"""Of a header: the version, and what follows."""
+LLMC_OTHERS = {
+    20240326: "a model",
+    20240327: "a model's state for tests",
+    20240328: "a tokenizer",
+    20240522: "questions of HellaSwag",
+}
+
+CONTAINERS = {
+    b"\x1f\x8b\x08": "compressed by gzip",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"\xfd7zXZ\0": "compressed by xz",
+    b"BZh": "compressed by bzip2",
+    b"PK\x03\x04": "a zip archive (.npz, or what torch.save writes)",
+    b"\x93NUMPY": "NumPy's: call it .npy",
+    b"PAR1": "a table: call it .parquet",
+    b"ARROW1": "a table: call it .arrow",
+    b"LITPKDS": "LitGPT's packed data set, in chunks",
+    b"GGUF": "a model of llama.cpp",
+}
+"""First bytes of files that are not plain numbers, and the format that they belong to."""
+
+Integers = NDArray[np.integer[Any]]
+
+
+class Numbers(NamedTuple):
+    """What a file holds.
+
+    Attributes:
+        tokens: a 1-D array.
+        vocabulary: vocabulary size, if the file or one beside it states it.
+    """
+
+    tokens: Integers
+    vocabulary: int | None = None
+
+
+def binary_numbers(path: Path, kind: str | None = None) -> Numbers:
+    """The tokens of a `.bin`.
+
+    Args:
+        path: of the file.
+        kind: a name of `KINDS`, for a file that does not state its type; None: detected.
+
+    Raises:
+        InputError: the file contradicts its description; `kind` contradicts the stated type; or no type is stated and
+            the numbers are ambiguous.
+    """
+    index = index_beside(path)
+    if index is not None:
+        dtype = indexed_dtype(index, path)
+        _check_same(path, kind, dtype, f"the index {index.name}")
+        return Numbers(mapped(path, dtype))
+    headed = _llmc_numbers(path, kind)
+    if headed is not None:
+        return headed
+    _refuse_containers(path)
+    vocabulary = _nanogpt_vocabulary(path.parent / META)
+    name = kind or found_kind(path)
+    if vocabulary is not None and kind is None and name != "uint16":
+        raise InputError(
+            f"{path} looks like {name}, but {META} beside it is from nanoGPT, which writes uint16: give --token-dtype"
+        )
+    dtype = KINDS[name]
+    if path.stat().st_size % dtype.itemsize:
+        raise InputError(f"{path} has {path.stat().st_size} bytes, which is not a whole number of {name} tokens")
+    return Numbers(mapped(path, dtype), vocabulary)
+
+
+def array_numbers(path: Path, kind: str | None = None) -> Numbers:
+    """The tokens of a `.npy`.
+
+    Raises:
+        InputError: it is not a 1-D array of integers, or `kind` contradicts its dtype.
+    """
+    try:
+        array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise InputError(f"{path} is not a .npy file of numbers ({error})") from error
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InputError(f"{path} has {array.dtype} of shape {array.shape}: expected integers of one dimension")
+    _check_same(path, kind, array.dtype, "its header")
+    return Numbers(array)
+
+
+def mapped(path: Path, dtype: np.dtype[Any], offset: int = 0) -> Integers:
+    """Map the numbers of a file from a byte on; a large file stays on the disk until it is read."""
+    if path.stat().st_size < MAPPED_BYTES:
+        return np.fromfile(path, dtype, offset=offset)
+    return np.memmap(path, dtype, mode="r", offset=offset)
+
+
+def _check_same(path: Path, kind: str | None, dtype: np.dtype[Any], who: str) -> None:
+    if kind is not None and KINDS[kind] != dtype:
+        raise InputError(
+            f"{path} has {dtype.name} tokens, as {who} says: --token-dtype {kind} does not fit, leave it out"
+        )
+
+
+def _refuse_containers(path: Path) -> None:
+    with path.open("rb") as file:
+        start = file.read(8)
+    for magic, what in CONTAINERS.items():
+        if start.startswith(magic):
+            raise InputError(f"{path} is {what}: expected numbers alone, or a header of llm.c")
+
+
+def _llmc_numbers(path: Path, kind: str | None) -> Numbers | None:
+    """The numbers after llm.c's header; None without a header."""
+    size = path.stat().st_size
+    header = np.fromfile(path, "<i4", min(size, LLMC_HEADER_BYTES) // 4)
+    magic = int(header[0]) if len(header) else 0
+    # What is not 0 behind the count is not a header: the first token happens to be the number.
+    if magic not in LLMC_TOKENS | LLMC_OTHERS or header[32:].any():
+        return None
+    if magic in LLMC_OTHERS:
+        raise InputError(f"{path} has {LLMC_OTHERS[magic]} of llm.c in it ({magic}): expected tokens")
+    expected, name = LLMC_TOKENS[magic]
+    if len(header) < LLMC_HEADER_BYTES // 4:
+        raise InputError(f"{path} begins with llm.c's header ({magic}), and is cut off after {size} bytes")
+    version, count = int(header[1]), int(header[2])
+    if version != expected:
+        raise InputError(f"{path} has llm.c's header {magic} of version {version}: expected version {expected}")
+    dtype, there = KINDS[name], size - LLMC_HEADER_BYTES
+    if there != count * dtype.itemsize:
+        raise InputError(
+            f"{path} has {there} bytes after llm.c's header, which announces {count} tokens of {dtype.itemsize} "
+            "bytes: is the file complete?"
+        )
+    _check_same(path, kind, dtype, "llm.c's header")
+    return Numbers(mapped(path, dtype, LLMC_HEADER_BYTES))
+
+
+class _PlainValues(pickle.Unpickler):
+    """Unpickles only numbers, text and containers, nothing that could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} is not a plain value")
+
+
+def _nanogpt_vocabulary(path: Path) -> int | None:
+    """The vocabulary size in nanoGPT's file beside the tokens; None if there is no such file."""
+
+    if not path.is_file():
+        return None
+    try:
+        with path.open("rb") as file:
+            found = _PlainValues(file).load()
+    except (pickle.UnpicklingError, EOFError, ValueError, KeyError, IndexError, AttributeError):
+        return None
+    size = found.get("vocab_size") if isinstance(found, dict) else None
+    return size if isinstance(size, int) and size > 0 else None

@@ -1,0 +1,190 @@
+"""Training data as one long row of tokens: numbers, or text whose bytes are tokens.
+
+| path | tokens |
+|---|---|
+| `.bin` | integers, by Megatron-LM's index, llm.c's header, or what is seen of them (`token_files`) |
+| `.idx`, or a name without either | Megatron-LM's pair |
+| `.npy` | of NumPy: one dimension, integers |
+| `.parquet`, `.arrow`, a folder of these | a data set of Hugging Face (`token_tables`) |
+| another file | its bytes: text, 256 tokens |
+| another folder | the bytes of all text files in it, one file after another by their paths; hidden files are left out |
+
+Large files are memory-mapped: tokens are read from the disk when they are used, and stay in memory if they fit.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rooftop.errors import InputError
+from rooftop.train.tokens.number_widths import KINDS
+from rooftop.train.tokens.token_files import Integers, Numbers, array_numbers, binary_numbers, mapped
+from rooftop.train.tokens.token_tables import is_table, table_rows
+
+BYTES = 256
+"""Tokens that text has."""
+PEEKED_BYTES = 8192  # text has no zero among its first bytes; git asks the same of as many
+SCANNED = 1 << 24  # tokens at a time
+PLACES, LOOKED_AT = 256, 64  # places in a fingerprint; tokens read at each
+NUMBERS = (".bin", ".npy")
+EXPECTED = "expected a file of tokens (.bin, .npy, .parquet, .arrow), a text, or a folder"
+
+Progress = Callable[[str, float], None]
+
+
+class Tokens:
+    """A row of tokens.
+
+    Args:
+        parts: 1-D arrays, one after another.
+        source: its name in errors.
+        text: whether tokens are bytes.
+        vocabulary: vocabulary size; None: unknown, or 256 for text.
+    """
+
+    def __init__(
+        self, parts: Sequence[Integers], source: str, text: bool = False, vocabulary: int | None = None
+    ) -> None:
+        self.parts, self.source, self.text = list(parts), source, text
+        self.vocabulary = BYTES if text else vocabulary
+        self._ends = list(accumulate(len(part) for part in self.parts))
+
+    @property
+    def kind(self) -> str:
+        """ "text", or the dtypes of the numbers."""
+        return "text" if self.text else " and ".join(sorted({part.dtype.name for part in self.parts})) or "nothing"
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Read the tokens from `start` to before `stop`, int64.
+
+        Raises:
+            IndexError: there are fewer tokens.
+        """
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"{self.source} has tokens 0 to {len(self)}, not {start} to {stop}")
+        found = np.empty(stop - start, np.int64)
+        at, place = start, bisect_right(self._ends, start)
+        while at < stop:
+            first = self._ends[place] - len(self.parts[place])
+            end = min(stop, self._ends[place])
+            found[at - start : end - start] = self.parts[place][at - first : end - first]
+            at, place = end, place + 1
+        return torch.from_numpy(found)
+
+    def fingerprint(self) -> str:
+        """A hash of the number of tokens and of samples of them. Other data have another hash, almost surely, unless
+        they differ only in few places."""
+        digest = blake2b(str(len(self)).encode(), digest_size=16)
+        last = max(0, len(self) - LOOKED_AT)
+        for start in sorted({round(last * part / (PLACES - 1)) for part in range(PLACES)}):
+            digest.update(self.read(start, min(start + LOOKED_AT, len(self))).numpy().tobytes())
+        return digest.hexdigest()
+
+    def check_vocabulary(self, vocabulary: int, progress: Progress = lambda what, fraction: None) -> None:
+        """Check that a vocabulary has all tokens. This reads all data, unless the integer type is small enough.
+
+        Raises:
+            InputError: a token is outside the vocabulary.
+        """
+        done = 0
+        for part in self.parts:
+            bounds = np.iinfo(part.dtype)
+            if bounds.min >= 0 and bounds.max < vocabulary:
+                continue
+            for start in range(0, len(part), SCANNED):
+                chunk = part[start : start + SCANNED]
+                least, most = int(chunk.min()), int(chunk.max())
+                if least < 0 or most >= vocabulary:
+                    wrong = least if least < 0 else most
+                    raise InputError(
+                        f"{self.source} has the token {wrong}, but a vocabulary of {vocabulary} has 0 to "
+                        f"{vocabulary - 1}: "
+                        + (
+                            f"text takes at least {BYTES}"
+                            if self.text
+                            else "enlarge it, or check the integer type of the file"
+                        )
+                    )
+                done += len(chunk)
+                progress("looking at the tokens", done / len(self))
+
+
+def open_tokens(path: Path, kind: str | None = None) -> Tokens:
+    """Open the tokens of a file or folder.
+
+    Args:
+        path: see the table above.
+        kind: integer type of a `.bin` that does not state it: "uint8", "uint16", "uint32", "int32" or "int64",
+            little-endian. None: detected.
+
+    Raises:
+        InputError: the path does not exist, or has neither tokens nor text; the integer type of a `.bin` cannot be
+            detected; or the file states another type than `kind`.
+        MissingExtraError: the path is a data set of Hugging Face, and `datasets` is not installed.
+        ValueError: `kind` is unknown.
+    """
+    if kind is not None and kind not in KINDS:
+        raise ValueError(f"open_tokens: kind must be one of {', '.join(KINDS)} or None, got {kind!r}")
+    path = _data_of_index(path)
+    if path.suffix in NUMBERS and path.is_file():
+        read: Callable[[Path, str | None], Numbers] = binary_numbers if path.suffix == ".bin" else array_numbers
+        numbers = read(path, kind)
+        return Tokens([numbers.tokens], str(path), vocabulary=numbers.vocabulary)
+    if not path.exists():
+        raise InputError(f"{path} does not exist: {EXPECTED}")
+    if kind is not None:
+        raise InputError(f"--token-dtype {kind} is for .bin files, and {path} is none: leave it out")
+    if is_table(path):
+        rows = table_rows(path)
+        if not rows.parts:
+            raise InputError(f"{path} has no rows with tokens")
+        return Tokens(rows.parts, str(path), rows.text)
+    if path.is_dir():
+        return _text_of_folder(path)
+    if not path.is_file() or not _is_text(path):
+        raise InputError(f"{path} is not text: it has zero bytes. Names of token files must end in .bin or .npy")
+    return Tokens([mapped(path, np.dtype(np.uint8))], str(path), text=True)
+
+
+def _data_of_index(path: Path) -> Path:
+    """The token file of Megatron-LM's pair, from the name of either file."""
+    if path.suffix == ".idx":
+        return path.with_suffix(".bin")
+    pair = [path.with_name(path.name + suffix) for suffix in (".bin", ".idx")]
+    return pair[0] if not path.exists() and all(each.is_file() for each in pair) else path
+
+
+def _text_of_folder(folder: Path) -> Tokens:
+    files = list(_files(folder))
+    numbers = [path for path in files if path.suffix in (*NUMBERS, ".idx")]
+    if numbers:  # train.bin and val.bin may lie in one folder: together they are not one row to train on
+        names = ", ".join(str(path.relative_to(folder)) for path in numbers[:4])
+        raise InputError(f"the folder {folder} has files of tokens ({names}): name those to train on one by one")
+    parts = [mapped(path, np.dtype(np.uint8)) for path in files if _is_text(path)]
+    if not parts:
+        raise InputError(f"the folder {folder} has no text in it")
+    return Tokens(parts, str(folder), text=True)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """All files that are not hidden, in the same order on every machine."""
+    found = [(path.relative_to(folder).parts, path) for path in folder.rglob("*")]
+    for parts, path in sorted(found):
+        if not any(part.startswith(".") for part in parts) and path.is_file():
+            yield path
+
+
+def _is_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" not in file.read(PEEKED_BYTES)

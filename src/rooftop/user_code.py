@@ -1,0 +1,86 @@
+"""Objects of the user's own code, by name: `package.module:name`, or `package/module.py:name`.
+
+The current folder is looked in first, so that a package beside which a command is run needs no installation.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rooftop.errors import ModelRunError, TargetError, did_you_mean
+
+MOST_SHOWN = 8  # names of a module, in a message
+
+
+def named_object(text: str, example: str) -> Any:
+    """The object that a text names.
+
+    Args:
+        text: `package.module:name` or `package/module.py:name`.
+        example: such a text, for the message.
+
+    Raises:
+        TargetError: text of another form, no such module, or nothing of that name in it.
+        ModelRunError: the module raised while it was imported.
+    """
+    return found_in(named_module(text, example), text)
+
+
+def named_module(text: str, example: str) -> ModuleType:
+    """The module before the colon; arguments and errors are those of `named_object`."""
+    module_name, _, attribute = text.rpartition(":")
+    if not module_name or not attribute or (module_name.startswith(".") and not module_name.endswith(".py")):
+        raise TargetError(f"{text!r}: expected package.module:callable, e.g. {example}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    if module_name.endswith(".py"):
+        module_name = _module_of(Path(module_name))
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise TargetError(
+                f"{text!r}: no module {error.name!r} here ({os.getcwd()}) or in this environment"
+            ) from error
+        raise ModelRunError(f"importing {module_name!r} failed: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ModelRunError(f"importing {module_name!r} raised {type(error).__name__}: {error}") from error
+
+
+def found_in(module: ModuleType, text: str) -> Any:
+    """The object in a module that the text names after its colon.
+
+    Raises:
+        TargetError: there is none; the message has what the module has.
+    """
+    attribute = text.rpartition(":")[2]
+    found = getattr(module, attribute, None)
+    if found is None:
+        public = [name for name in vars(module) if not name.startswith("_") and callable(getattr(module, name))]
+        raise TargetError(
+            f"{text!r}: {module.__name__!r} has no {attribute!r}; it has "
+            f"{', '.join(public[:MOST_SHOWN]) or 'nothing callable'}{did_you_mean(attribute, public)}"
+        )
+    return found
+
+
+def _module_of(path: Path) -> str:
+    """The module name of a file: its path relative to the current directory, or the file name alone if it is not below
+    it.
+
+    Raises:
+        TargetError: there is no such file.
+    """
+    if not path.is_file():
+        raise TargetError(f"{os.fspath(path)}: there is no such file")
+    whole = path.resolve()
+    here = Path.cwd().resolve()
+    if whole.is_relative_to(here):
+        return ".".join(whole.relative_to(here).with_suffix("").parts)
+    sys.path.insert(0, str(whole.parent))
+    return whole.stem

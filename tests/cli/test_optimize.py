@@ -1,0 +1,117 @@
+"""`rooftop optimize`: what it prints and writes, and the calls that it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rooftop.cli.main import main
+
+Run = Callable[..., tuple[int, str, str]]
+
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+
+    def forward(self, x, scale=1.0):
+        return self.layers(x) * scale
+
+def build():
+    return Net(), (torch.randn(2, 3, 9, 9),), {"scale": 2.0}
+
+def function():
+    return lambda x: x, (torch.randn(2),)
+"""
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def run_words(*words: str) -> tuple[int, str, str]:
+        status = main(["optimize", *words, "--device", "cpu"])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run_words
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> str:
+    name = f"optimized_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(NET)
+    return name
+
+
+def test_it_says_what_was_tried_and_writes_a_plan(run: Run, net: str, tmp_path: Path) -> None:
+    words = ["--rule", "fold-norms", "--rule", "cuda-graphs", "--budget", "20"]
+    status, out, err = run(f"{net}:build", *words, "--save", "plan.json", "--json", "found.json")
+    assert (status, err) == (0, "")
+    assert "cuda-graphs" in out
+    assert "needs a GPU, the model is on cpu" in out
+    assert "Proven for 2x3x9x9 float32." in out
+    found = json.loads((tmp_path / "found.json").read_text())
+    (fold,) = [change for change in found["changes"] if change["rule"] == "fold-norms"]
+    assert fold["where"] == "1 norm folded"
+    assert fold["verdict"] in ("kept", "no gain")
+    assert fold["verdict"] == "no gain" or 0 <= fold["error"] <= 1
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["rules"] == (["fold-norms"] if fold["verdict"] == "kept" else [])
+    plan["rules"] = ["fold-norms"]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    status, out, err = run(f"{net}:build", "--plan", "plan.json", "--shape", "1x3x5x5")
+    assert (status, err) == (0, "")
+    assert "1 norm folded; by the plan" in out
+    assert "Proven for 2x3x9x9 float32; 1x3x5x5 float32." in out
+
+
+def test_json_goes_to_standard_output(run: Run, net: str) -> None:
+    status, out, _ = run(f"{net}:build", "--rule", "constants", "--json", "-")
+    assert status == 0
+    assert json.loads(out)["changes"][0]["verdict"] == "no gain"
+
+
+def test_it_says_why_nothing_was_kept(run: Run, net: str, tmp_path: Path) -> None:
+    _, out, _ = run(f"{net}:build", "--rule", "constants", "--save", "plan.json")
+    assert "nothing pays here" in out
+    _, out, _ = run(f"{net}:build", "--plan", "plan.json")
+    assert "the plan has no changes" in out
+    (tmp_path / "folds.json").write_text(json.dumps({"version": 1, "rules": ["fold-norms"], "surroundings": {}}))
+    _, out, _ = run(f"{net}:build", "--train", "--plan", "folds.json")
+    assert "nothing pays here" in out
+    assert "not for training" in out
+    _, out, _ = run(f"{net}:build", "--rule", "constants", "--budget", "1e-6")
+    assert "nothing was kept, and 1 rule not tried" in " ".join(out.split())
+    assert "the budget was over: give a larger one" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["NET:function"], 2, "expected an nn.Module"),
+        (["NET.py"], 2, "is a script: expected a model"),
+        (["NET:build", "--rule", "fold"], 2, "'fold' is not one of fold-norms"),
+        (["NET:build", "--shape", "2,3"], 2, "'2,3' is not a shape such as 8x3x224x224"),
+        (["NET:build", "--plan", "none.json"], 2, "none.json"),
+        (["NET:build", "--plan", "NET.py"], 2, "is not a plan of rooftop.optimize"),
+        (["NET:build", "--plan", "NET.py", "--rule", "compile"], 2, "leave --rule out"),
+        (["NET:build", "--budget", "0"], 2, "--budget"),
+        (["NET:build", "--save", "no/plan.json"], 2, "no"),
+        (["nothing50"], 2, "nothing50"),
+    ],
+)
+def test_wrong_calls(run: Run, net: str, words: list[str], status: int, said: str) -> None:
+    got, out, err = run(*(word.replace("NET", net) for word in words))
+    assert got == status
+    assert said in err
+    assert err.count("\n") <= 1 or status == 2
+    assert out == ""

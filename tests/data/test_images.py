@@ -1,0 +1,240 @@
+"""Images for training: what is drawn, what is done, and how large JPEGs are decoded."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from rooftop.data import ImageFolder, ImageTransform, Loader
+from rooftop.data.image_transforms import Drawn
+from rooftop.data.rand_augment import NAMES, Operation, apply_operations, draw_operations
+from rooftop.errors import InputError
+from rooftop.media.images import pillow_image
+from rooftop.models.images import preprocess
+from rooftop.train.recipes.recipe import Augment
+
+ALL = {"crop": 0.2, "flip": 0.5, "shift": 0.2, "rand_augment": 2, "magnitude": 7.0, "erase": 0.5}
+
+
+def photograph(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Smooth colours, so that sizes at which it is decoded look alike."""
+    small = np.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def saved(image: Image.Image, **how: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, **{"format": "JPEG", "quality": 95, **how})
+    return file.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for label, name in enumerate(("cat", "dog", "emu")):
+        (tmp_path / name / "more").mkdir(parents=True)
+        for number in range(2):
+            photograph(40 + 3 * label, 30, 10 * label + number).save(tmp_path / name / f"{number}.png")
+        photograph(30, 44, label).save(tmp_path / name / "more" / "3.JPG")
+        (tmp_path / name / "notes.txt").write_text("not a photograph")
+    (tmp_path / ".hidden").mkdir()
+    return tmp_path
+
+
+def test_validation_images_are_those_that_classify_sees() -> None:
+    image = photograph(300, 260)
+    judged = ImageTransform(224, {"crop": 0.35, "flip": 1.0})
+    assert torch.equal(judged(image, np.random.default_rng(0)), preprocess(image))
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    assert torch.equal(judged(pixels), preprocess(image))
+    assert torch.equal(ImageTransform(224, ALL, train=True)(image), preprocess(image))  # nothing to draw from
+
+
+def test_without_a_crop_the_whole_shorter_side_is_kept() -> None:
+    image = photograph(64, 48)
+    found = ImageTransform(48, mean=(0, 0, 0), std=(1, 1, 1))(image)
+    assert torch.equal(found, torch.from_numpy(np.array(image.crop((8, 0, 56, 48)))).permute(2, 0, 1) / 255)
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 99))
+def test_drawn_crops_lie_in_the_image(width: int, height: int, seed: int) -> None:
+    transform = ImageTransform(16, ALL, train=True)
+    drawn = transform.draw(width, height, np.random.default_rng(seed))
+    assert drawn == transform.draw(width, height, np.random.default_rng(seed))
+    if drawn.crop is not None:
+        left, top, right, bottom = drawn.crop
+        assert 0 <= left < right <= 1 + 1e-12
+        assert 0 <= top < bottom <= 1 + 1e-12
+        assert 0.2 - 1e-9 <= (right - left) * (bottom - top) <= 1 + 1e-9
+        shape = (right - left) * width / ((bottom - top) * height)
+        assert 3 / 4 - 1e-9 <= shape <= 4 / 3 + 1e-9
+    if drawn.erased is not None:
+        top, left, bottom, right = drawn.erased  # type: ignore[assignment]
+        assert 0 <= top < bottom <= 16
+        assert 0 <= left < right <= 16
+    assert max(map(abs, drawn.shift)) <= 3
+
+
+def test_draws_have_the_probabilities_that_were_asked_for() -> None:
+    transform = ImageTransform(20, {"crop": 0.5, "flip": 0.3, "erase": 0.6, "shift": 0.1}, train=True)
+    generator = np.random.default_rng(0)
+    drawn = [transform.draw(100, 100, generator) for _ in range(2000)]
+    assert abs(np.mean([each.flip for each in drawn]) - 0.3) < 0.05
+    assert abs(np.mean([each.erased is not None for each in drawn]) - 0.6) < 0.05
+    assert {each.shift[0] for each in drawn} == set(range(-2, 3))
+    areas = [(r - a) * (b - t) for a, t, r, b in (each.crop for each in drawn if each.crop is not None)]
+    assert 0.64 < np.mean(areas) < 0.75  # large areas of long shapes do not fit
+
+
+def test_each_change_does_what_it_is_called() -> None:
+    transform = ImageTransform(32, mean=(0, 0, 0), std=(1, 1, 1))
+    image = photograph(32, 32)
+    plain = transform.apply(image, Drawn())
+    assert torch.equal(transform.apply(image, Drawn(flip=True)), plain.flip(2))
+    shifted = transform.apply(image, Drawn(shift=(3, -2)))
+    assert torch.equal(shifted[:, :-2, 3:], plain[:, 2:, :-3])
+    assert not shifted[:, -2:].any()
+    assert not shifted[:, :, :3].any()
+    erased = transform.apply(image, Drawn(erased=(1, 2, 11, 12)))
+    assert not erased[:, 1:11, 2:12].any()
+    erased[:, 1:11, 2:12] = plain[:, 1:11, 2:12]
+    assert torch.equal(erased, plain)
+    corner = transform.apply(image, Drawn(crop=(0.0, 0.0, 0.5, 0.5)))
+    expected = transform.apply(image.crop((0, 0, 16, 16)).resize((32, 32), Image.Resampling.BILINEAR), Drawn())
+    assert torch.equal(corner[:, :-2, :-2], expected[:, :-2, :-2])  # at its edge a crop sees the pixels beyond
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operations_of_rand_augment(name: str) -> None:
+    image = photograph(24, 18)
+    before = np.array(image)
+    for strength in (0.0, 0.5, -1.0):
+        found = apply_operations(image, [Operation(name, strength)])
+        assert (found.size, found.mode) == (image.size, "RGB")
+        same = np.array_equal(np.array(found), before)
+        if name == "identity" or (strength == 0 and name not in ("auto_contrast", "equalize")):
+            assert same
+        elif strength < 0:
+            assert not same
+    assert np.array_equal(np.array(image), before)  # not changed in place
+
+
+def test_operations_are_drawn_equally_with_one_magnitude() -> None:
+    drawn = draw_operations(2800, 5.0, np.random.default_rng(0))
+    assert {abs(each.strength) for each in drawn} == {0.5}
+    assert 0.4 < np.mean([each.strength > 0 for each in drawn]) < 0.6
+    counts = [sum(each.name == name for each in drawn) for name in NAMES]
+    assert min(counts) > 140
+    assert max(counts) < 260
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_jpegs_are_decoded_no_larger_than_needed(orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = saved(photograph(640, 480), exif=exif)
+    whole = pillow_image(content)
+    for factor, expected in ((1.0, 1), (1.9, 1), (2.0, 2), (3.9, 2), (9.0, 8)):
+        sizes: list[tuple[int, int]] = []
+        small = pillow_image(content, lambda *size, f=factor, s=sizes: (s.append(size), f)[1])  # type: ignore[misc]
+        assert sizes == [whole.size]
+        assert small.size == (whole.width // expected, whole.height // expected)
+        again = whole.resize(small.size, Image.Resampling.BOX)
+        assert np.abs(np.array(again, dtype=int) - np.array(small)).mean() < 3
+    assert pillow_image(saved(photograph(64, 48), format="PNG"), lambda width, height: 8.0).size == (64, 48)
+
+
+def test_a_crop_of_a_smaller_decoding_shows_the_same_part() -> None:
+    content = saved(photograph(640, 480))
+    transform = ImageTransform(48, {"crop": 0.1, "flip": 0.5}, train=True)
+    smaller = 0
+    for seed in range(8):
+        image, drawn = transform.decode(content, np.random.default_rng(seed), None)
+        expected = transform(pillow_image(content), np.random.default_rng(seed))
+        assert (transform.apply(image, drawn) - expected).abs().mean() < 0.06
+        assert drawn.crop is not None
+        assert (drawn.crop[2] - drawn.crop[0]) * image.width >= 47
+        smaller += image.width < 640
+    assert smaller >= 4
+
+
+def test_folders_are_classes(folder: Path) -> None:
+    data = ImageFolder(folder)
+    assert data.classes == ["cat", "dog", "emu"]
+    assert [Path(each).name for each in data.paths] == ["0.png", "1.png", "3.JPG"] * 3
+    assert data.labels == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    image, label = data[4]
+    assert label == 1
+    assert torch.equal(image, torch.from_numpy(np.array(Image.open(data.name(4)))).permute(2, 0, 1))
+    sizes = ImageFolder(folder, lambda image, generator: image.size)
+    assert [sizes[index][0] for index in (0, 2, 3)] == [(40, 30), (30, 44), (43, 30)]
+
+
+def test_steps_of_a_sample_make_the_sample(folder: Path) -> None:
+    data = ImageFolder(folder, ImageTransform(16, ALL, train=True))
+    for index in range(len(data)):
+        one, other = np.random.default_rng(index), np.random.default_rng(index)
+        decoded = data.decoded(index, data.content(index), one)
+        expected, label = data.draw(index, other)
+        assert torch.equal(data.changed(index, decoded, one)[0], expected)
+        assert label == data.labels[index]
+
+
+def test_training_images_are_the_same_by_threads(folder: Path) -> None:
+    data = ImageFolder(folder, ImageTransform(16, Augment(crop=0.3, flip=0.5, rand_augment=2, erase=0.5), train=True))
+    here, threads = (
+        [(batch.value[0], batch.value[1]) for batch in Loader(data, 4, shuffle=True, how=how, workers=2).batches(1)]
+        for how in ("here", "threads")
+    )
+    assert here[0][0].shape == (4, 3, 16, 16)
+    assert here[0][0].dtype == torch.float32
+    for one, other in zip(here, threads, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
+
+
+def test_a_damaged_photograph_is_named(folder: Path) -> None:
+    path = folder / "dog" / "1.png"
+    path.write_bytes(path.read_bytes()[:200])
+    data = ImageFolder(folder, ImageTransform(16))
+    with pytest.raises(InputError, match=r"sample 4: .*dog/1\.png cannot be read"):
+        list(Loader(data, 4, how="here"))
+    loader = Loader(data, 4, how="here", on_damage="skip")
+    assert sum(len(batch.indices) for batch in loader) == 8
+    assert [(each.sample, each.name) for each in loader.skipped] == [(4, str(path))]
+
+
+def test_folders_without_photographs(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is not a folder"):
+        ImageFolder(tmp_path / "none")
+    with pytest.raises(InputError, match="one for each class"):
+        ImageFolder(tmp_path)
+    (tmp_path / "cat").mkdir()
+    with pytest.raises(InputError, match=r"cat holds no photographs"):
+        ImageFolder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("augment", "said"),
+    [
+        ({"crop": 0.0}, "crop above 0"),
+        ({"flip": 1.5}, "from 0 to 1"),
+        ({"magnitude": 11}, "magnitude from 0 to 10"),
+        ({"flipp": 0.5}, "did you mean flip"),
+    ],
+)
+def test_wrong_arguments(augment: dict[str, float], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        ImageTransform(16, augment, train=True)
+    with pytest.raises(InputError, match="size is 0"):
+        ImageTransform(0)
+    with pytest.raises(InputError, match=r"expected \(3, H, W\), torch.uint8"):
+        ImageTransform(16)(torch.zeros(1, 4, 4))

@@ -1,0 +1,424 @@
+"""Batches are the same whoever makes them, and nothing stays behind, however a loop ends."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset, default_collate
+
+from rooftop.data import LoadedBatch, Loader, Part, sample
+from rooftop.data import loader as loader_module
+from rooftop.data.choosing import Choice
+from rooftop.errors import InputError, LoadingError
+
+WAYS = [("here", 1), ("threads", 3), ("processes", 2)]
+Pair = namedtuple("Pair", ("left", "right"))
+
+
+class Drawn:
+    """Samples that are changed at random, in all kinds of containers."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("a loader draws")
+
+    def draw(self, index: int, generator: np.random.Generator) -> Any:
+        values = torch.from_numpy(generator.standard_normal((2, 3), dtype=np.float32))
+        pair = Pair(values.bfloat16(), torch.tensor(index % 2 == 0))
+        return {"values": values.T, "index": index, "text": f"sample {index}", "pair": pair, "rest": ("a", 0.5)}
+
+
+class Failing:
+    """Samples of which one raises."""
+
+    def __init__(self, error: BaseException, at: int = 5, count: int = 12) -> None:
+        self.error, self.at, self.count = error, at, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.at:
+            raise self.error
+        return index
+
+    def name(self, index: int) -> str:
+        return f"file-{index}.bin"
+
+
+class Signalling(Failing):
+    """Samples of which one sends a signal."""
+
+    def __init__(self, to_parent: bool, what: signal.Signals) -> None:
+        super().__init__(KeyError("never"))
+        self.to_parent, self.what = to_parent, what
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.at:
+            os.kill(os.getppid() if self.to_parent else os.getpid(), self.what)
+            signal.pause()
+        return index
+
+
+def plain(value: Any) -> Any:
+    """Containers of tensors as what can be compared: dtype, shape and bytes of each."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape), value.contiguous().reshape(-1).view(torch.uint8).tolist()
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [plain(each) for each in value]
+    return value
+
+
+def listed(batches: Iterator[LoadedBatch]) -> list[Any]:
+    return [(plain(batch.value), batch.places.tolist(), batch.indices.tolist()) for batch in batches]
+
+
+def shared_memory() -> set[str]:
+    """Mappings of shared memory of PyTorch in this process."""
+    return {line for line in Path("/proc/self/maps").read_text().splitlines() if "/torch_" in line}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_behind() -> Iterator[None]:
+    before = shared_memory()
+    yield
+    gc.collect()
+    assert not multiprocessing.active_children()
+    assert shared_memory() <= before
+
+
+@pytest.mark.parametrize(("how", "workers"), WAYS)
+@pytest.mark.parametrize("collate", [default_collate, list])
+def test_batches_are_the_samples_of_the_order(how: str, workers: int, collate: Any) -> None:
+    samples = Drawn(11)
+    with Loader(samples, 4, shuffle=True, seed=3, how=how, workers=workers, collate=collate) as loader:
+        assert len(loader) == 3
+        for epoch in (0, 5):
+            seen = []
+            for batch in loader.batches(epoch):
+                expected = [sample(samples, index, 3, epoch) for index in batch.indices.tolist()]
+                assert plain(batch.value) == plain(collate(expected))
+                assert batch.places.tolist() == list(range(len(expected)))
+                seen += batch.indices.tolist()
+            assert sorted(seen) == list(range(11))
+            assert seen != sorted(seen)
+
+
+@settings(max_examples=12)
+@given(st.data())
+def test_any_number_of_workers_ranks_and_any_start_give_the_same(data: st.DataObject) -> None:
+    count, batch = data.draw(st.integers(0, 30)), data.draw(st.integers(1, 9))
+    samples = Drawn(count)
+    shared: Any = {
+        "shuffle": data.draw(st.booleans()), "seed": data.draw(st.integers(0, 5)), "drop_last": data.draw(st.booleans())
+    }  # fmt: skip
+    whole = listed(Loader(samples, batch, how="here", collate=list, **shared).batches(1))
+    start, ranks = data.draw(st.integers(0, len(whole))), data.draw(st.integers(1, 3))
+    parts = []
+    for rank in range(ranks):
+        workers, ahead = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+        loader = Loader(
+            samples, batch, how="threads", workers=workers, ahead=ahead, collate=list, rank=rank, ranks=ranks, **shared
+        )
+        parts.append(listed(loader.batches(1, start)))
+    assert all(len(part) == len(whole) - start for part in parts)
+    for number, (value, places, indices) in enumerate(whole[start:]):
+        assert [each for part in parts for each in part[number][1]] == places
+        assert [each for part in parts for each in part[number][2]] == indices
+        assert [each for part in parts if part[number][0] for each in part[number][0][1]] == value[1]
+        sizes = [len(part[number][1]) for part in parts]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_rank_without_samples_has_an_empty_batch() -> None:
+    (batch,) = Loader(TensorDataset(torch.arange(2)), 8, rank=0, ranks=3, how="here").batches(0)
+    assert batch.value is None
+    assert batch.places.shape == (0,)
+
+
+def test_epochs_follow_each_other_in_a_plain_loop() -> None:
+    loader = Loader(TensorDataset(torch.arange(50)), 50, shuffle=True, how="here")
+    first, second = next(iter(loader)).indices.tolist(), next(iter(loader)).indices.tolist()
+    assert (first, second) == tuple(next(loader.batches(epoch)).indices.tolist() for epoch in (0, 1))
+    assert first != second
+
+
+def test_the_draws_of_an_epoch_do_not_depend_on_those_before() -> None:
+    loader = Loader(Drawn(6), 6, shuffle=True, how="here")
+    assert listed(loader.batches(7)) == listed(Loader(Drawn(6), 6, shuffle=True, how="here").batches(7))
+    assert listed(loader.batches(7)) != listed(loader.batches(8))
+
+
+def test_pieces_of_processes_grow() -> None:
+    """A slot of shared memory that is too small is replaced."""
+
+    class Growing(Failing):
+        def __getitem__(self, index: int) -> Any:
+            return torch.full((index * 100,), index)
+
+    with Loader(Growing(KeyError()), 2, how="processes", workers=2, ahead=1, collate=list) as loader:
+        for _ in range(2):
+            for batch in loader:
+                for index, each in zip(batch.indices.tolist(), batch.value, strict=True):
+                    assert each.tolist() == [index] * index * 100
+
+
+@pytest.mark.parametrize(("how", "workers"), WAYS)
+def test_a_loop_that_is_left_early(how: str, workers: int) -> None:
+    loader = Loader(Drawn(40), 4, how=how, workers=workers)
+    for _ in loader:
+        break
+    assert not multiprocessing.active_children()
+    assert [batch.indices.tolist() for batch in loader.batches(0, 9)] == [[36, 37, 38, 39]]
+
+
+def test_processes_stay_for_the_next_epoch_and_end_with_the_loader() -> None:
+    loader = Loader(Drawn(8), 4, how="processes", workers=2)
+    list(loader)
+    first = {each.pid for each in multiprocessing.active_children()}
+    assert len(first) == 2
+    list(loader)
+    assert {each.pid for each in multiprocessing.active_children()} == first
+    batches = loader.batches(2)
+    for _ in range(len(loader)):
+        next(batches)
+    del batches  # with the last batch, though not at the end
+    assert {each.pid for each in multiprocessing.active_children()} == first
+    del loader
+    gc.collect()
+    assert not multiprocessing.active_children()
+
+
+def test_a_killed_process_is_an_error_at_its_batch() -> None:
+    loader = Loader(Signalling(to_parent=False, what=signal.SIGKILL), 2, how="processes", workers=2)
+    batches = loader.batches(3)
+    assert [next(batches).indices.tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(LoadingError, match="killed by SIGKILL while it made batch 2 of epoch 3"):
+        next(batches)
+    assert not multiprocessing.active_children()
+
+
+def test_a_process_that_ends_itself_is_an_error() -> None:
+    class Leaving(Failing):
+        def __getitem__(self, index: int) -> int:
+            os._exit(7)
+
+    with pytest.raises(LoadingError, match="ended with status 7"):
+        list(Loader(Leaving(KeyError()), 2, how="processes", workers=1))
+
+
+def test_ctrl_c_ends_the_processes() -> None:
+    loader = Loader(Signalling(to_parent=True, what=signal.SIGINT), 2, how="processes", workers=2)
+    with pytest.raises(KeyboardInterrupt):
+        list(loader)
+    assert not multiprocessing.active_children()
+
+
+ORPHANS = """
+import os, signal
+from rooftop.data import Loader
+from torch.utils.data import TensorDataset
+import torch
+loader = Loader(TensorDataset(torch.arange(100)), 2, how="processes", workers=2)
+next(loader.batches(0))
+batches = loader.batches(0)
+next(batches)
+print(*loader._processes.processes, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_processes_end_after_their_parent_was_killed() -> None:
+    found = subprocess.run([sys.executable, "-c", ORPHANS], capture_output=True, text=True)
+    assert found.returncode == -signal.SIGKILL, found.stderr
+    pids = [int(each) for each in found.stdout.split()]
+    assert len(pids) == 2
+    left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs([each for each in left if each.status() != psutil.STATUS_ZOMBIE], timeout=30)
+    assert all(each.status() == psutil.STATUS_ZOMBIE for each in alive if each.is_running())
+
+
+@pytest.mark.parametrize(("how", "workers"), WAYS)
+def test_a_damaged_sample_is_named_or_skipped(how: str, workers: int) -> None:
+    samples = Failing(OSError("bad magic"))
+    with pytest.raises(InputError, match=r"sample 5 \(file-5\.bin\) cannot be read: bad magic"):
+        list(Loader(samples, 4, how=how, workers=workers))
+    with Loader(samples, 4, how=how, workers=workers, on_damage="skip") as loader:
+        found = [(batch.value.tolist(), batch.places.tolist()) for batch in loader]
+        assert found == [([0, 1, 2, 3], [0, 1, 2, 3]), ([4, 6, 7], [0, 2, 3]), ([8, 9, 10, 11], [0, 1, 2, 3])]
+        assert loader.skipped == [(5, "file-5.bin", "bad magic")]
+
+
+@pytest.mark.parametrize(("how", "workers"), WAYS)
+def test_an_error_of_the_program_is_never_skipped(how: str, workers: int) -> None:
+    with pytest.raises(KeyError, match="no such column") as caught:
+        list(Loader(Failing(KeyError("no such column")), 4, how=how, workers=workers, on_damage="skip"))
+    assert "while sample 5 was read" in caught.value.__notes__
+
+
+def test_an_error_that_cannot_be_sent_keeps_its_words() -> None:
+    class OwnError(Exception):
+        def __init__(self, one: str, two: str) -> None:
+            super().__init__(f"{one} and {two}")
+
+    with pytest.raises(RuntimeError, match="OwnError: this and that"):
+        list(Loader(Failing(OwnError("this", "that")), 4, how="processes", workers=1))
+
+
+def test_data_of_which_nothing_can_be_read() -> None:
+    class Nothing(Failing):
+        def __getitem__(self, index: int) -> int:
+            raise ValueError("empty")
+
+    loader = Loader(Nothing(KeyError()), 4, how="here", on_damage="skip")
+    batches = loader.batches(0)
+    assert [next(batches).value for _ in range(3)] == [None] * 3
+    with pytest.raises(InputError, match="none of 12 samples can be read: empty"):
+        next(batches)
+
+
+@pytest.mark.parametrize(("how", "workers"), WAYS)
+def test_samples_of_several_shapes_are_an_error(how: str, workers: int) -> None:
+    class Ragged(Failing):
+        def __getitem__(self, index: int) -> Tensor:
+            return torch.zeros(2 if index < 2 else 3)
+
+    with pytest.raises(InputError, match=r"the shapes \(2,\) and \(3,\) make no batch"):
+        list(Loader(Ragged(KeyError()), 4, how=how, workers=workers))
+
+
+def test_auto_tries_each_way_and_delivers_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rooftop.data.choosing.QUICK_S", 0.0)
+    monkeypatch.setattr("rooftop.data.choosing.NEAR_LINEAR", float("inf"))
+    expected = listed(Loader(Drawn(60), 4, shuffle=True, how="here").batches(2))
+    with Loader(Drawn(60), 4, shuffle=True, workers=2, ahead=2) as loader:
+        assert loader.description == "not yet chosen: nothing was measured"
+        assert listed(loader.batches(2)) == expected
+        assert loader._choice.seconds.keys() == {"here", "threads", "processes"}
+        assert loader.chosen in loader_module.WAYS
+        assert listed(loader.batches(2, 10)) == expected[10:]
+
+
+def test_auto_goes_on_where_processes_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Parents(Failing):
+        pid = os.getpid()
+
+        def __getitem__(self, index: int) -> int:
+            if os.getpid() != self.pid:
+                raise RuntimeError("not in a fork")
+            return index
+
+    monkeypatch.setattr("rooftop.data.choosing.QUICK_S", 0.0)
+    monkeypatch.setattr("rooftop.data.choosing.NEAR_LINEAR", float("inf"))
+    loader = Loader(Parents(KeyError(), count=40), 2, workers=2, ahead=2)
+    assert [index for batch in loader for index in batch.value.tolist()] == list(range(40))
+    assert "not by 2 processes: RuntimeError: not in a fork" in loader.description
+
+
+def test_samples_that_threads_may_not_share_get_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rooftop.data.choosing.QUICK_S", 0.0)
+    samples = Drawn(40)
+    samples.thread_safe = False  # type: ignore[attr-defined]
+    with Loader(samples, 4, workers=2, ahead=2) as loader:
+        list(loader)
+        assert loader._choice.seconds.keys() == {"here", "processes"}
+
+
+def choice(overlaps: bool = False, **milliseconds: float) -> str | None:
+    found = Choice(loader_module.WAYS, 4, overlaps)
+    for way in loader_module.WAYS:
+        if found.trial == way:
+            found.timed(way, milliseconds[way] / 1e3)
+    return found.chosen
+
+
+def test_the_choice() -> None:
+    assert choice(here=0.4) == "here"  # quick: nothing else is tried
+    assert choice(here=80, threads=21) == "threads"  # near a quarter: processes are not tried
+    assert choice(here=80, threads=60, processes=25) == "processes"
+    assert choice(here=80, threads=60, processes=57) == "threads"  # processes must gain more
+    assert choice(here=20, threads=30, processes=30) == "here"
+    assert choice(overlaps=True, here=20, threads=30, processes=40) == "threads"  # the device does not wait
+    said = Choice(("here", "threads"), 4)
+    said.timed("here", 0.08)
+    said.timed("threads", 0.0212)
+    assert str(said) == "by 4 threads (a batch takes 80 ms in the loop, 21.2 ms by 4 threads)"
+
+
+def test_the_time_that_a_consumer_waits_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(1000))
+    monkeypatch.setattr("rooftop.data.loader.time.perf_counter", lambda: float(next(now)))
+    loader = Loader(TensorDataset(torch.arange(6)), 2, how="here")
+    list(loader)
+    assert loader.waited_s == 3.0  # three batches, each between two looks at the clock
+
+
+def test_parts_keep_draws_and_names() -> None:
+    part = Part(Drawn(10), range(1, 10, 2))
+    (batch,) = Loader(part, 8, how="here", seed=4).batches(2)
+    assert batch.value["index"].tolist() == [1, 3, 5, 7, 9]
+    expected = Drawn(10).draw(3, np.random.default_rng((4, 2, 1)))
+    assert torch.equal(batch.value["values"][1], expected["values"])
+    failing = Failing(ValueError("bad"))
+    for samples in (Part(failing, [4, 5]), Subset(failing, [4, 5])):  # type: ignore[arg-type]
+        with pytest.raises(InputError, match=r"sample 1 \(file-5\.bin\)"):
+            list(Loader(samples, 8, how="here"))
+    assert Part(failing, [4])[0] == 4
+    with pytest.raises(InputError, match="expected 0 to 11"):
+        Part(failing, [12])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"how": "fast"}, "how is 'fast'"),
+        ({"on_damage": "ignore"}, "on_damage is 'ignore'"),
+        ({"ahead": 0}, "ahead=0"),
+        ({"batch": 0}, "batch is 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"rank": 2, "ranks": 2}, "rank 2 of 2"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        Loader(TensorDataset(torch.arange(4)), **{"batch": 2, **arguments})
+    with pytest.raises(InputError, match="batch 3 of epoch 0: an epoch has 2"):
+        Loader(TensorDataset(torch.arange(4)), 2).batches(0, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("how", "workers"), WAYS)
+def test_batches_on_a_gpu(how: str, workers: int) -> None:
+    samples = Drawn(300)
+    expected = listed(Loader(samples, 32, shuffle=True, how="here").batches(1))
+    with Loader(samples, 32, shuffle=True, how=how, workers=workers, device="cuda") as loader:
+        found = []
+        for batch in loader.batches(1):
+            assert batch.value["values"].is_cuda
+            torch.cuda._sleep(1_000_000)  # the step is behind the copies
+            found.append((batch.value, batch.places.tolist(), batch.indices.tolist()))
+    on_cpu = torch.utils._pytree.tree_map_only(Tensor, Tensor.cpu, found)
+    assert [(plain(value), places, indices) for value, places, indices in on_cpu] == expected

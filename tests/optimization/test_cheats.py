@@ -1,0 +1,287 @@
+"""Changes that are faster and wrong: each is refused, with the reason."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rooftop
+from rooftop.optimization import Optimized
+from rooftop.rewrites import Candidate, Rule
+
+Call = Callable[..., Any]
+pytestmark = pytest.mark.usefixtures("clock")
+
+
+class Cheat(Rule):
+    """A rule of the user that replaces the call by `make(call, candidate)`."""
+
+    name = "cheat"
+    trains = True
+
+    def __init__(self, make: Callable[[Call, Candidate], Call]) -> None:
+        self.make = make
+
+    def apply(self, candidate: Candidate) -> str:
+        candidate.call = self.make(candidate.call, candidate)
+        return "the whole model"
+
+
+class Slow(nn.Module):
+    """A model that takes its time, so that a change which does less is faster."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.002)
+        return self.second(self.first(x).relu())  # type: ignore[no-any-return]
+
+
+def tried(
+    make: Callable[[Call, Candidate], Call], x: Tensor | None = None, **options: Any
+) -> tuple[Optimized, str, str]:
+    """What `optimize` says of a cheat: everything, the verdict and the reason."""
+    torch.manual_seed(0)
+    model = Slow().train(options.get("train", False))
+    found = rooftop.optimize(model, torch.randn(4, 8) if x is None else x, rules=[Cheat(make)], **options)
+    (change,) = found.changes
+    assert model.first.weight.grad is None
+    return found, change.verdict, change.reason
+
+
+def quick(candidate: Candidate) -> Callable[[Tensor], Tensor]:
+    model = candidate.model
+    assert isinstance(model, Slow)
+    return lambda x: model.second(model.first(x).relu())  # type: ignore[no-any-return]
+
+
+def test_what_is_right_and_faster_is_kept() -> None:
+    found, verdict, reason = tried(lambda call, candidate: quick(candidate))
+    assert (verdict, reason) == ("kept", "")
+    assert found.after_ms < found.before_ms
+    assert len(found.checked) == 7
+    assert not found.unchecked
+
+
+def right_on_the_sample_only(call: Call, candidate: Candidate) -> Call:
+    known: list[Tensor] = []
+
+    def cheat(x: Tensor) -> Tensor:
+        if not known:
+            known.append(call(x))
+        return known[0].clone()
+
+    return cheat
+
+
+def gives_back_the_memory_of_its_input(call: Call, candidate: Candidate) -> Call:
+    compute = quick(candidate)
+    return lambda x: x.copy_(compute(x))
+
+
+def gives_stale_memory(call: Call, candidate: Candidate) -> Call:
+    return lambda x: torch.empty_like(x)
+
+
+def writes_where_it_wrote_before(call: Call, candidate: Candidate) -> Call:
+    compute, place = quick(candidate), torch.empty(4, 8)
+    return lambda x: place.copy_(compute(x))
+
+
+def keeps_results_by_address(call: Call, candidate: Candidate) -> Call:
+    compute, known = quick(candidate), dict[int, Tensor]()
+
+    def cheat(x: Tensor) -> Tensor:
+        address = x.data_ptr()
+        held.append(x)  # so that no other tensor gets the address
+        if address not in known:
+            known[address] = compute(x)
+        return known[address].clone()
+
+    held: list[Tensor] = []
+    return cheat
+
+
+def computes_in_bfloat16(call: Call, candidate: Candidate) -> Call:
+    compute = quick(candidate)
+
+    def cheat(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return compute(x).float()
+
+    return cheat
+
+
+def drops_nan(call: Call, candidate: Candidate) -> Call:
+    compute = quick(candidate)
+    return lambda x: compute(x.nan_to_num())
+
+
+def takes_what_is_contiguous_only(call: Call, candidate: Candidate) -> Call:
+    compute = quick(candidate)
+    return lambda x: compute(x.as_strided(x.shape, (x.shape[1], 1)))
+
+
+def gives_another_dtype(call: Call, candidate: Candidate) -> Call:
+    compute = quick(candidate)
+    return lambda x: compute(x).double()
+
+
+def gives_another_layout(call: Call, candidate: Candidate) -> Call:
+    compute = quick(candidate)
+    return lambda x: compute(x).t().contiguous().t()
+
+
+def changes_its_input(call: Call, candidate: Candidate) -> Call:
+    compute = quick(candidate)
+
+    def cheat(x: Tensor) -> Tensor:
+        result = compute(x)
+        x.add_(1)
+        return result
+
+    return cheat
+
+
+def counts_its_calls(call: Call, candidate: Candidate) -> Call:
+    compute, calls = quick(candidate), [0]
+
+    def cheat(x: Tensor) -> Tensor:
+        calls[0] += 1
+        return compute(x) + (calls[0] > 12)
+
+    return cheat
+
+
+def is_off_by_a_little(call: Call, candidate: Candidate) -> Call:
+    compute = quick(candidate)
+    return lambda x: compute(x) * (1 + 3e-6)
+
+
+CHEATS = {
+    right_on_the_sample_only: "other values: result 0 is off by",
+    gives_back_the_memory_of_its_input: "result 0 and argument 0 share memory, as the original's do not",
+    gives_stale_memory: "result 0",
+    writes_where_it_wrote_before: "result 0 was changed by the next call",
+    keeps_results_by_address: "inputs in the same memory: result 0 is off by",
+    computes_in_bfloat16: "the given inputs: result 0 is off by",
+    drops_nan: "NaN in the inputs: result 0 lacks",
+    takes_what_is_contiguous_only: "non-contiguous inputs: result 0 ",
+    gives_another_dtype: "result 0 is 4x8 float64 on cpu, the original's 4x8 float32 on cpu",
+    gives_another_layout: "result 0 has strides (1, 4), the original's (8, 1)",
+    changes_its_input: "argument 0 afterwards",
+    counts_its_calls: "result 0",
+    is_off_by_a_little: "the given inputs: result 0 is off by",
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS, ids=lambda cheat: cheat.__name__)
+def test_it_is_refused(cheat: Callable[[Call, Candidate], Call]) -> None:
+    found, verdict, reason = tried(cheat)
+    assert (verdict, found.kept) == ("refused", [])
+    assert CHEATS[cheat] in reason
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        assert torch.equal(found.module(x), found.undo()(x))
+
+
+def test_slower_in_the_model_is_no_gain() -> None:
+    def slower(call: Call, candidate: Candidate) -> Call:
+        def cheat(x: Tensor) -> Tensor:
+            time.sleep(0.002)
+            return call(x)  # type: ignore[no-any-return]
+
+        return cheat
+
+    _, verdict, reason = tried(slower)
+    assert verdict == "no gain"
+    assert "which is not above noise and 2%" in reason
+
+
+def fixed_to_four_rows(call: Call, candidate: Candidate) -> Call:
+    compute = quick(candidate)
+    return lambda x: torch.cat([compute(x[:4]), x.new_zeros(max(0, len(x) - 4), 8)])
+
+
+def wrong_for_one_row(call: Call, candidate: Candidate) -> Call:
+    compute = quick(candidate)
+    return lambda x: compute(x) if len(x) > 1 else compute(x) + 1
+
+
+@pytest.mark.parametrize(("cheat", "rows"), [(fixed_to_four_rows, 6), (wrong_for_one_row, 1)])
+def test_sizes_that_are_claimed_are_tried_and_others_run_the_original(
+    cheat: Callable[[Call, Candidate], Call], rows: int
+) -> None:
+    _, verdict, reason = tried(cheat, shapes=[(rows, 8)])
+    assert verdict == "refused"
+    assert f"inputs of {rows}x8 float32: result 0" in reason
+    found, verdict, _ = tried(cheat)
+    assert verdict == "kept"
+    x = torch.randn(rows, 8)
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match=f"not proven for {rows}x8 float32"):
+        assert torch.equal(found.module(x), found.undo()(x))
+
+
+def test_a_gradient_that_is_skipped_is_missed() -> None:
+    def without_one(call: Call, candidate: Candidate) -> Call:
+        model = candidate.model
+        assert isinstance(model, Slow)
+        return lambda x: nn.functional.linear(model.first(x).relu(), model.second.weight, model.second.bias.detach())
+
+    _, verdict, reason = tried(without_one, train=True)
+    assert verdict == "refused"
+    assert "no gradient of second.bias" in reason
+
+
+def test_a_gradient_that_is_wrong_is_seen() -> None:
+    def doubled(call: Call, candidate: Candidate) -> Call:
+        model = candidate.model
+        assert isinstance(model, Slow)
+
+        def cheat(x: Tensor) -> Tensor:
+            hidden = model.first(x).relu()
+            return model.second(2 * hidden - hidden.detach())  # type: ignore[no-any-return]
+
+        return cheat
+
+    _, verdict, reason = tried(doubled, train=True)
+    assert verdict == "refused"
+    assert "gradient of first." in reason
+
+
+def test_what_raises_is_said() -> None:
+    def raises(call: Call, candidate: Candidate) -> Call:
+        def cheat(x: Tensor) -> Tensor:
+            raise torch.OutOfMemoryError("no room for it\nand a long tale")
+
+        return cheat
+
+    found, verdict, reason = tried(raises)
+    assert (verdict, reason) == ("failed", "OutOfMemoryError: no room for it")
+    assert found.kept == []
+
+
+def test_only_the_same_bits_where_they_are_asked_for() -> None:
+    def other_order(call: Call, candidate: Candidate) -> Call:
+        model = candidate.model
+        assert isinstance(model, Slow)
+
+        def change(x: Tensor) -> Tensor:
+            return (
+                model.first(x).relu().double() @ model.second.weight.double().t() + model.second.bias.double()
+            ).float()
+
+        return change
+
+    assert tried(other_order)[1] == "kept"
+    _, verdict, reason = tried(other_order, exact=True)
+    assert verdict == "refused"
+    assert reason.endswith("only the same bits were asked for")
+    assert tried(lambda call, candidate: quick(candidate), exact=True)[1] == "kept"

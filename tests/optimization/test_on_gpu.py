@@ -1,0 +1,142 @@
+"""`rooftop.optimize` on a GPU: its kernels and graphs are proven there, and streams that nobody waits for are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rooftop
+from rooftop.models import resnet18
+from rooftop.rewrites import Candidate, Rule
+
+pytestmark = pytest.mark.gpu
+
+
+class Changed(Rule):
+    """A rule that replaces the call."""
+
+    name = "changed"
+
+    def __init__(self, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self.make = make
+
+    def apply(self, candidate: Candidate) -> str:
+        candidate.call = self.make(candidate.call)
+        return "the whole model"
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(256, 256), nn.LayerNorm(256), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(256, 64), nn.Softmax(-1)).cuda().eval()
+
+
+def test_graphs_are_kept_where_the_host_is_what_takes_time() -> None:
+    model, x = small(), torch.randn(4, 256, device="cuda")
+    found = rooftop.optimize(model, x, rules=["cuda-graphs", "kernels", "constants"])
+    assert "cuda-graphs" in found.kept
+    assert found.after_ms < 0.7 * found.before_ms
+    with torch.no_grad():
+        first = found.module(x)
+        before = first.clone()
+        other = found.module(2 * x)
+        torch.testing.assert_close(other, model(2 * x), rtol=1e-4, atol=1e-5)
+        assert torch.equal(first, before), "results are the caller's"
+    assert not found.module.unproven
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_network_of_convolutions(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = resnet18().to("cuda", dtype).eval()
+    x = torch.randn(2, 3, 64, 64, device="cuda", dtype=dtype)
+    rules = ["fold-norms", "fuse-convolutions", "pools", "channels-last", "cuda-graphs"]
+    found = rooftop.optimize(model, x, rules=rules, budget_s=90)
+    wrong = [change for change in found.changes if change.verdict in ("refused", "failed")]
+    assert not wrong, wrong
+    assert "cuda-graphs" in found.kept
+    with torch.no_grad():
+        exact = resnet18().cuda().eval()
+        exact.load_state_dict({name: t.float() for name, t in model.state_dict().items()})
+        expected, plain, got = exact(x.float()), model(x).float(), found.module(x).float()
+    assert (got - expected).square().mean() <= 2 * (plain - expected).square().mean() + 1e-6
+
+
+def test_a_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = small().train(), torch.randn(64, 256, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before = [p.detach().clone() for p in model.parameters()]
+    found = rooftop.optimize(model, x, train=True, optimizer=optimizer, rules=["kernels", "fused-optimizer"])
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert {change.verdict for change in found.changes} <= {"kept", "no gain"}
+    found.module(x).square().sum().backward()
+    assert found.optimizer is not None
+    found.optimizer.step()
+    assert not found.module.unproven
+
+
+def on_a_stream_that_waits_for_nothing(call: Callable[..., Any]) -> Callable[..., Any]:
+    stream = torch.cuda.Stream()
+
+    def run(x: Tensor) -> Tensor:
+        with torch.cuda.stream(stream):
+            result: Tensor = call(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        return result
+
+    return run
+
+
+def on_a_stream_that_nobody_waits_for(call: Callable[..., Any]) -> Callable[..., Any]:
+    stream = torch.cuda.Stream()
+
+    def run(x: Tensor) -> Tensor:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(1_000_000)
+            return call(x)  # type: ignore[no-any-return]
+
+    return run
+
+
+@pytest.mark.parametrize("cheat", [on_a_stream_that_waits_for_nothing, on_a_stream_that_nobody_waits_for])
+def test_streams_without_waits_are_found(cheat: Callable[..., Any]) -> None:
+    found = rooftop.optimize(small(), torch.randn(512, 256, device="cuda"), rules=[Changed(cheat)])
+    (change,) = found.changes
+    assert change.verdict == "refused"
+    assert "result 0" in change.reason
+
+
+def test_out_of_memory_in_a_candidate_leaves_the_model() -> None:
+    def takes_all(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(x: Tensor) -> Tensor:
+            torch.empty(1 << 60, device="cuda", dtype=torch.uint8)
+            return call(x)  # type: ignore[no-any-return]
+
+        return run
+
+    model, x = small(), torch.randn(4, 256, device="cuda")
+    found = rooftop.optimize(model, x, rules=[Changed(takes_all)])
+    (change,) = found.changes
+    assert change.verdict == "failed"
+    assert "OutOfMemoryError" in change.reason
+    with torch.no_grad():
+        assert torch.equal(found.module(x), model(x))
+
+
+def test_what_the_host_waits_for_is_no_graph() -> None:
+    class Waits(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if float(x.sum()) > 0 else x * 3
+
+    x = torch.rand(64, device="cuda")
+    found = rooftop.optimize(Waits().eval(), x, rules=["cuda-graphs"])
+    (change,) = found.changes
+    assert change.verdict == "failed"
+    assert "the host waits for the GPU" in change.reason
+    with torch.no_grad():
+        assert torch.equal(found.module(-x), -x * 3)

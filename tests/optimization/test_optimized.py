@@ -1,0 +1,257 @@
+"""The faster module: it runs what was proven, and the original for everything else, which it otherwise stands for."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.utils import prune
+
+from rooftop.optimization import Optimized, OptimizedModule
+from rooftop.rewrites import Candidate
+
+Proven = Callable[..., Optimized]
+X = torch.randn(4, 6)
+
+
+def made(train: bool = False, frozen: bool = False) -> tuple[nn.Sequential, OptimizedModule, list[str]]:
+    """A model, the module that stands for it, and a list to which the faster model adds a word for each call."""
+    model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).train(train)
+    candidate, calls = Candidate.of(model, None, train), list[str]()
+    run = candidate.call
+    candidate.frozen = frozen
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append("faster")
+        return run(*args, **kwargs)
+
+    candidate.call = call
+    return model, OptimizedModule(model, candidate, [((X,), {})]), calls
+
+
+def ran(module: OptimizedModule, calls: list[str], x: Tensor = X) -> str:
+    """Which model ran, and why."""
+    calls.clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        module(x)
+    words = [str(each.message) for each in said]
+    assert len(words) <= 1
+    return "faster" if calls else words[0] if words else "the original, silently"
+
+
+def test_proven_calls_run_the_faster_model() -> None:
+    model, module, calls = made()
+    with torch.no_grad():
+        assert torch.equal(module(X), model(X))
+    with torch.inference_mode():
+        assert ran(module, calls) == "faster"
+    assert module.unproven == {}
+
+
+def test_others_run_the_original_which_is_said_once_and_counted() -> None:
+    model, module, calls = made()
+    assert "gradients are on: call it under torch.no_grad()" in ran(module, calls)
+    assert ran(module, calls) == "the original, silently"
+    with torch.no_grad():
+        assert "not proven for 5x6 float32" in ran(module, calls, torch.randn(5, 6))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert "autocast is on" in ran(module, calls)
+        model.train()
+        assert "it is in training mode" in ran(module, calls)
+        model.eval()
+        assert ran(module, calls) == "faster"
+    assert sum(module.unproven.values()) == 5
+    assert len(module.unproven) == 4
+
+
+def test_for_training_gradients_must_be_on() -> None:
+    model, module, calls = made(train=True)
+    assert ran(module, calls) == "faster"
+    with torch.no_grad():
+        assert "gradients are off" in ran(module, calls)
+    module.eval()
+    assert not model.training
+    assert "it is in evaluation mode" in ran(module, calls)
+    module.train()
+    assert ran(module, calls) == "faster"
+
+
+def test_changed_weights_are_noticed_where_a_rule_used_them() -> None:
+    for frozen in (False, True):
+        model, module, calls = made(frozen=frozen)
+        with torch.no_grad():
+            assert ran(module, calls) == "faster"
+            model[0].weight.mul_(2)
+            result = ran(module, calls)
+            assert result == "faster" if not frozen else "its weights were changed" in result
+            assert torch.equal(module(X), model(X))
+
+
+def test_weights_given_another_memory_are_noticed() -> None:
+    model, module, calls = made(frozen=True)
+    model[0].weight.data = torch.ones(3, 6)
+    with torch.no_grad():
+        assert "its weights were changed" in ran(module, calls)
+
+
+def test_hooks_that_come_later_are_noticed() -> None:
+    model, module, calls = made()
+    other = nn.Linear(2, 2)
+    other.register_forward_hook(lambda *_: None)
+    with torch.no_grad():
+        assert ran(module, calls) == "faster"
+        handle = model[0].register_forward_hook(lambda *_: seen.append(1))
+        seen: list[int] = []
+        assert "hooks were registered" in ran(module, calls)
+        assert seen == [1]
+        handle.remove()
+        assert ran(module, calls) == "faster"
+
+
+def test_it_stands_for_the_original() -> None:
+    model, module, _ = made()
+    assert list(module.state_dict()) == list(model.state_dict())
+    assert [name for name, _ in module.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert [*map(id, module.parameters())] == [*map(id, model.parameters())]
+    assert [*map(id, module.buffers())] == [*map(id, model.buffers())]
+    assert module.original is model
+    assert module.append == model.append
+    with pytest.raises(AttributeError, match="nothing_of_that_name"):
+        _ = module.nothing_of_that_name
+    module.load_state_dict({name: torch.zeros_like(t) for name, t in model.state_dict().items()})
+    assert not model[0].weight.any()
+
+
+def test_replaced_weights_moved_and_cast_models_are_noticed() -> None:
+    model, module, calls = made()
+    module.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    with torch.no_grad():
+        assert "its weights were replaced" in ran(module, calls)
+    model, module, calls = made()
+    module.double()
+    assert model[0].weight.dtype == torch.float64
+    with torch.no_grad():
+        assert "moved or cast" in ran(module, calls, X.double())
+
+
+def test_a_copy_is_one_of_the_original_and_none_is_pickled() -> None:
+    model, module, _ = made()
+    same = copy.deepcopy(module)
+    assert type(same) is nn.Sequential
+    assert same[0].weight is not model[0].weight
+    for dump in (pickle.dumps, lambda it: torch.save(it, io.BytesIO())):
+        with pytest.raises(TypeError, match="save its state_dict and the plan"):
+            dump(module)
+
+
+def test_gradients_reach_the_original_and_data_parallel_sums_them() -> None:
+    model, module, calls = made(train=True)
+    module(X).sum().backward()
+    assert calls == ["faster"]
+    assert all(p.grad is not None for p in model.parameters())
+
+
+class Scaled(nn.Module):
+    """A layer with a number, a tensor and a module that PyTorch does not register."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.number, self.scale, self.others = nn.Linear(6, 3), 2.0, torch.ones(3), [nn.Linear(3, 3)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.others[0](self.layer(x)) * self.scale * self.number  # type: ignore[no-any-return]
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a number": lambda model: setattr(model, "number", 3.0),
+    "a tensor": lambda model: setattr(model, "scale", torch.zeros(3)),
+    "a module": lambda model: setattr(model, "layer", nn.Linear(6, 3)),
+    "a parameter": lambda model: setattr(model.layer, "bias", nn.Parameter(torch.ones(3))),
+    "a part more": lambda model: model.add_module("more", nn.Identity()),
+    "pruned": lambda model: prune.random_unstructured(model.layer, "weight", 0.5),
+    "cast": lambda model: model.layer.double() and model.layer.float(),
+    "mode of a part": lambda model: model.layer.train(),
+}
+
+
+@pytest.mark.parametrize("through", ["the original", "the faster module"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_replaced_afterwards_is_noticed(proven: Proven, change: str, through: str) -> None:
+    model = Scaled().eval()
+    found = proven(model, X)
+    CHANGES[change](found.module if through == "the faster module" else model)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(found.module(X), model(X))
+    if change != "cast":  # it has the same objects again
+        assert sum(found.module.unproven.values()) == 1
+
+
+def test_values_of_tensors_that_are_no_parameters_are_shared(proven: Proven) -> None:
+    model = Scaled().eval()
+    found = proven(model, X)
+    with torch.no_grad():
+        model.scale.mul_(2)
+        model.others[0].weight.mul_(2)
+        assert torch.equal(found.module(X), model(X))
+    assert not found.module.unproven
+
+
+def test_a_cast_original_is_noticed(proven: Proven) -> None:
+    model, words = nn.Sequential(nn.Embedding(5, 4)).eval(), torch.randint(5, (3,))
+    found = proven(model, words)
+    model.half()
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="moved or cast"):
+        assert found.module(words).dtype == torch.float16
+
+
+def test_transforms_and_traces_take_the_original(proven: Proven) -> None:
+    model = nn.Sequential(nn.Linear(6, 3)).eval()
+    found = proven(model, X)
+    zeros = {name: torch.zeros_like(p) for name, p in found.module.named_parameters()}
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert not torch.func.functional_call(found.module, zeros, X).any()
+        assert torch.equal(torch.vmap(found.module)(X[None]), model(X)[None])
+        with forward_ad.dual_level():
+            assert forward_ad.unpack_dual(found.module(forward_ad.make_dual(X, X))).tangent is not None
+        assert torch.equal(torch.jit.trace(found.module, (X,))(X), model(X))
+        reasons = " ".join(found.module.unproven)
+        assert torch.equal(torch.export.export(found.module, (X,)).module()(X), model(X))
+    for words in ("was replaced", "torch.func", "forward-mode", "traced"):
+        assert words in reasons
+
+
+def test_norms_that_were_frozen_stay_frozen(proven: Proven) -> None:
+    model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).train()
+    model[1].eval()
+    found = proven(model, X, train=True)
+    assert [part.training for part in model] == [True, False]
+    assert torch.equal(found.module(X), model(X))
+    assert not model[1].num_batches_tracked
+    found.module.train()
+    with pytest.warns(RuntimeWarning, match="parts of it are in another mode"):
+        found.module(X)
+    assert model[1].num_batches_tracked == 1
+
+
+def test_for_training_it_does_not_run_in_inference_mode(proven: Proven) -> None:
+    found = proven(nn.Linear(6, 3), X, train=True)
+    with torch.inference_mode(), pytest.warns(RuntimeWarning, match="gradients are off"):
+        found.module(X)
+
+
+def test_layouts_of_inputs_are_told_apart(proven: Proven) -> None:
+    model = nn.Linear(6, 3).eval()
+    found = proven(model, X)
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="not proven for"):
+        found.module(X.to_sparse())

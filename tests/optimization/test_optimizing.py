@@ -1,0 +1,410 @@
+"""`rooftop.optimize`: what is kept pays and is right, what is given stays as it was, wrong calls are refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rooftop
+from rooftop.errors import InputError
+from rooftop.models import resnet18
+from rooftop.optimization import OptimizedModule
+from rooftop.rewrites import RULES, Candidate, Rule, Times
+from rooftop.rewrites.compiler_rules import repeated_blocks
+
+pytestmark = pytest.mark.usefixtures("clock")
+
+
+class Faster(Rule):
+    """Skips the sleep of `Sleepy`, once or each time."""
+
+    trains = True
+
+    def __init__(self, name: str = "faster") -> None:
+        self.name = name
+
+    def apply(self, candidate: Candidate) -> str:
+        candidate.model.asleep_s = 0.0
+        return "the sleep"
+
+
+class Sleepy(nn.Module):
+    """Two layers, a norm with statistics, and a sleep that a rule can take out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asleep_s: Any = 0.01
+        self.layers = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        time.sleep(self.asleep_s)
+        return self.layers(x) * scale  # type: ignore[no-any-return]
+
+
+def sleepy(train: bool = False) -> Sleepy:
+    torch.manual_seed(1)
+    return Sleepy().train(train)
+
+
+def state_of(model: nn.Module) -> list[Tensor]:
+    return [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_what_is_given_stays_as_it_was(train: bool) -> None:
+    model, x = sleepy(not train), torch.randn(5, 6, requires_grad=True)
+    x.grad = torch.ones_like(x)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1) if train else None
+    before, state, given = state_of(model), torch.get_rng_state(), x.detach().clone()
+    found = rooftop.optimize(
+        model, x, train=train, optimizer=optimizer, rules=[Faster(), "fused-optimizer", "fold-norms"], scale=2.0
+    )
+    assert "faster" in found.kept
+    assert all(torch.equal(a, b) for a, b in zip(state_of(model), before, strict=True))
+    assert model.training is (not train)
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(x, given)
+    assert torch.equal(x.grad, torch.ones_like(x))
+    if optimizer is not None:
+        assert not optimizer.state
+        assert not optimizer.param_groups[0].get("fused")
+    assert model.asleep_s == 0.01
+    verdicts = {change.rule: (change.verdict, change.reason) for change in found.changes}
+    refused = ("refused", "not for training") if train else ("refused", "not for inference")
+    assert verdicts["fold-norms" if train else "fused-optimizer"] == refused
+
+
+def test_a_training_with_it_is_the_same(tmp_path: Path) -> None:
+    model, x, target = sleepy(True), torch.randn(5, 6), torch.randn(5, 3)
+    other = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    plan = tmp_path / "plan.json"
+    plan.write_text('{"version": 1, "rules": ["fused-optimizer", "faster"]}')
+    found = rooftop.optimize(
+        model,
+        x,
+        train=True,
+        loss=lambda y: (y - target).square().mean(),
+        optimizer=optimizer,
+        plan=plan,
+        rules=[Faster()],
+    )
+    assert found.kept == ["fused-optimizer", "faster"]
+    assert found.optimizer is not None
+    assert found.optimizer is not optimizer
+    plain = torch.optim.AdamW(other.parameters(), lr=0.1, fused=True)
+    for _ in range(4):
+        for module, steps in ((found.module, found.optimizer), (other, plain)):
+            steps.zero_grad()
+            (module(x) - target).square().mean().backward()
+            steps.step()
+    assert not found.module.unproven
+    for one, same in zip(state_of(model), state_of(other), strict=True):
+        torch.testing.assert_close(one, same, rtol=1e-5, atol=1e-6)
+
+
+def test_rules_by_plan_are_applied_without_a_search(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x, path = resnet18().eval(), torch.randn(2, 3, 32, 32), tmp_path / "plan.json"
+    plan = {"version": 1, "rules": ["fold-norms", "channels-last"], "surroundings": {"torch": "1.0", "model": "ResNet"}}
+    path.write_text(json.dumps(plan))
+    found = rooftop.optimize(model, x, plan=path)
+    assert found.kept == ["fold-norms", "channels-last"]
+    assert f"torch: 1.0 in the plan, {torch.__version__} here" in found.differs
+    assert not any("model" in each for each in found.differs)
+    found.save(path)
+    assert json.loads(path.read_text())["rules"] == ["fold-norms", "channels-last"]
+    assert list(tmp_path.iterdir()) == [path]
+    assert not rooftop.optimize(model, x, plan=path).differs
+    with torch.no_grad():
+        torch.testing.assert_close(found.module(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is not a plan of rooftop.optimize"),
+        ("[]", "is not a plan of rooftop.optimize"),
+        ('{"version": 9, "rules": []}', "version 9, expected 1"),
+        ('{"version": 1, "rules": ["magic"]}', "'magic', which this version of Rooftop has not"),
+    ],
+)
+def test_what_is_no_plan_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=words.replace("[", r"\[")):
+        rooftop.optimize(sleepy(), torch.randn(2, 6), plan=path)
+    with pytest.raises(InputError, match="is not a plan"):
+        rooftop.optimize(sleepy(), torch.randn(2, 6), plan=tmp_path / "none.json")
+
+
+def test_without_time_nothing_is_tried_and_that_is_said() -> None:
+    found = rooftop.optimize(sleepy(), torch.randn(2, 6), budget_s=1e-6)
+    said = {change.verdict for change in found.changes}
+    assert said <= {"refused", "not tried"}
+    assert "not tried" in said
+    assert not found.kept
+    assert not found.checked, "nothing was there to be checked"
+
+
+def test_two_rules_of_one_kind_exclude_each_other() -> None:
+    class Kind(Faster):
+        kind = "sleep"
+
+        def __init__(self, name: str, asleep_s: float) -> None:
+            super().__init__(name)
+            self.asleep_s = asleep_s
+
+        def predicted_ms(self, times: Any) -> float:
+            return self.asleep_s
+
+        def apply(self, candidate: Candidate) -> str:
+            assert candidate.model.asleep_s == 0.01, "on top of the other"
+            candidate.model.asleep_s = self.asleep_s
+            return "the sleep"
+
+    found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Kind("short", 0.0), Kind("shorter", 0.004)])
+    assert found.kept == ["short"]
+    assert {change.rule: change.reason for change in found.changes} == {
+        "short": "instead of shorter",
+        "shorter": "short is faster",
+    }
+    assert found.module._own.candidate.changes.keys() == {"short"}
+
+
+def test_a_keyboard_interrupt_says_what_was_learned(capsys: pytest.CaptureFixture[str]) -> None:
+    class Interrupts(Faster):
+        def apply(self, candidate: Candidate) -> str:
+            raise KeyboardInterrupt
+
+    model = sleepy(True)
+    before = state_of(model)
+    with pytest.raises(KeyboardInterrupt):
+        rooftop.optimize(model, torch.randn(2, 6), rules=[Faster("first"), Interrupts("second")])
+    assert "kept      first" in capsys.readouterr().out
+    assert model.training
+    assert all(torch.equal(a, b) for a, b in zip(state_of(model), before, strict=True))
+
+
+def test_a_model_that_raises_says_its_own_error() -> None:
+    model = sleepy(True)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        rooftop.optimize(model, torch.randn(2, 7))
+    assert model.training
+
+
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no module": (lambda: rooftop.optimize(len, 1), TypeError, "must be a torch.nn.Module, got builtin"),  # type: ignore[arg-type]
+    "optimized already": (
+        lambda: rooftop.optimize(rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[]).module, torch.randn(2, 6)),
+        TypeError,
+        "optimized already",
+    ),
+    "a loss without training": (
+        lambda: rooftop.optimize(sleepy(), torch.randn(2, 6), loss=Tensor.sum),
+        ValueError,
+        "pass train=True",
+    ),
+    "no loss": (
+        lambda: rooftop.optimize(sleepy(), torch.randn(2, 6), train=True, loss=3),  # type: ignore[arg-type]
+        TypeError,
+        "must be a function of the output, got int",
+    ),
+    "another model's optimizer": (
+        lambda: rooftop.optimize(
+            sleepy(), torch.randn(2, 6), train=True, optimizer=torch.optim.SGD(sleepy().parameters(), lr=1)
+        ),
+        ValueError,
+        "parameters that are not the module's",
+    ),
+    "a gain above all": (lambda: rooftop.optimize(sleepy(), min_gain=2), ValueError, "a share from 0 to 1"),
+    "no time": (lambda: rooftop.optimize(sleepy(), budget_s=0), ValueError, "seconds above 0, got 0"),
+    "no rule": (
+        lambda: rooftop.optimize(sleepy(), torch.randn(2, 6), rules=["fold-norm"]),
+        ValueError,
+        "did you mean fold-norms",
+    ),
+    "a string of rules": (
+        lambda: rooftop.optimize(sleepy(), torch.randn(2, 6), rules="compile"),
+        TypeError,
+        "must be a list of names",
+    ),
+    "no shape": (
+        lambda: rooftop.optimize(sleepy(), torch.randn(2, 6), shapes=[(-1, 6)]),
+        ValueError,
+        "must be shapes such as",
+    ),
+    "a number for shapes": (
+        lambda: rooftop.optimize(sleepy(), torch.randn(2, 6), shapes=[8]),  # type: ignore[list-item]
+        ValueError,
+        "must be shapes such as",
+    ),
+    "an object as argument": (
+        lambda: rooftop.optimize(sleepy(), torch.randn(2, 6), scale=object()),
+        TypeError,
+        "must be tensors, numbers, strings and None",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_calls_are_refused(case: str) -> None:
+    call, kind, words = WRONG[case]
+    with pytest.raises(kind, match=words):
+        call()
+
+
+def test_a_model_with_hooks_is_refused_by_the_name_of_the_module() -> None:
+    model = sleepy()
+    model.layers[1].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"layers.1 \(BatchNorm1d\) has hooks"):
+        rooftop.optimize(model, torch.randn(2, 6))
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    model = sleepy()
+    model.left = (number for number in [])
+    with pytest.raises(TypeError, match="Sleepy cannot be copied"):
+        rooftop.optimize(model, torch.randn(2, 6))
+
+
+def test_with_dropout_masks_must_be_the_same() -> None:
+    class Dropped(Sleepy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Dropout(0.3)
+            self.doubly = False
+
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            hidden = super().forward(x, scale)
+            return self.dropout(hidden.double()).to(x.dtype) if self.doubly else self.dropout(hidden)
+
+    class Doubly(Faster):
+        def apply(self, candidate: Candidate) -> str:
+            candidate.model.doubly = True
+            return super().apply(candidate)
+
+    class OtherMasks(Faster):
+        def apply(self, candidate: Candidate) -> str:
+            run = candidate.call
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                torch.rand(1)
+                return run(*args, **kwargs)
+
+            candidate.call = call
+            return super().apply(candidate)
+
+    torch.manual_seed(2)
+    model, x = Dropped().train(), torch.randn(40, 6)
+    for rule, verdict in ((Faster(), "kept"), (Doubly(), "kept"), (OtherMasks(), "refused")):
+        (change,) = rooftop.optimize(model, x, train=True, rules=[rule]).changes
+        assert change.verdict == verdict, change
+
+
+def test_a_lower_precision_is_opt_in_and_held_to_the_original_in_it() -> None:
+    class Lower(Faster):
+        opt_in = True
+
+        def apply(self, candidate: Candidate) -> str:
+            run = candidate.call
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with torch.autocast("cpu", torch.bfloat16):
+                    return run(*args, **kwargs)
+
+            candidate.call = call
+            candidate.model.asleep_s = 0.004
+            return "the whole model"
+
+    class Wrong(Faster):
+        def predicted_ms(self, times: Any) -> float:
+            return -1.0  # after the other
+
+        def apply(self, candidate: Candidate) -> str:
+            run = candidate.call
+            candidate.call = lambda x: run(x) * 1.05
+            return super().apply(candidate)
+
+    x = torch.randn(5, 6)
+    for rule, verdict in ((Lower("lower"), "kept"), (Wrong("wrong"), "refused")):
+        found = rooftop.optimize(sleepy(), x, rules=[rule])
+        assert found.changes[0].verdict == verdict
+    found = rooftop.optimize(sleepy(), x, rules=[Lower("lower"), Wrong("wrong")])
+    assert [change.verdict for change in found.changes] == ["kept", "refused"]
+    assert "bf16-autocast" not in [change.rule for change in rooftop.optimize(sleepy(), x, budget_s=1).changes]
+
+
+def test_a_scheduler_comes_after() -> None:
+    model = sleepy(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    found = rooftop.optimize(model, torch.randn(2, 6), train=True, optimizer=optimizer, rules=["fused-optimizer"])
+    (change,) = found.changes
+    assert "optimize before one is made" in change.reason
+
+
+def test_names_of_rules_are_different_and_docs_name_each() -> None:
+    names = [rule.name for rule in RULES]
+    assert len(set(names)) == len(names)
+    page = (Path(__file__).parents[2] / "docs" / "optimize.md").read_text(encoding="utf-8")
+    assert not [name for name in names if f"`{name}`" not in page]
+
+
+def test_blocks_that_repeat() -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+    layers = nn.ModuleList([block() for _ in range(4)])
+    model = nn.ModuleDict({"layers": layers, "head": nn.Sequential(block(), nn.Linear(2, 2))})
+    assert repeated_blocks(model) == list(layers)
+
+
+def test_a_module_with_a_list_of_tensors_and_integers() -> None:
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(7, 4)
+            self.asleep_s = 0.01
+
+        def forward(self, words: list[Tensor], mask: Tensor | None = None) -> dict[str, Tensor]:
+            time.sleep(self.asleep_s)
+            found = [self.table(each) for each in words]
+            return {"first": found[0], "sum": sum(each.sum() for each in found)}  # type: ignore[dict-item]
+
+    model = Lookup().eval()
+    words = [torch.tensor([1, 6, 2]), torch.tensor([[0, 5]])]
+    found = rooftop.optimize(model, words, rules=[Faster()])
+    assert found.kept == ["faster"]
+    assert found.proven == ["3 int64, 1x2 int64"]
+    with torch.no_grad():
+        results = found.module(words)
+    assert results.keys() == {"first", "sum"}
+    assert isinstance(found.module, OptimizedModule)
+
+
+def test_a_rule_that_finds_no_work_is_not_tried() -> None:
+    class Idle(Faster):
+        def absent(self, times: Times) -> str | None:
+            assert times.calls
+            return "there are no sums"
+
+    class Broken(Faster):
+        def absent(self, times: Times) -> str | None:
+            raise ZeroDivisionError("of a rule")
+
+    found = rooftop.optimize(sleepy(), torch.randn(5, 6), rules=[Idle("idle"), Broken("broken"), Faster()])
+    verdicts = {change.rule: (change.verdict, change.reason) for change in found.changes}
+    assert verdicts["idle"] == ("no gain", "there are no sums")
+    assert verdicts["broken"][0] == "failed"
+    assert "of a rule" in verdicts["broken"][1]
+    assert found.kept == ["faster"]

@@ -1,0 +1,20 @@
+"""`rooftop.optimize` by the machine's own clock."""
+
+from __future__ import annotations
+
+import torch
+
+import rooftop
+from rooftop.models import resnet18
+
+
+def test_a_network_of_convolutions() -> None:
+    torch.manual_seed(0)
+    model, x = resnet18().eval(), torch.randn(2, 3, 48, 48)
+    found = rooftop.optimize(model, x, rules=["fold-norms", "channels-last", "constants"], budget_s=60)
+    assert {change.verdict for change in found.changes} <= {"kept", "no gain"}
+    assert all(change.error is not None and change.error <= 1 for change in found.changes if change.verdict == "kept")
+    with torch.no_grad():
+        torch.testing.assert_close(found.module(x), model(x), rtol=1e-4, atol=1e-4)
+    assert not found.module.unproven
+    assert found.module.fc is model.fc

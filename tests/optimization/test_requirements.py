@@ -1,0 +1,141 @@
+"""Models and calls that cannot be optimized: each is an error that says what to do, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rooftop
+from rooftop.optimization import Optimized
+from rooftop.rewrites import Candidate, Rule
+
+Proven = Callable[..., Optimized]
+X = torch.randn(2, 4)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(4, 4).eval()
+
+
+def compiled_in_place() -> nn.Module:
+    model = linear()
+    model.compile()
+    return model
+
+
+def of_inference_mode() -> nn.Module:
+    with torch.inference_mode():
+        return linear()
+
+
+def under_autocast() -> object:
+    with torch.autocast("cpu", torch.bfloat16):
+        return rooftop.optimize(linear(), X)
+
+
+def under_global_hooks() -> object:
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        return rooftop.optimize(linear(), X)
+    finally:
+        handle.remove()
+
+
+class Hiding(nn.Module):
+    """Gives its result in an object."""
+
+    def forward(self, x: Tensor) -> Any:
+        return type("Cache", (), {"keys": x})()
+
+
+def train(model: nn.Module, **options: Any) -> object:
+    return rooftop.optimize(model.train(), X, train=True, **options)
+
+
+def with_lbfgs() -> object:
+    model = linear()
+    return train(model, optimizer=torch.optim.LBFGS(model.parameters()))
+
+
+class Nothing(Rule):
+    """Says that it changes something, and changes nothing."""
+
+    name = "nothing"
+    trains = True
+
+    def apply(self, candidate: Candidate) -> str:
+        return "nothing"
+
+
+class Named(Nothing):
+    name = "compile"
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "compiled": (lambda: rooftop.optimize(torch.compile(linear()), X), "this model is compiled"),
+    "compiled in place": (lambda: rooftop.optimize(compiled_in_place(), X), "this model is compiled"),
+    "scripted": (lambda: rooftop.optimize(torch.jit.trace(linear(), X), X), "give the model that it was made of"),
+    "data parallel": (lambda: rooftop.optimize(nn.DataParallel(linear()), X), "give the model in this DataParallel"),
+    "lazy": (lambda: rooftop.optimize(nn.LazyLinear(3), X), "call the model once before"),
+    "meta": (lambda: rooftop.optimize(linear().to("meta"), X), "meta device"),
+    "inference tensors": (lambda: rooftop.optimize(of_inference_mode(), X), "do not count their changes"),
+    "autocast": (under_autocast, "autocast is on"),
+    "global hooks": (under_global_hooks, "hooks on all modules"),
+    "a subclass": (
+        lambda: rooftop.optimize(linear(), X.as_subclass(type("Image", (Tensor,), {}))),
+        "tensors must be plain ones, got a .*Image",
+    ),
+    "nested": (lambda: rooftop.optimize(linear(), torch.nested.nested_tensor([X, X])), "got a nested tensor"),
+    "a hidden result": (lambda: rooftop.optimize(Hiding(), X), "a result may hide tensors.*use_cache=False"),
+    "a shape that the model refuses": (
+        lambda: rooftop.optimize(linear(), X, shapes=[(2, 5)]),
+        "does not take inputs of 2x5 float32, which shapes= names",
+    ),
+    "no tuple": (lambda: rooftop.optimize(linear(), X, draw=lambda: X), "draw must give a tuple of arguments"),
+    "a closure": (with_lbfgs, "a step of LBFGS needs a closure"),
+    "losses": (lambda: train(linear(), loss=lambda y: y.sum(0)), "a tensor of one element .*, got 4 elements"),
+    "a number": (lambda: train(linear(), loss=lambda y: y.sum().item()), "got a float"),
+    "detached": (lambda: train(linear(), loss=lambda y: y.detach().sum()), "without a gradient"),
+    "frozen": (lambda: train(linear().requires_grad_(False)), "no result has a gradient"),
+    "a name twice": (lambda: rooftop.optimize(linear(), X, rules=[Nothing(), Nothing()]), "two rules are named"),
+    "a name of ours": (lambda: rooftop.optimize(linear(), X, rules=[Named()]), "two rules are named 'compile'"),
+    "a plan and rules": (
+        lambda: rooftop.optimize(linear(), X, plan="plan.json", rules=["compile"]),
+        "pass only rules of your own beside it",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_is_refused(case: str) -> None:
+    call, words = REFUSED[case]
+    with pytest.raises((TypeError, ValueError), match=words):
+        call()
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_the_callers_modes_of_autograd_do_not_matter(proven: Proven, off: Callable[[], Any]) -> None:
+    class Detached(Nothing):
+        def apply(self, candidate: Any) -> str:
+            run = candidate.call
+            candidate.call = lambda x: run(x).detach()
+            return "no gradients"
+
+    model = linear().train()
+    with off(), pytest.warns(RuntimeWarning, match="the plan does not hold here: .*no gradient of"):
+        found = proven(model, X, train=True, rule=Detached())
+    assert found.changes[0].verdict == "refused"
+    assert found.kept == []
+
+
+def test_a_plan_is_not_applied_in_another_mode(proven: Proven) -> None:
+    class Infers(Nothing):
+        trains = False
+
+    found = proven(linear().train(), X, train=True, rule=Infers())
+    assert (found.changes[0].verdict, found.changes[0].reason) == ("refused", "not for training")

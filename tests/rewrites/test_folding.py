@@ -1,0 +1,367 @@
+"""A folded model gives what the model gives; what the structure does not allow to be folded is left, and it says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rooftop import models
+from rooftop.inference import Engine, fold_norms
+from rooftop.models.detr.network import Detr, FrozenBatchNorm
+from rooftop.models.vision.resnet import Bottleneck
+
+RESNETS = ("resnet18", "resnet50", "resnext50_32x4d", "wide_resnet50_2")  # the others only have more of the same
+
+
+@torch.no_grad()
+def randomized(model: nn.Module) -> nn.Module:
+    """All parameters and norm buffers, of sizes that keep the activations near one; in evaluation mode."""
+    torch.manual_seed(0)
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if value.dim() > 1:
+            nn.init.normal_(value, std=value[0].numel() ** -0.5)
+        elif name.endswith(("running_var", "weight")):
+            nn.init.uniform_(value, 0.5, 1.5)
+        elif value.is_floating_point():
+            nn.init.normal_(value, std=0.2)
+    return model.eval()
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Within 1e-5 of the largest value."""
+    pairs = [(actual, expected)] if isinstance(actual, Tensor) else list(zip(actual, expected, strict=True))
+    for got, wanted in pairs:
+        if isinstance(got, Tensor):
+            assert got.shape == wanted.shape
+            assert (got - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+        else:
+            assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("name", RESNETS)
+@torch.no_grad()
+def test_every_resnet_folds_wholly(name: str) -> None:
+    with torch.device("meta"):
+        model = getattr(models, name)(num_classes=10)
+    model = randomized(model.to_empty(device="cpu"))
+    norms = [key for key, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
+    engine = Engine(model)
+    assert list(engine.report.folded) == norms
+    assert not engine.report.left
+    assert engine.report.folded["layer2.0.downsample.1"] == "layer2.0.downsample.0"
+    assert not any(isinstance(b, Tensor) for b in engine.model.buffers())  # statistics are gone, not only unused
+    x = torch.randn(2, 3, 48, 33)
+    assert_same(engine(x), model(x))
+
+
+@pytest.mark.parametrize("norm", [FrozenBatchNorm, nn.BatchNorm2d])
+@torch.no_grad()
+def test_detr_folds_its_backbone_though_its_own_forward_cannot_be_traced(norm: type[nn.Module]) -> None:
+    model = Detr(Bottleneck, (1, 1, 1, 1), 5, 7, 32, 4, 2, 3, 48, norm=norm)
+    engine = Engine(randomized(model))
+    assert len(engine.report.folded) == 1 + 4 * 4
+    assert engine.report.folded["backbone.0.body.bn1"] == "backbone.0.body.conv1"
+    assert not engine.report.left
+    images = [torch.randn(3, 70, 101), torch.randn(3, 96, 64)]
+    found = engine(images)
+    assert type(found) is type(model(images))
+    assert_same(found, model(images))
+    batch, padding = torch.randn(2, 3, 64, 64), torch.zeros(2, 64, 64, dtype=torch.bool)
+    assert_same(engine(batch, padding=padding), model(batch, padding))
+
+
+@torch.no_grad()
+def test_a_swin_has_nothing_to_fold() -> None:
+    model = randomized(models.swin_t(depths=(1, 1, 2, 1), num_classes=10))
+    engine = Engine(model)
+    assert not engine.report.folded
+    assert not engine.report.left
+    x = torch.randn(1, 3, 64, 50)
+    assert torch.equal(engine(x), model(x))
+
+
+@torch.no_grad()
+def test_batch_norms_after_recurrent_layers_stay() -> None:
+    model = randomized(models.next_frame_network(filters=4))
+    engine = Engine(model)
+    assert set(engine.report.left) == {"norms.0", "norms.1"}
+    x = torch.rand(1, 3, 8, 8, 1)
+    assert_same(engine(x), model(x))
+
+
+LAYERS: dict[str, tuple[Callable[[bool], nn.Module], type[nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda bias: nn.Linear(6, 8, bias), nn.BatchNorm1d, (5, 6)),
+    "1d": (lambda bias: nn.Conv1d(6, 8, 3, bias=bias), nn.BatchNorm1d, (2, 6, 9)),
+    "2d": (lambda bias: nn.Conv2d(6, 8, 3, 2, 1, bias=bias), nn.BatchNorm2d, (2, 6, 9, 8)),
+    "3d": (lambda bias: nn.Conv3d(6, 8, 2, bias=bias), nn.BatchNorm3d, (2, 6, 4, 5, 6)),
+    "groups": (lambda bias: nn.Conv2d(6, 8, 3, groups=2, bias=bias), nn.BatchNorm2d, (2, 6, 9, 8)),
+    "depthwise": (lambda bias: nn.Conv2d(6, 12, 3, groups=6, bias=bias), nn.BatchNorm2d, (2, 6, 9, 8)),
+    "reflected": (
+        lambda bias: nn.Conv2d(6, 8, 3, padding=1, padding_mode="reflect", bias=bias),
+        nn.BatchNorm2d,
+        (2, 6, 9, 8),
+    ),
+    "transposed 1d": (lambda bias: nn.ConvTranspose1d(6, 8, 3, 2, bias=bias), nn.BatchNorm1d, (2, 6, 9)),
+    "transposed 2d": (lambda bias: nn.ConvTranspose2d(6, 8, 3, 2, 1, 1, bias=bias), nn.BatchNorm2d, (2, 6, 4, 5)),
+    "transposed 3d": (lambda bias: nn.ConvTranspose3d(6, 8, 2, bias=bias), nn.BatchNorm3d, (2, 6, 3, 4, 5)),
+    "transposed groups": (
+        lambda bias: nn.ConvTranspose2d(6, 8, 3, groups=2, bias=bias),
+        nn.BatchNorm2d,
+        (2, 6, 4, 5),
+    ),
+    "frozen": (lambda bias: nn.Conv2d(6, 8, 3, bias=bias), FrozenBatchNorm, (2, 6, 9, 8)),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("layer", LAYERS)
+@torch.no_grad()
+def test_each_kind_of_layer(layer: str, bias: bool) -> None:
+    build, norm, shape = LAYERS[layer]
+    convolution = build(bias)
+    channels = convolution.out_features if isinstance(convolution, nn.Linear) else convolution.out_channels
+    model = randomized(nn.Sequential(convolution, norm(channels)))
+    engine = Engine(model)
+    assert engine.report.folded == {"1": "0"}
+    x = torch.randn(shape)
+    assert_same(engine(x), model(x))
+    with pytest.raises(ValueError, match=f"expected {len(shape)}D input"):
+        engine(x[0])  # which a convolution without its norm would take
+
+
+@torch.no_grad()
+def test_a_norm_without_weights_and_one_of_another_precision() -> None:
+    model = randomized(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False), nn.ReLU())).double()
+    engine = Engine(model, dtype=torch.float64, output_dtype=None)
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    torch.testing.assert_close(engine(x), model(x), rtol=1e-13, atol=1e-13)
+
+
+class Torchvisions(nn.Module):
+    """A frozen norm with arithmetic and shapes of its own, and an eps that nobody can look up."""
+
+    def __init__(self, channels: int, slope: float = 1.0) -> None:
+        super().__init__()
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.register_buffer(name, torch.ones(channels))
+        self.slope = slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight * (self.running_var + 1e-3).rsqrt()
+        y = x * scale.view(1, -1, 1, 1) + (self.bias - self.running_mean * scale).view(1, -1, 1, 1)
+        return F.leaky_relu(y, self.slope)
+
+
+@torch.no_grad()
+def test_frozen_norms_are_judged_by_what_they_do() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    for slope, folds in ((1.0, True), (0.1, False)):
+        model = randomized(nn.Sequential(nn.Conv2d(3, 4, 3), Torchvisions(4, slope)))
+        engine = Engine(model)
+        assert bool(engine.report.folded) == folds
+        assert_same(engine(x), model(x))
+    assert "does more than multiply and add" in engine.report.left["1"]
+
+
+class Wired(nn.Module):
+    """Parts for the networks below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.other = nn.Conv2d(4, 4, 3, padding=1)
+        self.bn = nn.BatchNorm2d(4)
+
+
+class ConvolutionTwice(Wired):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.bn(self.conv(x)))
+
+
+class ConvolutionTwiceNormTwice(Wired):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(self.bn(self.conv(x))))
+
+
+class NormTwice(Wired):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x)) + self.bn(self.other(x))
+
+
+class TwoConsumers(Wired):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return self.bn(y) + y
+
+
+class ChangedBetween(Wired):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        y += 1
+        return self.bn(y)
+
+
+class ReluBetween(Wired):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(F.relu(self.conv(x)))
+
+
+class NormFirst(Wired):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.bn(x))
+
+
+class WeightRead(Wired):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x)) * self.conv.weight.mean()
+
+
+class Unused(Wired):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+
+class Sized(Wired):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.ConvTranspose2d(4, 4, 3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x, output_size=[14, 14]))
+
+
+class TwoNames(Wired):
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.conv
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x))
+
+
+class Optional(Wired):
+    """A trace of it would see one of its ways only."""
+
+    def forward(self, x: Tensor, plain: bool = False) -> Tensor:
+        y = self.conv(x)
+        return y if plain else self.bn(y)
+
+
+LEFT: dict[type[Wired], str] = {
+    ConvolutionTwice: "conv is called 2 times",
+    ConvolutionTwiceNormTwice: "it is called 2 times",
+    NormTwice: "it is called 2 times",
+    TwoConsumers: "the output of conv is used elsewhere, too",
+    ChangedBetween: ", not a convolution",
+    ReluBetween: "follows relu, not a convolution",
+    NormFirst: "follows x, not a convolution",
+    WeightRead: "the tensors of conv are read by other code",
+    Unused: "no trace shows which module it follows",
+    Sized: "conv is called with more than its input",
+    TwoNames: "conv has 2 names",
+    Optional: "the model cannot be traced: TypeError: its argument plain may be left out",
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+@torch.no_grad()
+def test_what_the_structure_does_not_allow_is_left_and_said(kind: type[Wired]) -> None:
+    model = randomized(kind())
+    engine = Engine(model)
+    assert not engine.report.folded
+    assert LEFT[kind] in engine.report.left["bn"]
+    assert "bn: left" in str(engine.report)
+    x = torch.randn(2, 4, 6, 6)
+    assert torch.equal(engine(x), model(x))
+
+
+class Clipped(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).clamp(-1, 1)
+
+
+@torch.no_grad()
+def test_norms_that_are_not_quite_batch_norms_are_left() -> None:
+    hooked = nn.Conv2d(4, 4, 1)
+    hooked.register_forward_hook(lambda module, given, result: result * 2)
+    batch = nn.BatchNorm2d(4, track_running_stats=False)
+    infinite = nn.BatchNorm2d(4)
+    model = nn.Sequential(
+        nn.Sequential(nn.Conv2d(4, 4, 1), Clipped(4)),
+        nn.Sequential(hooked, nn.BatchNorm2d(4)),
+        nn.Sequential(nn.Conv2d(4, 4, 1), batch),
+        nn.Sequential(nn.Conv2d(4, 4, 1), infinite),
+    )
+    randomized(model)
+    infinite.bias[0] = float("nan")
+    engine = Engine(model)
+    assert [why.partition(",")[0] for why in engine.report.left.values()] == [
+        "it is a Clipped",
+        "1.0 has hooks",
+        "it normalizes by the statistics of each batch",
+        "the folded weights would not be finite",
+    ]
+    x = torch.randn(2, 4, 3, 3)
+    torch.testing.assert_close(engine(x), model(x), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_norm_that_is_training_is_left() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    assert "training mode" in fold_norms(model).left["1"]
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got str"):
+        fold_norms("resnet50")  # type: ignore[arg-type]
+
+
+class Bypassed(nn.Module):
+    """Does not trace, and goes past the forward of its part, which does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = TwoNames()
+        del self.part.again
+        self.way = "forward"
+
+    def forward(self, x: Tensor, unknown: Any = None) -> Tensor:
+        if self.way == "convolution":
+            return self.part.conv(x) + 1
+        if self.way == "shape":
+            return x.new_zeros(self.part.conv(x).shape)
+        return self.part.bn(x) if self.way == "norm" else self.part(x)
+
+
+@pytest.mark.parametrize("way", ["convolution", "shape", "norm"])
+@torch.no_grad()
+def test_a_call_past_the_trace_is_an_error_and_not_a_wrong_number(way: str) -> None:
+    model = randomized(Bypassed())
+    engine = Engine(model)
+    assert engine.report.folded == {"part.bn": "part.conv"}
+    x = torch.randn(1, 4, 5, 5)
+    assert_same(engine(x), model(x))
+    engine.model.way = way
+    with pytest.raises((RuntimeError, TypeError), match=r"fold=False|unsupported operand"):
+        engine(x)
+    model.way = way
+    assert torch.equal(Engine(model, fold=False)(x), model(x))
+
+
+@torch.no_grad()
+def test_an_untraceable_part_does_not_keep_the_rest_from_folding() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x) if x.sum() > 0 else -self.body(x)
+
+    model = randomized(nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), Counting(), nn.BatchNorm2d(4)))
+    engine = Engine(model)
+    assert engine.report.folded == {"1": "0", "2.body.1": "2.body.0"}
+    assert engine.report.left == {"3": "it follows 2, a Counting"}
+    for x in (torch.rand(1, 4, 3, 3), -torch.rand(1, 4, 3, 3)):
+        assert_same(engine(x), model(x))

@@ -1,0 +1,70 @@
+"""A recipe that does not fit a task is refused before the first step, with the value that would fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from rooftop.errors import InputError
+from rooftop.models import resnet18
+from rooftop.train.recipes import Recipe
+from rooftop.train.recipes.checks import check_recipe
+from rooftop.train.recipes.mixing import mixer
+from rooftop.train.recipes.recipe import Mix
+from rooftop.train.tasks.task import Task
+
+
+def network() -> nn.Module:
+    with torch.device("meta"):
+        return resnet18(num_classes=2)
+
+
+def task(model: nn.Module | None = None, **fields: Any) -> Task:
+    data = TensorDataset(torch.zeros(4, 3), torch.zeros(4))
+    return Task(model=model or network(), train=data, loss=lambda model, batch: batch, **fields)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model": {"frozen": ["layr1"]}}, r"'layr1' matches no module.*layer1"),
+        ({"model": {"frozen": ["*"]}}, r"left to train: leave some modules out of model\.frozen"),
+        ({"mix": {"cutmix": 1.0}}, r"mix\.cutmix mixes .* this task does not mix: set mix\.cutmix=0$"),
+        ({"mix": {"mixup": 0.1, "cutmix": 1.0}}, r"set mix\.mixup=0 and mix\.cutmix=0$"),
+        ({"run": {"batch": 10, "accumulate": 4}}, r"run\.batch is 10.*multiple of 4, e\.g\. 8"),
+        ({"schedule": {"name": "wsd", "warmup": 0.9}}, r"schedule\.warmup \(0\.9\).*at most 1"),
+        ({"ema": {"decay": 1.0}}, r"ema\.decay is 1.*0\.999"),
+        ({"evaluation": {"patience": 3}}, r"evaluation\.patience=0"),
+        ({"optimizer": {"nesterov": True, "momentum": 0.0}}, r"nesterov needs momentum"),
+        ({"optimizer": {"name": "muon"}, "model": {"frozen": ["conv1", "layer*"]}}, r"optimizer\.name=adamw"),
+    ],
+)
+def test_what_does_not_fit(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_recipe(Recipe.of(values), task())
+
+
+def test_layer_decay_needs_layers() -> None:
+    with pytest.raises(InputError, match=r"no layers.*optimizer\.layer_decay=1"):
+        check_recipe(Recipe.of({"optimizer": {"layer_decay": 0.5}}), task(nn.Linear(3, 2)))
+
+
+def test_pairs_must_be_in_one_forward_pass() -> None:
+    mixing = task(alter=mixer(Mix(mixup=0.2), 2))
+    recipe = Recipe.of({"mix": {"mixup": 0.2}, "run": {"batch": 12, "accumulate": 2}})
+    check_recipe(recipe, mixing)
+    with pytest.raises(InputError, match=r"forward pass has 3.*multiple of 8"):
+        check_recipe(recipe, mixing, ranks=2)
+
+
+def test_what_fits_changes_nothing() -> None:
+    fitting = task(valid=TensorDataset(torch.zeros(2, 3)), alter=mixer(Mix(mixup=0.2), 2))
+    optimizer = {"name": "muon", "layer_decay": 0.5}
+    values = {"optimizer": optimizer, "model": {"frozen": ["layer1"]}, "mix": {"mixup": 0.2}, "ema": {"decay": 0.9}}
+    check_recipe(Recipe.of({**values, "evaluation": {"patience": 2}}), fitting)
+    assert all(each.requires_grad for each in fitting.model.parameters())
+    assert fitting.model.layer1.training

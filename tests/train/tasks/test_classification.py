@@ -1,0 +1,199 @@
+"""Classification: digits and folders of images, parts that are held out, and files that `rooftop classify` takes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from rooftop.cli.main import main
+from rooftop.data.samples import sample
+from rooftop.errors import InputError
+from rooftop.models import load
+from rooftop.models.images import preprocess, read_image
+from rooftop.train.fitting import fit
+from rooftop.train.fitting.exports import export_weights
+from rooftop.train.recipes import Recipe, prepare_model
+from rooftop.train.tasks import Task, find_task
+from rooftop.train.tasks.classification import accuracies, cross_entropy, held_out
+
+SMALL: dict[str, dict[str, Any]] = {
+    "resnet": {"channels": 8},
+    "swin": {"embed_dim": 12, "depths": [1, 1], "num_heads": [2, 4]},
+    "hybrid": {"channels": 8, "depths": [1, 1, 1, 1], "num_heads": [2, 4]},
+}
+COLOURS = {"blue": (30, 40, 220), "red": (220, 40, 30)}
+
+
+def built(name: str, data: str | None, *values: str, **options: Any) -> tuple[Task, Recipe]:
+    build, defaults = find_task(name, data)
+    recipe = Recipe.of(defaults).updated({"model": {"options": options}, "loading": {"how": "here"}})
+    recipe = recipe.with_values(values)
+    torch.manual_seed(0)
+    return build(data, recipe), recipe
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Twenty noisy pictures of each colour."""
+    chance = np.random.default_rng(0)
+    for name, colour in COLOURS.items():
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        for number in range(20):
+            pixels = np.clip(np.array(colour) + chance.normal(0, 20, (24, 32, 3)), 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "pictures" / name / f"{number}.png")
+    return tmp_path / "pictures"
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_each_network_learns_digits(name: str) -> None:
+    pytest.importorskip("sklearn")
+    task, _ = built(name, "digits", **SMALL[name])
+    batch = task.collate([task.train[number] for number in range(32)])
+    optimizer = torch.optim.AdamW(task.model.parameters(), 0.01)
+    losses = []
+    for _ in range(30):
+        losses.append(task.loss(task.model, batch))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.7 * losses[0]
+    pictures = task.examples(task.model.eval(), torch.device("cpu"))  # type: ignore[misc]
+    assert len(pictures) == 12
+    assert all("%" in caption for caption, _ in pictures)
+
+
+def test_digits_of_training_are_shifted_and_held_out_ones_are_not() -> None:
+    pytest.importorskip("sklearn")
+    task, _ = built("resnet", None, **SMALL["resnet"])
+    assert task.valid is not None
+    assert (len(task.train), len(task.valid)) == (1500, 297)
+    seen = [sample(task.train, 3, 0, epoch)[0] for epoch in range(8)]
+    assert torch.equal(seen[0], sample(task.train, 3, 0, 0)[0])
+    assert any(not torch.equal(seen[0], other) for other in seen[1:])
+    assert torch.equal(sample(task.valid, 3, 0, 0)[0], sample(task.valid, 3, 0, 1)[0])
+
+
+@given(st.lists(st.integers(0, 4), min_size=8, max_size=60))
+@settings(max_examples=20, deadline=None)
+def test_a_tenth_of_each_class_is_held_out(labels: list[int]) -> None:
+    train, valid = held_out(labels)
+    assert sorted((*train, *valid)) == list(range(len(labels)))
+    counts, out = Counter(labels), Counter(labels[number] for number in valid)
+    assert out == {label: max(1, count // 10) for label, count in counts.items()}
+    assert (train, valid) == held_out(labels)
+
+
+def test_a_folder_of_classes_becomes_a_file_that_classify_takes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("safetensors")
+    task, recipe = built("resnet", str(folder), "run.epochs=4", "run.batch=9", "optimizer.lr=0.05", channels=8)
+    assert task.valid is not None
+    assert (len(task.train), len(task.valid)) == (36, 4)
+    fitted = fit(task, recipe, device="cpu")
+    assert fitted.last is not None
+    assert fitted.last.values["accuracy"] == 1.0
+    weights = folder.parent / "best.safetensors"
+    export_weights(weights, task.model, task.metadata)
+    words = ["--weights", str(weights), "--json", "-", "--device", "cpu"]
+    assert main(["classify", str(folder / "red" / "0.png"), *words]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["model"] == "resnet18"
+    assert said["photographs"][0]["classes"][0]["name"] == "red"
+    assert load("resnet18", weights).fc.out_features == 2  # type: ignore[union-attr]
+    assert main(["classify", str(folder / "red"), "--weights", str(weights), "--model", "resnet50"]) == 2
+    assert "has weights of resnet18, got the model resnet50" in capsys.readouterr().err
+
+
+def test_a_photograph_goes_into_the_model_as_in_validation(folder: Path) -> None:
+    from rooftop.models.weights.files import preprocessing_of
+    from rooftop.models.weights.trained_files import trained_file
+
+    pytest.importorskip("safetensors")
+    task, _ = built("resnet", str(folder), channels=8)
+    weights = folder.parent / "best.safetensors"
+    export_weights(weights, task.model, task.metadata)
+    preprocessing = preprocessing_of("resnet18", weights)
+    samples: Any = task.valid
+    path = samples.name(0)
+    torch.testing.assert_close(preprocess(read_image(path), preprocessing), samples[0][0], rtol=0, atol=1e-6)
+    found = trained_file(weights)
+    assert found is not None
+    assert found.classes == ("blue", "red")
+
+
+def test_train_and_val_have_the_same_classes(folder: Path) -> None:
+    (folder / "train").mkdir()
+    for name in COLOURS:
+        (folder / name).rename(folder / "train" / name)
+    with pytest.raises(InputError, match=r"has train/ but no val/"):
+        built("resnet", str(folder), channels=8)
+    (folder / "val" / "red").mkdir(parents=True)
+    (folder / "train" / "red" / "0.png").rename(folder / "val" / "red" / "0.png")
+    with pytest.raises(InputError, match=r"have other classes: blue only in one"):
+        built("resnet", str(folder), channels=8)
+    (folder / "val" / "blue").mkdir(parents=True)
+    (folder / "train" / "blue" / "0.png").rename(folder / "val" / "blue" / "0.png")
+    task, _ = built("resnet", str(folder), channels=8)
+    assert task.valid is not None
+    assert (len(task.train), len(task.valid)) == (38, 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (("model.name=alexnet",), "'alexnet' is not a built-in model .*resnet18"),
+        (("model.num_classes=3",), "model.num_classes is 3, but the data have 10 classes"),
+        (("model.options={depth=3}",), "resnet18 cannot be built with model.options .*depth"),
+    ],
+)
+def test_a_recipe_that_does_not_fit(values: tuple[str, ...], problem: str) -> None:
+    pytest.importorskip("sklearn")
+    with pytest.raises((InputError, ValueError), match=problem):
+        built("resnet", None, *values)
+
+
+def test_no_such_folder() -> None:
+    with pytest.raises(InputError, match=r"--data nowhere is not a folder: expected digits, or a folder with train/"):
+        built("resnet", "nowhere")
+
+
+def test_fine_tuning_begins_with_the_weights_of_a_file(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("safetensors")
+    first, _ = built("resnet", None, channels=8)
+    export_weights(tmp_path / "first.safetensors", first.model, first.metadata)
+    weights = f"model.weights={tmp_path / 'first.safetensors'}"
+    second, recipe = built("resnet", None, weights, "model.num_classes=12", channels=8)
+    assert prepare_model(second, recipe)[0].endswith("new for 12 classes: fc.weight, fc.bias")
+    ours, theirs = first.model.state_dict(), second.model.state_dict()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours if not key.startswith("fc."))
+    assert theirs["fc.bias"].shape == (12,)
+    assert second.metadata["classes"][9:] == ["9", "class 10", "class 11"]
+
+
+def test_labels_are_smoothed_in_training_only_and_targets_may_be_mixed() -> None:
+    model, images, labels = torch.nn.Linear(3, 4), torch.randn(5, 3), torch.tensor([0, 1, 2, 3, 0])
+    plain = torch.nn.functional.cross_entropy(model(images), labels)
+    assert not torch.equal(cross_entropy(model.train(), (images, labels), 0.3), plain)
+    assert torch.equal(cross_entropy(model.eval(), (images, labels), 0.3), plain)
+    targets = torch.nn.functional.one_hot(labels, 4).float()
+    torch.testing.assert_close(cross_entropy(model, (images, targets)), plain)
+
+
+def test_accuracy_and_the_best_five() -> None:
+    logits = torch.eye(12)
+    labels = torch.arange(12).roll(1)
+    found = accuracies(torch.nn.Identity(), (logits, labels), top=5)
+    assert found["accuracy"].tolist() == [0.0] * 12
+    assert found["top5"].shape == (12,)
+    assert accuracies(torch.nn.Identity(), (logits, torch.arange(12)), top=5)["top5"].mean() == 1
