@@ -89,7 +89,11 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def progress() -> tuple[tuple[str, int, int], ...]:
-    """For each group the last launched collective and the last ended one; it takes a tenth of a millisecond."""
+    """For each group its number, the last launched collective and the last ended one. A call takes 0.1 ms.
+
+    The number counts all groups that this process has made. It is not the group's name: a name is used again once its
+    group is destroyed.
+    """
     states = [pickle.loads(dump(False, False, True)).get("pg_status", {}) for dump in _recorders()]
     return tuple(
         (group, status["last_enqueued_collective"], status["last_completed_collective"])
