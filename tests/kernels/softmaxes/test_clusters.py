@@ -134,8 +134,9 @@ def test_gate_of_softmax(name: str, columns: int, dtype: torch.dtype, log: bool,
 
 
 def fused(x: Tensor, target: Tensor, terms: losses.Terms, inverse: Tensor | None) -> list[Tensor]:
+    """Losses of float32 rows that no cluster holds are float64; their users make them narrow."""
     dx = torch.full_like(x, math.nan).contiguous()
-    return [losses.losses_of_rows(x, target, terms, inverse, dx)[0], dx]
+    return [losses.losses_of_rows(x, target, terms, inverse, dx)[0].float(), dx]
 
 
 def losses_by_torch(x: Tensor, target: Tensor, terms: losses.Terms, inverse: float) -> list[Tensor]:
