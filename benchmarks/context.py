@@ -1,6 +1,7 @@
 """Context parallel: attention and training on long sequences that GPUs share, beside PyTorch's context parallel.
 
     python benchmarks/context.py [--out benchmarks/results/h100/context.json] [--only attention documents model]
+    python benchmarks/context.py --ranks 1 2 4 --tokens 131072      # how it scales
 
 A process for each GPU, NCCL, bfloat16. Three parts:
 
@@ -47,18 +48,22 @@ Run = Callable[[], tuple[Tensor, ...]]
 class Case:
     """An attention."""
 
-    name: str
+    shape: str
     heads: int
     kv_heads: int
     features: int
     length: int
     documents: bool = False
 
+    @property
+    def name(self) -> str:
+        return f"{self.shape}, {self.length >> 10} k" + (", documents" if self.documents else "")
+
 
 CASES = (
-    Case("64:8 heads of 128, 32 k", 64, 8, 128, 32768),
-    Case("llama-1b, 64 k", 32, 8, 64, 65536),
-    Case("64:8 heads of 128, 64 k, documents", 64, 8, 128, 65536, documents=True),
+    Case("64:8 heads of 128", 64, 8, 128, 32768),
+    Case("llama-1b", 32, 8, 64, 65536),
+    Case("64:8 heads of 128", 64, 8, 128, 65536, documents=True),
 )
 
 
@@ -75,7 +80,14 @@ def main() -> int:
     parser.add_argument(
         "--balancers", nargs="+", choices=BALANCERS, default=BALANCERS, help="of PyTorch's documents (default: all)"
     )
-    parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()))
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[max(1, torch.cuda.device_count())],
+        help="beside one (default: all GPUs)",
+    )
+    parser.add_argument("--tokens", type=int, help="of a sequence, instead of each case's own")
     parser.add_argument("--quick", action="store_true", help="show on a CPU that the script runs, by gloo")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -84,7 +96,7 @@ def main() -> int:
     passed = [each for each in sys.argv[1:] if each not in ("--out", str(options.out))]
     try:
         keep = partial(written, out=options.out, quick=options.quick, complete=False)
-        rows = rows_of(__file__, sorted({1, options.ranks}), passed, keep)
+        rows = rows_of(__file__, sorted({1, *options.ranks}), passed, keep)
     except Ended as ended:
         return ended.status
     with_efficiency(rows)
@@ -108,10 +120,11 @@ def worker(options: argparse.Namespace) -> int:
     with join(Layout(cp=launched().size), device="cpu" if options.quick else "cuda", timeout_s=120.0) as world:
         for case in CASES:
             if ("documents" if case.documents else "attention") in wanted:
+                case = replace(case, length=options.tokens or case.length)
                 case = smaller(case) if options.quick else case
                 told(attention_rows(case, world.device, options.balancers), options.worker)
         if "model" in wanted:
-            told(model_rows(world.device, options.quick), options.worker)
+            told(model_rows(world.device, options.tokens or 65536, options.quick), options.worker)
     return 0
 
 
@@ -297,11 +310,11 @@ def flexible_run(whole: list[Tensor], positions: Tensor, mask: Any, compiled: An
 # ---- the model ---------------------------------------------------------------------------------------------------
 
 
-def model_rows(device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
+def model_rows(device: torch.device, length: int, quick: bool) -> Iterator[dict[str, Any]]:
     from rooftop.train import GptTrainer, GptTraining, Tokens
 
     ranks, _ = ranks_here()
-    length = 512 if quick else 65536
+    length = 512 if quick else length
     config = replace(gpt_config("llama-1b"), positions=length)
     if quick:
         config = replace(config, layers=2, width=64, heads=8, kv_heads=4, hidden=96, vocabulary=128)
@@ -309,10 +322,10 @@ def model_rows(device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
     tokens = Tokens([numbers], "random tokens")
     times: dict[str, list[float]] = {}
     losses: dict[str, float] = {}
-    for transport in TRANSPORTS[:3] if ranks > 1 else ("p2p",):
+    for transport in TRANSPORTS[:3] if ranks > 1 else (None,):
         training = GptTraining(
             config=config, length=length, global_batch=1, micro_batch=1, recompute=True, transport=transport,
-            dtype=torch.bfloat16,
+            dtype=torch.float32 if quick else torch.bfloat16,
         )  # fmt: skip
         layout = Layout(cp=ranks)
         trainer = GptTrainer(training, tokens, layout, layout.process_groups(), device, fully_shard=ranks > 1)
