@@ -169,6 +169,7 @@ def rows_of(case: Case, device: torch.device, rounds: int, compiled: bool) -> It
     check(case, given)
     variants = {"rooftop": case.ours, "torch": case.torch}
     if compiled:
+        torch._dynamo.reset()  # it compiles a line of code only so often, for all cases together
         variants["torch.compile"] = torch.compile(case.torch, fullgraph=True)
     for mode, (backward, within) in MODES.items():
         runs = {name: run_of(function, given, backward) for name, function in variants.items()}

@@ -101,7 +101,9 @@ def optimize(
             tried[1] = replace(tried[1], needed="")
             tried += [drawn(f"draw() {i + 1}") for i in range(2)]
         check_nothing_is_carried(module, step, tried[:2])
-        twin = Candidate.of(module, None, train).model  # what its calls leave in attributes stays there
+        twin = Candidate.of(
+            module, None, train, tensors_of(given)
+        ).model  # what its calls leave in attributes stays there
         check_taken(twin, step, tried)
 
         def gate() -> Gate:
@@ -202,7 +204,8 @@ def _planned(path: str | os.PathLike[str], own: Sequence[str | Rule] | None) -> 
 
 def _surroundings(module: nn.Module, given: Arguments, train: bool) -> dict[str, str]:
     """The conditions for which a plan was found."""
-    device = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    tensors = (*module.parameters(), *module.buffers(), *tensors_of(given))
+    device = next((t.device for t in tensors), torch.device("cpu"))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "model": type(module).__name__,

@@ -164,7 +164,11 @@ def seed_all(seed: int, model: nn.Module) -> None:
 
 
 def _gpus(model: nn.Module) -> list[int]:
-    return sorted({t.device.index for t in (*model.parameters(), *model.buffers()) if t.is_cuda})
+    """The GPUs of a model's tensors; a model without tensors may run on any."""
+    tensors = (*model.parameters(), *model.buffers())
+    if not tensors and torch.cuda.is_initialized():
+        return list(range(torch.cuda.device_count()))
+    return sorted({t.device.index for t in tensors if t.is_cuda})
 
 
 def _shared(results: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> frozenset[tuple[str, str]]:

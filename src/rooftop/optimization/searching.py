@@ -17,7 +17,7 @@ from torch import nn
 
 from rooftop.hardware.timing import SURE_ROUNDS, Timing, is_sure
 from rooftop.optimization.as_before import Originals
-from rooftop.optimization.draws import Arguments, Draw
+from rooftop.optimization.draws import Arguments, Draw, tensors_of
 from rooftop.optimization.gate import Gate, RefusedError
 from rooftop.optimization.optimized import Change
 from rooftop.optimization.optimizer_gate import check_steps
@@ -225,7 +225,7 @@ class Search:
     def _plain(self) -> Candidate:
         optimizer = same_state(self.optimizer) if self.optimizer is not None else None
         self.copies += [optimizer] if optimizer is not None else []
-        return Candidate.of(self.original, optimizer, self.step.training)
+        return Candidate.of(self.original, optimizer, self.step.training, tensors_of(self.given))
 
     def _built(self, rules: Sequence[Rule]) -> Candidate:
         """A candidate with these rules.

@@ -8,7 +8,7 @@ leaves nothing behind.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -70,7 +70,7 @@ class Candidate:
         call: runs the model; rules may wrap it. It takes the model's arguments.
         optimizer: for a training step; rules may replace it.
         training: whether the step is forward and backward, in training mode.
-        device: the model's device.
+        device: the device of the calls.
         frozen: a rule keeps values that were computed from parameters or buffers.
         changes: the changes of each rule, in words, by its name.
     """
@@ -84,14 +84,25 @@ class Candidate:
     changes: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, original: nn.Module, optimizer: torch.optim.Optimizer | None, training: bool) -> Candidate:
+    def of(
+        cls,
+        original: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        training: bool,
+        arguments: Sequence[Tensor] = (),
+    ) -> Candidate:
         """A copy without changes, in training or evaluation mode.
+
+        Args:
+            arguments: tensors of a call. They say where a model without parameters and buffers runs: on the GPU, if
+                one of them is there.
 
         Raises:
             TypeError: the model cannot be copied.
             ValueError: it is on several devices.
         """
-        devices = {t.device for t in tensors_of(original)} or {torch.device("cpu")}
+        devices = {t.device for t in tensors_of(original)}
+        devices = devices or {t.device for t in arguments if t.device.type != "cpu"} or {torch.device("cpu")}
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
             raise ValueError(

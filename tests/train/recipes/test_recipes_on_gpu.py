@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from rooftop.testing import no_waiting_for_gpu
 from rooftop.train.recipes import MeanWeights, Recipe, mixer, optimizer_of, set_rates
 from rooftop.train.recipes.recipe import Mix
 
@@ -17,9 +18,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def _never_waits() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+    with no_waiting_for_gpu():
+        yield
 
 
 def generator_of(place: int) -> np.random.Generator:

@@ -1,0 +1,20 @@
+"""Copies of models that rules change."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from rooftop.rewrites.candidates import Candidate
+
+
+class Doubles(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def test_a_model_without_tensors_runs_where_its_arguments_are() -> None:
+    assert Candidate.of(Doubles(), None, training=False).device == torch.device("cpu")
+    here, there = torch.empty(1), torch.empty(2, device="meta")
+    assert Candidate.of(Doubles(), None, False, [here, there]).device == torch.device("meta")
+    assert Candidate.of(nn.Linear(2, 2), None, False, [there]).device == torch.device("cpu"), "its own come first"
