@@ -66,6 +66,8 @@ class Recorder:
     def evaluated(self, record: EvaluationRecord) -> None: ...
 
     def noted(self, note: str) -> None:
+        if note.startswith("loading "):
+            self.loading = note.removeprefix("loading ")
         print("note:", note, file=sys.stderr)
 
     def ended(self, fitted: Fitted, model: Any) -> None: ...

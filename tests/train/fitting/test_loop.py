@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -486,6 +487,22 @@ def test_resume_without_a_checkpoint_begins(tmp_path: Path) -> None:
         fit(task(), recipe(), device="cpu", resume=True)
     with pytest.raises(InputError, match="keep_last is 0: expected 1 or more"):
         fit(task(), recipe(), device="cpu", keep_last=0)
+
+
+def test_how_samples_are_read_is_told_once_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Seen()
+    fit(task(), recipe(run={"steps": 1}), device="cpu", observers=[seen])
+    assert seen.facts is not None
+    assert seen.facts.loading == "in the loop"
+    assert not seen.notes
+    monkeypatch.setattr("rooftop.data.choosing.QUICK_S", 0.0)  # so that each way is timed
+    seen = Seen()
+    how = recipe(run={"steps": 60}, loading={"how": "auto", "workers": 2})
+    fit(task(), how, device="cpu", observers=[seen])
+    assert seen.facts is not None
+    assert seen.facts.loading == ""
+    (note,) = seen.notes
+    assert re.match(r"loading (in the loop|by 2 threads|by 2 processes) \(a batch takes ", note)
 
 
 # ---- the step on a GPU -----------------------------------------------------------------------------------------------

@@ -165,6 +165,7 @@ class _Fitting:
         self.reason = ""
         self.before = 0
         self._damaged = 0  # samples told of
+        self._loading_told = False
         self._unread: list[Tensor] = []
 
     def run(self, resume: bool, save_every: int | None, interval: int) -> Fitted:
@@ -266,8 +267,16 @@ class _Fitting:
             before=self.before,
             ranks=self.world.size,
             device=str(self.world.device),
-            loading=self.feed.loader.description,
+            loading=self._loading(),
         )
+
+    def _loading(self) -> str:
+        """How samples are read, with what was measured; "" as long as ways are being timed, and once it is told."""
+        loader = self.feed.loader
+        if loader.chosen is None or self._loading_told:
+            return ""
+        self._loading_told = True
+        return loader.description
 
     # ---- the steps ---------------------------------------------------------------------------------------------------
 
@@ -350,7 +359,7 @@ class _Fitting:
             self._tell("stepped", records)
         for note in notes:
             self._tell("noted", note)
-        self._tell_damaged()
+        self._tell_of_data()
         if trouble:
             raise ModelRunError(trouble)
         self._restart_clock()
@@ -380,7 +389,9 @@ class _Fitting:
         words += f". {saved} is the last checkpoint" if saved is not None else ""
         return f"{words}. A smaller optimizer.lr may help; faults.not_finite=skip leaves such steps out"
 
-    def _tell_damaged(self) -> None:
+    def _tell_of_data(self) -> None:
+        if loading := self._loading():
+            self._tell("noted", f"loading {loading}")
         for index, name, reason in self.feed.loader.skipped[self._damaged :]:
             self._tell("noted", f"sample {index}{f' ({name})' if name else ''} was skipped: {reason}")
         self._damaged = len(self.feed.loader.skipped)

@@ -18,7 +18,8 @@ class Facts:
         steps: of the whole run; steps_per_epoch: of one pass.
         before: steps that a checkpoint already had.
         ranks, device: where it runs.
-        loading: how samples are read, in words, with what was measured.
+        loading: how samples are read, in words, with what was measured; "" if the ways are still to be timed: a note
+            tells the choice.
     """
 
     parameters: int

@@ -25,7 +25,7 @@ from rooftop.train.reports.charts import curves
 from rooftop.train.reports.histories import History, pace_of
 from rooftop.train.reports.pictures import embedded, example_pictures
 from rooftop.train.reports.roofs import TaskRoof, task_roof
-from rooftop.train.reports.terminal import UNKNOWN, number_text, seconds_text, value_text
+from rooftop.train.reports.terminal import number_text, seconds_text, value_text
 
 REFRESH_S = 10
 """Seconds between two looks of a browser at the page of a training that runs."""
@@ -194,7 +194,7 @@ def _subtitle(history: History) -> str:
         f"{counted(facts.steps, 'step')} of {history.batch:,}",
         f"{facts.ranks} x {facts.device}",
     ]
-    return " · ".join([*words, *([facts.loading] if facts.loading and not facts.loading.startswith(UNKNOWN) else [])])
+    return " · ".join([*words, *([facts.loading] if facts.loading else [])])
 
 
 def _span_rows(history: History) -> list[Mapping[str, Any]]:

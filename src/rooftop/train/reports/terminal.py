@@ -11,9 +11,6 @@ from rooftop.train.fitting.records import EvaluationRecord, Facts, Fitted, StepR
 from rooftop.train.recipes.recipe import Recipe
 from rooftop.train.reports.histories import History, Pace, pace_of
 
-UNKNOWN = "not yet"
-"""How the words on loading begin before a way is chosen, which takes the first batches."""
-
 
 class Terminal:
     """An observer that prints.
@@ -86,7 +83,7 @@ def heading(facts: Facts, unit: str, batch: int) -> list[str]:
         f"{facts.samples:,} {unit}{held_out}; {counted(facts.steps, 'step')} of {batch:,}, "
         f"{facts.steps_per_epoch:,} an epoch",
     ]
-    if facts.loading and not facts.loading.startswith(UNKNOWN):
+    if facts.loading:
         lines.append(f"loading: {facts.loading}")
     if facts.before:
         lines.append(f"going on after step {facts.before:,}")
