@@ -12,15 +12,17 @@ import json
 import multiprocessing
 import os
 import pickle
+import random
 import re
 import runpy
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from multiprocessing import forkserver
@@ -30,6 +32,7 @@ from types import ModuleType
 from typing import Any
 
 import hypothesis
+import psutil
 import pytest
 import torch
 
@@ -385,6 +388,53 @@ def built_once(folder: Path, make: Callable[[Path], None]) -> Path:
 def made_once(shared_builds: Path) -> Callable[[str, Callable[[Path], None]], Path]:
     """`made_once(name, make)`: the folder of that name, which `make(folder)` has filled in one of the workers."""
     return lambda name, make: built_once(shared_builds / name, make)
+
+
+@pytest.fixture(scope="session")
+def free_port(shared_builds: Path) -> Callable[[], int]:
+    """Gives a port at which a process that begins later can listen.
+
+    One that the system chooses could be another's by then: the system gives it to any connection, and ranks make many.
+    So these are below those that Linux chooses from, and each is given once in this run.
+    """
+
+    def take() -> int:
+        with open(shared_builds / "ports", "a+") as given, socket.socket() as found:
+            fcntl.flock(given, fcntl.LOCK_EX)
+            given.seek(0)
+            before = {int(line) for line in given}
+            while (port := random.SystemRandom().randrange(16_384, 32_768)) in before or not _binds(found, port):
+                pass
+            print(port, file=given)
+        return port
+
+    return take
+
+
+def _binds(given: socket.socket, port: int) -> bool:
+    try:
+        given.bind(("127.0.0.1", port))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="session")
+def children() -> Callable[..., list[psutil.Process]]:
+    """`children("spawn_main")`: processes that this one has started and whose command has this in it.
+
+    One that is killed is still a child until it is waited for, but has no command any more: it is left out.
+    """
+
+    def named(words: str, recursive: bool = False) -> list[psutil.Process]:
+        found = []
+        for each in psutil.Process().children(recursive):
+            with suppress(psutil.Error):
+                if words in " ".join(each.cmdline()):
+                    found.append(each)
+        return found
+
+    return named
 
 
 Switches = dict[str, object]

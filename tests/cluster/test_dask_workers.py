@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,8 @@ class Broken:
 class Scheduler:
     """A scheduler, and workers of one thread each, as `dask scheduler` and `dask worker` start them."""
 
-    def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+    def __init__(self, port: int) -> None:
+        self.port = port
         self.address = f"tcp://127.0.0.1:{self.port}"
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -75,14 +73,14 @@ class Scheduler:
             family = psutil.Process(process.pid).children(recursive=True)
             process.kill()
             for each in family:
-                if each.is_running():
+                with suppress(psutil.NoSuchProcess):
                     each.kill()
             process.wait()
         self._processes.clear()
 
 
 @pytest.fixture
-def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scheduler]:
+def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: Callable[[], int]) -> Iterator[Scheduler]:
     """Not started yet; in a folder of its own with my.py, which the workers cannot import."""
     (tmp_path / "program").mkdir()
     (tmp_path / "elsewhere").mkdir()
@@ -90,7 +88,7 @@ def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sched
     monkeypatch.setenv("DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT", "120s")
     monkeypatch.setattr(dask_workers, "CONNECT_S", 120.0)
     monkeypatch.chdir(tmp_path / "elsewhere")
-    found = Scheduler()
+    found = Scheduler(free_port())
     monkeypatch.setattr(found, "start", _elsewhere(found.start, tmp_path))
     monkeypatch.chdir(tmp_path / "program")
     yield found
@@ -124,7 +122,9 @@ def mapped(scheduler: Scheduler, target: Any, count: int, **options: Any) -> tup
     return report, sorted(pq.read_table("out.parquet").to_pylist(), key=lambda row: row["place"])
 
 
-def test_workers_of_a_scheduler_do_each_item_once_also_if_one_is_killed(scheduler: Scheduler) -> None:
+def test_workers_of_a_scheduler_do_each_item_once_also_if_one_is_killed(
+    scheduler: Scheduler, children: Callable[..., list[psutil.Process]]
+) -> None:
     from distributed import Client
 
     scheduler.start(2)
@@ -135,8 +135,7 @@ def test_workers_of_a_scheduler_do_each_item_once_also_if_one_is_killed(schedule
     def kill(what: str, _: float) -> None:
         rows = rows_of(what)
         if rows >= 100 and not killed:
-            of_test = psutil.Process().children(recursive=True)
-            worker = next(each for each in of_test if "spawn_main" in " ".join(each.cmdline()))
+            worker = children("spawn_main", recursive=True)[0]
             killed.append(worker.pid)
             worker.send_signal(signal.SIGKILL)
 

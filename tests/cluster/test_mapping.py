@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +158,17 @@ def test_new_inputs_are_done_and_old_ones_not() -> None:
     assert [row["pid"] for row in rows[:20]] == [row["pid"] for row in before]
 
 
-def children() -> list[psutil.Process]:
-    """The workers."""
-    return [each for each in psutil.Process().children() if "spawn_main" in " ".join(each.cmdline())]
+Workers = Callable[[], list[psutil.Process]]
 
 
-def test_two_thousand_photographs_ten_damaged_one_worker_killed() -> None:
+@pytest.fixture
+def workers(children: Callable[..., list[psutil.Process]]) -> Workers:
+    """Gives those that live, without what was there before."""
+    before = children("spawn_main")
+    return lambda: [each for each in children("spawn_main") if each not in before]
+
+
+def test_two_thousand_photographs_ten_damaged_one_worker_killed(workers: Workers) -> None:
     """Each has one row; a second run does nothing."""
     Path("photos").mkdir()
     for width in range(20):
@@ -175,9 +181,9 @@ def test_two_thousand_photographs_ten_damaged_one_worker_killed() -> None:
     killed = []
 
     def kill(what: str, _: float) -> None:
-        if len(workers := children()) == 2 and not killed and rows_of(what) >= 1000:
-            killed.append(workers[0].pid)
-            os.kill(workers[0].pid, signal.SIGKILL)
+        if len(alive := workers()) == 2 and not killed and rows_of(what) >= 1000:
+            killed.append(alive[0].pid)
+            os.kill(alive[0].pid, signal.SIGKILL)
 
     report, rows = mapped("my.py:size", ["photos"], progress=kill)
     assert killed
@@ -219,14 +225,13 @@ def test_a_file_that_hangs_while_it_is_read_is_an_error_of_its_item() -> None:
     assert report.errors == 1
 
 
-def test_a_worker_that_is_killed_loses_and_doubles_nothing() -> None:
+def test_a_worker_that_is_killed_loses_and_doubles_nothing(workers: Workers) -> None:
     killed = []
 
     def kill(what: str, _: float) -> None:
-        workers = children()
-        if len(workers) == 2 and not killed and rows_of(what) >= 60:
-            killed.append(workers[0].pid)
-            os.kill(workers[0].pid, signal.SIGKILL)
+        if len(alive := workers()) == 2 and not killed and rows_of(what) >= 60:
+            killed.append(alive[0].pid)
+            os.kill(alive[0].pid, signal.SIGKILL)
 
     report, rows = mapped("my.py:slow", [lines(200)], progress=kill)
     assert killed
@@ -235,14 +240,14 @@ def test_a_worker_that_is_killed_loses_and_doubles_nothing() -> None:
     assert len(pq.read_table("out.parquet")) == 200
 
 
-def test_an_interrupted_run_keeps_what_is_done_and_ends_its_workers() -> None:
+def test_an_interrupted_run_keeps_what_is_done_and_ends_its_workers(workers: Workers) -> None:
     def interrupt(what: str, _: float) -> None:
         if rows_of(what) >= 30:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         map_items("my.py:slow", [lines(100)], "out.parquet", workers=2, device="cpu", progress=interrupt)
-    assert not children()
+    assert not workers()
     there = len(pq.read_table("out.parquet"))
     assert 30 <= there < 100
     report, rows = mapped("my.py:slow", ["lines.txt"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -11,35 +12,39 @@ import torch
 from rooftop.errors import MeasurementError
 from rooftop.hardware.collectives import CPU_SIZES, collective_rates
 
+Left = Callable[[], list[psutil.Process]]
 
-def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "rooftop.hardware.collectives" in child.cmdline()]
+
+@pytest.fixture
+def left(children: Callable[..., list[psutil.Process]]) -> Left:
+    """Processes of a measurement that live on."""
+    return lambda: children("rooftop.hardware.collectives")
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_every_collective_at_every_size(count: int) -> None:
+def test_every_collective_at_every_size(count: int, left: Left) -> None:
     sizes = [3 * size for size in CPU_SIZES]
     rates = collective_rates(["cpu"] * count, sizes)
     assert set(rates) == {"all_reduce", "all_gather"}
     for by_size in rates.values():
         assert list(by_size) == sizes
         assert all(1e5 < rate < 1e12 for rate in by_size.values())
-    assert not children()
+    assert not left()
 
 
-def test_processes_that_take_too_long_are_ended() -> None:
+def test_processes_that_take_too_long_are_ended(left: Left) -> None:
     began = time.monotonic()
     with pytest.raises(MeasurementError, match=r"process 0 of 2 was not done after 0\.1 s"):
         collective_rates(["cpu", "cpu"], CPU_SIZES, timeout_s=0.1)
-    assert time.monotonic() - began < 5
-    assert not children()
+    assert time.monotonic() - began < 60  # of a busy machine
+    assert not left()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine on which NCCL fails")
-def test_the_first_failure_ends_all_and_is_named() -> None:
+def test_the_first_failure_ends_all_and_is_named(left: Left) -> None:
     with pytest.raises(MeasurementError, match=r"process \d of 2 failed: \w+"):
         collective_rates(["cuda:0", "cuda:1"])
-    assert not children()
+    assert not left()
 
 
 @pytest.mark.parametrize("devices", [[], ["cpu"], ["cpu", "cuda:0"], ["meta", "meta"]])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,16 +120,22 @@ def twice() -> list[tuple[float, int, bool]]:
     return [sum_of_ranks(), sum_of_ranks()]
 
 
-def own_store(world_size: int) -> dict[int, dict[str, str]]:
-    """Rank 0 holds the store, as without torchrun."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    return {rank: {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port} for rank in range(world_size)}
+Stores = Callable[[int], dict[int, dict[str, str]]]
+
+
+@pytest.fixture
+def own_store(free_port: Callable[[], int]) -> Stores:
+    """`own_store(4)`: variables of four ranks, of which rank 0 holds the store, as without torchrun."""
+
+    def variables(world_size: int) -> dict[int, dict[str, str]]:
+        port = str(free_port())
+        return {rank: {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port} for rank in range(world_size)}
+
+    return variables
 
 
 @pytest.mark.parametrize("served", [True, False])
-def test_a_world_can_begin_again(served: bool, on_ranks: Run) -> None:
+def test_a_world_can_begin_again(served: bool, on_ranks: Run, own_store: Stores) -> None:
     environments = None if served else own_store(4)
     assert on_ranks(4, twice, joined=False, environments=environments) == [[(6.0, 4, False)] * 2] * 4
 
@@ -144,7 +150,7 @@ def twice_with_a_late_end() -> list[tuple[float, int, bool]]:
         return twice()
 
 
-def test_a_world_begins_again_at_the_next_store(on_ranks: Run) -> None:
+def test_a_world_begins_again_at_the_next_store(on_ranks: Run, own_store: Stores) -> None:
     assert on_ranks(4, twice_with_a_late_end, joined=False, environments=own_store(4)) == [[(6.0, 4, False)] * 2] * 4
 
 
@@ -157,9 +163,8 @@ def started_by_slurm(port: int) -> tuple[float, int, bool]:
     return sum_of_ranks()
 
 
-def test_slurm_starts_the_ranks(on_ranks: Run) -> None:
-    port = int(own_store(1)[0]["MASTER_PORT"])
-    assert on_ranks(4, started_by_slurm, port, joined=False) == [(6.0, 4, False)] * 4
+def test_slurm_starts_the_ranks(on_ranks: Run, free_port: Callable[[], int]) -> None:
+    assert on_ranks(4, started_by_slurm, free_port(), joined=False) == [(6.0, 4, False)] * 4
 
 
 def errors_of(run: Run, failed: type[Exception], *arguments: Any, **options: Any) -> dict[int, str]:
@@ -199,15 +204,21 @@ def test_ranks_with_other_settings_are_named_with_their_values(on_ranks: Run, ra
     assert errors == dict.fromkeys(range(4), said + "not given at ranks 1-3. Start all of them with the same")
 
 
-def patient(patience_s: float) -> None:
+def patient(patience_s: float, folder: Path, present: int) -> None:
+    """Ranks whose patience begins when all that are present have begun: on a busy machine one may begin late."""
+    (folder / os.environ["RANK"]).touch()
+    while len(os.listdir(folder)) < present:
+        time.sleep(0.01)
     with join(device="cpu", patience_s=patience_s):
         pass
 
 
 @pytest.mark.parametrize("missing", [[2, 3], [0]])
-def test_ranks_that_are_missing_are_named(missing: list[int], on_ranks: Run, ranks_failed: type[Exception]) -> None:
+def test_ranks_that_are_missing_are_named(
+    missing: list[int], on_ranks: Run, ranks_failed: type[Exception], tmp_path: Path
+) -> None:
     present: dict[int, dict[str, str]] = {rank: {} for rank in range(5) if rank not in missing}
-    errors = errors_of(on_ranks, ranks_failed, 5, patient, 1.5, environments=present)
+    errors = errors_of(on_ranks, ranks_failed, 5, patient, 1.5, tmp_path, len(present), environments=present)
     assert len(set(errors.values())) == 1
     assert errors.keys() == present.keys()
     names = "ranks 2-3" if len(missing) == 2 else "rank 0"
@@ -216,10 +227,10 @@ def test_ranks_that_are_missing_are_named(missing: list[int], on_ranks: Run, ran
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_who_is_missing_is_named_where_a_rank_holds_the_store(
-    missing: int, on_ranks: Run, ranks_failed: type[Exception]
+    missing: int, on_ranks: Run, ranks_failed: type[Exception], own_store: Stores, tmp_path: Path
 ) -> None:
     present = {rank: variables for rank, variables in own_store(3).items() if rank != missing}
-    errors = errors_of(on_ranks, ranks_failed, 3, patient, 1.5, environments=present)
+    errors = errors_of(on_ranks, ranks_failed, 3, patient, 1.5, tmp_path, len(present), environments=present)
     assert errors.keys() == present.keys()
     assert len(set(errors.values())) == 1
     assert errors[2].startswith(f"RankError: rank {missing} of 3 did not come within 1.5 s")
@@ -308,7 +319,7 @@ def raising(wrong: int, how: str, late_s: float) -> None:
     ("wrong", "late_s", "served"), [(0, 0.0, False), (0, 0.4, True), (1, 0.0, True), (1, 0.4, False)]
 )
 def test_a_rank_that_raises_is_named_at_all(
-    wrong: int, late_s: float, served: bool, on_ranks: Run, ranks_failed: type[Exception]
+    wrong: int, late_s: float, served: bool, on_ranks: Run, ranks_failed: type[Exception], own_store: Stores
 ) -> None:
     environments = None if served else own_store(3)
     errors = errors_of(on_ranks, ranks_failed, 3, raising, wrong, "raise", late_s, environments=environments)
@@ -325,7 +336,9 @@ def test_a_rank_that_dies_is_named_at_all(on_ranks: Run, ranks_failed: type[Exce
     assert errors[0].startswith("RankError: rank 1 of 3 is gone without an error")
 
 
-def test_the_death_of_the_rank_that_holds_the_store(on_ranks: Run, ranks_failed: type[Exception]) -> None:
+def test_the_death_of_the_rank_that_holds_the_store(
+    on_ranks: Run, ranks_failed: type[Exception], own_store: Stores
+) -> None:
     errors = errors_of(on_ranks, ranks_failed, 3, raising, 0, "exit", 0.0, environments=own_store(3))
     assert errors.pop(0) == "died"
     assert all("rank 0 of 3, or the launcher that held the store, is gone" in error for error in errors.values())
@@ -361,7 +374,7 @@ def slow_to_hear(seconds: float) -> None:
             patch.setattr(processes, "poll", lambda done, until: time.sleep(seconds) or poll(done, until))
 
 
-def test_the_rank_that_holds_the_store_stays_until_all_have_heard(on_ranks: Run) -> None:
+def test_the_rank_that_holds_the_store_stays_until_all_have_heard(on_ranks: Run, own_store: Stores) -> None:
     assert on_ranks(2, slow_to_hear, 0.5, joined=False, environments=own_store(2)) == [None, None]
 
 
