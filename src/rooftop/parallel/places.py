@@ -103,8 +103,8 @@ def interrupted(words: str) -> None:
 
 
 def begin() -> None:
-    """Forget what was awaited before, at the beginning of a block."""
-    _here.awaited = ""
+    """Forget what was reported and awaited before, at the beginning of a block."""
+    _here.reported = _here.awaited = ""
 
 
 def place_here(operations: tuple[Operation, ...]) -> Place:
