@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -26,7 +25,15 @@ from torch.distributed.run import config_from_args, parse_args
 from rooftop.cli.main import run
 from rooftop.parallel import watching
 
-watching.TELLING_S = 10.0  # on a busy machine ranks answer late
+watching.TELLING_S, watching.ARRIVING_S = 30.0, 20.0  # on a busy machine ranks answer late
+tell_place = watching.Watch._tell_place
+
+def telling(watch, *arguments, **options):
+    tell_place(watch, *arguments, **options)
+    if watch._told[1].reported:
+        open(f"told-{watch.rank}", "w").close()
+
+watching.Watch._tell_place = telling
 at = sys.argv.index("train")
 config, *_ = config_from_args(parse_args([*sys.argv[1:at], "rooftop"]))
 config.start_method = "fork"
@@ -39,7 +46,8 @@ def rank():
 
 elastic_launch(config, rank)()
 """
-"""torchrun's own agent, whose ranks have imported torch before they begin: torchrun would import it in each of them."""
+"""torchrun's own agent, whose ranks have imported torch before they begin: torchrun would import it in each of them.
+A file says that a rank has told the others its step."""
 
 WORDS = [
     *(
@@ -80,8 +88,19 @@ def wait_for_step(path: Path, step: int, agents: list[BaseProcess], limit_s: flo
         time.sleep(0.05)
 
 
+def wait_for(done: Callable[[], bool], agent: BaseProcess, limit_s: float = 300.0) -> None:
+    until = time.monotonic() + limit_s
+    while not done():
+        assert agent.is_alive()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
 def ended(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it has just gone
+        return True
 
 
 def ranks_of(agent: BaseProcess) -> list[psutil.Process]:
@@ -104,6 +123,7 @@ def test_a_rank_that_dies_or_stops_ends_all_and_is_named(
     words = [*where, *WORDS, *more, "--train-iters", "1000000"]
     agent = fork(AGENT, *words, environment={}, folder=book, output=book / "out", errors=book / "err")
     wait_for_step(book / "lines", 6, [agent])
+    wait_for((book / "told-2").exists, agent)  # six steps may take less time than passes between two reports
     ranks = ranks_of(agent)
     began = time.monotonic()
     ranks[2].send_signal(number)
@@ -136,12 +156,6 @@ def test_sigterm_ends_all_ranks_without_an_error(fork: Fork, book: Path) -> None
 # ---- elastic ---------------------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 STEPS = 100
 OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """PyTorch 2.13 lets no launcher in later that the others do not know, where they share a store."""
@@ -165,11 +179,7 @@ def two_launchers(
 ) -> tuple[BaseProcess, BaseProcess]:
     """The first has the store at which they meet: it lives on when the second is killed."""
     first = launcher(1, port, steps, fork, book, environment)
-    until = time.monotonic() + 300
-    while port not in listening(first):
-        assert first.is_alive()
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_for(lambda: port in listening(first), first)
     return first, launcher(2, port, steps, fork, book, environment)
 
 
@@ -189,11 +199,7 @@ def starts(book: Path) -> list[tuple[int, int]]:
 
 def wait_for_checkpoint(book: Path, step: int, agent: BaseProcess) -> None:
     """It is written by a process of low priority: on a busy machine that lasts for many steps."""
-    until = time.monotonic() + 300
-    while not (book / "run" / f"step-{step:08d}").exists():
-        assert agent.is_alive()
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_for((book / "run" / f"step-{step:08d}").exists, agent)
 
 
 def wait_for_start(book: Path, ranks: int, agent: BaseProcess) -> int:
@@ -232,7 +238,9 @@ def go_on(step: int, until: int, fork: Fork, book: Path) -> dict[int, float]:
     return losses(book / "again")
 
 
-def test_a_training_goes_on_with_the_launcher_that_is_left(fork: Fork, book: Path) -> None:
+def test_a_training_goes_on_with_the_launcher_that_is_left(
+    fork: Fork, book: Path, free_port: Callable[[], int]
+) -> None:
     """From the last checkpoint, as two ranks do that go on by themselves."""
     port = free_port()
     first, second = two_launchers(port, STEPS, fork, book)
@@ -246,7 +254,7 @@ def test_a_training_goes_on_with_the_launcher_that_is_left(fork: Fork, book: Pat
     assert losses(book / "whole") == pytest.approx(found, abs=1e-4)
 
 
-def test_a_launcher_that_comes_again_takes_part(fork: Fork, book: Path) -> None:
+def test_a_launcher_that_comes_again_takes_part(fork: Fork, book: Path, free_port: Callable[[], int]) -> None:
     """With another count of restarts than the one that has stayed; ranks that are ended for it save first."""
     port, steps = free_port(), 200
     first, second = two_launchers(port, steps, fork, book, OWN_STORES)

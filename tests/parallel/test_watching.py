@@ -33,9 +33,9 @@ Run = Callable[..., list[Any]]
 
 @contextmanager
 def impatient(**constants: float) -> Iterator[None]:
-    """Shorter times than a user has, but for what a rank answers: on a busy machine that takes its time."""
+    """Shorter times than a user has. Ranks may answer later: on a busy machine they come late to where they wait."""
     with ExitStack() as stack:
-        for name, value in {"NOTE_S": 0.5, "TELLING_S": 30.0, **constants}.items():
+        for name, value in {"NOTE_S": 0.5, "TELLING_S": 30.0, "ARRIVING_S": 20.0, **constants}.items():
             module = waits if name == "NOTE_S" else watching
             stack.enter_context(patch.object(module, name, value))
         yield
