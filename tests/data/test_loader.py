@@ -8,8 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +102,22 @@ def shared_memory() -> set[str]:
     return {line for line in Path("/proc/self/maps").read_text().splitlines() if "/torch_" in line}
 
 
+Workers = Callable[[], set[int]]
+
+
+@pytest.fixture
+def begun() -> Workers:
+    """Gives the processes that this test has begun and that live: other tests keep some for those that follow."""
+    before = set(multiprocessing.active_children())
+    return lambda: {each.pid for each in multiprocessing.active_children() if each not in before and each.pid}
+
+
 @pytest.fixture(autouse=True)
-def _nothing_stays_behind() -> Iterator[None]:
+def _nothing_stays_behind(begun: Workers) -> Iterator[None]:
     before = shared_memory()
     yield
     gc.collect()
-    assert not multiprocessing.active_children()
+    assert not begun()
     assert shared_memory() <= before
 
 
@@ -187,38 +198,38 @@ def test_pieces_of_processes_grow() -> None:
 
 
 @pytest.mark.parametrize(("how", "workers"), WAYS)
-def test_a_loop_that_is_left_early(how: str, workers: int) -> None:
+def test_a_loop_that_is_left_early(how: str, workers: int, begun: Workers) -> None:
     loader = Loader(Drawn(40), 4, how=how, workers=workers)
     for _ in loader:
         break
-    assert not multiprocessing.active_children()
+    assert not begun()
     assert [batch.indices.tolist() for batch in loader.batches(0, 9)] == [[36, 37, 38, 39]]
 
 
-def test_processes_stay_for_the_next_epoch_and_end_with_the_loader() -> None:
+def test_processes_stay_for_the_next_epoch_and_end_with_the_loader(begun: Workers) -> None:
     loader = Loader(Drawn(8), 4, how="processes", workers=2)
     list(loader)
-    first = {each.pid for each in multiprocessing.active_children()}
+    first = begun()
     assert len(first) == 2
     list(loader)
-    assert {each.pid for each in multiprocessing.active_children()} == first
+    assert begun() == first
     batches = loader.batches(2)
     for _ in range(len(loader)):
         next(batches)
     del batches  # with the last batch, though not at the end
-    assert {each.pid for each in multiprocessing.active_children()} == first
+    assert begun() == first
     del loader
     gc.collect()
-    assert not multiprocessing.active_children()
+    assert not begun()
 
 
-def test_a_killed_process_is_an_error_at_its_batch() -> None:
+def test_a_killed_process_is_an_error_at_its_batch(begun: Workers) -> None:
     loader = Loader(Signalling(to_parent=False, what=signal.SIGKILL), 2, how="processes", workers=2)
     batches = loader.batches(3)
     assert [next(batches).indices.tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     with pytest.raises(LoadingError, match="killed by SIGKILL while it made batch 2 of epoch 3"):
         next(batches)
-    assert not multiprocessing.active_children()
+    assert not begun()
 
 
 def test_a_process_that_ends_itself_is_an_error() -> None:
@@ -230,11 +241,11 @@ def test_a_process_that_ends_itself_is_an_error() -> None:
         list(Loader(Leaving(KeyError()), 2, how="processes", workers=1))
 
 
-def test_ctrl_c_ends_the_processes() -> None:
+def test_ctrl_c_ends_the_processes(begun: Workers) -> None:
     loader = Loader(Signalling(to_parent=True, what=signal.SIGINT), 2, how="processes", workers=2)
     with pytest.raises(KeyboardInterrupt):
         list(loader)
-    assert not multiprocessing.active_children()
+    assert not begun()
 
 
 ORPHANS = """
@@ -256,9 +267,17 @@ def test_processes_end_after_their_parent_was_killed() -> None:
     assert found.returncode == -signal.SIGKILL, found.stderr
     pids = [int(each) for each in found.stdout.split()]
     assert len(pids) == 2
-    left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs([each for each in left if each.status() != psutil.STATUS_ZOMBIE], timeout=30)
-    assert all(each.status() == psutil.STATUS_ZOMBIE for each in alive if each.is_running())
+    until = time.monotonic() + 120
+    while not all(map(ended, pids)):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.mark.parametrize(("how", "workers"), WAYS)
