@@ -70,7 +70,10 @@ def test_threads_that_wait_in_the_standard_library_are_in_no_call() -> None:
     for thread in threads:
         thread.start()
     try:
-        assert cupti.others_in_calls() == ""
+        ends = time.monotonic() + 60
+        while cupti.others_in_calls():  # one that has just begun does not wait yet
+            assert time.monotonic() < ends, cupti.others_in_calls()
+            time.sleep(1e-3)
     finally:
         over.set()
         waiting.put(0)

@@ -58,8 +58,10 @@ def test_an_error_comes_at_its_place_and_ends_the_work() -> None:
 
 
 def test_threads_end_when_nobody_asks_any_more() -> None:
-    def names() -> list[str]:
-        return [thread.name for thread in threading.enumerate() if thread.name.startswith("rooftop-ahead")]
+    before = set(threading.enumerate())
+
+    def begun() -> list[str]:
+        return [each.name for each in threading.enumerate() if each not in before and "rooftop-ahead" in each.name]
 
     def endless() -> Iterator[int]:
         number = 0
@@ -68,9 +70,9 @@ def test_threads_end_when_nobody_asks_any_more() -> None:
 
     results = in_order(str, endless(), threads=2)
     assert next(results) == "1"
-    assert names()
+    assert begun()
     del results
-    assert not names()
+    assert not begun()
 
 
 def test_wrong_numbers_are_refused_at_once() -> None:

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import trimesh
 
@@ -22,21 +24,24 @@ from rooftop.scene.building.workers import Workers, shared
 linux = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
 
 
-def no_process_is_left() -> bool:
-    try:
-        return os.waitpid(-1, os.WNOHANG) == (0, 0)  # some that others started
-    except ChildProcessError:
-        return True
+Left = Callable[[], list[psutil.Process]]
+
+
+@pytest.fixture
+def left() -> Left:
+    """Gives the processes that this test has begun and that run, or that nobody has waited for."""
+    before = psutil.Process().children()
+    return lambda: [each for each in psutil.Process().children() if each not in before]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_results_stand_in_the_order_of_the_items(count: int) -> None:
+def test_results_stand_in_the_order_of_the_items(count: int, left: Left) -> None:
     came: list[int] = []
     found = Workers(count).run(lambda item: np.full(item, item), range(50), done=came.append)
     assert [len(each) for each in found] == list(range(50))
     assert all((each == number).all() for number, each in enumerate(found))
     assert sorted(came) == list(range(50))
-    assert no_process_is_left()
+    assert not left()
 
 
 def test_more_items_than_a_pipe_has_room_for() -> None:
@@ -71,7 +76,7 @@ def test_the_work_is_done_by_other_processes() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_an_error_is_raised_as_it_was(count: int) -> None:
+def test_an_error_is_raised_as_it_was(count: int, left: Left) -> None:
     def work(item: int) -> int:
         if item == 5:
             raise ValueError("five is not wanted")
@@ -81,7 +86,7 @@ def test_an_error_is_raised_as_it_was(count: int) -> None:
         Workers(count).run(work, range(9))
     assert str(raised.value) == "five is not wanted"
     assert count == 1 or "in work" in raised.value.__notes__[0]  # where, in the worker
-    assert no_process_is_left()
+    assert not left()
 
 
 @linux
@@ -99,7 +104,7 @@ def test_an_error_that_cannot_be_sent_keeps_its_words() -> None:
 
 @linux
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_worker_that_is_killed_is_named(stage: int) -> None:
+def test_a_worker_that_is_killed_is_named(stage: int, left: Left) -> None:
     def die(item: int) -> None:
         if item == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -113,19 +118,19 @@ def test_a_worker_that_is_killed_is_named(stage: int) -> None:
     words = r"worker \d of 2 \(process \d+\) was ended by SIGKILL while counting; .*give fewer workers"
     with pytest.raises(BuildError, match=words):
         Workers(2).run(work, items, "counting", before=[stages[stage]])
-    assert no_process_is_left()
+    assert not left()
 
 
 @linux
-def test_an_interruption_ends_all_workers() -> None:
+def test_an_interruption_ends_all_workers(left: Left) -> None:
     def stop(number: int) -> None:
         raise KeyboardInterrupt
 
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         Workers(3).run(lambda item: time.sleep(0 if item == 0 else 60), range(3), done=stop)
-    assert time.monotonic() - began < 10
-    assert no_process_is_left()
+    assert time.monotonic() - began < 50
+    assert not left()
 
 
 def test_no_worker_is_refused() -> None:
@@ -161,7 +166,7 @@ def write_to(state: np.ndarray, item: int) -> None:
 
 
 @linux
-def test_processes_stay_from_run_to_run_and_get_the_state_of_each() -> None:
+def test_processes_stay_from_run_to_run_and_get_the_state_of_each(left: Left) -> None:
     processes = set()
     with Workers(2).team([times]) as team:
         for run in range(4):
@@ -172,10 +177,10 @@ def test_processes_stay_from_run_to_run_and_get_the_state_of_each() -> None:
             processes |= {process for process, _ in found}
         assert 1 <= len(processes) <= 2
         team.forget()
-        assert no_process_is_left()
+        assert not left()
         again = {process for process, _ in team.run(times, range(30), np.arange(3))}
         assert not again & processes
-    assert no_process_is_left()
+    assert not left()
 
 
 @linux
@@ -193,12 +198,12 @@ def test_a_team_that_is_too_small_or_lacks_a_function_is_forked_anew() -> None:
 
 
 @linux
-def test_what_was_sent_cannot_be_written_to() -> None:
+def test_what_was_sent_cannot_be_written_to(left: Left) -> None:
     with Workers(2).team([times, write_to]) as team:
         team.run(times, range(9), np.arange(9))
         with pytest.raises(ValueError, match="read-only"):
             team.run(write_to, range(9), np.arange(9))
-    assert no_process_is_left()
+    assert not left()
 
 
 @linux
