@@ -97,6 +97,24 @@ def imports_frozen() -> Iterator[None]:
         freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Fixtures draw the same random numbers whatever tests this process has run before."""
+    seed(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    """So does the test, whichever of its fixtures were there already; its numbers are not those of its fixtures."""
+    seed(2)
+
+
+def seed(number: int) -> None:
+    torch.default_generator.manual_seed(number)  # `torch.manual_seed` takes a millisecond to prepare GPUs
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """A cache of this run alone: ceilings of a machine that is busy with tests are not for its user.
 
@@ -159,13 +177,16 @@ def threads_of_torch() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def names_of_scripts() -> Iterator[None]:
-    """A script puts its folder into `sys.path`. Left there, benchmarks/sparse.py is what others import as `sparse`."""
+def names_of_scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A script puts its folder into `sys.path`, and the command line puts the user's. Left there, benchmarks/sparse.py
+    is what others import as `sparse`, and the net.py of one test is that of the next."""
+    before = set(sys.path)
     yield
-    sys.path[:] = [each for each in sys.path if not os.path.join(each, "").startswith(SCRIPTS)]
+    sys.path[:] = [each for each in sys.path if each in before and not os.path.join(each, "").startswith(SCRIPTS)]
+    forgotten = (*SCRIPTS, str(tmp_path_factory.getbasetemp()) + os.sep)
     for name, module in list(sys.modules.items()):
         if _looked_at.get(name) != id(module):  # to ask all modules after each test takes milliseconds
-            if str(getattr(module, "__file__", None)).startswith(SCRIPTS):
+            if str(getattr(module, "__file__", None)).startswith(forgotten):
                 del sys.modules[name]
             else:
                 _looked_at[name] = id(module)
