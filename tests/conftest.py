@@ -20,8 +20,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -250,7 +252,8 @@ def models_remembered() -> Iterator[None]:
 
 SHIM = Path(__file__).with_name("cuda_on_cpu.h")
 COMPILE = cuda.compile
-GXX = ("g++", "-std=c++17", "-Og", "-w", "-fPIC")
+# A copy of a library is another library, with its own state: not so where symbols are unique in the process.
+GXX = ("g++", "-std=c++17", "-Og", "-w", "-fPIC", "-fno-gnu-unique")
 Size = int | tuple[int, ...]
 BY_VALUE = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
 
@@ -359,10 +362,17 @@ for stream, path in {streams!r}:
 class KernelOnCpu:
     """Launches as `rooftop.launch.cuda.Kernel`, with the same checks of arguments and configuration."""
 
-    def __init__(self, real: cuda.Kernel, run: Any) -> None:
+    def __init__(self, real: cuda.Kernel, library: Path, symbol: str) -> None:
         self.real, self.binary, self.launches = real, real.binary, Counter[str]()
-        self.run = run
+        self.library, self.symbol = library, symbol
+        self.run = getattr(ctypes.CDLL(str(library)), symbol)
         self.run.argtypes = [ctypes.c_uint * 8] + [BY_VALUE.get(each, ctypes.c_void_p) for each in real.binary.types]
+
+    def copied_to(self, library: Path) -> KernelOnCpu:
+        """The same kernel with state of its own, so that it may run beside this one, in another thread."""
+        if not library.exists():
+            shutil.copy(self.library, library)
+        return KernelOnCpu(self.real, library, self.symbol)
 
     def launch(
         self, grid: Size, block: Size, *arguments: Any, shared_bytes: int = 0, cluster: int | None = None
@@ -563,9 +573,9 @@ def compiled_for_cpu(source: str, names: Sequence[str], builds: Path, headers: P
         subprocess.run(command, check=True)
 
     key = hashlib.sha256("\n".join((*names, source)).encode()).hexdigest()
-    library = ctypes.CDLL(str(built_once(builds / key, make) / "kernels.so"))
+    library = built_once(builds / key, make) / "kernels.so"
     reals = {name: COMPILE(source, name, arch="sm_90") for name in names}
-    return {name: KernelOnCpu(real, getattr(library, f"run_{i}")) for i, (name, real) in enumerate(reals.items())}
+    return {name: KernelOnCpu(real, library, f"run_{i}") for i, (name, real) in enumerate(reals.items())}
 
 
 @pytest.fixture(scope="session")
@@ -612,3 +622,37 @@ def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch, compile_for_cpu: Callable[[str,
 
 
 _compiled: dict[tuple[str, str], KernelOnCpu] = {}
+
+
+RanksOnCpu = Callable[[int, Callable[[int], Any]], list[Any]]
+
+
+@pytest.fixture
+def cuda_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, compile_for_cpu: Callable[[str, Sequence[str]], None], tmp_path: Path
+) -> RanksOnCpu:
+    """`cuda_of_ranks(3, call)`: the results of call(0), call(1), call(2), each in a thread of its own. Their kernels of
+    CUDA C++ run on CPU tensors at the same time, and may wait for each other."""
+    here, lock = threading.local(), threading.Lock()
+    copies: dict[tuple[int, str, str], KernelOnCpu] = {}
+
+    def compile(source: str, name: str, **options: Any) -> KernelOnCpu:
+        key = (here.rank, source, name)
+        with lock:
+            if key not in copies:
+                compile_for_cpu(source, [name])
+                kernel = _compiled[source, name]
+                copies[key] = kernel.copied_to(tmp_path / f"{kernel.library.parent.name}-{here.rank}.so")
+            return copies[key]
+
+    def numbered(call: Callable[[int], Any], rank: int) -> Any:
+        here.rank = rank
+        return call(rank)
+
+    def run(ranks: int, call: Callable[[int], Any]) -> list[Any]:
+        with ThreadPoolExecutor(ranks) as threads:
+            return [each.result() for each in [threads.submit(numbered, call, rank) for rank in range(ranks)]]
+
+    monkeypatch.setattr(cuda, "compile", compile)
+    monkeypatch.setattr(cuda, "runs_on", lambda tensor: tensor.device.type == "cpu")
+    return run

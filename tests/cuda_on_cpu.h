@@ -4,9 +4,11 @@
 // those of a cluster at once (they share what is __shared__: see shared_memory below). Names as in CUDA; half precision
 // rounds as the hardware does (to nearest, ties to even).
 #pragma once
+#include <sched.h>
 #include <ucontext.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -41,6 +43,7 @@ inline size_t stacks_held = 0;
 inline std::vector<unsigned> ready;  // fibers that may go on
 inline unsigned running;
 inline ucontext_t host;  // who launched
+inline unsigned long long launches = 0;
 inline uint32_t drawn = 1;  // goes on from launch to launch: no two runs take the same order
 
 inline void switch_to_another(ucontext_t* from) {
@@ -192,6 +195,7 @@ inline void live() {
 
 // sizes: of the grid, of a block, of a cluster (in x), and the bytes of dynamic shared memory.
 template <typename Kernel> void run_blocks(const unsigned* sizes, Kernel kernel) {
+    ++launches;
     gridDim = {sizes[0], sizes[1], sizes[2]};
     blockDim = {sizes[3], sizes[4], sizes[5]};
     const unsigned count = blockDim.x * blockDim.y * blockDim.z, blocks = gridDim.x * gridDim.y * gridDim.z;
@@ -313,6 +317,30 @@ inline void await_copies(unsigned long long* barrier, unsigned parity) {
     while (reinterpret_cast<Copies*>(barrier)->phases % 2 == parity) let_others_run();
 }
 inline void await_blocks(unsigned long long* barrier, unsigned parity) { await_copies(barrier, parity); }
+// Memory that the GPUs of several ranks share: here threads of the CPU, each with its own copy of this library.
+inline void send_word(unsigned long long* to, unsigned long long word) { __atomic_store_n(to, word, __ATOMIC_RELAXED); }
+inline void send_words(unsigned long long* to, unsigned long long first, unsigned long long second) {
+    if (reinterpret_cast<uintptr_t>(to) % 16) std::abort();
+    send_word(to + 1, second);  // in either order
+    send_word(to, first);
+}
+inline unsigned long long take_word(const unsigned long long* from) { return __atomic_load_n(from, __ATOMIC_RELAXED); }
+inline void take_words(const unsigned long long* from, unsigned long long& first, unsigned long long& second) {
+    if (reinterpret_cast<uintptr_t>(from) % 16) std::abort();
+    first = take_word(from);
+    second = take_word(from + 1);
+}
+inline void wait_for_ranks() {
+    static std::chrono::steady_clock::time_point began;
+    static unsigned long long looks = 0, looks_of_launch = 0;
+    if (looks_of_launch != launches) looks_of_launch = launches, looks = 0, began = std::chrono::steady_clock::now();
+    if (++looks % 1024 == 0 && std::chrono::steady_clock::now() - began > std::chrono::seconds(100)) {
+        std::fputs("cuda_on_cpu.h: a rank has waited 100 s for another\n", stderr);
+        std::abort();
+    }
+    if (looks % 64 == 0) sched_yield();  // to the other ranks
+    let_others_run();
+}
 inline void store_words(void* to, const unsigned (&words)[4]) {
     if (reinterpret_cast<uintptr_t>(to) % 16) std::abort();
     std::memcpy(to, words, 16);

@@ -41,7 +41,7 @@ def _forward(
     y = torch.empty((rows, columns), dtype=dtype, device=x.device)
     written = torch.empty((rows, columns), dtype=x.dtype, device=x.device) if adds(residual, parameters[0]) else None
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
-    parameters = _alike(parameters, x.dtype)
+    parameters = alike(parameters, x.dtype)
     name, grid, block = kernel_for(x, residual, parameters, dtype)
     kernel = cuda.compile(cuda_text(*CUDA_FILES), name, device=x.device)
     tensors = (x, residual, *parameters, y, written, mean, rstd)
@@ -50,7 +50,7 @@ def _forward(
     return y, written if written is not None else x.new_empty(0), mean, rstd
 
 
-def _alike(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
+def alike(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
     """Parameters in one dtype: that of the rows if all are, else float32."""
     if any(t is not None and t.dtype != dtype for t in parameters):
         return [t.float() if t is not None else None for t in parameters]
@@ -63,7 +63,7 @@ def kernel_for(
     """The kernel's name, its grid and its block; `dtype`: of y, where it is not that of x."""
     rows, columns = x.shape
     given = [t for t in (x, residual, *parameters) if t is not None]
-    width = _width(columns, given)
+    width = width_of(columns, given)
     parameter_type = CPP_TYPES[next((t.dtype for t in parameters if t is not None), x.dtype)]
     types = f"{CPP_TYPES[x.dtype]}, {parameter_type}, {width}"
     other = "" if dtype in (None, x.dtype) else f", {CPP_TYPES[dtype]}"
@@ -74,7 +74,7 @@ def kernel_for(
     return name, -(-rows // config.rows), (32 * config.warps, config.rows)
 
 
-def _width(columns: int, tensors: Sequence[Tensor]) -> int:
+def width_of(columns: int, tensors: Sequence[Tensor]) -> int:
     """The number of neighbouring elements, up to 16 bytes, that one load can read from the rows of all tensors."""
     width = 16 // tensors[0].element_size()
     for tensor in tensors:

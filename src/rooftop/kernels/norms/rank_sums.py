@@ -1,0 +1,185 @@
+"""Layer norm or RMS norm of a sum over ranks, in one kernel in CUDA C++: the end of a sublayer that ranks share.
+
+total = partial of rank 0 + partial of rank 1 + ... + input_bias + residual, y = norm(total). The kernel replaces a sum
+over the ranks and `add_layer_norm` or `add_rms_norm` after it. It is for a few rows, such as those of a decoding step:
+there latency counts, not bandwidth. Each rank writes its partial rows into the memory of all others, 4 bytes at a time
+beside the number of the call, and waits until theirs have arrived: one trip over the link, without a fence or a
+barrier. The words travel as in the protocol "LL" of NCCL. All ranks add in the order of the ranks in float32, and round
+once: they compute the same bits.
+
+Source: Hu et al. 2025, "Demystifying NCCL" (arXiv:2507.04786), section 3.2, for words with flags.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rooftop.kernels.norms.cuda_norms import CUDA_FILES, alike
+from rooftop.kernels.norms.norms import LayerNorm, RmsNorm, check_norm, contiguous, rms_eps, sizes_of
+from rooftop.kernels.norms.sum_norms import add_reference
+from rooftop.kernels.norms.tables import RANK_SUM_CHUNKS, RANK_SUM_WARPS
+from rooftop.kernels.operands.cuda_texts import cuda_text
+from rooftop.kernels.operands.dtypes import CPP_TYPES, accumulator_dtype
+from rooftop.launch import cuda
+
+RANK_SUM_FILES = (*CUDA_FILES, "norms/rank_sums.cu")
+WORD_BYTES = 8
+"""Four bytes of data and the number of the call."""
+MOST_RANKS = 8
+
+
+@dataclass(frozen=True)
+class Mailboxes:
+    """Memory of each rank into which the others write, as this rank's GPU sees it. A mailbox begins as zeros.
+
+    All ranks make the same calls in the same order, on one stream at a time.
+
+    Attributes:
+        addresses: (ranks,), int64: the mailbox of each rank; on this rank's device.
+        state: (2,), int32, zeros at first: the calls so far, and the blocks of the present one that have read them.
+        rank: index of this rank.
+        words: words of `WORD_BYTES` in each mailbox that one rank may send in a call.
+    """
+
+    addresses: Tensor
+    state: Tensor
+    rank: int
+    words: int
+
+    @property
+    def ranks(self) -> int:
+        return len(self.addresses)
+
+    @staticmethod
+    def bytes_of(ranks: int, words: int) -> int:
+        """The size of a mailbox: for two calls, the words of each rank."""
+        return 2 * ranks * words * WORD_BYTES
+
+    def refused(self, rows: int, columns: int, dtype: torch.dtype) -> str:
+        """Why the kernel cannot add rows of this size; empty if it can. The same on all ranks."""
+        if dtype not in CPP_TYPES:
+            return f"the kernel adds float32 and half precision, not {dtype}"
+        if not 0 < columns <= 32 * RANK_SUM_WARPS[-1] * width_of(columns, dtype) * _most_chunks(columns, dtype):
+            return f"a row of {columns:,} elements does not fit in a block's registers"
+        needed = rows * words_of(columns, dtype)
+        if needed > self.words:
+            return f"{rows} rows of {columns:,} elements take {needed:,} words, a mailbox has {self.words:,} of a rank"
+        return ""
+
+
+def width_of(columns: int, dtype: torch.dtype) -> int:
+    """Neighbouring elements, up to 16 bytes, that a thread loads at once. Ranks must agree on it, so that it depends on
+    nothing else."""
+    return math.gcd(16 // dtype.itemsize, columns)
+
+
+def words_of(columns: int, dtype: torch.dtype) -> int:
+    """Words of a row in a mailbox."""
+    width = width_of(columns, dtype)
+    return columns // width * max(1, width * dtype.itemsize // 4)
+
+
+def kernel_of(columns: int, dtype: torch.dtype, parameters: torch.dtype, ranks: int, rms: bool) -> tuple[str, int]:
+    """The kernel's name, and the threads of a block."""
+    width = width_of(columns, dtype)
+    packs = columns // width
+    warps = next((each for each in RANK_SUM_WARPS if packs <= 32 * each), RANK_SUM_WARPS[-1])
+    chunks = next(each for each in RANK_SUM_CHUNKS if packs <= 32 * warps * each)
+    types = f"{CPP_TYPES[dtype]}, {CPP_TYPES[parameters]}"
+    return f"norm_of_rank_sum<{types}, {width}, {chunks}, {warps}, {ranks}, {str(rms).lower()}>", 32 * warps
+
+
+def _most_chunks(columns: int, dtype: torch.dtype) -> int:
+    """So many that a thread holds as many elements as `RANK_SUM_CHUNKS` allows for single elements."""
+    return RANK_SUM_CHUNKS[-1] // width_of(columns, dtype)
+
+
+def norm_of_rank_sum(
+    partial: Tensor,
+    residual: Tensor | None,
+    mailboxes: Mailboxes,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = 1e-5,
+    *,
+    input_bias: Tensor | None = None,
+    rms: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Norm over the last dimension of the sum of all ranks' `partial`, `input_bias` and `residual`, and the sum itself.
+
+    All ranks call it, with the same shapes; all but `partial` must have the same values. The kernel waits for the other
+    ranks, as NCCL's do. No autograd.
+
+    Args:
+        partial: (..., N), float32 or half precision, on a GPU.
+        residual: like partial; None adds nothing.
+        mailboxes: of this rank.
+        weight, bias, input_bias: (N,).
+        eps: added to the variance; None as in `torch.nn.functional.rms_norm`.
+        rms: RMS norm instead of layer norm; it has no bias.
+
+    Returns:
+        (y, total), both like partial. total is rounded once, and y is its norm.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, or what `Mailboxes.refused` says.
+        MissingExtraError: without NVRTC or `cuda.core`.
+    """
+    if rms and bias is not None:
+        raise ValueError("norm_of_rank_sum: an RMS norm has no bias: leave out bias or rms")
+    given = {"weight": weight, "bias": bias, "input_bias": input_bias}
+    shape = check_norm("norm_of_rank_sum", partial.shape[-1], partial, residual, **given)
+    rows, columns = sizes_of(partial, shape)
+    refused = mailboxes.refused(rows, columns, partial.dtype)
+    if refused:
+        raise ValueError(f"norm_of_rank_sum: {refused}")
+    if not cuda.runs_on(partial):
+        raise ValueError(f"norm_of_rank_sum: expected tensors on a GPU, got {partial.device}: use NCCL or gloo there")
+    parameters = alike([contiguous(t) for t in (input_bias, weight, bias)], partial.dtype)
+    parameter_dtype = next((t.dtype for t in parameters if t is not None), partial.dtype)
+    name, threads = kernel_of(columns, partial.dtype, parameter_dtype, mailboxes.ranks, rms)
+    kernel = cuda.compile(cuda_text(*RANK_SUM_FILES), name, device=partial.device)
+    y, total = (torch.empty(partial.shape, dtype=partial.dtype, device=partial.device) for _ in range(2))
+    width = width_of(columns, partial.dtype)
+    tensors = [_aligned(t, width) for t in (partial, residual, *parameters)]
+    places = (mailboxes.addresses, mailboxes.state, mailboxes.rank)
+    half_words = mailboxes.ranks * mailboxes.words
+    kernel.launch(rows, threads, *tensors, y, total, *places, columns, half_words, rms_eps(partial, eps))
+    return y, total
+
+
+def _aligned(tensor: Tensor | None, width: int) -> Tensor | None:
+    """Contiguous, and at an address where a thread may load `width` elements at once."""
+    if tensor is None:
+        return None
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % min(16, width * tensor.element_size()) else tensor
+
+
+def norm_of_rank_sum_reference(
+    partials: Sequence[Tensor],
+    residual: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = 1e-5,
+    *,
+    input_bias: Tensor | None = None,
+    rms: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The same in PyTorch, from the partial rows of all ranks, in any floating point dtype.
+
+    The sum is in float32 (float64), in the order of the ranks, and rounded once.
+    """
+    dtype, shape = partials[0].dtype, partials[0].shape
+    wide = partials[0].to(accumulator_dtype(dtype))
+    for partial in partials[1:]:
+        wide = wide + partial
+    total = add_reference(wide, residual, input_bias).to(dtype).reshape(-1, shape[-1])
+    eps = rms_eps(total, eps)
+    y = (RmsNorm(total, weight, eps, dtype) if rms else LayerNorm(total, weight, bias, eps, dtype)).in_pytorch()[0]
+    return y.reshape(shape), total.reshape(shape)
