@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
-from itertools import takewhile
+from itertools import permutations, takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,17 +18,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from rooftop.cli import generate as verb
 from rooftop.cli.main import main
 from rooftop.hardware import ceilings_of
+from rooftop.kernels.norms.rank_sums import norm_of_rank_sum_reference
 from rooftop.models import Gpt, GptConfig, generate
+from rooftop.models.gpt import generation as generation_module
 from rooftop.models.gpt.generation import Generation, step_cost
 from rooftop.models.gpt.sampling import Sampling, choose, choose_on_ranks
 from rooftop.models.gpt.weights import empty_gpt, save_gpt
 from rooftop.models.weights.safetensors_files import TensorFiles
+from rooftop.nn import RMSNorm
 from rooftop.parallel import Layout, shards_of
+from rooftop.parallel.exchanges import start_gather
+from rooftop.parallel.norm_sums import NormSums
 from rooftop.train.checkpoints.trainings import save_training
 from rooftop.train.gpt.trainer import GptTrainer
 from rooftop.train.gpt.training import GptTraining
@@ -110,6 +115,76 @@ def test_tokens_are_those_of_one_process(ranks: int, dtype: torch.dtype, kinds: 
         assert greedy[0] != drawn[0]
     for found in on_ranks(ranks, texts_on_ranks, kinds, dtype):
         assert found == expected
+
+
+class GatheredSums(NormSums):
+    """Norm sums in PyTorch, by gloo; it counts them."""
+
+    calls = 0
+
+    def summed_and_normed(
+        self, norm: nn.Module, x: Tensor | None, part: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        GatheredSums.calls += 1
+        parts = list(start_gather(part[None], 0, dist.group.WORLD)())
+        rms, shift = isinstance(norm, RMSNorm), getattr(norm, "bias", None)
+        normed, total = norm_of_rank_sum_reference(
+            parts,
+            x,
+            norm.weight,
+            shift,
+            norm.eps,
+            input_bias=bias,
+            rms=rms,  # type: ignore[arg-type]
+        )
+        return total, normed
+
+
+def texts_with_norm_sums(kinds: list[str]) -> dict[str, tuple[list[list[int]], bool, int, int]]:
+    """And whether the model takes them, the calls, and the steps."""
+    found = {}
+    for kind in kinds:
+        model = part_of(whole(CONFIGS[kind]))
+        generation = Generation(model, prompts_of(model.config), NEW)
+        generation._sums, GatheredSums.calls = GatheredSums(), 0
+        new: list[list[int]] = [[] for _ in LENGTHS]
+        for index, token in generation:
+            new[index].append(token)
+        found[kind] = new, model.takes_norm_sums(), GatheredSums.calls, len(generation.steps)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kinds"), [(2, list(CONFIGS)[:4]), (4, list(CONFIGS)[3:])], ids=["2 ranks", "4 ranks"]
+)
+def test_each_norm_of_a_step_may_compute_the_sum_before_it(ranks: int, kinds: list[str], on_ranks: Run) -> None:
+    """After the embedding, the attentions and the MLPs; with learned positions, biases, layer norm and RMS norm."""
+    expected = {kind: generate(whole(CONFIGS[kind]), prompts_of(CONFIGS[kind]), NEW) for kind in kinds}
+    for found in on_ranks(ranks, texts_with_norm_sums, kinds):
+        for kind, (texts, takes, calls, steps) in found.items():
+            assert texts == expected[kind]
+            assert takes
+            assert calls == steps * (2 * CONFIGS[kind].layers + 1)
+
+
+def takes_norm_sums(change: str) -> bool:
+    model = part_of(whole(LLAMA))
+    block = model.layers["1"]
+    if change == "hook":
+        block.attention.register_forward_hook(lambda *_: None)
+    elif change == "hook of a norm":
+        model.head.norm.register_forward_pre_hook(lambda *_: None)  # type: ignore[union-attr]
+    elif change == "forward":
+        block.mlp.forward = lambda x: x  # type: ignore[method-assign]
+    elif change == "layer":
+        block.mlp.down = nn.Linear(20, 24)
+    return model.takes_norm_sums()
+
+
+@pytest.mark.parametrize("change", ["hook", "hook of a norm", "forward", "layer"])
+def test_hooks_and_other_parts_are_left_to_the_modules(change: str, on_ranks: Run) -> None:
+    assert on_ranks(2, takes_norm_sums, change) == [False, False]
+    assert on_ranks(2, takes_norm_sums, "nothing") == [True, True]
 
 
 def logits_of(vocabulary: int) -> Tensor:
@@ -321,20 +396,29 @@ KEPT: list[Generation] = []
 """With their graphs, which must end before the group although somebody holds them."""
 
 
+def all_reach_each_other(gpus: int) -> bool:
+    """Whether each of the first GPUs can access the memory of the others."""
+    return all(torch.cuda.can_device_access_peer(*pair) for pair in permutations(range(gpus), 2))
+
+
 def texts_on_gpus(dtype: torch.dtype, options: dict[str, Any]) -> dict[tuple[str, str], list[list[int]]]:
-    """Launched one by one, and by the replays of a graph, whose rows go from text to text."""
+    """Launched one by one, and by the replays of a graph, whose rows go from text to text; and with sums by NCCL."""
     found = {}
+    by_nccl = patch.object(generation_module, "norm_sums", lambda *_: NormSums(reason="the test asks for NCCL"))
     for kind, config in ON_GPUS.items():
         model = part_of(whole(config, dtype), f"cuda:{torch.cuda.current_device()}")
-        for way in ("launched", "replayed"):
+        for way in ("launched", "replayed", "by NCCL"):
             generation = Generation(model, prompts_of(config), NEW, Sampling(**options), batch=2)
             KEPT.append(generation)
             new: list[list[int]] = [[] for _ in LENGTHS]
             launched = patch.object(Generation, "_captured_step", lambda self: self._decode)
-            with launched if way == "launched" else nullcontext():
+            with {"launched": launched, "replayed": nullcontext(), "by NCCL": by_nccl}[way]:
                 for index, token in generation:
                     new[index].append(token)
             found[kind, way] = new
+            reached = all_reach_each_other(dist.get_world_size())
+            expected = "the test asks for NCCL" if way == "by NCCL" else "" if reached else None
+            assert expected in (None, generation.norm_sums_refused), generation.norm_sums_refused
     return found
 
 
@@ -347,7 +431,7 @@ def texts_on_gpus(dtype: torch.dtype, options: dict[str, Any]) -> dict[tuple[str
 def test_on_gpus_tokens_are_those_of_one_process(
     dtype: torch.dtype, options: dict[str, Any], margin: float, on_ranks: Run
 ) -> None:
-    """By NCCL: up to the first token that rounding decides, between two whose logits are closer than the margin."""
+    """Up to the first token that rounding decides, between two whose logits are closer than the margin."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     first, second = on_ranks(2, texts_on_gpus, dtype, options, device="cuda", limit_s=240.0)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rooftop.kernels import swiglu
 from rooftop.kernels.matmuls.matmuls import activation_of
 from rooftop.parallel.exchanges import Group
+from rooftop.parallel.norm_sums import NormSums, Summand
 from rooftop.parallel.recomputing import made_again
 from rooftop.parallel.tensor_linears import ColumnParallelLinear, RowParallelLinear
 from rooftop.parallel.turns import Phases
@@ -69,6 +70,11 @@ class ParallelMLP(nn.Module):
             return self._dropped(self._made_again(x).view(x.shape))
         hidden = self.up(self._rows(x))  # (..., hidden features here, twice if gated)
         return self._dropped(self.down(swiglu(hidden) if self.gated else hidden).view(x.shape))
+
+    def summand(self, x: Tensor, sums: NormSums) -> Summand:
+        """`forward` without the sum over the ranks, which the next norm computes; for inference."""
+        hidden = self.up(x)
+        return Summand(self.down.summand(swiglu(hidden) if self.gated else hidden), self.down.bias, sums)
 
     def in_phases(self, x: Tensor) -> Phases[Tensor]:
         """`forward`, for `rooftop.parallel.turns`."""

@@ -23,6 +23,7 @@ from rooftop.nn import RMSNorm
 from rooftop.parallel.block_attentions import seen_positions
 from rooftop.parallel.dropouts import CounterDropout
 from rooftop.parallel.exchanges import Group, place_in
+from rooftop.parallel.norm_sums import NormSums, Summand
 from rooftop.parallel.recomputing import made_again, recomputed
 from rooftop.parallel.shards import Piece, Shard
 from rooftop.parallel.tensor_linears import ColumnParallelLinear, RowParallelLinear
@@ -112,6 +113,11 @@ class ParallelSelfAttention(nn.Module):
         with self._again((merged,), lambda seen: (self._merged(seen, x.shape),), seen):
             out = self.out(merged)
         return self._dropped(out.view(x.shape))
+
+    def summand(self, x: Tensor, rotation: Rotation | None, cache: Remembered | None, sums: NormSums) -> Summand:
+        """`forward` without the sum over the ranks, which the next norm computes; for inference."""
+        seen = self._attended(self.qkv(x), rotation, cache)
+        return Summand(self.out.summand(self._merged(seen, x.shape)), self.out.bias, sums)
 
     def in_phases(self, x: Tensor, rotation: Rotation | None = None) -> Phases[Tensor]:
         """`forward`, for `rooftop.parallel.turns`."""

@@ -205,7 +205,7 @@ class RowParallelLinear(Deferring, LinearAct):
             return product(input, self.weight, self.bias, self.activation, residual, self.deferral)
         if residual is not None:
             raise ValueError("RowParallelLinear takes no residual: add it to the result")
-        partial = product(input, self.weight, deferral=self.deferral)
+        partial = self.summand(input)
         if self.sequence_parallel:
             total = scattered_sum_of_ranks(partial, SEQUENCE, self.group)
         elif torch.is_grad_enabled():
@@ -216,10 +216,14 @@ class RowParallelLinear(Deferring, LinearAct):
 
     def begin(self, input: Tensor) -> OnItsWay:
         """Start the sum of `forward`; `with_bias` takes it."""
-        partial = product(input, self.weight, deferral=self.deferral)
+        partial = self.summand(input)
         if self.sequence_parallel:
             return begin_scattered_sum(partial, SEQUENCE, self.group)
         return begin_sum(partial, self.group)
+
+    def summand(self, input: Tensor) -> Tensor:
+        """This rank's part of the sum in `forward`."""
+        return product(input, self.weight, deferral=self.deferral)
 
     def with_bias(self, total: Tensor) -> Tensor:
         """The rest of `forward`."""

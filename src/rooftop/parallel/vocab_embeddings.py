@@ -52,12 +52,16 @@ class VocabParallelEmbedding(Embedding):
         if self.group is None:
             return embedding(input, self.weight)
         _check(input, self.vocabulary)
-        row = input - self.start
-        elsewhere = (row < 0) | (row >= self.num_embeddings)
-        found = embedding(row.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0.0)
+        found = self.summand(input)
         if self.sequence_parallel:
             return scattered_sum_of_ranks(found, SEQUENCE, self.group)
         return sum_of_ranks(found, self.group)
+
+    def summand(self, input: Tensor) -> Tensor:
+        """This rank's part of the sum in `forward`: zeros for tokens of other ranks. Tokens are not checked."""
+        row = input - self.start
+        elsewhere = (row < 0) | (row >= self.num_embeddings)
+        return embedding(row.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0.0)
 
     def extra_repr(self) -> str:
         """The table, and this rank's part of it."""

@@ -201,7 +201,7 @@ CUDA_LONG_WARPS = 32  # of a row that does not fit in registers
 
 # ---- CUDA C++, norms of sums over ranks ----------------------------------------------------------------------------
 
-# A block for each row: the fewest warps that hold it in one pack (16 bytes) of a thread, so that all loads and words are
-# on their way at once. Longer rows take several packs, up to 32 elements of a thread. Not measured yet.
+# A block for each row: the fewest warps that hold it in one pack (16 bytes) of a thread, so that all its loads are on
+# their way at once. Longer rows take several packs, up to 32 elements of a thread. Not measured yet.
 RANK_SUM_WARPS = (4, 8, 16)
 RANK_SUM_CHUNKS = (1, 2, 4, 8, 16, 32)

@@ -14,12 +14,14 @@ from torch._compile import _disable_dynamo
 
 from rooftop.models.gpt.switches import GptConfig
 from rooftop.nn import Embedding, LayerNorm, RMSNorm
+from rooftop.nn.hooks import is_plain
 from rooftop.nn.norms import norm_of_sum
 from rooftop.parallel.exchanges import Group, join_of_ranks, own_part
 from rooftop.parallel.mlps import ParallelMLP
+from rooftop.parallel.norm_sums import NormSums, Summand, takes
 from rooftop.parallel.recomputing import as_multiplied, made_again
 from rooftop.parallel.self_attentions import ParallelSelfAttention, Remembered, Rotation
-from rooftop.parallel.tensor_linears import ColumnParallelLinear
+from rooftop.parallel.tensor_linears import ColumnParallelLinear, RowParallelLinear
 from rooftop.parallel.turns import Phases
 from rooftop.parallel.vocab_embeddings import VocabParallelEmbedding
 from rooftop.parallel.vocab_losses import vocab_parallel_linear_cross_entropy
@@ -51,8 +53,11 @@ def _norm(config: GptConfig) -> nn.Module:
     return LayerNorm(config.width, eps=config.epsilon, bias=config.biases)
 
 
-def summed_and_normed(norm: nn.Module, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(x + update, norm(x + update)); without an update (x, norm(x))."""
+def summed_and_normed(norm: nn.Module, x: Tensor | None, update: Tensor | Summand | None) -> tuple[Tensor, Tensor]:
+    """(x + update, norm(x + update)); without an update (x, norm(x)), and without x that of the sum over the ranks."""
+    if isinstance(update, Summand):
+        return update.summed_and_normed(norm, x)
+    assert x is not None
     if update is None:
         return x, norm(x)
     normed, total = norm_of_sum(norm, update, x)
@@ -83,6 +88,11 @@ class TokenEmbedding(nn.Module):
         if self.positions is not None:
             x = x + self.positions(own_part(positions, -1, self.split_along))
         return _dropped(self.dropout, x)
+
+    def summand(self, tokens: Tensor, positions: Tensor, sums: NormSums) -> tuple[Tensor | None, Summand]:
+        """(x, update), whose sum over the ranks is that of `forward`; for inference, with tokens that are known."""
+        x = None if self.positions is None else self.positions(positions).expand(*tokens.shape, -1)
+        return x, Summand(self.tokens.summand(tokens), None, sums)
 
 
 def rotation_of(positions: Tensor, config: GptConfig) -> Rotation:
@@ -172,6 +182,30 @@ class Block(nn.Module):
         x, normed = summed_and_normed(self.mlp_norm, x, self.attention(normed, rotation, cache))
         return x, self.mlp(normed)
 
+    def with_norm_sums(
+        self,
+        x: Tensor | None,
+        update: Summand,
+        rotation: Rotation | None,
+        cache: Remembered | None,
+        sums: NormSums,
+    ) -> tuple[Tensor, Summand]:
+        """`forward` for inference; each sum over the ranks is left to the next norm."""
+        x, normed = summed_and_normed(self.attention_norm, x, update)
+        x, normed = summed_and_normed(self.mlp_norm, x, self.attention.summand(normed, rotation, cache, sums))
+        return x, self.mlp.summand(normed, sums)
+
+    def takes_norm_sums(self) -> bool:
+        """Whether `with_norm_sums` computes what `forward` does: no part was replaced, and no hooks watch them."""
+        parts = (
+            (self, Block),
+            (self.attention, ParallelSelfAttention),
+            (self.attention.out, RowParallelLinear),
+            (self.mlp, ParallelMLP),
+            (self.mlp.down, RowParallelLinear),
+        )
+        return all(is_plain(part, kind) for part, kind in parts) and takes(self.attention_norm) and takes(self.mlp_norm)
+
     @_disable_dynamo  # the compiler itself chooses what backward recomputes; imported when it is called
     def _selective(
         self, x: Tensor, update: Tensor | None, rotation: Rotation | None, cache: Remembered | None
@@ -243,7 +277,7 @@ class Head(nn.Module):
             z_loss=z_loss,
         )
 
-    def own_logits(self, x: Tensor, update: Tensor | None = None) -> Tensor:
+    def own_logits(self, x: Tensor | None, update: Tensor | Summand | None = None) -> Tensor:
         """x and update (B, S, W); the logits of this rank's tokens, (B, S, V here). The last ranks may have padding."""
         _, hidden = summed_and_normed(self.norm, x, update)
         logits: Tensor = self.output(hidden)

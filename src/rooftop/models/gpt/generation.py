@@ -33,11 +33,14 @@ from rooftop.cost import Cost, precision_of
 from rooftop.cost.roofs import roof
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.graphs import captured_into
+from rooftop.models.gpt.blocks import rotation_of
 from rooftop.models.gpt.network import Gpt
 from rooftop.models.gpt.paged_cache import PAGE, PagedCache, cache_bytes
 from rooftop.models.gpt.sampling import Sampling, check_sequence, choose_on_ranks, numbers_of
 from rooftop.models.gpt.switches import GptConfig
 from rooftop.parallel.exchanges import place_in
+from rooftop.parallel.norm_sums import NormSums, Summand, first_refusal, norm_sums
+from rooftop.parallel.self_attentions import Rotation
 
 PREFILL_TOKENS = 8192
 """Tokens that are read at once, including padding: enough that weights are read seldom, few enough for the memory."""
@@ -129,6 +132,8 @@ class Generation:
         steps: decoding steps so far, each as (sequences, positions that they attended to); layers with a window attend
             to fewer.
         decode_s: time of the decoding steps.
+        norm_sums_refused: why the ranks add by NCCL in a step, as text. Empty: one kernel adds and computes the norm
+            (`rooftop.parallel.norm_sums`). None: there was no step on a GPU yet.
     """
 
     def __init__(
@@ -176,6 +181,8 @@ class Generation:
         with torch.inference_mode(False):
             self._make_state(max(needs))
         self._step: Callable[[], None] | None = None
+        self._sums: NormSums | None = None
+        self.norm_sums_refused: str | None = None
         self._running = False
         self._restart_counts()
 
@@ -276,6 +283,10 @@ class Generation:
         self._table = torch.zeros(rows, width, dtype=torch.int64, device=where)
         most = 1 if self.sampling.greedy else max((len(each.tokens) + each.budget for each in self._all), default=1)
         self._numbers = torch.zeros(rows, most, dtype=torch.float64, device=where)
+        longest = max((each.positions for each in self._all), default=1)
+        self._rotation: Rotation | None = None  # of all positions: (T, D / 2) both
+        if self.model.config.position == "rope":
+            self._rotation = rotation_of(torch.arange(max(1, longest), device=where), self.model.config)
 
     def _timed_prefill(self, members: list[_Sequence]) -> list[int]:
         begin = time.perf_counter()
@@ -301,7 +312,7 @@ class Generation:
                 self._numbers[each.row, : len(own)] = own
         cache = self.cache.first(pages, lengths, longest)
         x, update = self.model.through_layers(tokens, torch.arange(longest, device=self.device), cache)  # (B, S, W)
-        place = torch.arange(len(members), device=self.device), lengths - 1
+        place = torch.arange(len(members), device=self.device)[:, None], lengths[:, None] - 1  # (B, 1)
         chosen = self._choose(x[place], update[place] if update is not None else None, rows, lengths)
         self._last[rows], self._positions[rows] = chosen, lengths
         return chosen.tolist()
@@ -313,6 +324,7 @@ class Generation:
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             if self.device.type == "cuda":
                 if self._step is None:
+                    self._sums = self._norm_sums()
                     self._step = self._captured_step()
                 step = self._step
             else:
@@ -330,21 +342,37 @@ class Generation:
         cache = self.cache.next(self._table, self._positions, count, windowed)
         places = self._positions.clamp(min=0)[:, None]  # (R, 1)
         last = self._last.clamp(min=0)[:, None]  # -1 if nothing could be chosen
-        x, update = self.model.through_layers(last, places, cache)  # (R, 1, W)
+        x: Tensor | None
+        update: Tensor | Summand | None
+        rotation = None if self._rotation is None else (self._rotation[0][places], self._rotation[1][places])
+        if self._sums is None:
+            x, update = self.model.through_layers(last, places, cache, rotation=rotation)  # (R, 1, W)
+        else:
+            x, update = self.model.with_norm_sums(last, places, cache, rotation, self._sums)
         here, rows = self._positions + 1, torch.arange(self.rows, device=self.device)
-        self._last.copy_(self._choose(x[:, 0], update[:, 0] if update is not None else None, rows, here))
+        self._last.copy_(self._choose(x, update, rows, here))
         self._positions.copy_(torch.where(self._positions < 0, -1, here))
 
-    def _choose(self, x: Tensor, update: Tensor | None, rows: Tensor, positions: Tensor) -> Tensor:
-        """Tokens (B,) at positions (B,) of rows (B,), from the layers' results at the previous positions, (B, W)
+    def _choose(self, x: Tensor | None, update: Tensor | Summand | None, rows: Tensor, positions: Tensor) -> Tensor:
+        """Tokens (B,) at positions (B,) of rows (B,), from the layers' results at the previous positions, (B, 1, W)
         both.
         """
         assert self.model.head is not None
-        logits = self.model.head.own_logits(x[:, None], None if update is None else update[:, None])[
-            :, 0
-        ]  # (B, V here)
-        numbers = self._numbers[rows, positions.clamp(max=self._numbers.shape[1] - 1)]
+        logits = self.model.head.own_logits(x, update)[:, 0]  # (B, V here)
+        numbers = self._numbers[:, 0]
+        if not self.sampling.greedy:
+            numbers = self._numbers[rows, positions.clamp(max=self._numbers.shape[1] - 1)]
         return choose_on_ranks(logits, numbers, self.sampling, self.model.config.vocabulary, self.model.group)
+
+    def _norm_sums(self) -> NormSums | None:
+        """How ranks add in a step, if not by NCCL. All ranks decide alike."""
+        sums = norm_sums(self.model.group, self.device)
+        refused = sums.refused(self.rows, self.model.config.width, self.dtype)
+        if not refused:
+            own = "" if self.model.takes_norm_sums() else "parts of the model were replaced, or hooks watch them"
+            refused = first_refusal(own, self.model.group)
+        self.norm_sums_refused = refused
+        return None if refused else sums
 
     def _captured_step(self) -> Callable[[], None]:
         """A step as a CUDA graph: run twice for lazy initialization, which must not happen in the capture. The contents

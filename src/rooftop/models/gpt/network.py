@@ -45,15 +45,18 @@ from rooftop.models.gpt.blocks import (
     rotation_of,
 )
 from rooftop.models.gpt.switches import GptConfig
+from rooftop.nn.hooks import is_plain
 from rooftop.parallel.contexts import Context, ContextAttention
 from rooftop.parallel.dropouts import CounterDropouts
 from rooftop.parallel.exchanges import Group, place_in
+from rooftop.parallel.norm_sums import NormSums, Summand, takes
 from rooftop.parallel.packings import Packing
 from rooftop.parallel.recomputing import Recompute, granularity_of, recomputed
 from rooftop.parallel.self_attentions import ParallelSelfAttention, Remembered, Rotation
 from rooftop.parallel.shards import shards_of
 from rooftop.parallel.tensor_linears import ColumnParallelLinear
 from rooftop.parallel.turns import Phases, take_turns
+from rooftop.parallel.vocab_embeddings import VocabParallelEmbedding
 
 # ---- the cache -----------------------------------------------------------------------------------------------------
 
@@ -276,9 +279,17 @@ class Gpt(nn.Module):
         return x if update is None else x + update
 
     def through_layers(
-        self, input: Tensor, positions: Tensor, cache: Remembered | None = None, packing: Packing | None = None
+        self,
+        input: Tensor,
+        positions: Tensor,
+        cache: Remembered | None = None,
+        packing: Packing | None = None,
+        rotation: Rotation | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The head's input (x, update), both (B, S, W); arguments as in `forward`, unchecked.
+
+        Args:
+            rotation: `rotation_of(positions, config)`, if it is known; None: computed here.
 
         Raises:
             ValueError: a cache and sequence parallelism.
@@ -287,7 +298,8 @@ class Gpt(nn.Module):
             raise ValueError("Gpt: with sequence_parallel there is no cache: build the model that generates without it")
         x = input if self.embedding is None else self.embedding(input, positions)
         update: Tensor | None = None
-        rotation = rotation_of(positions, self.config) if self.config.position == "rope" else None
+        if rotation is None and self.config.position == "rope":
+            rotation = rotation_of(positions, self.config)
         if self.halves and cache is None and len(self.layers):
             return self._in_turns(x, rotation)
         others = cache if packing is None else ContextAttention(self.context, packing)
@@ -297,6 +309,30 @@ class Gpt(nn.Module):
             else:
                 x, update = block(x, update, rotation, others)
         return x, update
+
+    def with_norm_sums(
+        self, tokens: Tensor, positions: Tensor, cache: Remembered, rotation: Rotation | None, sums: NormSums
+    ) -> tuple[Tensor | None, Summand]:
+        """`through_layers` for inference of tensor parallel ranks, unchecked: each sum over the ranks is computed with
+        the norm after it. x is None if nothing is added to the embedding, and there are no layers."""
+        assert self.embedding is not None
+        x, update = self.embedding.summand(tokens, positions, sums)
+        for block in self.layers.values():
+            assert isinstance(block, Block)
+            x, update = block.with_norm_sums(x, update, rotation, cache, sums)
+        return x, update
+
+    def takes_norm_sums(self) -> bool:
+        """Whether `with_norm_sums` computes what `through_layers` and the head do: no part was replaced, and no hooks
+        watch them."""
+        if self.embedding is None or self.head is None:
+            return False
+        return (
+            is_plain(self.embedding, TokenEmbedding)
+            and is_plain(self.embedding.tokens, VocabParallelEmbedding)
+            and all(isinstance(block, Block) and block.takes_norm_sums() for block in self.layers.values())
+            and takes(self.head.norm)
+        )
 
     def _in_turns(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         """Run the layers on the two halves of the batch alternately."""

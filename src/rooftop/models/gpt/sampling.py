@@ -143,8 +143,10 @@ def _best_on_ranks(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
     """Of equal tokens the first counts: `max` finds the first of equal values, and ranks are in the order of their
     tokens."""
     start = place_in(group)[0] * logits.shape[-1]
-    tokens = torch.arange(start, start + logits.shape[-1], device=logits.device)
-    best, column = logits.masked_fill(tokens >= vocabulary, -torch.inf).max(-1)  # (B,)
+    if start + logits.shape[-1] > vocabulary:
+        tokens = torch.arange(start, start + logits.shape[-1], device=logits.device)
+        logits = logits.masked_fill(tokens >= vocabulary, -torch.inf)
+    best, column = logits.max(-1)  # (B,)
     own = torch.stack((best.double(), (start + column).double()), -1)  # (B, 2), exact in float64
     bests, places = start_gather(own[None], 0, group)().unbind(-1)  # (ranks, B)
     most, rank = bests.max(0)

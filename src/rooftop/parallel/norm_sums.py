@@ -1,0 +1,130 @@
+"""A sum over tensor parallel ranks together with what follows it in a transformer: the residual connection and a norm.
+
+A decoding step has two such sums in each layer, of one row for each sequence. By NCCL and a norm each is two kernels,
+bound by latency. `rooftop.kernels.norms.rank_sums` does both in one, through memory that the ranks write to directly.
+
+    sums = norm_sums(group, device)                           # all ranks
+    if not sums.refused(rows, columns, dtype):
+        total, normed = Summand(part, bias, sums).summed_and_normed(norm, x)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from rooftop.errors import MissingExtraError
+from rooftop.kernels.norms.rank_sums import MOST_RANKS, Mailboxes, norm_of_rank_sum
+from rooftop.launch.nvrtc import require_cuda_core
+from rooftop.nn import LayerNorm, RMSNorm
+from rooftop.nn.hooks import is_plain
+from rooftop.parallel.exchanges import Group
+from rooftop.parallel.peer_memory import of_all, peer_memory
+
+WORDS = 32_768
+"""What a rank may send in a call: 128 KiB of data, such as 16 rows of 4096 in half precision. More rows are left to
+NCCL, which does not send a number with every word. Not measured yet."""
+
+
+@dataclass(frozen=True)
+class NormSums:
+    """Sums over the ranks of a group and norms of them. Ranks make the same calls in the same order, on one stream at a
+    time: these count as calls of NCCL do.
+
+    Attributes:
+        mailboxes: memory of the ranks; None: they cannot write into each other's.
+        reason: why they cannot.
+    """
+
+    mailboxes: Mailboxes | None = None
+    reason: str = ""
+
+    def refused(self, rows: int, columns: int, dtype: torch.dtype) -> str:
+        """Why rows of this size are left to NCCL; empty if they are not. The same on all ranks."""
+        return self.reason if self.mailboxes is None else self.mailboxes.refused(rows, columns, dtype)
+
+    def summed_and_normed(
+        self, norm: nn.Module, x: Tensor | None, part: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(total, norm(total)): total is the sum of all ranks' `part`, of bias and of x, which all ranks have alike.
+
+        Args:
+            norm: a plain `LayerNorm` or `RMSNorm`: see `takes`.
+            x, part: (..., N); x None: nothing.
+        """
+        assert self.mailboxes is not None
+        assert isinstance(norm, LayerNorm | RMSNorm)
+        shift = norm.bias if isinstance(norm, LayerNorm) else None
+        normed, total = norm_of_rank_sum(
+            part, x, self.mailboxes, norm.weight, shift, norm.eps, input_bias=bias, rms=isinstance(norm, RMSNorm)
+        )
+        return total, normed
+
+
+class Summand(NamedTuple):
+    """This rank's part of a sum over ranks, which the next norm computes.
+
+    Attributes:
+        part: (B, S, W), different on each rank.
+        bias: (W,), added to the sum; None: nothing.
+        sums: how.
+    """
+
+    part: Tensor
+    bias: Tensor | None
+    sums: NormSums
+
+    def summed_and_normed(self, norm: nn.Module, x: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(x + sum, norm(x + sum))."""
+        return self.sums.summed_and_normed(norm, x, self.part, self.bias)
+
+
+def takes(norm: nn.Module) -> bool:
+    """Whether the kernel computes this norm: one over the last dimension, without hooks."""
+    return (is_plain(norm, LayerNorm) or is_plain(norm, RMSNorm)) and len(norm.normalized_shape) == 1  # type: ignore[arg-type]
+
+
+_of_groups: WeakKeyDictionary[ProcessGroup, NormSums] = WeakKeyDictionary()
+
+
+def norm_sums(group: Group, device: torch.device) -> NormSums:
+    """The sums of a group, made at the first call: then all ranks must call it, and it waits for them."""
+    if group is None or group.size() == 1:
+        return NormSums(reason="there is one rank")
+    if device.type != "cuda":
+        return NormSums(reason=f"the ranks are on a {device.type.upper()}")
+    if group.size() > MOST_RANKS:
+        return NormSums(reason=f"there are {group.size()} ranks, the kernel is for {MOST_RANKS} at most")
+    if group not in _of_groups:
+        _of_groups[group] = _made(group, device)
+    return _of_groups[group]
+
+
+def first_refusal(own: str, group: Group) -> str:
+    """Why some rank refuses, the first in their order; empty if none does. `own`: this rank's reason."""
+    if group is None:
+        return own
+    return next((f"rank {rank}: {each}" for rank, each in enumerate(of_all(own, group)) if each), "")
+
+
+def _made(group: ProcessGroup, device: torch.device) -> NormSums:
+    memory = peer_memory(Mailboxes.bytes_of(group.size(), WORDS), group, device, _lacking())
+    if memory.refused:
+        return NormSums(reason=memory.refused)
+    addresses = torch.tensor(memory.addresses, dtype=torch.int64, device=device)
+    state = torch.zeros(2, dtype=torch.int32, device=device)
+    return NormSums(Mailboxes(addresses, state, group.rank(), WORDS))
+
+
+def _lacking() -> str:
+    """What this rank lacks to compile the kernel."""
+    try:
+        require_cuda_core()
+    except MissingExtraError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,149 @@
+"""Memory of each rank's GPU into which the GPUs of the other ranks write, as a kernel sees it: by address.
+
+Each rank allocates memory with the driver, and passes a handle (CUDA IPC) to the others, which map it. A kernel may
+then store to it over NVLink or PCIe. Memory stays until the process ends, because another rank may still have it
+mapped. NVLink multicast is not used.
+
+Source: NVIDIA, CUDA Driver API, "Unified Addressing" and "Memory Management" (cuIpcGetMemHandle, cuIpcOpenMemHandle).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from rooftop.hardware.device import gpu_uuid
+from rooftop.parallel.process_states import Process
+
+ALIGNMENT_BYTES = 2 << 20
+"""Sizes are multiples of this: smaller allocations may share a block, and its handle would show their neighbours."""
+HANDLE_BYTES = 64
+LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """What a rank knows of the memory of all.
+
+    Attributes:
+        addresses: of each rank's memory, by index in the group, valid on this rank's GPU; empty if refused.
+        refused: why the ranks cannot write into each other's memory, the same on all of them; empty if they can.
+    """
+
+    addresses: tuple[int, ...] = ()
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a rank tells the others: where it is, and the handle of its memory or why it has none."""
+
+    machine: str
+    gpu: str
+    handle: bytes = b""
+    failed: str = ""
+
+
+def peer_memory(bytes: int, group: ProcessGroup, device: torch.device, lacking: str = "") -> PeerMemory:
+    """Memory of `bytes`, filled with zeros, on each rank's GPU. All ranks call it; it waits for them and for the GPU.
+
+    Args:
+        lacking: what this rank lacks to use it, if anything: then all are refused.
+    """
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)  # also makes the context current, of which the driver allocates
+        own, offer = _offered(bytes, device, lacking)
+        offers = of_all(offer, group)
+        refused = refusal(offers)
+        if refused:
+            return PeerMemory(refused=refused)
+        addresses, failed = [], ""
+        for rank, each in enumerate(offers):
+            try:
+                addresses.append(own if rank == group.rank() else mapped(each.handle))
+            except OSError as error:
+                failed = f"rank {group.rank()} cannot map the memory of rank {rank}: {error}"
+                break
+        failures = [each for each in of_all(failed, group) if each]
+        return PeerMemory(refused=failures[0]) if failures else PeerMemory(tuple(addresses))
+
+
+def refusal(offers: list[Offer]) -> str:
+    """Why these ranks cannot share memory; empty if they may try."""
+    failures = [f"rank {rank}: {offer.failed}" for rank, offer in enumerate(offers) if offer.failed]
+    if failures:
+        return failures[0]
+    if len({offer.machine for offer in offers}) > 1:
+        return "the ranks are on several machines or in several containers"
+    if len({offer.gpu for offer in offers}) < len(offers):
+        return "some ranks share a GPU"
+    return ""
+
+
+def _offered(bytes: int, device: torch.device, lacking: str) -> tuple[int, Offer]:
+    """The address of new memory, and the offer of it."""
+    machine, gpu = Process.here().machine, gpu_uuid(torch.cuda.current_device()) or str(device)
+    if lacking:
+        return 0, Offer(machine, gpu, failed=lacking)
+    try:
+        address, handle = allocated(bytes)
+    except OSError as error:
+        return 0, Offer(machine, gpu, failed=str(error))
+    torch.cuda.synchronize(device)  # others may write once they have the offer: after the zeros
+    return address, Offer(machine, gpu, handle)
+
+
+def of_all(own: Any, group: ProcessGroup) -> list[Any]:
+    """What each rank gives, by its index in the group."""
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, own, group=group)
+    return found
+
+
+# ---- the driver ----------------------------------------------------------------------------------------------------
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle, which is passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+def allocated(bytes: int) -> tuple[int, bytes]:
+    """The address of new zeros on the current device, and the handle by which other processes map them.
+
+    Raises:
+        OSError: there is no driver, or it refuses.
+    """
+    size = -(-bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    address, handle = ctypes.c_uint64(), _Handle()
+    _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+    _call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(size))
+    _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+    return address.value, memoryview(handle).tobytes()
+
+
+def mapped(handle: bytes) -> int:
+    """The address, on the current device, of another process's memory.
+
+    Raises:
+        OSError: the driver refuses, as it does between GPUs that cannot access each other.
+    """
+    address = ctypes.c_uint64()
+    given = _Handle.from_buffer_copy(handle)
+    _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(LAZY_PEER_ACCESS))
+    return address.value
+
+
+def _call(function: str, *arguments: object) -> None:
+    driver = ctypes.CDLL("libcuda.so.1")
+    status = getattr(driver, function)(*arguments)
+    if status:
+        name = ctypes.c_char_p()
+        driver.cuGetErrorName(status, ctypes.byref(name))
+        raise OSError(f"{function} failed: {(name.value or b'unknown error').decode()}")
