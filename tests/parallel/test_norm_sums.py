@@ -24,6 +24,7 @@ from rooftop.parallel import norm_sums as module
 from rooftop.parallel import peer_memory as memory_module
 from rooftop.parallel.norm_sums import NormSums, Summand, norm_sums, takes
 from rooftop.parallel.peer_memory import Offer, PeerMemory, peer_memory, refusal
+from rooftop.parallel.watching import abort_communication
 from rooftop.testing import assert_as_accurate
 
 Run = Callable[..., list[Any]]
@@ -112,6 +113,15 @@ def test_without_a_driver_the_reason_is_the_library() -> None:
         pytest.skip("there is a driver")
     with pytest.raises(OSError, match=r"libcuda\.so\.1"):
         memory_module.allocated(64)
+
+
+def test_kernels_no_longer_wait_once_communication_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_module, "_stops", [])
+    stops = [memory_module.stop_of_waits() for _ in range(2)]
+    assert [stop.item() for stop in stops] == [0, 0]
+    abort_communication()
+    assert [stop.item() for stop in stops] == [1, 1]
+    assert memory_module.stop_of_waits().item() == 0
 
 
 # ---- who uses them -------------------------------------------------------------------------------------------------
@@ -273,7 +283,8 @@ def normed_sum(terms: list[Tensor], weight: Tensor, shift: Tensor | None, rms: b
 
 def test_the_cases_on_gpus_fit_into_the_mailboxes() -> None:
     for ranks in range(2, MOST_RANKS + 1):
-        boxes = module.Mailboxes(torch.zeros(ranks, dtype=torch.int64), torch.zeros(2), 0, module.WORDS)
+        stop = torch.zeros(1, dtype=torch.int32)
+        boxes = module.Mailboxes.at([0] * ranks, stop, 0, module.WORDS, torch.device("cpu"))
         for rows, columns, dtype, _ in CASES:
             assert NormSums(boxes).refused(rows, columns, dtype) == ""
         assert "17 rows of 4,096 elements" in NormSums(boxes).refused(17, 4096, torch.bfloat16)

@@ -24,7 +24,7 @@ from rooftop.launch.nvrtc import require_cuda_core
 from rooftop.nn import LayerNorm, RMSNorm
 from rooftop.nn.hooks import is_plain
 from rooftop.parallel.exchanges import Group
-from rooftop.parallel.peer_memory import of_all, peer_memory
+from rooftop.parallel.peer_memory import of_all, peer_memory, stop_of_waits
 
 WORDS = 32_768
 """What a rank may send in a call: 128 KiB of data, such as 16 rows of 4096 in half precision. More rows are left to
@@ -116,9 +116,7 @@ def _made(group: ProcessGroup, device: torch.device) -> NormSums:
     memory = peer_memory(Mailboxes.bytes_of(group.size(), WORDS), group, device, _lacking())
     if memory.refused:
         return NormSums(reason=memory.refused)
-    addresses = torch.tensor(memory.addresses, dtype=torch.int64, device=device)
-    state = torch.zeros(2, dtype=torch.int32, device=device)
-    return NormSums(Mailboxes(addresses, state, group.rank(), WORDS))
+    return NormSums(Mailboxes.at(memory.addresses, stop_of_waits(), group.rank(), WORDS, device))
 
 
 def _lacking() -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rooftop.hardware.device import gpu_uuid
@@ -103,6 +104,24 @@ def of_all(own: Any, group: ProcessGroup) -> list[Any]:
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, own, group=group)
     return found
+
+
+# ---- waits that end ------------------------------------------------------------------------------------------------
+
+_stops: list[Tensor] = []
+"""Of all groups so far, also for kernels that still wait after their group has ended."""
+
+
+def stop_of_waits() -> Tensor:
+    """(1,), int32, pinned: a kernel that waits for other ranks looks at it; `end_waits` sets it to 1."""
+    _stops.append(torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available()))
+    return _stops[-1]
+
+
+def end_waits() -> None:
+    """End the waits of kernels for other ranks, now and later, with undefined results. For groups that have failed."""
+    for stop in _stops:
+        stop.fill_(1)
 
 
 # ---- the driver ----------------------------------------------------------------------------------------------------

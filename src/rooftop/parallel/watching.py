@@ -45,6 +45,7 @@ from rooftop.parallel.flight_records import (
     recorded,
     unfinished,
 )
+from rooftop.parallel.peer_memory import end_waits
 from rooftop.parallel.places import Place, interrupted, place_here
 from rooftop.parallel.process_states import GONE, STOPPED, Process, oom_kills
 from rooftop.parallel.progress import all_places
@@ -410,7 +411,8 @@ def note_interrupted() -> None:
 
 
 def abort_communication() -> None:
-    """End waits in NCCL or gloo."""
+    """End waits in NCCL, gloo, and kernels that wait for other ranks' words."""
+    end_waits()
     if not dist.is_initialized():
         return
     groups = sorted(dist.distributed_c10d._world.pg_names.items(), key=lambda item: item[1], reverse=True)

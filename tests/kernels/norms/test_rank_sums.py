@@ -50,8 +50,9 @@ def on_ranks(compile_for_cpu: Callable[[str, Sequence[str]], None], cuda_of_rank
 def mailboxes(ranks: int, words: int = WORDS) -> tuple[list[Mailboxes], list[Tensor]]:
     """Those of all ranks, and their memory."""
     memory = [torch.zeros(Mailboxes.bytes_of(ranks, words), dtype=torch.uint8) for _ in range(ranks)]
-    addresses = torch.tensor([each.data_ptr() for each in memory])
-    return [Mailboxes(addresses, torch.zeros(2, dtype=torch.int32), rank, words) for rank in range(ranks)], memory
+    addresses, here = [each.data_ptr() for each in memory], torch.device("cpu")
+    stops = [torch.zeros(1, dtype=torch.int32) for _ in range(ranks)]
+    return [Mailboxes.at(addresses, stops[rank], rank, words, here) for rank in range(ranks)], memory
 
 
 def tensors(ranks: int, shape: Sequence[int], dtype: torch.dtype, rms: bool) -> tuple[list[Tensor], Parameters]:
@@ -165,6 +166,22 @@ def test_numbers_of_calls_may_overflow(on_ranks: Ranks) -> None:
         found = on_ranks(2, lambda rank: norm_of_rank_sum(partials[rank], mailboxes=made[rank], rms=True, **rest))  # type: ignore[arg-type]
         assert_gate(found, partials, rest, True)
     assert made[0].state.tolist() == [-(2**31) + 2, 0]
+
+
+def test_a_wait_for_a_rank_that_never_comes_can_be_ended(on_ranks: Ranks) -> None:
+    partials, rest = tensors(2, (3, 1024), BF16, True)
+    made, _memory = mailboxes(2)
+
+    def call(rank: int) -> float:
+        begin = time.monotonic()
+        if rank == 0:
+            norm_of_rank_sum(partials[0], mailboxes=made[0], rms=True, **rest)  # type: ignore[arg-type]
+            return time.monotonic() - begin
+        time.sleep(0.3)
+        made[0].stop.fill_(1)
+        return 0.0
+
+    assert on_ranks(2, call)[0] >= 0.3
 
 
 MUTANTS = {

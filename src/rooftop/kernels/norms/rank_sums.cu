@@ -82,13 +82,15 @@ __device__ void multiply(const Pack<T, WIDTH> pack, float (&values)[WIDTH]) {
 
 // ---- kernel ----------------------------------------------------------------------------------------------------------
 
+constexpr unsigned LOOKS = 1024;  // into the mailbox for each at `stop`, which is in the host's memory
+
 // A block for each row; a thread holds CHUNKS packs of WIDTH elements. residual, input_bias, weight and bias may be null.
 template <typename T, typename P, int WIDTH, int CHUNKS, int WARPS, int RANKS, bool RMS>
 __global__ void __launch_bounds__(32 * WARPS, 1) norm_of_rank_sum(
     const T* __restrict__ partial, const T* __restrict__ residual,                               // (M, N), (M, N)
     const P* __restrict__ input_bias, const P* __restrict__ weight, const P* __restrict__ bias,  // (N,) each
     T* __restrict__ y, T* __restrict__ total,                                                    // (M, N), (M, N)
-    const long long* __restrict__ mailboxes,  // (RANKS,), addresses on this GPU
+    const long long* __restrict__ mailboxes,  // (RANKS + 1,), addresses on this GPU; the last is that of `stop`
     int* state,                               // (2,): calls before this one; blocks of this one that have read that
     int rank, int columns, long long half_words, float eps) {
     constexpr int WORDS = words_of_pack<T, WIDTH>;
@@ -132,6 +134,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_of_rank_sum(
     }
 
     const Word* mailbox = reinterpret_cast<const Word*>(mailboxes[rank]);
+    const auto stop = reinterpret_cast<const volatile int*>(mailboxes[RANKS]);  // not 0: wait no longer
     float values[CHUNKS][WIDTH];
     float sum = 0.0f;
 #pragma unroll
@@ -139,6 +142,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_of_rank_sum(
         const int pack = chunk * 32 * WARPS + threadIdx.x;
         if (pack >= packs) continue;
         Word words[RANKS][WORDS];
+        unsigned looks = 0;
         for (bool here = false; !here;) {
 #pragma unroll
             for (int sender = 0; sender < RANKS; ++sender) {
@@ -151,6 +155,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_of_rank_sum(
                 for (int i = 0; i < WORDS; ++i) here = here && (sender == rank || words[sender][i] >> 32 == call);
             }
             if (!here) wait_for_ranks();
+            if (++looks % LOOKS == 0 && *stop != 0) here = true;
         }
         // In the order of the ranks: all of them get the same bits.
 #pragma unroll

@@ -40,20 +40,28 @@ class Mailboxes:
     All ranks make the same calls in the same order, on one stream at a time.
 
     Attributes:
-        addresses: (ranks,), int64: the mailbox of each rank; on this rank's device.
+        addresses: (ranks + 1,), int64, on this rank's device: where the mailbox of each rank is, and `stop`.
         state: (2,), int32, zeros at first: the calls so far, and the blocks of the present one that have read them.
+        stop: (1,), int32, in pinned memory of the host. If it is not 0, kernels no longer wait, with undefined results.
         rank: index of this rank.
         words: words of `WORD_BYTES` in each mailbox that one rank may send in a call.
     """
 
     addresses: Tensor
     state: Tensor
+    stop: Tensor
     rank: int
     words: int
 
+    @classmethod
+    def at(cls, addresses: Sequence[int], stop: Tensor, rank: int, words: int, device: torch.device) -> Mailboxes:
+        """The mailboxes at these addresses, one for each rank."""
+        places = torch.tensor([*addresses, stop.data_ptr()], dtype=torch.int64, device=device)
+        return cls(places, torch.zeros(2, dtype=torch.int32, device=device), stop, rank, words)
+
     @property
     def ranks(self) -> int:
-        return len(self.addresses)
+        return len(self.addresses) - 1
 
     @staticmethod
     def bytes_of(ranks: int, words: int) -> int:
@@ -113,7 +121,7 @@ def norm_of_rank_sum(
     """Norm over the last dimension of the sum of all ranks' `partial`, `input_bias` and `residual`, and the sum itself.
 
     All ranks call it, with the same shapes; all but `partial` must have the same values. The kernel waits for the other
-    ranks, as NCCL's do. No autograd.
+    ranks, as NCCL's do, until `mailboxes.stop` is set. No autograd.
 
     Args:
         partial: (..., N), float32 or half precision, on a GPU.
