@@ -10,8 +10,9 @@ of a long and a short text, by the tokens between them, so that prompts, compila
 The roof of a step reads weights and the cache's positions once (`step_cost`), at the ceilings of the same run.
 
 `shared`, where there are several GPUs: the Llama of 7 billion parameters alone and on `--ranks` tensor parallel GPUs,
-each started by torchrun. Its roof is that of a rank, which reads its part of weights and cache; what ranks exchange
-takes no time in it. `speedup` is the time of one GPU over theirs.
+each started by torchrun: with sums over the ranks by NCCL, and together with the norms after them
+(`rooftop.parallel.norm_sums`; `norm_sums_refused` says why not). Its roof is that of a rank, which reads its part of
+weights and cache; what ranks exchange takes no time in it. `speedup` is the time of one GPU over theirs.
 
 `agree` says how many tokens of the first text a peer has as we do before the first that differs: in bfloat16 near ties
 are decided by rounding. `--peers none` leaves transformers out, `--peers static` its dynamic cache, which is not
@@ -30,10 +31,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from programs import Results
@@ -41,12 +44,14 @@ from torch import Tensor
 
 from rooftop.cost import roof
 from rooftop.hardware import Ceilings, ceilings_of, measure_ceilings
-from rooftop.models import Gpt, generate, gpt_config
+from rooftop.models import Generation, Gpt, generate, gpt_config
+from rooftop.models.gpt import generation as generation_module
 from rooftop.models.gpt.configs import GptConfig, hugging_face_config
 from rooftop.models.gpt.generation import step_cost
 from rooftop.models.gpt.layouts import parallel_gpt
 from rooftop.models.gpt.weights import hugging_face_state_dict
 from rooftop.parallel import Layout, join, launched
+from rooftop.parallel.norm_sums import NormSums
 
 Texts = list[list[int]]
 Make = Callable[[int], Texts]  # new tokens -> those of each prompt
@@ -89,9 +94,10 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, help="that share a model  [default: 2, where there are as many GPUs]")
     parser.add_argument("--quick", action="store_true", help="tiny, on the CPU: shows that the script runs")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--by-nccl", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        return worker(options.worker, options.quick)
+        return worker(options.worker, options.quick, options.by_nccl)
     if not options.quick and not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU; --quick shows on a CPU that the script runs")
     ranks = options.ranks or (2 if options.quick or torch.cuda.device_count() > 1 else 1)
@@ -240,17 +246,17 @@ def shared(ranks: int, ceilings: Ceilings, small: bool) -> Iterator[dict[str, An
     config, (prompt, new) = SHARED.config(small), SHARED.lengths(small)
     alone: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for count in (1, ranks):
+        for count, by_nccl in ((1, False), (ranks, True), (ranks, False)):
             found = Path(folder, f"{count}.json")
             start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-            quick = ["--quick"] if small else []
-            subprocess.run([*start, __file__, *quick, "--worker", str(found)], check=True)
+            options = ["--quick"] * small + ["--by-nccl"] * by_nccl
+            subprocess.run([*start, __file__, *options, "--worker", str(found)], check=True)
             told = json.loads(found.read_text())
             alone = alone or told
             step = roof_ms(SHARED, config.of_rank(count), small, ceilings)
             yield {
                 "case": f"{SHARED.name}, shared",
-                "variant": f"rooftop, {count} {'rank' if count == 1 else 'ranks'}",
+                "variant": f"rooftop, {count} {'rank' if count == 1 else 'ranks'}{', sums by NCCL' if by_nccl else ''}",
                 "ranks": count,
                 "batch": SHARED.batch,
                 "prompt": prompt,
@@ -262,11 +268,12 @@ def shared(ranks: int, ceilings: Ceilings, small: bool) -> Iterator[dict[str, An
                 "percent_of_roof": 100 * step / told["ms"],
                 "speedup": alone["ms"] / told["ms"],
                 "peak_bytes": told["peak_bytes"],
+                "norm_sums_refused": told["norm_sums_refused"],
                 "agree": agreeing(told["texts"], alone["texts"]),
             }
 
 
-def worker(path: Path, small: bool) -> int:
+def worker(path: Path, small: bool, by_nccl: bool) -> int:
     """A rank of `shared`; the first one writes what it measured."""
     layout, config = Layout(tp=launched().size), SHARED.config(small)
     device, dtype = ("cpu", torch.float32) if small else ("cuda", torch.bfloat16)
@@ -277,14 +284,24 @@ def worker(path: Path, small: bool) -> int:
         drawn = torch.Generator().manual_seed(0)
         prompts = torch.randint(config.vocabulary, (SHARED.batch, prompt), generator=drawn).tolist()
 
-        def make(count: int) -> Texts:
-            return generate(model, prompts, count)
+        refused: list[str | None] = []
 
-        texts = make(new)
-        ms, spread = per_token_ms(make, new, device)
+        def make(count: int) -> Texts:
+            generation = Generation(model, prompts, count)
+            texts: Texts = [[] for _ in prompts]
+            for index, token in generation:
+                texts[index].append(token)
+            refused[:] = [generation.norm_sums_refused]
+            return texts
+
+        asked = patch.object(generation_module, "norm_sums", lambda *_: NormSums(reason="asked for NCCL"))
+        with asked if by_nccl else nullcontext():
+            texts = make(new)
+            ms, spread = per_token_ms(make, new, device)
         peak = None if small else torch.cuda.max_memory_allocated(world.device)
         if world.rank == 0:
-            path.write_text(json.dumps({"ms": ms, "spread": spread, "texts": texts, "peak_bytes": peak}))
+            told = {"ms": ms, "spread": spread, "texts": texts, "peak_bytes": peak, "norm_sums_refused": refused[0]}
+            path.write_text(json.dumps(told))
     return 0
 
 
