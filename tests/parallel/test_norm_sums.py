@@ -3,6 +3,7 @@ tests/kernels/norms/test_rank_sums.py; models that use it: test_generation.py.""
 
 from __future__ import annotations
 
+import copy
 import mmap
 import os
 from collections.abc import Callable
@@ -172,6 +173,36 @@ def test_only_plain_norms_of_one_dimension() -> None:
     hooked.register_forward_hook(lambda *_: None)
     norms = [RMSNorm(8), LayerNorm(8), LayerNorm(8, bias=False), hooked, RMSNorm((2, 4)), nn.LayerNorm(8)]
     assert [takes(norm) for norm in norms] == [True, True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "norm", [RMSNorm(64, eps=1e-5), RMSNorm(64), LayerNorm(64), LayerNorm(64, bias=False)], ids=str
+)
+def test_modules_on_ranks_in_threads(norm: RMSNorm | LayerNorm, cuda_of_ranks: Callable[..., list[Any]]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    parts, x = (
+        [torch.randn(2, 1, 64, generator=generator) for _ in range(2)],
+        torch.randn(2, 1, 64, generator=generator),
+    )
+    bias = torch.randn(64, generator=generator)
+    memory = [torch.zeros(module.Mailboxes.bytes_of(2, 256), dtype=torch.uint8) for _ in range(2)]
+    addresses, stop = [each.data_ptr() for each in memory], torch.zeros(1, dtype=torch.int32)
+    boxes = [module.Mailboxes.at(addresses, stop, rank, 256, torch.device("cpu")) for rank in range(2)]
+
+    @torch.no_grad()
+    def called(rank: int) -> list[tuple[Tensor, Tensor]]:
+        sums = NormSums(boxes[rank])
+        first = Summand(parts[rank], bias, sums).summed_and_normed(norm, None)
+        return [first, Summand(parts[rank], None, sums).summed_and_normed(norm, x)]
+
+    found = cuda_of_ranks(2, called)
+    for ours, terms in zip(zip(*found, strict=True), ([*parts, bias], [*parts, x]), strict=True):
+        for total, normed in ours:
+            assert_as_accurate(total, sum(terms), sum(each.double() for each in terms))
+            exact = copy.deepcopy(norm).double()(sum(each.double() for each in terms))
+            assert_as_accurate(normed.detach(), norm(sum(terms)).detach(), exact.detach())
+            assert torch.equal(total, ours[0][0])
+            assert torch.equal(normed, ours[0][1])
 
 
 def refusals(own: list[str]) -> str:

@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_of_rank_sum(
     __shared__ float scratch[3][WARPS];
     const long long row = blockIdx.x;
     const int packs = columns / WIDTH;
-    const unsigned call = *static_cast<volatile int*>(state) + 1;
+    const unsigned call = static_cast<unsigned>(*static_cast<volatile int*>(state)) + 1;
     // A row of what one rank sends, at the same place in every mailbox.
     const auto place = [&](int sender) {
         return call % 2 * half_words + ((sender * static_cast<long long>(gridDim.x)) + row) * packs * WORDS;
