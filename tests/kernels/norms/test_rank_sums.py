@@ -125,6 +125,25 @@ def test_views_float32_parameters_and_more_dimensions(on_ranks: Ranks) -> None:
     assert_gate(found, partials, rest, False)
 
 
+def test_a_large_offset_does_not_swamp_the_variance(on_ranks: Ranks) -> None:
+    partials, rest = tensors(4, (5, 130), FP32, False)
+    partials = [2500 + each for each in partials]
+    found = computed(on_ranks, partials, rest | dict.fromkeys(("residual", "input_bias")), False)
+    truth = F.layer_norm(found[0][1].double(), (130,), rest["weight"].double(), rest["bias"].double())  # type: ignore[union-attr]
+    assert_as_accurate(found[0][0], truth.float(), truth)
+
+
+def test_what_is_not_finite_stays_in_its_row(on_ranks: Ranks) -> None:
+    partials, rest = tensors(4, (5, 130), FP32, False)
+    clean = computed(on_ranks, partials, rest, False)
+    partials[2][1, 7], partials[0][3, 9] = torch.nan, torch.inf
+    for (y, total), (expected, _) in zip(computed(on_ranks, partials, rest, False), clean, strict=True):
+        assert y[[1, 3]].isnan().all()
+        assert total[1, 7].isnan()
+        assert total[3, 9] == torch.inf
+        assert torch.equal(y[[0, 2, 4]], expected[[0, 2, 4]])
+
+
 def test_no_rows(on_ranks: Ranks) -> None:
     partials, rest = tensors(2, (0, 64), BF16, True)
     made, _memory = mailboxes(2)
