@@ -4,11 +4,15 @@ tests/kernels/norms/test_rank_sums.py; models that use it: test_generation.py.""
 from __future__ import annotations
 
 import copy
+import ctypes
 import mmap
 import os
+import shutil
+import subprocess
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -114,6 +118,55 @@ def test_without_a_driver_the_reason_is_the_library() -> None:
         pytest.skip("there is a driver")
     with pytest.raises(OSError, match=r"libcuda\.so\.1"):
         memory_module.allocated(64)
+
+
+DRIVER = r"""
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+typedef struct { char reserved[64]; } Handle;  // as in cuda.h
+int cuMemAlloc_v2(uint64_t* address, size_t bytes) {
+    if (bytes % (2 << 20)) return 1;
+    *address = (uint64_t)malloc(bytes);
+    memset((void*)*address, 7, bytes);
+    return 0;
+}
+int cuMemsetD8_v2(uint64_t address, unsigned char value, size_t bytes) {
+    memset((void*)address, value, bytes);
+    return 0;
+}
+int cuIpcGetMemHandle(Handle* handle, uint64_t address) {
+    memset(handle->reserved, 0, 64);
+    memcpy(handle->reserved + 40, &address, 8);
+    handle->reserved[63] = 1;
+    return 0;
+}
+int cuIpcOpenMemHandle_v2(uint64_t* address, Handle handle, unsigned flags) {
+    if (flags != 1 || handle.reserved[63] != 1) return 217;
+    memcpy(address, handle.reserved + 40, 8);
+    return 0;
+}
+int cuGetErrorName(int status, const char** name) {
+    *name = status == 217 ? "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED" : 0;
+    return 0;
+}
+"""
+
+
+def test_the_driver_is_called_by_its_c_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("gcc") is None:
+        pytest.skip("needs gcc")
+    (tmp_path / "driver.c").write_text(DRIVER)
+    library = str(tmp_path / "libcuda.so.1")
+    subprocess.run(["gcc", "-shared", "-fPIC", str(tmp_path / "driver.c"), "-o", library], check=True)
+    opened = ctypes.CDLL(library)
+    monkeypatch.setattr(memory_module.ctypes, "CDLL", lambda name: {"libcuda.so.1": opened}[name])
+    address, handle = memory_module.allocated(1000)
+    assert len(handle) == 64
+    assert ctypes.string_at(address, 1000) == bytes(1000)
+    assert memory_module.mapped(handle) == address
+    with pytest.raises(OSError, match="cuIpcOpenMemHandle_v2 failed: CUDA_ERROR_PEER_ACCESS_UNSUPPORTED"):
+        memory_module.mapped(bytes(64))
 
 
 def test_kernels_no_longer_wait_once_communication_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
