@@ -140,9 +140,10 @@ CASES = (
     Case("llama-1b", Layout(), 4, 75, (OURS, NATIVE, COMPILED, TRAINED, TRAINED_REPLAYED), "alone"),
     Case("llama-7b", Layout(), 2, 60, (OURS, NATIVE, COMPILED, REPLAYED, TRAINED, TRAINED_REPLAYED), "eight-layers", 8),
     Case("llama-135m", Layout(), 1, 20, (OURS, NATIVE, WHOLE, COMPILED, REPLAYED, TRAINED, TRAINED_REPLAYED), "alone"),
-    Case("llama-7b", Layout(4), 2, 90, (COMPILED, NATIVE), "fsdp4"),
-    Case("llama-7b", tensor_parallel(4), 2, 70, (*OF_TENSOR_RANKS, ASYNC), "tp4"),
-    Case("llama-7b", Layout(8), 2, 75, (COMPILED, NATIVE), "fsdp8"),
+    Case("llama-7b", Layout(4), 2, 65, (COMPILED, NATIVE), "fsdp4"),
+    Case("llama-7b", tensor_parallel(4), 2, 60, (*OF_TENSOR_RANKS, ASYNC), "tp4"),
+    Case("llama-7b", Layout(2, 2, sequence_parallel=True), 2, 70, (OURS, NATIVE), "tp2-fsdp2"),
+    Case("llama-7b", Layout(8), 2, 60, (COMPILED, NATIVE), "fsdp8"),
     Case("llama-7b", Layout(4, 2, sequence_parallel=True), 2, 70, (OURS, NATIVE), "tp2-fsdp4"),
     Case("llama-7b", tensor_parallel(8), 2, 60, (*OF_TENSOR_RANKS, ASYNC), "tp8"),
 )
