@@ -40,6 +40,7 @@ import torch
 
 from rooftop.analysis import profiling, repeating
 from rooftop.hardware import Ceilings, cpu_probes, measure_ceilings, pulse
+from rooftop.kernels.operands import launch_data
 from rooftop.launch import INTERPRETED, cuda, nvrtc
 
 # A first call imports and compiles. The same tree gives the same result; `--hypothesis-profile=random` looks further.
@@ -607,7 +608,9 @@ def compile_for_cpu(cuda_headers: Path, shared_builds: Path) -> Callable[[str, S
 
 
 @pytest.fixture
-def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch, compile_for_cpu: Callable[[str, Sequence[str]], None]) -> Counter[str]:
+def cuda_on_cpu(
+    monkeypatch: pytest.MonkeyPatch, compile_for_cpu: Callable[[str, Sequence[str]], None]
+) -> Iterator[Counter[str]]:
     """Kernels of CUDA C++ run on CPU tensors; gives the number of launches by name."""
     launches: Counter[str] = Counter()
 
@@ -618,7 +621,9 @@ def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch, compile_for_cpu: Callable[[str,
 
     monkeypatch.setattr(cuda, "compile", compile)
     monkeypatch.setattr(cuda, "runs_on", lambda tensor: tensor.device.type == "cpu")
-    return launches
+    launch_data.device_facts.cache_clear()  # what is remembered of the CPU: whether these kernels run there
+    yield launches
+    launch_data.device_facts.cache_clear()
 
 
 _compiled: dict[tuple[str, str], KernelOnCpu] = {}
