@@ -25,18 +25,18 @@ def base_colors(
     texels: wp.int32,
     stride: wp.int32,
 ):
-    """`targets.base_color` of each pixel that is not background, in linear light."""
+    """`targets.base_color` of each pixel, in linear light."""
     for i in range(wp.tid(), texels, stride):
         pixel = frame.pixels[i]
+        color = wp.vec3(wp.nan, wp.nan, wp.nan)
         if pixel != wp.int64(0):
             place = place_of(views, i)
             hit = hit_of(resident, views, frame, pixel, place)
             row = row_of(resident, surfaces, hit)
-            color = wp.vec3()
             if row >= 0:
                 color = base_color_of(resident, surfaces, views, frame, place, hit, row)
             else:
                 shown = own_color(resident, hit)
                 color = wp.vec3(in_linear_light(shown[0]), in_linear_light(shown[1]), in_linear_light(shown[2]))
-            for axis in range(3):
-                targets.base_color[i, axis] = color[axis]
+        for axis in range(3):
+            targets.base_color[i, axis] = color[axis]

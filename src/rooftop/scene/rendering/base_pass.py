@@ -1,4 +1,5 @@
-"""Stage 5: the surface at each pixel: its normal, texture coordinates, and a simple shaded colour.
+"""Stage 5: the surface at each pixel: its normal, texture coordinates, and a simple shaded colour; and with these all
+that stage 4 would write.
 
 Nanite draws this stage once for each range of materials, since each has a program of its own, and finds its pixels by
 material depth. Here all materials are rows of one table that one program reads. A launch for each range would read the
@@ -18,7 +19,16 @@ from rooftop.scene.rendering.buffers import (
     Views,
 )
 from rooftop.scene.rendering.clusters import material_of, normal_of, uv_of, vertex_color_of
-from rooftop.scene.rendering.emit_depth_targets import Hit, emit_velocity, hit_of, longest_side, ray
+from rooftop.scene.rendering.emit_depth_targets import (
+    Hit,
+    emit_background,
+    emit_cluster,
+    emit_pixel,
+    emit_velocity,
+    hit_of,
+    longest_side,
+    ray,
+)
 from rooftop.scene.rendering.lighting import point_of, strength, toward_light
 from rooftop.scene.rendering.projections import place_of
 from rooftop.scene.rendering.texturing import Surfaces, displayed, row_of
@@ -127,13 +137,19 @@ def base_pass(
     texels: wp.int32,
     stride: wp.int32,
 ):
-    """`light`: the direction to the light in a scene without lights, in the world, of length 1. The velocity, if
-    requested, is written too."""
+    """`light`: the direction to the light in a scene without lights, in the world, of length 1. The targets of
+    `emit_depth_targets` are written too: the surface at a pixel is found once."""
     for i in range(wp.tid(), texels, stride):
         pixel = frame.pixels[i]
-        if pixel != wp.int64(0):
+        if pixel == wp.int64(0):
+            emit_background(targets, i)
+        else:
             place = place_of(views, i)
             hit = hit_of(resident, views, frame, pixel, place)
+            emit_pixel(views, targets, i, place[0], pixel)
+            if targets.instance.shape[0] > 0:
+                targets.instance[i] = hit.instance
+            emit_cluster(resident, targets, i, hit)
             if targets.velocity.shape[0] > 0:
                 emit_velocity(views, views_before, frame, targets, i, place[0], hit)
             flat = to_world(resident, hit.instance, upright(hit.a, hit.b, hit.c))
@@ -144,17 +160,21 @@ def base_pass(
             if targets.normal.shape[0] > 0:
                 for axis in range(3):
                     targets.normal[i, axis] = normal[axis]
-            if targets.uv.shape[0] > 0 and resident.mesh[hit.mesh, MESH_ATTRIBUTES] & HAS_UV != 0:
-                step = resident.mesh_steps[hit.mesh, 1]
-                uv = (
-                    hit.parts[0] * uv_of(resident, hit.cluster, hit.corners[0], step)
-                    + hit.parts[1] * uv_of(resident, hit.cluster, hit.corners[1], step)
-                    + hit.parts[2] * uv_of(resident, hit.cluster, hit.corners[2], step)
-                )
+            if targets.uv.shape[0] > 0:
+                uv = wp.vec2(wp.nan, wp.nan)
+                if resident.mesh[hit.mesh, MESH_ATTRIBUTES] & HAS_UV != 0:
+                    step = resident.mesh_steps[hit.mesh, 1]
+                    uv = (
+                        hit.parts[0] * uv_of(resident, hit.cluster, hit.corners[0], step)
+                        + hit.parts[1] * uv_of(resident, hit.cluster, hit.corners[1], step)
+                        + hit.parts[2] * uv_of(resident, hit.cluster, hit.corners[2], step)
+                    )
                 targets.uv[i, 0] = uv[0]
                 targets.uv[i, 1] = uv[1]
-            if targets.vertex_color.shape[0] > 0 and hit.cluster.color_bits > 0:
-                own = own_color(resident, hit)
+            if targets.vertex_color.shape[0] > 0:
+                own = wp.vec3(wp.nan, wp.nan, wp.nan)
+                if hit.cluster.color_bits > 0:
+                    own = own_color(resident, hit)
                 for axis in range(3):
                     targets.vertex_color[i, axis] = own[axis]
             if targets.color.shape[0] > 0:

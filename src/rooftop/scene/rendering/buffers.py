@@ -135,9 +135,9 @@ DIRECTIONAL, SPOT, POINT = wp.constant(0), wp.constant(1), wp.constant(2)
 
 @wp.struct
 class Targets:
-    """By pixel, as in `Frame.pixels`, or empty if not requested. Background keeps its earlier values."""
+    """By pixel, as in `Frame.pixels`, or empty if not requested. Every pixel is written, background too."""
 
-    depth: wp.array(dtype=wp.float32)  # world units along the view's axis; emit_depth_targets, and so up to velocity
+    depth: wp.array(dtype=wp.float32)  # world units along the view's axis; emit_depth_targets or base_pass, and so on
     instance: wp.array(dtype=wp.int32)
     cluster: wp.array(dtype=wp.int32)  # its number in the mesh
     triangle: wp.array(dtype=wp.int32)  # its number in the cluster
@@ -146,7 +146,7 @@ class Targets:
     coverage: wp.array(dtype=wp.bool)  # whether a surface covers the pixel's centre
     material_depth: wp.array(dtype=wp.float32)  # (material + 1) / 2^16
     velocity: wp.array2d(dtype=wp.float32)  # pixels since the previous frame, to the right and down
-    normal: wp.array2d(dtype=wp.float32)  # in the world; base_pass, and so on
+    normal: wp.array2d(dtype=wp.float32)  # in the world; base_pass alone, and so on
     uv: wp.array2d(dtype=wp.float32)
     color: wp.array2d(dtype=wp.float32)  # 0 to 1
     base_color: wp.array2d(dtype=wp.float32)  # in linear light; base_colors

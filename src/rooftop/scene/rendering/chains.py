@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from rooftop.scene.rendering.canvases import Canvas
 from rooftop.scene.rendering.memory import ROOM, FrameMemory
+from rooftop.scene.rendering.targets import Outputs
 from rooftop.scene.rendering.uploads import Inputs
 
 Sizes = tuple[tuple[int, int], ...]
 MOST_CHAINS = 4  # of one renderer: only cameras, and with the shadow maps that are redrawn now and then
+MOST_KINDS = 8  # of outputs that a chain is drawn with
 MOST_TEXELS = 2**27  # of chains that are kept besides the last one: 8 bytes each
 
 
 @dataclass
 class Chain:
-    """The views and the working memory of one chain of launches."""
+    """The views, the working memory and the outputs of one chain of launches."""
 
     inputs: Inputs
     memory: FrameMemory
+    _outputs: dict[tuple[tuple[str, ...], int], Outputs] = field(default_factory=dict)
+
+    def outputs(self, names: tuple[str, ...], lights: int) -> Outputs:
+        """Those of a frame with these names, in a scene with that many lights."""
+        known = self._outputs.pop((names, lights), None)
+        if known is None:
+            known = Outputs(names, self.memory.canvas.camera_texels, lights, self.memory.device)
+        self._outputs[names, lights] = known
+        if len(self._outputs) > MOST_KINDS:
+            del self._outputs[next(iter(self._outputs))]  # the one drawn least recently
+        return known
 
 
 class Chains:
@@ -80,9 +93,10 @@ class Chains:
         self._settled = self._depths
 
     def forget_graphs(self) -> None:
-        """Drop captured graphs: they hold addresses that are no longer valid."""
+        """Drop captured graphs and packed launches: they hold addresses that are no longer valid."""
         for chain in self._chains.values():
             chain.memory.graphs.clear()
+            chain.memory.launches.clear()
 
     def _forget_some(self) -> None:
         kept = list(self._chains)

@@ -154,6 +154,69 @@ def emit_velocity(
     targets.velocity[texel, 1] = now[1] - then[1]
 
 
+@wp.func
+def emit_pixel(views: Views, targets: Targets, texel: wp.int32, view: wp.int32, pixel: wp.int64):
+    """What the pixel of the visibility buffer says by itself."""
+    if targets.depth.shape[0] > 0:
+        near = wp.cast(wp.int32(pixel >> DEPTH_SHIFT), wp.float32)
+        targets.depth[texel] = views.lens[view, LENS_NEAR] / near
+    if targets.coverage.shape[0] > 0:
+        targets.coverage[texel] = True
+    if targets.triangle.shape[0] > 0:
+        targets.triangle[texel] = wp.int32(pixel) & (TRIANGLES - 1)
+
+
+@wp.func
+def emit_cluster(resident: Resident, targets: Targets, texel: wp.int32, hit: Hit):
+    """What its cluster says."""
+    if targets.cluster.shape[0] > 0:
+        targets.cluster[texel] = hit.cluster.number
+    if targets.level.shape[0] > 0:
+        targets.level[texel] = hit.cluster.level
+    if targets.material.shape[0] + targets.material_depth.shape[0] > 0:
+        material = material_of(resident, hit.cluster, hit.triangle)
+        if targets.material.shape[0] > 0:
+            targets.material[texel] = material
+        if targets.material_depth.shape[0] > 0:
+            targets.material_depth[texel] = MATERIAL_STEP * wp.float32(material + 1)
+
+
+@wp.func
+def emit_background(targets: Targets, texel: wp.int32):
+    """The values of background, as `targets.BACKGROUND`; `shadows` and `base_colors` write those of their targets."""
+    if targets.depth.shape[0] > 0:
+        targets.depth[texel] = wp.inf
+    if targets.coverage.shape[0] > 0:
+        targets.coverage[texel] = False
+    if targets.triangle.shape[0] > 0:
+        targets.triangle[texel] = -1
+    if targets.instance.shape[0] > 0:
+        targets.instance[texel] = -1
+    if targets.cluster.shape[0] > 0:
+        targets.cluster[texel] = -1
+    if targets.level.shape[0] > 0:
+        targets.level[texel] = -1
+    if targets.material.shape[0] > 0:
+        targets.material[texel] = -1
+    if targets.material_depth.shape[0] > 0:
+        targets.material_depth[texel] = 0.0
+    if targets.velocity.shape[0] > 0:
+        for axis in range(2):
+            targets.velocity[texel, axis] = 0.0
+    if targets.normal.shape[0] > 0:
+        for axis in range(3):
+            targets.normal[texel, axis] = 0.0
+    if targets.uv.shape[0] > 0:
+        for axis in range(2):
+            targets.uv[texel, axis] = wp.nan
+    if targets.vertex_color.shape[0] > 0:
+        for axis in range(3):
+            targets.vertex_color[texel, axis] = wp.nan
+    if targets.color.shape[0] > 0:
+        for axis in range(3):
+            targets.color[texel, axis] = 0.0
+
+
 @wp.kernel
 def emit_depth_targets(
     resident: Resident,
@@ -161,39 +224,24 @@ def emit_depth_targets(
     views_before: Views,
     frame: Frame,
     targets: Targets,
-    velocity: wp.int32,
     texels: wp.int32,
     stride: wp.int32,
 ):
-    """A thread handles pixels in strides; it writes only targets that are not empty, and no background. `velocity`:
-    whether it is written here too; a base pass would know the point on the surface anyway."""
+    """Where there is no base pass. A thread handles pixels in strides; it writes only targets that are not empty."""
     for i in range(wp.tid(), texels, stride):
         pixel = frame.pixels[i]
-        if pixel != wp.int64(0):
-            if targets.depth.shape[0] > 0:
-                near = wp.cast(wp.int32(pixel >> DEPTH_SHIFT), wp.float32)
-                targets.depth[i] = views.lens[view_at(views, i), LENS_NEAR] / near
-            if targets.coverage.shape[0] > 0:
-                targets.coverage[i] = True
-            if targets.triangle.shape[0] > 0:
-                targets.triangle[i] = wp.int32(pixel) & (TRIANGLES - 1)
+        if pixel == wp.int64(0):
+            emit_background(targets, i)
+        else:
+            if targets.depth.shape[0] + targets.coverage.shape[0] + targets.triangle.shape[0] > 0:
+                emit_pixel(views, targets, i, view_at(views, i), pixel)
             if targets.instance.shape[0] > 0:
                 item = frame.drawn[wp.int32(pixel >> TRIANGLE_SHIFT) & RANK_MASK]
                 targets.instance[i] = pair_of(item) % frame.instances
-            of_material = targets.material.shape[0] + targets.material_depth.shape[0]
-            if targets.cluster.shape[0] + targets.level.shape[0] + of_material > 0:
-                hit = covering(resident, frame, pixel)
-                if targets.cluster.shape[0] > 0:
-                    targets.cluster[i] = hit.cluster.number
-                if targets.level.shape[0] > 0:
-                    targets.level[i] = hit.cluster.level
-                if of_material > 0:
-                    material = material_of(resident, hit.cluster, hit.triangle)
-                    if targets.material.shape[0] > 0:
-                        targets.material[i] = material
-                    if targets.material_depth.shape[0] > 0:
-                        targets.material_depth[i] = MATERIAL_STEP * wp.float32(material + 1)
-            if velocity != 0:
+            of_cluster = targets.cluster.shape[0] + targets.level.shape[0]
+            if of_cluster + targets.material.shape[0] + targets.material_depth.shape[0] > 0:
+                emit_cluster(resident, targets, i, covering(resident, frame, pixel))
+            if targets.velocity.shape[0] > 0:
                 place = place_of(views, i)
                 hit = hit_of(resident, views, frame, pixel, place)
                 emit_velocity(views, views_before, frame, targets, i, place[0], hit)

@@ -9,6 +9,7 @@ import torch
 import warp as wp
 from torch import Tensor
 
+from rooftop.launch.warp_launch import Launches
 from rooftop.scene import layouts
 from rooftop.scene.rendering import buffers
 from rooftop.scene.rendering.canvases import Canvas
@@ -100,6 +101,7 @@ class FrameMemory:
         self.tensors["found"].fill_(LAST)
         # By the arguments of a frame; None if it was drawn once with them.
         self.graphs: dict[tuple[object, ...], Captured | None] = {}
+        self.launches = Launches(device)
         self.frame: Any = buffers.Frame()
         self.frame.instances, self.frame.cameras = places, canvas.cameras
         for name, tensor in self.tensors.items():

@@ -22,6 +22,7 @@ from rooftop.scene.rendering.placing import Placed
 from rooftop.scene.rendering.shadow_maps import Drawing, ShadowMaps
 from rooftop.scene.rendering.stages import THREADS_OF_A_MULTIPROCESSOR, Clock, Stages
 from rooftop.scene.rendering.surfaces import uploaded_surfaces
+from rooftop.scene.rendering.targets import Outputs
 from rooftop.scene.rendering.texturing import Surfaces
 from rooftop.scene.rendering.uploads import Meshes, Uploaded
 from rooftop.scene.scenes import Scene
@@ -29,19 +30,6 @@ from rooftop.scene.streaming.page_graph import PageGraph
 from rooftop.scene.streaming.pool import Pool, checked_pool_bytes, slots_of
 
 LIGHT = (0.4, 0.3, 0.85)  # from where it comes
-BACKGROUND = {  # else -1
-    "depth": torch.inf,
-    "uv": torch.nan,
-    "vertex_color": torch.nan,
-    "velocity": 0.0,
-    "normal": 0.0,
-    "color": 0.0,
-    "base_color": torch.nan,
-    "shadow": torch.nan,
-    "material_depth": 0.0,
-    "coverage": False,
-}
-CHANNELS = {"normal": 3, "uv": 2, "velocity": 2, "color": 3, "vertex_color": 3, "base_color": 3}
 
 
 class Renderer:
@@ -109,6 +97,8 @@ class Renderer:
         self._surfaces: Uploaded | None = None
         self._surfaces_of: tuple[object, ...] = ()
         self._memory: FrameMemory | None = None
+        self._direction: tuple[float, ...] = ()  # of `_toward_light`
+        self._dark, self._plain = buffers.Lights(), Surfaces()  # none, always the same ones: see `Launches`
         self._shadows = ShadowMaps(self.device)
         self._placed = Placed(self.device)
         self._resident: Uploaded | None = None  # what graphs know
@@ -188,7 +178,7 @@ class Renderer:
     ) -> tuple[FrameStats, dict[str, Tensor]]:
         """The pictures of all cameras, (pixels[, C]) one after another."""
         outputs = _checked_outputs(outputs)
-        light = wp.vec3(*_checked_light(self.light))
+        light = self._light_now()
         pixel_error = _checked_error(self.pixel_error)
         sizes = tuple((camera.width, camera.height) for camera in cameras)
         canvas = Canvas(sizes, len(cameras))
@@ -213,7 +203,7 @@ class Renderer:
         pool, best = self.pool, False
         if pool is not None:
             pool.begin()
-        surfaces = self._surfaces_now() if {"color", "base_color"} & set(outputs) else Surfaces()
+        surfaces = self._surfaces_now() if {"color", "base_color"} & set(outputs) else self._plain
         while True:
             clock = Clock(self.device, timings)
             stages = self._stages(chain, meshes, clock)
@@ -229,8 +219,9 @@ class Renderer:
                         self._draw_maps(batch, meshes, pixel_error)
                 if later and pool is not None:
                     pool.requests.collect(counters_of, self._threads, aging=False)
-            pictures, targets = _pictures(emitted, canvas, len(lights), self.device)
-            stages.emit(targets, light, self._shadows.values if lights else buffers.Lights(), surfaces, emitted)
+            tensors = chain.outputs(emitted, len(lights))
+            pictures = tensors.new()
+            stages.emit(tensors.targets, light, self._shadows.values if lights else self._dark, surfaces, emitted)
             answer = pool.requests.read() if pool is not None else None  # waits for the frame, as the next line does
             if pool is not None and answer is not None and answer.refused is not None:
                 self._drop_pool()
@@ -306,6 +297,13 @@ class Renderer:
             self._meshes = Meshes(self.scene.meshes, self.device, self.pool)
         return self._meshes
 
+    def _light_now(self) -> Any:
+        """The direction of `light`, of length 1: the same object until another one is set."""
+        direction = _checked_light(self.light)
+        if direction != self._direction:
+            self._direction, self._toward_light = direction, wp.vec3(*direction)
+        return self._toward_light
+
     def _surfaces_now(self) -> Any:
         """The scene's materials on the device, from the first frame that requests a colour."""
         materials = self.scene.materials
@@ -356,7 +354,7 @@ class Renderer:
         """The pictures of a scene without instances; the next frame then has no previous frame."""
         self._placed.settle()
         self._cameras, self._has_depths = (), False
-        pictures, _ = _pictures(outputs, canvas, len(self.scene.lights), self.device)
+        pictures = Outputs(outputs, canvas.camera_texels, len(self.scene.lights), self.device).background()
         if "overdraw" in outputs:
             pictures["overdraw"] = torch.zeros(canvas.texels, dtype=torch.int32, device=self.device)
         return pictures
@@ -432,23 +430,6 @@ def _checked_light(light: Any) -> tuple[float, ...]:
         raise ValueError(f"light={short(light)}: expected a direction, three finite numbers that are not all 0")
     direction /= abs(direction).max()  # so that no square is too large or too small
     return tuple((direction / np.linalg.norm(direction)).tolist())
-
-
-def _pictures(
-    outputs: Sequence[str], canvas: Canvas, lights: int, device: torch.device
-) -> tuple[dict[str, Tensor], Any]:
-    """Tensors of background, (pixels[, C]) by name, and the same in the form for the stages."""
-    pictures, targets = {}, buffers.Targets()
-    channels = CHANNELS | {"shadow": lights}
-    for name in outputs:
-        if name == "overdraw":
-            continue
-        sizes = (canvas.camera_texels, *([channels[name]] if name in channels else []))
-        background = BACKGROUND.get(name, -1)
-        dtype = torch.bool if background is False else torch.float32 if name in BACKGROUND else torch.int32
-        pictures[name] = torch.full(sizes, background, dtype=dtype, device=device)
-        setattr(targets, name, wp.from_torch(pictures[name]))
-    return pictures, targets
 
 
 def _stats(counters: list[int], shadow_maps: int, stage_ms: dict[str, float]) -> FrameStats:

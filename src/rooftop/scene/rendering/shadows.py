@@ -167,10 +167,13 @@ def shadows(
     texels: wp.int32,
     stride: wp.int32,
 ):
-    """`targets.shadow` of each pixel that is not background."""
+    """`targets.shadow` of each pixel."""
     for i in range(wp.tid(), texels, stride):
         pixel = frame.pixels[i]
-        if pixel != wp.int64(0):
+        if pixel == wp.int64(0):
+            for light in range(lights.kind.shape[0]):
+                targets.shadow[i, light] = wp.nan
+        else:
             place = place_of(views, i)
             view = place[0]
             hit = hit_of(resident, views, frame, pixel, place)

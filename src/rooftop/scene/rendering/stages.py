@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from rooftop.hardware.graphs import collection_paused
-from rooftop.launch.warp_launch import launch_warp
 from rooftop.scene.rendering import (
     base_colors,
     base_pass,
@@ -36,6 +35,9 @@ from rooftop.scene.streaming.answers import RequestBuffers
 THREADS_OF_A_MULTIPROCESSOR = 1024
 MOST_GRAPHS = 4  # for one memory: a first frame and later ones, each with and without timings
 OF_BASE_PASS = {"normal", "uv", "color", "vertex_color"}
+OF_DEPTH_TARGETS = {
+    *("depth", "coverage", "triangle", "instance", "cluster", "level", "material", "material_depth", "velocity")
+}
 
 
 class Clock:
@@ -181,9 +183,9 @@ class Stages:
         """
         shared = (*self._inputs, self.memory.frame, targets)
         base, texels = not OF_BASE_PASS.isdisjoint(outputs), self.memory.canvas.camera_texels
-        with self.clock.of("emit_depth_targets"):
-            velocity = int("velocity" in outputs and not base)
-            self._launch(emit_depth_targets.emit_depth_targets, *shared, velocity, texels)
+        if not base and not OF_DEPTH_TARGETS.isdisjoint(outputs):
+            with self.clock.of("emit_depth_targets"):
+                self._launch(emit_depth_targets.emit_depth_targets, *shared, texels)
         if "shadow" in outputs:
             with self.clock.of("shadows"):
                 of_pixels = (self.resident.values, self.now.values, self.memory.frame, targets, lights)
@@ -262,4 +264,4 @@ class Stages:
 
     def _launch(self, kernel: Any, *arguments: Any, threads: int | None = None) -> None:
         threads = threads or self.threads
-        launch_warp(kernel, (threads,), *arguments, threads, device=self.clock.device)
+        self.memory.launches(kernel, threads, *arguments, threads)

@@ -1,0 +1,81 @@
+"""The tensors of a frame's outputs, and the same in the form for the stages.
+
+The stages write every pixel of them, background included, so their memory is not filled before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import warp as wp
+from torch import Tensor
+
+from rooftop.scene.rendering import buffers
+
+# The values of background, as the stages write them; -1 for all others.
+BACKGROUND = {
+    "depth": torch.inf,
+    "uv": torch.nan,
+    "vertex_color": torch.nan,
+    "velocity": 0.0,
+    "normal": 0.0,
+    "color": 0.0,
+    "base_color": torch.nan,
+    "shadow": torch.nan,
+    "material_depth": 0.0,
+    "coverage": False,
+}
+CHANNELS = {"normal": 3, "uv": 2, "velocity": 2, "color": 3, "vertex_color": 3, "base_color": 3}
+
+
+class Outputs:
+    """New tensors for the outputs of each frame, of the same kinds and sizes.
+
+    Args:
+        names: of outputs; "overdraw" is left out, as the rasterizer counts it elsewhere.
+        texels: pixels of all cameras.
+        lights: of the scene.
+        device: of the tensors.
+
+    Attributes:
+        targets: `buffers.Targets`, at the tensors of the last `new`.
+    """
+
+    def __init__(self, names: Sequence[str], texels: int, lights: int, device: torch.device) -> None:
+        self.targets = buffers.Targets()
+        self._device = device
+        self._kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        channels = CHANNELS | {"shadow": lights}
+        for name in names:
+            if name != "overdraw":
+                sizes = (texels, *([channels[name]] if name in channels else []))
+                self._kinds[name] = sizes, _dtype(name)
+                array = wp.from_torch(torch.empty(sizes, dtype=_dtype(name), device=device), return_ctype=True)
+                setattr(self._packed, name, array)
+
+    @property
+    def _packed(self) -> object:
+        """The targets as kernels get them."""
+        return self.targets.__ctype__()
+
+    def new(self) -> dict[str, Tensor]:
+        """Tensors (pixels[, C]) by name, without values, for one frame."""
+        packed, pictures = self._packed, {}
+        for name, (sizes, dtype) in self._kinds.items():
+            pictures[name] = torch.empty(sizes, dtype=dtype, device=self._device)
+            getattr(packed, name).data = pictures[name].data_ptr()  # sizes and strides stay the same
+        return pictures
+
+    def background(self) -> dict[str, Tensor]:
+        """The tensors of a frame that shows nothing."""
+        return {
+            name: torch.full(sizes, BACKGROUND.get(name, -1), dtype=dtype, device=self._device)
+            for name, (sizes, dtype) in self._kinds.items()
+        }
+
+
+def _dtype(name: str) -> torch.dtype:
+    if BACKGROUND.get(name) is False:
+        return torch.bool
+    return torch.float32 if name in BACKGROUND else torch.int32
