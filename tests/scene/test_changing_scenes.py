@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from rooftop.launch import count_launches
 from rooftop.scene import Camera, DirectionalLight, Geometry, Renderer, Scene
 from rooftop.scene.instances import FEW_CHANGES, Instances, first_flat, most_stretch
 from rooftop.scene.rendering.placing import Placed
@@ -207,6 +208,66 @@ def test_a_prefetch_between_frames_does_not_take_a_velocity_away(ball: Geometry,
     assert ours["velocity"][theirs["instance"] == 0].abs().max() > 1
     assert not ours["velocity"][theirs["instance"] == 1].any()
     assert not streamed.render(AHEAD, SHOWN)["velocity"].any()
+
+
+def test_moves_take_one_launch_and_settle_with_the_next(cube: Geometry, device: str) -> None:
+    scene = Scene()
+    scene.add_instances(scene.add_mesh(cube), np.stack([moved(6, k - 10, 0, scale=0.2) for k in range(20)]))
+    renderer = Renderer(scene, device)
+
+    def launched() -> int:
+        with count_launches() as launches:
+            frame = renderer.render(AHEAD, SHOWN)
+        assert launches["base_pass"] == 1
+        assert not launches["emit_depth_targets"]
+        moves = frame["velocity"].nan_to_num(1.0).abs().amax(-1) > 0
+        seen.append(set(frame["instance"][moves].tolist()))
+        return launches["put_instances"]
+
+    seen: list[set[int]] = []
+    assert launched() == 1
+    assert launched() == 0
+    scene.move_all([8, 10], np.stack([moved(6, -2, 0.3, scale=0.2), moved(6, 0, 0.3, scale=0.2)]))
+    assert launched() == 1
+    scene.move_all([10, 12], np.stack([moved(6, 0, 0.6, scale=0.2), moved(6, 2, 0.3, scale=0.2)]))
+    assert launched() == 1
+    assert launched() == 1  # the last moves settle
+    assert launched() == 0
+    assert seen == [set(), set(), {8, 10}, {10, 12}, set(), set()]
+
+
+def test_moves_for_a_frame_that_failed_are_of_the_next(
+    cube: Geometry, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene()
+    scene.add_instances(scene.add_mesh(cube), np.stack([moved(5, k - 1, 0, scale=0.3) for k in range(3)]))
+    disturbed, plain = Renderer(scene, device), Renderer(scene, device)
+
+    def move(height: float, *numbers: int) -> None:
+        scene.move_all(numbers, np.stack([moved(5, k - 1, height, scale=0.3) for k in numbers]))
+
+    for heights in ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)):
+        for renderer in (disturbed, plain):
+            renderer.render(AHEAD, SHOWN)
+        move(heights[0], 0, 1)
+        for renderer in (disturbed, plain):
+            renderer.render(AHEAD, SHOWN)
+        move(heights[1], 1, 2)
+        added = scene.add_instance(0, moved(5, 2 + heights[0], 0, scale=0.2))
+        with monkeypatch.context() as failing:
+            failing.setattr("rooftop.scene.rendering.renderer.Stages.emit", None)
+            with pytest.raises(TypeError):
+                disturbed.render(AHEAD, SHOWN)
+        move(heights[2], 2)
+        scene.move(added, moved(5, 2 + heights[0], 0.1, scale=0.2))
+        ours, theirs = disturbed.render(AHEAD, SHOWN), plain.render(AHEAD, SHOWN)
+        assert torch.equal(ours["velocity"], theirs["velocity"])
+        speed = [ours["velocity"][ours["instance"] == k].abs().max() for k in (1, 2)]
+        assert min(speed) > 0.5
+        assert not ours["velocity"][ours["instance"] == added].any()
+        ours, theirs = disturbed.render(AHEAD, SHOWN), plain.render(AHEAD, SHOWN)
+        assert not ours["velocity"].any()
+        assert not theirs["velocity"].any()
 
 
 def test_shadows_follow_what_comes_and_goes(cube: Geometry, device: str) -> None:

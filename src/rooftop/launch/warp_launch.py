@@ -96,7 +96,7 @@ class Launches:
         others = [a for a in arguments if type(a) is not int]
         key = (kernel, threads, numbers)
         kept = self._kept.get(key)
-        if kept is None or any([a is not b for a, b in zip(kept[1], others, strict=True)]):
+        if kept is None or any(a is not b for a, b in zip(kept[1], others, strict=True)):
             kept = self._kept[key] = self._packed(kernel, threads, arguments), others
         kept[0].launch(_current_stream(self.device))
         record_launch(kernel.key)

@@ -7,7 +7,8 @@ from rooftop.scene.rendering.buffers import Frame, Resident, Views
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
-SENT = 14  # columns of a changed instance: its number, its mesh, and its transform, 3 x 4, object to world
+SENT = 15  # columns of a changed instance: its number, its mesh, `settles`, and its transform, 3 x 4, object to world
+SETTLED = wp.constant(-2)  # in place of the mesh of an instance that only settles
 SLACK = wp.constant(wp.float64(1.0 + 1e-6))  # by which a scale is rounded up
 
 
@@ -26,29 +27,40 @@ def most_stretch(linear: wp.mat33d):
     return wp.sqrt(mean + wp.float64(2.0) * spread * wp.cos(wp.acos(cosine) / wp.float64(3.0)))
 
 
-@wp.kernel
-def put_instances(
-    resident: Resident, origins: wp.array2d(dtype=wp.float64), sent: wp.array2d(dtype=wp.float64), framed: wp.int32
-):
-    """The changed instances, one thread for each. `origins`: origins of the meshes, which their positions are relative
-    to. Instances from number `framed` on were in no earlier frame: their previous position is the present one."""
-    i = wp.tid()
-    row = wp.int32(sent[i, 0])
-    mesh = wp.int32(sent[i, 1])
+@wp.struct
+class Changes:
+    """Changed instances, each once."""
+
+    rows: wp.array2d(dtype=wp.float64)  # (count, SENT); `settles`: whether the last frame drew it where it was put last
+    count: wp.int32
+    framed: wp.int32  # instances from this number on were in no earlier frame
+
+
+@wp.func
+def settle(resident: Resident, row: wp.int32):
+    """The position that an instance has is its previous one."""
+    for k in range(12):
+        resident.instance_before[row, k] = resident.instance_to_world[row, k]
+
+
+@wp.func
+def put(resident: Resident, origins: wp.array2d(dtype=wp.float64), changes: Changes, i: wp.int32):
+    """A changed instance."""
+    row = wp.int32(changes.rows[i, 0])
+    mesh = wp.int32(changes.rows[i, 1])
     resident.instance_mesh[row] = mesh
     if mesh >= 0:
         linear = wp.mat33d()
         for axis in range(3):
-            shift = sent[i, 2 + 4 * axis + 3]
+            shift = changes.rows[i, 3 + 4 * axis + 3]
             for inner in range(3):
-                part = sent[i, 2 + 4 * axis + inner]
+                part = changes.rows[i, 3 + 4 * axis + inner]
                 linear[axis, inner] = part
                 shift += part * origins[mesh, inner]
                 resident.instance_to_world[row, 4 * axis + inner] = part
             resident.instance_to_world[row, 4 * axis + 3] = shift
-        if row >= framed:
-            for k in range(12):
-                resident.instance_before[row, k] = resident.instance_to_world[row, k]
+        if row >= changes.framed:
+            settle(resident, row)
         stretch = most_stretch(linear) * SLACK
         normals = stretch * wp.transpose(wp.inverse(linear))
         for axis in range(3):
@@ -58,11 +70,14 @@ def put_instances(
 
 
 @wp.kernel
-def settle_instances(resident: Resident, sent: wp.array2d(dtype=wp.float64)):
-    """After a frame, the changed instances, one thread for each."""
-    row = wp.int32(sent[wp.tid(), 0])
-    for k in range(12):
-        resident.instance_before[row, k] = resident.instance_to_world[row, k]
+def put_instances(resident: Resident, origins: wp.array2d(dtype=wp.float64), changes: Changes, stride: wp.int32):
+    """The changed instances, and those that changed for the last frame. `origins`: origins of the meshes, which their
+    positions are relative to."""
+    for i in range(wp.tid(), changes.count, stride):
+        if changes.rows[i, 2] != wp.float64(0.0):
+            settle(resident, wp.int32(changes.rows[i, 0]))
+        if wp.int32(changes.rows[i, 1]) != SETTLED:
+            put(resident, origins, changes, i)
 
 
 @wp.func
