@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +86,12 @@ class Canvas:
     def hzb_texels(self) -> int:
         """Texels of levels 1 and up of all cameras."""
         return sum(texels_of(size, k) for size in self.sizes[: self.cameras] for k in range(1, levels_of(size)))
+
+
+@lru_cache(maxsize=32)
+def canvas_of(sizes: tuple[tuple[int, int], ...], cameras: int) -> Canvas:
+    """The same canvas from frame to frame, so that its tables are computed once."""
+    return Canvas(sizes, cameras)
 
 
 def levels_of(size: tuple[int, int]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ COUNTERS_OF = {
         which * buffers.PASS + buffers.LEVEL + level for which in range(2) for level in range(layouts.MAX_DEPTH)
     ),
 }
+OF_LISTS = {name: itemgetter(places[0], *places) for name, places in COUNTERS_OF.items()}
+"""Takes a list's counters from all; the first one twice, so that there are several."""
 
 Captured = tuple[torch.cuda.CUDAGraph, tuple[tuple[str, Any, Any], ...]]
 """The graph of a frame, and for each stage its name and the events at its begin and end."""
@@ -148,8 +151,8 @@ class FrameMemory:
             ValueError: a list would be longer than a frame can have it.
         """
         room = dict(self.room)
-        for name, places in COUNTERS_OF.items():
-            needed, most = max(counters[place] for place in places), MOST_THREADS // THREADS_OF_AN_ENTRY.get(name, 1)
+        for name, of_list in OF_LISTS.items():
+            needed, most = max(of_list(counters)), MOST_THREADS // THREADS_OF_AN_ENTRY.get(name, 1)
             if needed > most:
                 raise ValueError(
                     f"a frame of more than {most:,} {name.replace('_', ' ')}: render fewer views at a time, or allow a "

@@ -15,7 +15,7 @@ from rooftop.scene.arguments import MOST, real_numbers, short
 from rooftop.scene.cameras import Camera, checked_cameras, same_size
 from rooftop.scene.gbuffers import OUTPUTS, FrameStats, GBuffer
 from rooftop.scene.rendering import buffers, cuda_sources
-from rooftop.scene.rendering.canvases import Canvas
+from rooftop.scene.rendering.canvases import Canvas, canvas_of
 from rooftop.scene.rendering.chains import Chain, Chains
 from rooftop.scene.rendering.memory import MOST_THREADS, FrameMemory
 from rooftop.scene.rendering.placing import Placed
@@ -97,7 +97,8 @@ class Renderer:
         self._surfaces: Uploaded | None = None
         self._surfaces_of: tuple[object, ...] = ()
         self._memory: FrameMemory | None = None
-        self._direction: tuple[float, ...] = ()  # of `_toward_light`
+        self._direction: tuple[float, ...] = ()  # of `_toward_light`, which `_light_of` gave
+        self._light_of: object = None
         self._dark, self._plain = buffers.Lights(), Surfaces()  # none, always the same ones: see `Launches`
         self._shadows = ShadowMaps(self.device)
         self._placed = Placed(self.device)
@@ -181,7 +182,7 @@ class Renderer:
         light = self._light_now()
         pixel_error = _checked_error(self.pixel_error)
         sizes = tuple((camera.width, camera.height) for camera in cameras)
-        canvas = Canvas(sizes, len(cameras))
+        canvas = canvas_of(sizes, len(cameras))
         _check_sizes(canvas, self.scene.placed.count)
         if not len(self.scene):
             return FrameStats(0, 0, (), 0, 0, 0), self._background(outputs, canvas)
@@ -196,7 +197,7 @@ class Renderer:
             due = self._shadows.due(lights, cameras, meshes, self.scene.placed, self.scene.bounds(), drawing)
         beside, *later = self._shadows.batches(due, placed.places, len(cameras))
         maps = [self._shadows.views[number] for number in beside]
-        canvas = Canvas((*sizes, *((view.width, view.height) for view in maps)), len(cameras))
+        canvas = canvas_of((*sizes, *((view.width, view.height) for view in maps)), len(cameras))
         chain = self._chains.of(canvas, placed.places, "overdraw" in outputs)
         chain.inputs.look(cameras, self._cameras if same_views else cameras, maps)
         chain.memory.frame.pixel_error = pixel_error
@@ -266,7 +267,7 @@ class Renderer:
         if not views:
             return  # the path is at its end
         for view in views:
-            _check_sizes(Canvas(((view.width, view.height),), 1), self.scene.placed.count)
+            _check_sizes(canvas_of(((view.width, view.height),), 1), self.scene.placed.count)
         if self.pool_bytes is None or not len(self.scene):
             return
         meshes, pool = self._meshes_now(), self.pool
@@ -276,7 +277,7 @@ class Renderer:
         places = self._place(meshes).places
         pool.requests.clear()
         for view in views:
-            chain = self._ahead.of(Canvas(((view.width, view.height),), 1), places)
+            chain = self._ahead.of(canvas_of(((view.width, view.height),), 1), places)
             chain.inputs.look((view,), (view,))
             while True:
                 chain.memory.frame.pixel_error = pixel_error
@@ -299,9 +300,11 @@ class Renderer:
 
     def _light_now(self) -> Any:
         """The direction of `light`, of length 1: the same object until another one is set."""
-        direction = _checked_light(self.light)
-        if direction != self._direction:
-            self._direction, self._toward_light = direction, wp.vec3(*direction)
+        if self.light is not self._light_of or not isinstance(self.light, tuple):  # others may have changed within
+            direction = _checked_light(self.light)
+            self._light_of = self.light
+            if direction != self._direction:
+                self._direction, self._toward_light = direction, wp.vec3(*direction)
         return self._toward_light
 
     def _surfaces_now(self) -> Any:
@@ -337,7 +340,7 @@ class Renderer:
     def _draw_maps(self, numbers: tuple[int, ...], meshes: Meshes, pixel_error: float) -> None:
         """Draw the shadow maps that are too many to draw together with the pictures."""
         views = [self._shadows.views[number] for number in numbers]
-        canvas = Canvas(tuple((view.width, view.height) for view in views), 0)
+        canvas = canvas_of(tuple((view.width, view.height) for view in views), 0)
         chain = self._chains.of(canvas, self._placed.places)
         chain.inputs.look((), (), views)
         while True:

@@ -6,6 +6,7 @@ The stages write every pixel of them, background included, so their memory is no
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import warp as wp
@@ -43,7 +44,7 @@ class Outputs:
     """
 
     def __init__(self, names: Sequence[str], texels: int, lights: int, device: torch.device) -> None:
-        self.targets = buffers.Targets()
+        self.targets: Any = buffers.Targets()
         self._device = device
         self._kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         channels = CHANNELS | {"shadow": lights}
@@ -55,7 +56,7 @@ class Outputs:
                 setattr(self._packed, name, array)
 
     @property
-    def _packed(self) -> object:
+    def _packed(self) -> Any:
         """The targets as kernels get them."""
         return self.targets.__ctype__()
 
