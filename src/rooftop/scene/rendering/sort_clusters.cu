@@ -4,6 +4,7 @@
 
 constexpr int TILE = 2048, THREADS = TILE / 2;
 constexpr int OF_A_WARP = 64;  // entries that a warp has to itself while those that it compares are nearer
+constexpr int AT_ONCE = 4;  // tiles that a thread searches side by side, so that one load does not wait for another
 constexpr Entry LAST = 0x7fffffffffffffffll;  // behind every entry
 
 // Batcher's bitonic sort (1968), in shared memory: a thread compares two entries in each step.
@@ -31,27 +32,25 @@ __global__ void __launch_bounds__(THREADS) sort_tiles(Entry* items, const int* c
         if (first + i < count) items[first + i] = tile[i];
 }
 
-// A warp for each entry, whose lanes look into a tile each.
+// A thread for each entry. Its neighbours are next to it in the other tiles, too, so a warp reads few lines of memory in
+// each step: with a lane for each tile, every lane read another one.
 __global__ void merge_tiles(const Entry* items, Entry* sorted, const int* counters, int counter, int room) {
-    const int count = min(counters[counter], room), lane = threadIdx.x % 32;
-    const int warps = gridDim.x * blockDim.x / 32;
-    for (int at = (blockIdx.x * blockDim.x + threadIdx.x) / 32; at < count; at += warps) {
+    const int count = min(counters[counter], room), threads = gridDim.x * blockDim.x;
+    for (int at = blockIdx.x * blockDim.x + threadIdx.x; at < count; at += threads) {
         const Entry item = items[at];
-        int rank = 0;
-        for (int first = lane * TILE; first < count; first += 32 * TILE) {
-            int low = first, high = min(first + TILE, count);
-            if (first <= at && at < high) {
-                low = at;
-            } else {
-                while (low < high) {
-                    const int middle = (low + high) >> 1;
-                    if (items[middle] < item) low = middle + 1;
-                    else high = middle;
+        int rank = 0;  // how many entries are smaller; in its own tile, those before it
+        for (int first = 0; first < count; first += AT_ONCE * TILE) {
+            int smaller[AT_ONCE] = {};
+            for (int step = TILE; step > 0; step /= 2) {
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; ++k) {
+                    const int more = smaller[k] + step, last = first + k * TILE + more - 1;
+                    if (more <= TILE && last < count && items[last] < item) smaller[k] = more;
                 }
             }
-            rank += low - first;
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; ++k) rank += smaller[k];
         }
-        for (int lanes = 16; lanes > 0; lanes /= 2) rank += __shfl_xor_sync(0xffffffffu, rank, lanes);
-        if (lane == 0) sorted[rank] = item;
+        sorted[rank] = item;
     }
 }
