@@ -284,6 +284,10 @@ def test_cuda_cpp_draws_what_warp_draws(
     assert min(cuda_on_cpu.values()) >= 7
     monkeypatch.setattr("rooftop.scene.rendering.chains.ROOM", dict.fromkeys(memory.ROOM, 2))
     draws_what_warp_draws("cpu", crowd(ball, cube), frames=2)
+    monkeypatch.setattr(sort_clusters, "MOST", 0)  # torch sorts those of the first pass
+    cuda_on_cpu.clear()
+    draws_what_warp_draws("cpu", crowd(ball, cube), frames=4)
+    assert 0 < cuda_on_cpu["merge_tiles"] < cuda_on_cpu["persistent_cull"]
 
 
 @pytest.mark.gpu
@@ -291,7 +295,9 @@ def test_cuda_cpp_draws_what_warp_draws_on_a_gpu(
     ball: Geometry, cube: Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draws_what_warp_draws("cuda", crowd(ball, cube))
-    monkeypatch.setattr(sort_clusters, "MOST", 0)  # of more clusters torch's sort is used
+    monkeypatch.setattr(sort_clusters, "MOST", 0)  # of more clusters torch's sort is used, first in the first pass
+    draws_what_warp_draws("cuda", crowd(ball, cube))
+    monkeypatch.setattr(sort_clusters, "MOST_OF_SECOND", 0)
     draws_what_warp_draws("cuda", crowd(ball, cube))
 
 

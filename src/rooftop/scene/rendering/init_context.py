@@ -86,29 +86,30 @@ def composed(
     i: wp.int32,
     second: wp.array2d(dtype=wp.float64),
     j: wp.int32,
-    matrices: wp.array2d(dtype=wp.float32),
-    row: wp.int32,
+    element: wp.int32,
 ):
-    """matrices[row] = second[j] after first[i]: products in float64, so that objects far from the world's origin, and
+    """An element of second[j] after first[i]: products in float64, so that objects far from the world's origin, and
     near the camera, are exact."""
-    for axis in range(3):
-        at = 4 * axis
-        for column in range(4):
-            total = wp.float64(0.0)
-            for inner in range(3):
-                total += second[j, at + inner] * first[i, 4 * inner + column]
-            if column == 3:
-                total += second[j, at + 3]
-            matrices[row, at + column] = wp.float32(total)
+    at = element & 12  # the first of its row
+    column = element & 3
+    total = wp.float64(0.0)
+    for inner in range(3):
+        total += second[j, at + inner] * first[i, 4 * inner + column]
+    if column == 3:
+        total += second[j, at + 3]
+    return wp.float32(total)
 
 
 @wp.kernel
 def place_instances(
     resident: Resident, views: Views, views_before: Views, frame: Frame, pairs: wp.int32, stride: wp.int32
 ):
-    """`frame.to_view` and `frame.before` of each pair."""
-    for pair in range(wp.tid(), pairs, stride):
+    """`frame.to_view` and `frame.before` of each pair: a thread for each of 12 elements, so that neighbours read and
+    write the same lines of memory. `stride`: a multiple of 12."""
+    element = wp.tid() % 12
+    for pair in range(wp.tid() // 12, pairs, stride // 12):
         view = pair // frame.instances
         instance = pair - view * frame.instances
-        composed(resident.instance_to_world, instance, views.from_world, view, frame.to_view, pair)
-        composed(resident.instance_before, instance, views_before.from_world, view, frame.before, pair)
+        world, before = resident.instance_to_world, resident.instance_before
+        frame.to_view[pair, element] = composed(world, instance, views.from_world, view, element)
+        frame.before[pair, element] = composed(before, instance, views_before.from_world, view, element)

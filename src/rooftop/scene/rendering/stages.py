@@ -129,7 +129,7 @@ class Stages:
                 self.requests.keep_first()
             self._build_hzb()
             with self.clock.of("instance_cull"):
-                self._clear_lists()
+                self._clear_lists(1)
                 self._launch(instance_cull.ask_instances_again, *self._inputs[:2], frame)
             with self.clock.of("cull"):
                 self._launch(level_cull.ask_children_again, *self._inputs[:2], frame)
@@ -141,12 +141,13 @@ class Stages:
     def _begin(self) -> None:
         with self.clock.of("init_context"):
             self.memory.clear()
-            self._launch(init_context.place_instances, *self._inputs, self.memory.frame, self.memory.pairs)
+            arguments, threads = (*self._inputs, self.memory.frame, self.memory.pairs), max(12, self.threads // 12 * 12)
+            self._launch(init_context.place_instances, *arguments, threads=threads)
 
     def _cull_first(self, asked: int) -> None:
         """The first pass; `asked`: whether it tests against the depths of the previous frame."""
         with self.clock.of("instance_cull"):
-            self._clear_lists()
+            self._clear_lists(0)
             shared = (*self._inputs, self.memory.frame)
             self._launch(instance_cull.cull_instances, *shared, asked, self.memory.pairs)
         self._cull(asked, 0)
@@ -202,19 +203,19 @@ class Stages:
         """The nearest depths of the shadow maps, the k-th as map which[k] of `buffers.Lights`."""
         self._launch(shadows.keep_depths, self.now.values, self.memory.frame, which, texel_at, depths)
 
-    @property
-    def _sorts(self) -> bool:
-        """Whether `sort_clusters` sorts the clusters."""
-        return self.cuda_cpp and self.memory.room["visible"] <= sort_clusters.MOST
+    def _sorts(self, second: int) -> bool:
+        """Whether `sort_clusters` sorts the clusters of a pass."""
+        most = sort_clusters.MOST_OF_SECOND if second else sort_clusters.MOST
+        return self.cuda_cpp and self.memory.room["visible"] <= most
 
     @property
     def _inputs(self) -> tuple[Any, Any, Any]:
         return self.resident.values, self.now.values, self.then.values
 
-    def _clear_lists(self) -> None:
+    def _clear_lists(self, second: int) -> None:
         if self.cuda_cpp:
             self.memory.clear_queues()
-        if not self._sorts:
+        if not self._sorts(second):
             self.memory.clear_found()
 
     def _cull(self, history: int, second: int) -> None:
@@ -235,7 +236,7 @@ class Stages:
         memory, frame = self.memory, self.memory.frame
         with self.clock.of("sort"):
             found = memory.tensors["found"]
-            if self._sorts:
+            if self._sorts(second):
                 counter = second * buffers.PASS + buffers.VISIBLE
                 sort_clusters.sort(found, memory.tensors["counters"], counter, memory.tensors["visible"][second])
             else:
