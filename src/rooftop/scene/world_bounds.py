@@ -35,7 +35,9 @@ class WorldBounds:
             else:
                 self._lowest = np.minimum(self._lowest, sides.min(0))
         self._version = instances.changes.version
-        return np.stack([self._lowest[:3], -self._lowest[3:]])
+        corners = self._lowest.reshape(2, 3).copy()
+        np.negative(corners[1], out=corners[1])
+        return corners
 
     def _sides_of(self, instances: Instances, rows: NDArray[np.int64], meshes: Sequence[Geometry]) -> Floats:
         if len(self._halves) != len(meshes):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from rooftop.scene.arguments import MOST, real_numbers, short
 from rooftop.scene.cameras import Camera, checked_cameras, same_size
-from rooftop.scene.gbuffers import OUTPUTS, FrameStats, GBuffer
+from rooftop.scene.gbuffers import OUTPUTS, FrameStats, GBuffer, StreamingStats
 from rooftop.scene.rendering import buffers, cuda_sources
 from rooftop.scene.rendering.canvases import Canvas, canvas_of
 from rooftop.scene.rendering.chains import Chain, Chains
@@ -245,7 +244,7 @@ class Renderer:
         for name in set(emitted) - set(outputs):
             del pictures[name]
         streaming = None if pool is None or answer is None else pool.stats(answer, pixel_error)
-        stats = replace(_stats(counters, len(due), clock.stage_ms()), streaming=streaming)
+        stats = _stats(counters, len(due), clock.stage_ms(), streaming)
         self._chains.settle(chain)
         placed.settle()
         self._memory, self._cameras, self._has_depths = memory, cameras, self.occlusion
@@ -435,7 +434,9 @@ def _checked_light(light: Any) -> tuple[float, ...]:
     return tuple((direction / np.linalg.norm(direction)).tolist())
 
 
-def _stats(counters: list[int], shadow_maps: int, stage_ms: dict[str, float]) -> FrameStats:
+def _stats(
+    counters: list[int], shadow_maps: int, stage_ms: dict[str, float], streaming: StreamingStats | None
+) -> FrameStats:
     first, second = counters[: buffers.PASS], counters[buffers.PASS :]
     levels = first[buffers.DRAWN_LEVELS] | second[buffers.DRAWN_LEVELS]
     return FrameStats(
@@ -447,6 +448,7 @@ def _stats(counters: list[int], shadow_maps: int, stage_ms: dict[str, float]) ->
         large_triangles=first[buffers.LARGE] + second[buffers.LARGE],
         shadow_maps=shadow_maps,
         stage_ms=stage_ms,
+        streaming=streaming,
         nodes=sum(first[buffers.LEVEL :]) + sum(second[buffers.LEVEL :]),
         groups=first[buffers.GROUPS] + second[buffers.GROUPS],
     )
