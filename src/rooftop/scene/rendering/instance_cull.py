@@ -112,11 +112,11 @@ def cull_instances(
                 append_node(frame, 0, 0, entry(pair, 0))
 
 
-@wp.kernel
-def ask_instances_again(resident: Resident, views: Views, frame: Frame, stride: wp.int32):
-    """The second pass."""
+@wp.func
+def ask_instances_again(resident: Resident, views: Views, frame: Frame, thread: wp.int32, stride: wp.int32):
+    """The second pass, launched by `level_cull.ask_again`."""
     count = wp.min(frame.counters[HIDDEN_INSTANCES], frame.hidden_instances.shape[0])
-    for i in range(wp.tid(), count, stride):
+    for i in range(thread, count, stride):
         pair = pair_of(frame.hidden_instances[i])
         mesh = resident.instance_mesh[pair % frame.instances]
         if not hidden_now(views, frame, pair, mesh_center(resident, mesh), mesh_half(resident, mesh)):

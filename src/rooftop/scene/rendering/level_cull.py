@@ -36,6 +36,7 @@ from rooftop.scene.rendering.clusters import (
 from rooftop.scene.rendering.instance_cull import (
     append,
     append_node,
+    ask_instances_again,
     entry,
     hidden_before,
     hidden_now,
@@ -156,11 +157,11 @@ def cull_nodes(
                     append(frame.hidden_children, frame.counters, HIDDEN_CHILDREN, entry(pair, node * 8 + slot))
 
 
-@wp.kernel
-def ask_children_again(resident: Resident, views: Views, frame: Frame, stride: wp.int32):
+@wp.func
+def ask_children_again(resident: Resident, views: Views, frame: Frame, thread: wp.int32, stride: wp.int32):
     """Those that the first pass considered hidden; inner ones join the roots of the second."""
     count = wp.min(frame.counters[HIDDEN_CHILDREN], frame.hidden_children.shape[0])
-    for i in range(wp.tid(), count, stride):
+    for i in range(thread, count, stride):
         pair = pair_of(frame.hidden_children[i])
         child = what_of(frame.hidden_children[i])
         mesh = resident.instance_mesh[pair % frame.instances]
@@ -261,11 +262,11 @@ def cull_clusters(
                 list_cluster(resident, views, views_before, frame, history, second, item, head)
 
 
-@wp.kernel
-def ask_clusters_again(resident: Resident, views: Views, frame: Frame, stride: wp.int32):
+@wp.func
+def ask_clusters_again(resident: Resident, views: Views, frame: Frame, thread: wp.int32, stride: wp.int32):
     """Those that the first pass considered hidden."""
     count = wp.min(frame.counters[HIDDEN_CLUSTERS], frame.hidden_clusters.shape[0])
-    for i in range(wp.tid(), count, stride):
+    for i in range(thread, count, stride):
         item = frame.hidden_clusters[i]
         pair = pair_of(item)
         mesh = resident.instance_mesh[pair % frame.instances]
@@ -275,3 +276,11 @@ def ask_clusters_again(resident: Resident, views: Views, frame: Frame, stride: w
         half = half_extent(resident, head, step)
         if not hidden_now(views, frame, pair, low_corner(resident, head, step) + half, half):
             append(frame.found, frame.counters, PASS + VISIBLE, item)
+
+
+@wp.kernel
+def ask_again(resident: Resident, views: Views, frame: Frame, stride: wp.int32):
+    """The second pass begins with all that the first one set aside: in one launch, as no list depends on another."""
+    ask_instances_again(resident, views, frame, wp.tid(), stride)
+    ask_children_again(resident, views, frame, wp.tid(), stride)
+    ask_clusters_again(resident, views, frame, wp.tid(), stride)

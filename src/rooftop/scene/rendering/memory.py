@@ -78,12 +78,19 @@ class FrameMemory:
         def of(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
+        # What is cleared together is contiguous: one launch clears it.
+        counted = canvas.camera_texels if fragments else 0
+        sizes = (buffers.PASS, texels, (counted + 1) // 2)  # in words of 64 bits
+        self._zeros = of(torch.int64, sum(sizes))
+        counters, pixels, fragment_words = self._zeros.split(sizes)
+        self._queues = of(torch.int64, room["groups"] + 2 * room["nodes"])
+
         self.tensors = {
             "to_view": of(torch.float32, pairs, 12),
             "before": of(torch.float32, pairs, 12),
-            "counters": of(torch.int32, 2 * buffers.PASS),
-            "nodes": of(torch.int64, 2, room["nodes"]),
-            "groups": of(torch.int64, room["groups"]),
+            "counters": counters.view(torch.int32),
+            "nodes": self._queues[room["groups"] :].view(2, -1),
+            "groups": self._queues[: room["groups"]],
             "found": of(torch.int64, room["visible"]),
             "visible": of(torch.int64, 2, room["visible"]),
             "hidden_instances": of(torch.int64, pairs),
@@ -91,8 +98,8 @@ class FrameMemory:
             "hidden_clusters": of(torch.int64, room["hidden_clusters"]),
             "drawn": of(torch.int64, 2 * room["visible"]),
             "ranks": of(torch.int32, 2, room["visible"]),
-            "pixels": of(torch.int64, texels),
-            "fragments": of(torch.int32, canvas.camera_texels if fragments else 0),
+            "pixels": pixels,
+            "fragments": fragment_words.view(torch.int32)[:counted],
             "large": of(torch.int64, room["large"]),
             "pieces": of(torch.int64, room["pieces"], 8),
             "piece_depths": of(torch.float32, room["pieces"], 3),
@@ -112,13 +119,11 @@ class FrameMemory:
 
     def clear(self) -> None:
         """For a frame."""
-        for name in ("counters", "pixels", "fragments"):
-            self.tensors[name].zero_()
+        self._zeros.zero_()
 
     def clear_queues(self) -> None:
         """Resets the queues before a pass; its warps detect arrivals by these values."""
-        self.tensors["nodes"][0].fill_(EMPTY)
-        self.tensors["groups"].fill_(EMPTY)
+        self._queues[: self.room["groups"] + self.room["nodes"]].fill_(EMPTY)  # groups, and the first of `nodes`
 
     def sort_found(self, second: int) -> None:
         """Sorts the visible clusters of a pass with torch's sort: the whole room, since the host does not know their

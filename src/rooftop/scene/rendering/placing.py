@@ -54,6 +54,7 @@ class Placed:
         if grew or meshes is not self._meshes:
             self._meshes = meshes
             self._origins = wp.from_torch(torch.from_numpy(meshes.origins).to(self.device))
+            self._launches.clear()
             self.resident = Uploaded.into(buffers.Resident(), meshes.tensors() | self._tensors)
         rows = instances.changed(self._version, self._sent)
         if len(rows):

@@ -326,6 +326,7 @@ class Renderer:
         self._placed.update(self.scene.placed, meshes)
         if self._placed.resident is not resident:
             self._chains.forget_graphs()
+            self._ahead.forget_graphs()
             self._resident = self._placed.resident
         return self._placed
 

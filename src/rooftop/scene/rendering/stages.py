@@ -128,12 +128,9 @@ class Stages:
             if self.requests is not None:
                 self.requests.keep_first()
             self._build_hzb()
-            with self.clock.of("instance_cull"):
-                self._clear_lists(1)
-                self._launch(instance_cull.ask_instances_again, *self._inputs[:2], frame)
             with self.clock.of("cull"):
-                self._launch(level_cull.ask_children_again, *self._inputs[:2], frame)
-                self._launch(level_cull.ask_clusters_again, *self._inputs[:2], frame)
+                self._clear_lists(1)
+                self._launch(level_cull.ask_again, *self._inputs[:2], frame)
             self._cull(0, 1)
             self._rasterize(1)
         self._build_hzb()
