@@ -270,6 +270,25 @@ def test_moves_for_a_frame_that_failed_are_of_the_next(
         assert not theirs["velocity"].any()
 
 
+@pytest.mark.gpu
+def test_two_streams_draw_a_scene_that_changes(ball: Geometry, cube: Geometry) -> None:
+    """Launches that are packed once, and graphs, on a stream that is not the first renderer's."""
+    scene, random = Scene(), np.random.default_rng(0)
+    for mesh in (ball, cube):
+        scene.add_instances(scene.add_mesh(mesh), np.stack([random_transform(random) for _ in range(20)]))
+    scene.add_light(DirectionalLight((0.3, 0.2, -1), size=128, cascades=2))
+    here, there, stream = Renderer(scene, "cuda"), Renderer(scene, "cuda"), torch.cuda.Stream()
+    for _ in range(8):
+        scene.move_all(random.permutation(40)[:5], np.stack([random_transform(random) for _ in range(5)]))
+        ours = here.render(AHEAD, SHOWN)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(2_000_000)
+            theirs = there.render(AHEAD, SHOWN)
+        torch.cuda.synchronize()
+        for name in SHOWN:
+            assert torch.equal(ours[name].nan_to_num(-7.0), theirs[name].nan_to_num(-7.0)), name
+
+
 def test_shadows_follow_what_comes_and_goes(cube: Geometry, device: str) -> None:
     def drawn(scene: Scene, renderer: Renderer) -> int:
         kept = renderer.render(AHEAD, ("shadow", "instance"))

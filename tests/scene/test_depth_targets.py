@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partialmethod
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 
 from rooftop import scene
 from rooftop.scene import Camera, Geometry, Renderer, Scene
+from rooftop.scene.gbuffers import OUTPUTS
+from rooftop.scene.rendering.targets import BACKGROUND, Outputs
 
 Arrays = tuple[NDArray[np.float64], NDArray[np.int64]]
 NAMES = ("depth", "instance", "material", "coverage", "material_depth")
@@ -40,6 +43,52 @@ def test_coverage_is_where_there_is_a_surface(many: Geometry, device: str) -> No
     assert torch.equal(covered, frame["instance"] >= 0)
     assert 0.02 < covered.float().mean() < 0.9
     assert len(frame["depth"][covered]) == covered.sum()
+
+
+@pytest.mark.parametrize("names", [OUTPUTS, *((name,) for name in OUTPUTS), NAMES, ("depth", "color", "velocity")])
+def test_every_pixel_is_written(
+    names: tuple[str, ...], many: Geometry, cube: Geometry, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Background, too: whatever the memory of an output had before. The cube has neither normals, uv nor colours."""
+    world = Scene()
+    numbers = world.add_mesh(many), world.add_mesh(cube, materials=[scene.Material((0.2, 0.5, 0.9))])
+    for shift, number in zip((-1.5, 1.5), numbers, strict=True):
+        matrix = np.eye(4)
+        matrix[0, 3] = shift
+        world.add_instance(number, matrix)
+    world.add_light(scene.DirectionalLight((1, 0.5, -2), size=64, cascades=1))
+    frames, new = [], Outputs.new
+
+    def dirty(self: Outputs, value: int) -> dict[str, torch.Tensor]:
+        tensors = new(self)
+        for tensor in tensors.values():
+            tensor.fill_(value)
+        return tensors
+
+    for value in (0, 77):
+        monkeypatch.setattr(Outputs, "new", partialmethod(dirty, value))
+        renderer = Renderer(world, device)
+        camera = Camera.look_at((1, -6, 2), (0, 0, 0), width=60, height=40)
+        frames.append([renderer.render(camera, names) for _ in range(2)][1])
+    for name in names:
+        first, second = (frame[name] for frame in frames)
+        assert torch.equal(first.nan_to_num(-7.0), second.nan_to_num(-7.0)), name
+        if name in BACKGROUND:
+            corner = first[0, 0, 0].float()
+            assert torch.equal(corner, torch.full_like(corner, float(BACKGROUND[name]))) or corner.isnan().all()
+            assert bool(corner.isnan().all()) == bool(np.isnan(BACKGROUND[name]))
+
+
+def test_a_frame_stays_as_it_is(many: Geometry, device: str) -> None:
+    """Later ones have memory of their own."""
+    world = Scene()
+    world.add_instance(world.add_mesh(many))
+    renderer = Renderer(world, device)
+    cameras = [Camera.look_at((3, y, 1), (0, 0, 0), width=60, height=40) for y in (0.0, 1.0, 2.0, 3.0)]
+    frames = [renderer.render(camera, NAMES) for camera in cameras]
+    for camera, frame in zip(cameras, frames, strict=True):
+        alone = Renderer(world, device).render(camera, NAMES)
+        assert all(torch.equal(frame[name], alone[name]) for name in NAMES)
 
 
 def test_material_depth_equals_that_of_a_materials_pixels_and_no_others(many: Geometry, device: str) -> None:
