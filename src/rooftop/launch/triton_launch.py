@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rooftop.errors import MissingExtraError
+from rooftop.launch.compiled_kernels import start
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's kernels run on the CPU. Triton decides this when a kernel is defined, so it is fixed at import."""
@@ -46,12 +47,17 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
     """
     if 0 in grid:
         return
-    if _is_cuda(device) and torch._C._cuda_getDevice() != device.index:
-        with torch.cuda.device(device):
-            kernel.run(*args, grid=grid, warmup=False, **parameters)
-    else:  # like kernel[grid](...), which first makes a function of the grid
+    if INTERPRETED:
         kernel.run(*args, grid=grid, warmup=False, **parameters)
-    record_launch(kernel.fn.__name__)
+    elif not _is_cuda(device):
+        start(kernel, grid, -1, args, parameters)
+    elif torch._C._cuda_getDevice() == device.index:
+        start(kernel, grid, device.index, args, parameters)
+    else:
+        with torch.cuda.device(device):
+            start(kernel, grid, torch._C._cuda_getDevice(), args, parameters)
+    if _counters:
+        record_launch(kernel.fn.__name__)
 
 
 class Repeated:

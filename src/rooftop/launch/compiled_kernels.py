@@ -1,0 +1,130 @@
+"""Launches of Triton kernels that were launched before with such arguments: addresses and numbers go directly to the
+compiled kernel.
+
+Triton inspects all arguments at each launch, builds a key as a string and looks the compiled kernel up, which takes the
+host longer than the rest of a call. Here the key has only what Triton compiles for: dtypes, divisibility by 16, the
+width of integers, constants. Triton itself compiles, and it launches whatever this file does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+MOST_COMPILED = 16384
+_compiled: dict[tuple[Any, ...], _Compiled] = {}
+"""Compiled kernels by kernel, device, facts of the arguments, and constants."""
+
+_NUMBERS = frozenset((float, bool))  # Triton does not compile for their values
+_SMALL = 1 << 31  # integers below have 32 bits in a kernel
+_runtime: Any = None  # Triton's settings, once it is imported
+
+
+class _Compiled:
+    """A compiled kernel on one device, with the constants that follow its arguments."""
+
+    __slots__ = ("constants", "device", "function", "kernel", "metadata", "run", "stream_of")
+
+    def __init__(self, kernel: Any, compiled: Any, constants: tuple[Any, ...]) -> None:
+        from triton.runtime import driver
+
+        self.kernel = kernel  # keeps it alive, so no other kernel gets its id
+        self.constants = constants
+        self.run, self.function, self.metadata = compiled.run, compiled.function, compiled.packed_metadata
+        self.device: int = driver.active.get_current_device()
+        self.stream_of = driver.active.get_current_stream
+
+
+def start(kernel: Any, grid: tuple[int, ...], index: int, args: Sequence[Any], parameters: dict[str, Any]) -> None:
+    """Launch a kernel on the current stream of the current device.
+
+    Args:
+        kernel: a `triton.jit` function, not interpreted.
+        grid: programs in one to three dimensions.
+        index: of the current device, which has the tensors; -1 for tensors on the CPU.
+        args, parameters: positional arguments; constants and launch parameters.
+    """
+    seen = facts_of(args, index)
+    if seen is None or _is_watched():
+        kernel.run(*args, grid=grid, warmup=False, **parameters)
+        return
+    facts, given = seen
+    key = (id(kernel), index, *facts, None, *parameters, *parameters.values())
+    found = _compiled.get(key)
+    if found is None:
+        _keep(key, kernel, kernel.run(*args, grid=grid, warmup=False, **parameters), len(args), parameters)
+        return
+    x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+    stream = found.stream_of(found.device)
+    found.run(x, y, z, stream, found.function, found.metadata, None, None, None, *given, *found.constants)
+
+
+def facts_of(args: Sequence[Any], index: int) -> tuple[list[Any], list[Any]] | None:
+    """(what Triton compiles for, what its launcher takes: addresses and numbers). None for arguments that Triton has to
+    inspect: tensors elsewhere and other kinds.
+
+    Args:
+        args: positional arguments of a launch.
+        index: of the device; -1 for the CPU.
+    """
+    facts: list[Any] = []
+    given = list(args)
+    for place, each in enumerate(args):
+        kind = type(each)
+        if kind is Tensor or kind is Parameter:
+            if each.get_device() != index:
+                return None
+            given[place] = address = each.data_ptr()
+            facts += (each.dtype, not address & 15)
+        elif kind is int:
+            facts.append(_fact_of(each))
+        elif each is None:
+            facts.append(None)
+        elif kind in _NUMBERS:
+            facts.append(kind)
+        elif kind.__name__ == "TensorDescriptor":
+            base = each.base
+            if base.get_device() != index:
+                return None
+            facts += (base.dtype, *each.block_shape, each.padding, each.round_f32_to_tf32)
+        else:
+            return None
+    return facts, given
+
+
+def _fact_of(number: int) -> int:
+    """What Triton compiles for: whether it is 1, a multiple of 16, and of how many bits."""
+    if number == 1:
+        return 1
+    wide = 0 if -_SMALL <= number < _SMALL else 64 if number < 1 << 63 else 128
+    return wide + (16 if number & 15 == 0 else 8)
+
+
+def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any, count: int, parameters: dict[str, Any]) -> None:
+    """Remember a compiled kernel if its constants follow its arguments and all are given by name."""
+    if not hasattr(compiled, "packed_metadata") or kernel.pre_run_hooks:
+        return
+    arguments, constants = kernel.params[:count], kernel.params[count:]
+    if any(each.is_constexpr for each in arguments):
+        return
+    if not all(each.is_constexpr and each.name in parameters for each in constants):
+        return
+    if len(_compiled) >= MOST_COMPILED:
+        _compiled.clear()
+    _compiled[key] = _Compiled(kernel, compiled, tuple([parameters[each.name] for each in constants]))
+
+
+def _is_watched() -> bool:
+    """Whether hooks of Triton's profilers, or its debugging, have to see launches."""
+    global _runtime
+    if _runtime is None:
+        from triton import knobs
+
+        _runtime = knobs.runtime
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    if enter is not None and getattr(enter, "calls", True):
+        return True
+    return bool(_runtime.debug or (leave is not None and getattr(leave, "calls", True)))
