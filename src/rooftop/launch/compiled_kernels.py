@@ -79,8 +79,13 @@ def facts_of(args: Sequence[Any], index: int) -> tuple[list[Any], list[Any]] | N
                 return None
             given[place] = address = each.data_ptr()
             facts += (each.dtype, not address & 15)
-        elif kind is int:
-            facts.append(_fact_of(each))
+        elif kind is int:  # whether it is 1, a multiple of 16, and of how many bits
+            if each == 1:
+                facts.append(1)
+            elif -_SMALL <= each < _SMALL:
+                facts.append(8 if each & 15 else 16)
+            else:
+                facts.append((64 if each < 1 << 63 else 128) + (8 if each & 15 else 16))
         elif each is None:
             facts.append(None)
         elif kind in _NUMBERS:
@@ -93,14 +98,6 @@ def facts_of(args: Sequence[Any], index: int) -> tuple[list[Any], list[Any]] | N
         else:
             return None
     return facts, given
-
-
-def _fact_of(number: int) -> int:
-    """What Triton compiles for: whether it is 1, a multiple of 16, and of how many bits."""
-    if number == 1:
-        return 1
-    wide = 0 if -_SMALL <= number < _SMALL else 64 if number < 1 << 63 else 128
-    return wide + (16 if number & 15 == 0 else 8)
 
 
 def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any, count: int, parameters: dict[str, Any]) -> None:

@@ -34,10 +34,12 @@ from rooftop.kernels.elementwise.expressions import (
     text_of,
     topological,
 )
+from rooftop.kernels.elementwise.known_programs import MOST_KNOWN, Known, facts_of
 from rooftop.kernels.elementwise.programs import (
     Argument,
     Number,
     Plan,
+    broadcast_shape,
     empty,
     gradients_of,
     kept_dims,
@@ -102,45 +104,112 @@ def fused_reference(
 # ---- operator --------------------------------------------------------------------------------------------------
 
 
+class Like(NamedTuple):
+    """An argument that gets a gradient: its number, and what the gradient is like."""
+
+    number: int
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device
+
+
 class Kept(NamedTuple):
     """What a program's backward needs besides its tensors.
 
     Attributes:
         numbers, program: the operator's arguments.
-        wanted: (number, dtype) of the arguments that get a gradient.
-        likes: examples of the outputs' shapes and devices.
+        wanted: the arguments that get a gradient.
         summed: shapes of the summed outputs before the sum.
     """
 
     numbers: list[Number]
     program: str
-    wanted: tuple[tuple[int, torch.dtype], ...]
-    likes: dict[int, tuple[torch.Size, torch.device]]
+    wanted: tuple[Like, ...]
     summed: dict[int, torch.Size]
 
     def gradients(self, tensors: Sequence[Tensor | None], given: dict[int, Tensor]) -> dict[int, Tensor]:
         """Gradients by argument, summed to its shape, from those of outputs of one shape."""
-        plan = gradients_of(self.program, tuple((i, g.dtype) for i, g in given.items()), self.wanted)
+        full = next(iter(given.values())).shape
+        outputs = tuple([(i, g.dtype) for i, g in given.items()])
+        call = _remembered(_backward_call, self.program, outputs, self.wanted, full)
         computed: Iterator[Tensor] = iter(())
-        if plan.program:
-            program = program_of(self.program)
-            tensor_of = dict(zip(program.places("t"), tensors, strict=True))
-            tensor_of |= {len(program.kinds) + i: g for i, g in given.items()}
-            numbers = [n for i, n in zip(program.places("n"), self.numbers, strict=True) if i in plan.used]
-            full = next(iter(given.values())).shape
-            marks = zip(self.wanted, plan.passed, plan.there, strict=True)
-            fresh = [i for (i, _), passed, there in marks if there and passed is None]
-            kinds, _, trees = plan.program.partition(":")
-            sums = "".join(f" {n}={kept}" for n, i in enumerate(fresh) if (kept := kept_dims(self.likes[i][0], full)))
-            used = [t for i in plan.used if (t := tensor_of.get(i)) is not None]
-            computed = iter(_fused(used, numbers, f"{kinds}{sums}:{trees}"))
+        if call.program:
+            slopes = [given[i] for i in call.slopes]
+            used = [t for i in call.tensors if (t := tensors[i]) is not None]
+            computed = iter(_fused([*used, *slopes], [self.numbers[i] for i in call.numbers], call.program))
         found = {}
-        for (i, _), passed, there in zip(self.wanted, plan.passed, plan.there, strict=True):
-            if there:
-                shape, device = self.likes[i]
-                gradient = next(computed).reshape(shape) if passed is None else given[passed].sum_to_size(shape)
-                found[i] = gradient.to(device)
+        for like, passed in call.found:
+            gradient = next(computed) if passed is None else given[passed].sum_to_size(like.shape)
+            gradient = gradient if gradient.shape == like.shape else gradient.reshape(like.shape)
+            found[like.number] = gradient if gradient.device == like.device else gradient.to(like.device)
         return found
+
+
+class BackwardCall(NamedTuple):
+    """The call that computes gradients.
+
+    Attributes:
+        program: its text; "" if nothing is computed.
+        tensors, slopes, numbers: which of the tensors, of the outputs' gradients and of the numbers it takes, in order.
+        found: for each gradient, what it is like, and the output whose gradient it takes unchanged; None if the call
+            computes it.
+    """
+
+    program: str
+    tensors: tuple[int, ...]
+    slopes: tuple[int, ...]
+    numbers: tuple[int, ...]
+    found: tuple[tuple[Like, int | None], ...]
+
+
+def _remembered(function: Any, *arguments: Any) -> Any:
+    """The result of a cached function, which is computed anew for symbolic shapes: they have no hash."""
+    try:
+        return function(*arguments)
+    except TypeError:
+        return function.__wrapped__(*arguments)
+
+
+@functools.lru_cache(maxsize=4096)
+def _backward_call(
+    text: str, outputs: tuple[tuple[int, torch.dtype], ...], wanted: tuple[Like, ...], full: torch.Size
+) -> BackwardCall:
+    """The call for gradients of `outputs` (number, dtype), whose elements have the shape `full`."""
+    plan = gradients_of(text, outputs, tuple((like.number, like.dtype) for like in wanted))
+    found = tuple((like, passed) for like, passed, there in zip(wanted, plan.passed, plan.there, strict=True) if there)
+    if not plan.program:
+        return BackwardCall("", (), (), (), found)
+    program = program_of(text)
+    kinds, _, trees = plan.program.partition(":")
+    fresh = [like.shape for like, passed in found if passed is None]
+    sums = "".join(f" {n}={kept}" for n, shape in enumerate(fresh) if (kept := kept_dims(shape, full)))
+    places, first = program.places("t"), len(program.kinds)
+    tensors = tuple(n for n, i in enumerate(places) if i in plan.used)
+    slopes = tuple(i - first for i in plan.used if i >= first)
+    numbers = tuple(n for n, i in enumerate(program.places("n")) if i in plan.used)
+    return BackwardCall(f"{kinds}{sums}:{trees}", tensors, slopes, numbers, found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _needs(
+    text: str,
+    likes: tuple[tuple[torch.Size, torch.device, torch.dtype, bool], ...],
+    results: tuple[torch.dtype, ...],
+) -> tuple[tuple[bool, ...], tuple[Like, ...], dict[int, torch.Size]]:
+    """(which tensors a program's backward needs, the arguments that get a gradient, shapes of summed outputs before the
+    sum), from (shape, device, dtype, whether it requires a gradient) of each tensor."""
+    program = program_of(text)
+    places = program.places("t")
+    like_of = dict(zip(places, likes, strict=True))
+    wanted = tuple(Like(i, dtype, shape, device) for i, (shape, device, dtype, learned) in like_of.items() if learned)
+    floating = tuple((i, dtype) for i, dtype in enumerate(results) if dtype.is_floating_point)
+    used = gradients_of(text, floating, tuple((like.number, like.dtype) for like in wanted)).used
+    summed = {
+        i: broadcast_shape([like_of[n][0] for n in arguments_of([y]) if n in like_of])
+        for i, (y, kept) in enumerate(zip(program.outputs, program.kept, strict=True))
+        if kept
+    }
+    return tuple(i in used for i in places), wanted, summed
 
 
 class FusedProgram(NamedTuple):
@@ -151,14 +220,22 @@ class FusedProgram(NamedTuple):
     program: str
 
     def run(self) -> list[Tensor]:
+        facts = facts_of(*self)
+        known = _known.get(facts)
+        if known is not None:
+            return known.run(self.tensors, self.numbers)
         plan, arguments = planned(*self)
         shapes = [shape_of(arguments, used) for used in plan.used]
         results = _memory(plan, arguments, shapes)
         if plan.double or without_kernels(results[0].device):
             for result, value in zip(results, _values(plan, arguments, shapes), strict=True):
                 result.copy_(value)
-        else:
-            launches.run(plan, arguments, shapes, results)
+            return results
+        steps = launches.run(plan, arguments, shapes, results)
+        if steps is not None and facts is not None and not plan.limits:
+            if len(_known) >= MOST_KNOWN:
+                _known.clear()
+            _known[facts] = Known.of(program_of(self.program), shapes, plan, arguments, steps)
         return results
 
     def fake(self) -> list[Tensor]:
@@ -175,20 +252,10 @@ class FusedProgram(NamedTuple):
 
     def keep(self, made: list[Tensor]) -> tuple[Any, ...]:
         """The tensors (None for those that no gradient needs), and the other values."""
-        program = program_of(self.program)
-        tensor_of = dict(zip(program.places("t"), self.tensors, strict=True))
-        wanted = tuple((i, t.dtype) for i, t in tensor_of.items() if t.requires_grad)
-        floating = tuple((i, y.dtype) for i, y in enumerate(made) if y.is_floating_point())
-        used = gradients_of(self.program, floating, wanted).used
-        needed = (t if i in used else None for i, t in tensor_of.items())
-        likes = {i: (tensor_of[i].shape, tensor_of[i].device) for i, _ in wanted}
-        arguments = program.arguments(self.tensors, self.numbers)
-        summed = {
-            i: shape_of(arguments, arguments_of([y]))
-            for i, (y, kept) in enumerate(zip(program.outputs, program.kept, strict=True))
-            if kept
-        }
-        return *needed, Kept(self.numbers, self.program, wanted, likes, summed)
+        likes = tuple([(t.shape, t.device, t.dtype, t.requires_grad) for t in self.tensors])
+        needed, wanted, summed = _remembered(_needs, self.program, likes, tuple([y.dtype for y in made]))
+        kept = [t if needs else None for t, needs in zip(self.tensors, needed, strict=True)]
+        return *kept, Kept(self.numbers, self.program, wanted, summed)
 
     @staticmethod
     def gradients(
@@ -230,6 +297,8 @@ class FusedProgram(NamedTuple):
 
 
 _fused = declare("fused", FusedProgram)
+_known: dict[tuple[Any, ...] | None, Known] = {}
+"""By the facts of a call: what it allocates and launches."""
 
 
 def _memory(plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[torch.Size]) -> list[Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from rooftop.kernels.elementwise.expression_sources import (
 )
 from rooftop.kernels.elementwise.programs import Plan, empty, shape_of, strides_of
 from rooftop.kernels.elementwise.tables import FlatConfig
-from rooftop.kernels.operands.launch_data import power_of_two
+from rooftop.kernels.operands.launch_data import Constants, power_of_two
 from rooftop.kernels.operands.strided_rows import unit
 from rooftop.kernels.reductions.launches import reduce_into
 from rooftop.launch.strides import Dims, merged
@@ -36,9 +36,37 @@ MOST_DIMS = 5  # after merging
 # ---- launch ---------------------------------------------------------------------------------------------------
 
 
-def run(plan: Plan, arguments: list[Any], shapes: Sequence[torch.Size], results: Sequence[Tensor]) -> None:
+class Step(NamedTuple):
+    """One launch of a program, which can be made again for arguments of the same shapes, strides and dtypes.
+
+    Attributes:
+        used: numbers of the program's arguments that the kernel takes first.
+        stored: numbers of the results that it takes next.
+        sizes: its last arguments.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    used: tuple[int, ...]
+    stored: tuple[int, ...]
+    sizes: tuple[int, ...]
+    constants: Constants
+
+    def launch(self, arguments: Sequence[Any], results: Sequence[Tensor]) -> None:
+        """Launch it on the device of the results."""
+        given = [int(each) if isinstance(each := arguments[i], bool) else each for i in self.used]
+        pointers = [results[i] for i in self.stored]
+        launch(self.kernel, self.grid, pointers[0].device, *given, *pointers, *self.sizes, **self.constants)
+
+
+def run(
+    plan: Plan, arguments: list[Any], shapes: Sequence[torch.Size], results: Sequence[Tensor]
+) -> tuple[Step, ...] | None:
     """Fills the results; the shapes are those of their elements before the sum. One kernel computes all results of one
     shape.
+
+    Returns:
+        The launches; None if there was more than launches with these arguments and results: copies, sums.
     """
     require_triton()
     like = next(each for each in arguments if isinstance(each, Tensor))
@@ -48,22 +76,32 @@ def run(plan: Plan, arguments: list[Any], shapes: Sequence[torch.Size], results:
         if kept and shape not in stored:
             stored[shape] = empty(shape, strides_of(shape, arguments, used), y.dtype, like.to("meta"))
         full.append(stored[shape] if kept else y)
+    steps: list[Step | None] = []
     for shape, strides in dict.fromkeys((y.shape, y.stride()) for y in full):
         chosen = [i for i, y in enumerate(full) if y.shape == shape and y.stride() == strides]
         if math.prod(shape):
-            launch_program(plan, tuple(chosen), arguments, full[chosen[0]], [results[i] for i in chosen])
+            steps.append(launch_program(plan, tuple(chosen), arguments, full[chosen[0]], [results[i] for i in chosen]))
         else:
             for i in chosen:
                 results[i].zero_()
+    if any(plan.kept):
+        return None
+    whole = tuple([each for each in steps if each is not None])
+    return whole if len(whole) == len(steps) else None
 
 
-def launch_program(plan: Plan, chosen: tuple[int, ...], arguments: list[Any], y: Tensor, results: list[Tensor]) -> None:
-    """One kernel for outputs whose elements, before the sum, have the shape and strides of y."""
+def launch_program(
+    plan: Plan, chosen: tuple[int, ...], arguments: list[Any], y: Tensor, results: list[Tensor]
+) -> Step | None:
+    """One kernel for outputs whose elements, before the sum, have the shape and strides of y; the launch, unless there
+    was more than that.
+    """
     used = sorted({number for i in chosen for number in plan.used[i]})
     tensors = {i: arguments[i] for i in used if isinstance(arguments[i], Tensor)}
     marks = [_mark(y, plan.kept[i]) for i in chosen] if any(plan.kept) else []
     dims = merged_dims(y, [*tensors.values(), *marks])
-    if len(dims) > MOST_DIMS:  # copies in the results' order, whose dimensions then merge to one
+    copied = len(dims) > MOST_DIMS
+    if copied:  # copies in the results' order, whose dimensions then merge to one
         tensors = {
             i: t if t.dim() == 0 else torch.empty_strided(y.shape, y.stride(), dtype=t.dtype, device=t.device).copy_(t)
             for i, t in tensors.items()
@@ -85,21 +123,27 @@ def launch_program(plan: Plan, chosen: tuple[int, ...], arguments: list[Any], y:
     given = [int(a) if isinstance(a := arguments[i], bool) else a for i in used]
     if layout.outer_dims == 0:
         config = flat_config([*tensors.values(), *stored])
+        constants: Constants
         steps = [dims[-1][1][n] for n, i in enumerate(tensors) if layout.accesses[i].column == 2]  # type: ignore[union-attr]
-        grid = (-(-y.numel() // config.block),)
+        grid: tuple[int, ...] = (-(-y.numel() // config.block),)
         constants = {"BLOCK": config.block, "num_warps": config.warps}
-        launch(kernel, grid, device, *given, *stored, y.numel(), *steps, **constants)
+        sizes: tuple[int, ...] = (y.numel(), *steps)
+        launch(kernel, grid, device, *given, *stored, *sizes, **constants)
     else:
-        _launch_tiles(kernel, given, stored, tensors, layout, dims)
+        grid, sizes, constants = _launch_tiles(kernel, given, stored, tensors, layout, dims)
+    if not copied and not any(plan.kept):
+        return Step(kernel, grid, tuple(used), chosen, sizes, constants)
     for i, result, full, over in zip(chosen, results, stored, sums, strict=True):
         if plan.kept[i] and not over:
             reduce_into(result, full, "sum", [d for d, keep in enumerate(plan.kept[i]) if keep == "0"])
+    return None
 
 
 def _launch_tiles(
     kernel: Any, given: list[Any], results: list[Tensor], tensors: dict[int, Tensor], layout: Layout, dims: Dims
-) -> None:
-    """One launch of the tiled kernel, for tensors that are broadcast or strided and for sums.
+) -> tuple[tuple[int, ...], tuple[int, ...], Constants]:
+    """One launch of the tiled kernel, for tensors that are broadcast or strided and for sums: its grid, sizes and
+    constants.
 
     `dims` have the strides of the tensors and then of the outputs; a summed output's strides are 0.
     """
@@ -145,12 +189,12 @@ def _launch_tiles(
             pointers.append(partial[-1][1])
         else:
             pointers.append(result)
-    constants = {"UNIT": group, "ROWS": height, "COLUMNS": width, "num_warps": config.warps}
-    launch(
-        kernel, (parts * blocks,), results[0].device, *pointers, rows, columns // group, *sizes, *values, **constants
-    )
+    constants: Constants = {"UNIT": group, "ROWS": height, "COLUMNS": width, "num_warps": config.warps}
+    grid, numbers = (parts * blocks,), (rows, columns // group, *sizes, *values)
+    launch(kernel, grid, results[0].device, *pointers, *numbers, **constants)
     for result, sums, reduced in partial:
         reduce_into(result, sums, "sum", reduced)
+    return grid, numbers, constants
 
 
 # ---- sums ------------------------------------------------------------------------------------------------------

@@ -176,7 +176,11 @@ def _device(tensors: Sequence[Tensor]) -> torch.device:
 
 def shape_of(arguments: Sequence[Argument | None], used: Sequence[int]) -> torch.Size:
     """The shape that the tensors among the arguments `used` broadcast to; ValueError if they do not broadcast."""
-    shapes = [arguments[i].shape for i in used if isinstance(arguments[i], Tensor)]  # type: ignore[union-attr]
+    return broadcast_shape([each.shape for i in used if isinstance(each := arguments[i], Tensor)])
+
+
+def broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size:
+    """The shape that these broadcast to; ValueError if they do not."""
     if all(shape == shapes[0] for shape in shapes):
         return shapes[0]
     try:

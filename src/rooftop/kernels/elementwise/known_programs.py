@@ -1,0 +1,64 @@
+"""Calls of fused programs with arguments of known shapes, strides and dtypes: what they allocate and launch.
+
+Planning a call takes the host longer than its launch, and depends on nothing but these facts. So it happens once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftop.kernels.elementwise.launches import Step
+from rooftop.kernels.elementwise.programs import Number, Plan, Program, empty, strides_of
+
+MOST_KNOWN = 4096
+Facts = tuple[Any, ...]
+
+
+def facts_of(tensors: Sequence[Tensor], numbers: Sequence[Number], program: str) -> Facts | None:
+    """All that plans and launches depend on; None for tensors on several devices or without strides."""
+    facts: list[Any] = [program, torch.get_default_dtype()]
+    device = tensors[0].device if tensors else None
+    facts.append(device)
+    for each in tensors:
+        if each.device != device or each.layout != torch.strided:
+            return None
+        facts += (each.shape, each.stride(), each.dtype)
+    facts += map(type, numbers)
+    return tuple(facts)
+
+
+class Known(NamedTuple):
+    """What such a call allocates and launches.
+
+    Attributes:
+        results: shape, strides (None: contiguous) and dtype of each.
+        steps: the launches, with tensors and then numbers as arguments.
+    """
+
+    results: tuple[tuple[torch.Size, tuple[int, ...] | None, torch.dtype], ...]
+    steps: tuple[Step, ...]
+
+    @staticmethod
+    def of(
+        program: Program, shapes: Sequence[torch.Size], plan: Plan, arguments: Sequence[Any], steps: Sequence[Step]
+    ) -> Known:
+        """From a first call with these facts; no result is summed."""
+        order = [*program.places("t"), *program.places("n")]
+        results = [
+            (shape, strides_of(shape, arguments, used), dtype)
+            for shape, used, dtype in zip(shapes, plan.used, plan.results, strict=True)
+        ]
+        moved = [step._replace(used=tuple(order.index(i) for i in step.used)) for step in steps]
+        return Known(tuple(results), tuple(moved))
+
+    def run(self, tensors: Sequence[Tensor], numbers: Sequence[Number]) -> list[Tensor]:
+        """The results for arguments with these facts."""
+        results = [empty(*each, tensors[0]) for each in self.results]
+        arguments = (*tensors, *numbers)
+        for step in self.steps:
+            step.launch(arguments, results)
+        return results
