@@ -45,6 +45,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rooftop import kernels
 from rooftop.hardware import ceilings_of, measure_ceilings
 from rooftop.launch import operators, triton_launch
+from rooftop.launch.compiled_kernels import Compiled
 
 BURST = 40
 """Calls in a row: a GPU's queue holds about a thousand kernels."""
@@ -285,6 +286,7 @@ def without_launches() -> Iterator[None]:
         return
     with (
         patch.object(triton_launch, "start", lambda *arguments: None),
+        patch.object(Compiled, "launch", lambda *arguments: None),
         patch.object(JITFunction, "run", lambda self, *arguments, **options: None),
     ):
         yield

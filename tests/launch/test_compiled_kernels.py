@@ -18,8 +18,8 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver, jit  # noqa: E402
 
-from rooftop.launch import INTERPRETED, compiled_kernels, count_launches  # noqa: E402
-from rooftop.launch.triton_launch import launch  # noqa: E402
+from rooftop.launch import INTERPRETED, compiled_kernels, count_launches, known_calls  # noqa: E402
+from rooftop.launch.triton_launch import launch, record_launch  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="where kernels are interpreted none is compiled")
 CPU = torch.device("cpu")
@@ -186,3 +186,68 @@ def test_few_enough_are_kept(launched: list[tuple[Any, ...]], monkeypatch: pytes
         launch(kernel, (1,), CPU, MEMORY, None, 5, 5, 1.0, False, SIZE=size, KIND=0)
         assert len(compiled_kernels._compiled) <= 4
     assert [each[9] for each in launched] == [repr(size) for size in range(1, 40)]
+
+
+# ---- calls of operators whose facts are known ------------------------------------------------------------------------
+
+
+def test_a_known_call_makes_the_same_launches(
+    launched: list[tuple[Any, ...]], by_triton: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = triton.jit(constants_last)
+    ran: list[int] = []
+
+    def run(x: torch.Tensor, n: int, eps: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ran.append(1)
+        y = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+        launch(kernel, (2, n), CPU, x[1:], y.view(-1)[8:], n, 1, eps, True, SIZE=16, KIND=0)
+        scratch = x.new_empty(5)
+        launch(kernel, (3,), CPU, scratch, y[:0], x.stride(0), 16, eps, False, SIZE=32, KIND=0)
+        return y, None
+
+    monkeypatch.setattr(known_calls, "ON_CPU", True)
+    again = known_calls.remembering(run)
+    for number in range(6):
+        x = torch.zeros(4, 8)
+        y, nothing = again(x, 7, 0.5)
+        assert nothing is None
+        assert (y.shape, y.dtype) == (x.shape, torch.bfloat16)
+        one, other = launched[-2:]
+        assert one[1:3] == ((2, 7, 1), STREAM)
+        assert other[1:3] == ((3, 1, 1), STREAM)
+        assert one[3:9] == (repr(x.data_ptr() + 32), repr(y.data_ptr() + 16), "7", "1", "0.5", "True")
+        assert other[4:9] == ("0", "8", "16", "0.5", "False")
+        assert len(ran) == min(number + 1, 2)
+    assert len(launched) == 12
+    again(torch.zeros(4, 8), 6, 0.5)
+    again(torch.zeros(4, 8), 7, -0.0)
+    again(torch.zeros(4, 8), 7, 0.0)
+    assert len(ran) == 5
+
+
+def test_calls_with_more_than_launches_run_each_time(
+    launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = triton.jit(constants_last)
+    ran: list[int] = []
+    monkeypatch.setattr(known_calls, "ON_CPU", True)
+    others: dict[str, Any] = {
+        "a copy": lambda x: x.t().contiguous(),
+        "an argument": lambda x: x,
+        "a part of memory": lambda x: torch.empty_like(x)[1:],
+        "memory that stays": lambda x: launch(kernel, (2,), CPU, MEMORY, x, 1, 1, 1.0, False, SIZE=1, KIND=0),
+        "another kind of launch": lambda x: record_launch("cuda"),
+        "a number": lambda x: x.sum().item(),
+    }
+    for name, other in others.items():
+
+        def run(x: torch.Tensor, other: Any = other) -> torch.Tensor:
+            ran.append(1)
+            made = other(x)
+            return made if isinstance(made, torch.Tensor) else torch.empty_like(x)
+
+        again = known_calls.remembering(run)
+        ran.clear()
+        for _ in range(4):
+            again(torch.ones(3, 4))
+        assert len(ran) == 4, name

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 MOST_COMPILED = 16384
-_compiled: dict[tuple[Any, ...], _Compiled] = {}
+_compiled: dict[tuple[Any, ...], Compiled] = {}
 """Compiled kernels by kernel, device, facts of the arguments, and constants."""
 
 _NUMBERS = frozenset((float, bool))  # Triton does not compile for their values
@@ -23,7 +23,7 @@ _SMALL = 1 << 31  # integers below have 32 bits in a kernel
 _runtime: Any = None  # Triton's settings, once it is imported
 
 
-class _Compiled:
+class Compiled:
     """A compiled kernel on one device, with the constants that follow its arguments."""
 
     __slots__ = ("constants", "device", "function", "kernel", "metadata", "run", "stream_of")
@@ -37,8 +37,16 @@ class _Compiled:
         self.device: int = driver.active.get_current_device()
         self.stream_of = driver.active.get_current_stream
 
+    def launch(self, grid: tuple[int, ...], given: Sequence[Any]) -> None:
+        """Launch it with these addresses and numbers on the current stream of its device, which is the current one."""
+        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        stream = self.stream_of(self.device)
+        self.run(x, y, z, stream, self.function, self.metadata, None, None, None, *given, *self.constants)
 
-def start(kernel: Any, grid: tuple[int, ...], index: int, args: Sequence[Any], parameters: dict[str, Any]) -> None:
+
+def start(
+    kernel: Any, grid: tuple[int, ...], index: int, args: Sequence[Any], parameters: dict[str, Any]
+) -> Compiled | None:
     """Launch a kernel on the current stream of the current device.
 
     Args:
@@ -46,20 +54,21 @@ def start(kernel: Any, grid: tuple[int, ...], index: int, args: Sequence[Any], p
         grid: programs in one to three dimensions.
         index: of the current device, which has the tensors; -1 for tensors on the CPU.
         args, parameters: positional arguments; constants and launch parameters.
+
+    Returns:
+        The compiled kernel, if it launches any arguments of the same dtypes and alignment.
     """
     seen = facts_of(args, index)
-    if seen is None or _is_watched():
+    if seen is None or is_watched():
         kernel.run(*args, grid=grid, warmup=False, **parameters)
-        return
+        return None
     facts, given = seen
     key = (id(kernel), index, *facts, None, *parameters, *parameters.values())
     found = _compiled.get(key)
     if found is None:
-        _keep(key, kernel, kernel.run(*args, grid=grid, warmup=False, **parameters), len(args), parameters)
-        return
-    x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-    stream = found.stream_of(found.device)
-    found.run(x, y, z, stream, found.function, found.metadata, None, None, None, *given, *found.constants)
+        return _keep(key, kernel, kernel.run(*args, grid=grid, warmup=False, **parameters), len(args), parameters)
+    found.launch(grid, given)
+    return found
 
 
 def facts_of(args: Sequence[Any], index: int) -> tuple[list[Any], list[Any]] | None:
@@ -100,21 +109,23 @@ def facts_of(args: Sequence[Any], index: int) -> tuple[list[Any], list[Any]] | N
     return facts, given
 
 
-def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any, count: int, parameters: dict[str, Any]) -> None:
+def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any, count: int, parameters: dict[str, Any]) -> Compiled | None:
     """Remember a compiled kernel if its constants follow its arguments and all are given by name."""
     if not hasattr(compiled, "packed_metadata") or kernel.pre_run_hooks:
-        return
+        return None
     arguments, constants = kernel.params[:count], kernel.params[count:]
     if any(each.is_constexpr for each in arguments):
-        return
+        return None
     if not all(each.is_constexpr and each.name in parameters for each in constants):
-        return
+        return None
     if len(_compiled) >= MOST_COMPILED:
         _compiled.clear()
-    _compiled[key] = _Compiled(kernel, compiled, tuple([parameters[each.name] for each in constants]))
+    found = Compiled(kernel, compiled, tuple([parameters[each.name] for each in constants]))
+    _compiled[key] = found
+    return found
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Whether hooks of Triton's profilers, or its debugging, have to see launches."""
     global _runtime
     if _runtime is None:

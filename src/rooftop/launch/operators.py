@@ -32,6 +32,7 @@ from torch.autograd import forward_ad
 from rooftop.cost import Call, Cost, cost_of
 from rooftop.launch import fast_path
 from rooftop.launch.fast_path import in_forward_mode, recording, recording_lists, requires_grad, transformed
+from rooftop.launch.known_calls import remembering
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -91,6 +92,7 @@ def declare(
     mutates: Sequence[str] = (),
     slopes: int | None = None,
     derivative: Callable[..., NoReturn] | None = None,
+    known: bool = False,
 ) -> Callable[Arguments, Result]:
     """Register an operator as `torch.ops.rooftop.<name>` for all devices, and return the function that calls it.
 
@@ -101,6 +103,8 @@ def declare(
         mutates: arguments that `run` changes. Such an operator has no derivative.
         slopes: how many results, from the first, have gradients; None: all. A list of tensors is one result.
         derivative: for a backward operator without a derivative: `no_second_derivative(...)`, which raises.
+        known: whether all decisions of `run` depend on shapes, strides, dtypes, alignment, device and other values
+            alone. They are then made once (known_calls.py).
     """
     made: Any = signature
     schema = torch.library.infer_schema(_prototype(made), mutates_args=mutates)
@@ -110,6 +114,8 @@ def declare(
     def run(*arguments: Any) -> Any:
         return (new(arguments) if len(arguments) == fields else made(*arguments)).run()
 
+    if known:
+        run = remembering(run)
     _library.impl(name, run, "CompositeExplicitAutograd")
     overload = getattr(torch.ops.rooftop, name).default
     if hasattr(made, "fake"):
@@ -123,11 +129,11 @@ def declare(
     formula = without_autocast(_by_method(made, "formula")) if hasattr(made, "formula") else None
     recorded = None
     if derivative is not None:
-        recorded = _differentiate(overload, made, _keep_nothing, derivative, slopes)
+        recorded = _differentiate(overload, made, run, _keep_nothing, derivative, slopes)
     elif hasattr(made, "gradients"):
-        recorded = _differentiate(overload, made, getattr(made, "keep", None), made.gradients, slopes)
+        recorded = _differentiate(overload, made, run, getattr(made, "keep", None), made.gradients, slopes)
     elif formula is not None:
-        recorded = _differentiate(overload, made, None, _by_formula(formula), slopes)
+        recorded = _differentiate(overload, made, run, None, _by_formula(formula), slopes)
     call = _call(run, overload, formula, recorded)
     _declared[name] = _Declared(made, run, recorded, call)
     return call
@@ -205,6 +211,7 @@ Gradients = Callable[..., Sequence[Any]]
 def _differentiate(
     overload: Any,
     signature: Any,
+    run: Function,
     keep: Callable[[Any, Any], Kept] | None,
     gradients: Gradients,
     slopes: int | None,
@@ -241,7 +248,7 @@ def _differentiate(
 
     def forward(ctx: Any, *arguments: Any) -> Any:
         inputs = new(arguments) if len(arguments) == fields else signature(*arguments)
-        output = inputs.run()
+        output = run(*inputs)
         save(ctx, inputs, output)
         return output
 

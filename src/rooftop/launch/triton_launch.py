@@ -23,6 +23,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's kernels run on the CPU. Triton decides this when a kernel is defined, so it is fixed at import."""
 
 _counters: list[Counter[str]] = []
+_observer: Any = None  # of a call (known_calls.py)
 
 
 @contextmanager
@@ -47,17 +48,27 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
     """
     if 0 in grid:
         return
+    if _observer is None:
+        _launch(kernel, grid, device, args, parameters)
+    else:
+        _observer.launch(_launch, kernel, grid, device, args, parameters)
+    if _counters:
+        _count(kernel.fn.__name__)
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, ...], device: torch.device, args: Sequence[Any], parameters: dict[str, Any]
+) -> Any:
+    """The compiled kernel; None if it is not known (`start`)."""
     if INTERPRETED:
         kernel.run(*args, grid=grid, warmup=False, **parameters)
-    elif not _is_cuda(device):
-        start(kernel, grid, -1, args, parameters)
-    elif torch._C._cuda_getDevice() == device.index:
-        start(kernel, grid, device.index, args, parameters)
-    else:
-        with torch.cuda.device(device):
-            start(kernel, grid, torch._C._cuda_getDevice(), args, parameters)
-    if _counters:
-        record_launch(kernel.fn.__name__)
+        return None
+    if not _is_cuda(device):
+        return start(kernel, grid, -1, args, parameters)
+    if torch._C._cuda_getDevice() == device.index:
+        return start(kernel, grid, device.index, args, parameters)
+    with torch.cuda.device(device):
+        return start(kernel, grid, torch._C._cuda_getDevice(), args, parameters)
 
 
 class Repeated:
@@ -130,7 +141,13 @@ def _aligned(addresses: Iterable[int]) -> tuple[bool, ...]:
 
 
 def record_launch(name: str) -> None:
-    """Count one more launch of that kernel, in all active counts."""
+    """Count one more launch of that kernel, which `launch` did not launch, in all active counts."""
+    if _observer is not None:
+        _observer.foreign()
+    _count(name)
+
+
+def _count(name: str) -> None:
     for counter in _counters:
         counter[name] += 1
 

@@ -188,7 +188,7 @@ class RopeInPlace(NamedTuple):
         return _cost(*self[:5], self[:2])
 
 
-_rope = declare("rope", Rope)
+_rope = declare("rope", Rope, known=True)
 _rope_in_place = declare("rope_", RopeInPlace, mutates=("x", "other"))
 
 

@@ -89,8 +89,8 @@ class SwigluBackward(NamedTuple):
         return Cost(distinct_bytes(self), written, {precision_of(self.dy.dtype): 12 * self.dy.numel()})
 
 
-_swiglu = declare("swiglu", Swiglu)
-_swiglu_backward = declare("swiglu_backward", SwigluBackward)
+_swiglu = declare("swiglu", Swiglu, known=True)
+_swiglu_backward = declare("swiglu_backward", SwigluBackward, known=True)
 
 
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -108,8 +108,8 @@ class EmbeddingBackward(NamedTuple):
         return Cost(distinct_bytes([self.dy, self.input]), distinct_bytes([made]), flops)
 
 
-_embedding = declare("embedding", Embedding)
-_embedding_backward = declare("embedding_backward", EmbeddingBackward)
+_embedding = declare("embedding", Embedding, known=True)
+_embedding_backward = declare("embedding_backward", EmbeddingBackward, known=True)
 
 
 def embedding_backward_reference(dy: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:

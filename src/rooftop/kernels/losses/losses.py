@@ -312,10 +312,10 @@ class ScaleGradientInPlace(NamedTuple):
         return Cost(distinct_bytes([self.factor]))
 
 
-_cross_entropy = declare("cross_entropy", CrossEntropy, slopes=1)
-_cross_entropy_backward = declare("cross_entropy_backward", CrossEntropyBackward)
-_cross_entropy_with_gradient = declare("cross_entropy_with_gradient", CrossEntropyWithGradient, slopes=1)
-_scale = declare("scale_gradient", ScaleGradient)
+_cross_entropy = declare("cross_entropy", CrossEntropy, slopes=1, known=True)
+_cross_entropy_backward = declare("cross_entropy_backward", CrossEntropyBackward, known=True)
+_cross_entropy_with_gradient = declare("cross_entropy_with_gradient", CrossEntropyWithGradient, slopes=1, known=True)
+_scale = declare("scale_gradient", ScaleGradient, known=True)
 _scale_in_place = declare("scale_gradient_", ScaleGradientInPlace, mutates=("gradient",))
 
 

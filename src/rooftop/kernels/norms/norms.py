@@ -182,7 +182,7 @@ class NormBackward(NamedTuple):
         nothing = self.x.new_empty(0)
         return (
             nothing if weight is None else self.x.new_empty(weight.shape, dtype=weight.dtype),
-            nothing.clone() if bias is None else self.x.new_empty(bias.shape, dtype=bias.dtype),
+            self.x.new_empty(0) if bias is None else self.x.new_empty(bias.shape, dtype=bias.dtype),
         )
 
     def reference(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -229,9 +229,9 @@ class NormBackward(NamedTuple):
         return Cost(read, distinct_bytes(written), {precision_of(x.dtype): per_element * x.numel()})
 
 
-_layer_norm = declare("layer_norm", LayerNorm, slopes=1)
-_rms_norm = declare("rms_norm", RmsNorm, slopes=1)
-norm_backward = declare("norm_backward", NormBackward)
+_layer_norm = declare("layer_norm", LayerNorm, slopes=1, known=True)
+_rms_norm = declare("rms_norm", RmsNorm, slopes=1, known=True)
+norm_backward = declare("norm_backward", NormBackward, known=True)
 
 
 def runs_reference(x: Tensor) -> bool:

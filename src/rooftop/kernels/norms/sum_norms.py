@@ -156,8 +156,8 @@ class AddRmsNorm(NamedTuple):
         return _cost(3, self[:4], made)
 
 
-_add_layer_norm = declare("add_layer_norm", AddLayerNorm, slopes=2)
-_add_rms_norm = declare("add_rms_norm", AddRmsNorm, slopes=2)
+_add_layer_norm = declare("add_layer_norm", AddLayerNorm, slopes=2, known=True)
+_add_rms_norm = declare("add_rms_norm", AddRmsNorm, slopes=2, known=True)
 
 
 def add_reference(x: Tensor, residual: Tensor | None, input_bias: Tensor | None) -> Tensor:

@@ -153,8 +153,8 @@ class ReduceBackward(NamedTuple):
         return Cost(distinct_bytes(self[:3]), distinct_bytes([made]), {precision_of(self.x.dtype): flops})
 
 
-_reduce = declare("reduce", Reduce)
-_reduce_backward = declare("reduce_backward", ReduceBackward)
+_reduce = declare("reduce", Reduce, known=True)
+_reduce_backward = declare("reduce_backward", ReduceBackward, known=True)
 
 
 def _kept_shape(shape: torch.Size, dims: Sequence[int]) -> list[int]:

@@ -122,8 +122,8 @@ class SoftmaxBackward(NamedTuple):
         return Cost(read, distinct_bytes([made]), {precision_of(self.y.dtype): flops})
 
 
-_softmax = declare("softmax", Softmax)
-_softmax_backward = declare("softmax_backward", SoftmaxBackward)
+_softmax = declare("softmax", Softmax, known=True)
+_softmax_backward = declare("softmax_backward", SoftmaxBackward, known=True)
 
 
 # ---- public ----------------------------------------------------------------------------------------------------

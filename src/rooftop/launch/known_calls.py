@@ -1,0 +1,346 @@
+"""Operator calls whose shapes, strides and dtypes are known: what they allocate and launch is made again, and nothing
+is decided again.
+
+All decisions of an operator (views, grids, constants, which kernels) depend on facts of its arguments: shapes, strides,
+dtypes, device, alignment, and values that are not tensors. The second call with the same facts is observed. If it only
+allocates memory, takes views, and launches Triton kernels, every later call is a list of allocations and launches whose
+pointers are arguments or allocations plus constant offsets. Other calls (copies, PyTorch's own operators, CUDA C++) run
+as always.
+
+An operator takes part with `declare(..., known=True)`. Its `run` must not depend on anything but those facts: not on
+settings of PyTorch, not on the memory behind its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock, get_ident
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rooftop.launch import triton_launch
+from rooftop.launch.compiled_kernels import Compiled, is_watched
+from rooftop.launch.counters import counters_now
+
+MOST_KNOWN = 4096
+"""Of an operator. A model has tens of shapes; where every call has another, few are kept for long."""
+
+aten = torch.ops.aten
+ALLOCATIONS = {
+    aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten.empty_strided.default,
+    aten.new_empty_strided.default,
+}  # fmt: skip
+ON_CPU = triton_launch.INTERPRETED
+"""Whether kernels are launched for tensors on the CPU."""
+_VALUES = frozenset((type(None), bool, int, str, torch.dtype, torch.device))
+_LISTS = frozenset((bool, int))
+_SEEN = "seen once"  # not yet observed
+_OTHER = "other"  # more than allocations, views and launches
+_forgets: list[Callable[[], None]] = []
+
+
+def facts_of(arguments: Sequence[Any]) -> tuple[Any, ...] | None:
+    """All that the decisions of an operator depend on; None for arguments of other kinds."""
+    facts: list[Any] = []
+    for each in arguments:
+        kind = type(each)
+        if kind is Tensor or kind is Parameter:
+            if each.layout is not torch.strided:
+                return None
+            facts += (each.shape, each.stride(), each.dtype, each.device, each.data_ptr() & 15)
+        elif kind in _VALUES:
+            facts += (kind, each)
+        elif kind is float:
+            facts += (kind, each or repr(each))  # 0.0 equals -0.0
+        elif kind is list and _LISTS.issuperset(map(type, each)):
+            facts += (kind, *each, None)
+        else:
+            return None
+    return tuple(facts)
+
+
+def remembering(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function of an operator's arguments, which decides once for each set of facts."""
+    known: dict[tuple[Any, ...] | None, Any] = {}
+    _forgets.append(known.clear)
+
+    def again(*arguments: Any) -> Any:
+        if arguments[0].is_cpu and not ON_CPU:
+            return run(*arguments)
+        facts = facts_of(arguments)
+        found = known.get(facts)
+        if type(found) is Steps:
+            if not is_watched() and (result := found.run(arguments)) is not NotImplemented:
+                return result
+        elif found is _SEEN:
+            result, known[facts] = _observed(run, arguments)
+            return result
+        elif found is None and facts is not None:
+            if len(known) >= MOST_KNOWN:
+                known.clear()
+            known[facts] = _SEEN
+        return run(*arguments)
+
+    return again
+
+
+def forget() -> None:
+    """Drop all that is known. Call this after a change of the tables of launch parameters."""
+    for each in _forgets:
+        each()
+
+
+# ---- what a known call does ------------------------------------------------------------------------------------------
+
+
+class Memory(NamedTuple):
+    """An allocation; strides: None if it is contiguous."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    dtype: torch.dtype
+
+    def get(self, device: torch.device) -> Tensor:
+        """New memory."""
+        if self.strides is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+
+class Zeros(NamedTuple):
+    """Counters of the current stream (counters.py)."""
+
+    size: int
+
+    def get(self, device: torch.device) -> Tensor | None:
+        """The counters; None if there are none now."""
+        return counters_now(device, self.size)
+
+
+class Pointer(NamedTuple):
+    """A pointer among a launch's arguments.
+
+    Attributes:
+        place: index among the arguments.
+        source: index among the tensor arguments of the operator and, after them, its allocations.
+        offset: bytes from the source's beginning.
+        view: dtype, shape and strides of the tensor there, for interpreted kernels.
+    """
+
+    place: int
+    source: int
+    offset: int
+    view: tuple[torch.dtype, torch.Size, tuple[int, ...]]
+
+
+class Step(NamedTuple):
+    """One launch; `compiled` is None where kernels are interpreted."""
+
+    kernel: Any
+    compiled: Compiled | None
+    grid: tuple[int, ...]
+    given: list[Any]
+    pointers: tuple[Pointer, ...]
+    parameters: dict[str, Any]
+
+
+class Steps(NamedTuple):
+    """What a known call allocates, launches and returns.
+
+    Attributes:
+        tensors: which of the operator's arguments are tensors.
+        memory: the allocations; the launches use them, or they are results.
+        results: for each result its allocation; None for a result that is None.
+        kind: tuple, list, or Tensor for a single result.
+        counted: whether there are counters among the memory.
+    """
+
+    device: torch.device
+    tensors: tuple[int, ...]
+    memory: tuple[Memory | Zeros, ...]
+    steps: tuple[Step, ...]
+    results: tuple[int | None, ...]
+    kind: type
+    counted: bool
+
+    def run(self, arguments: Sequence[Any]) -> Any:
+        """The results for arguments with the same facts; NotImplemented where counters are missing."""
+        device = self.device
+        made: list[Any] = [each.get(device) for each in self.memory]
+        if self.counted and any(each is None for each in made):
+            return NotImplemented
+        sources = [arguments[i] for i in self.tensors] + made
+        if device.type == "cuda" and torch._C._cuda_getDevice() != device.index:
+            with torch.cuda.device(device):
+                self._launch(sources)
+        else:
+            self._launch(sources)
+        if self.kind is Tensor:
+            return made[self.results[0]]  # type: ignore[index]
+        return self.kind([None if i is None else made[i] for i in self.results])
+
+    def _launch(self, sources: list[Tensor]) -> None:
+        addresses = [each.data_ptr() for each in sources]
+        for kernel, compiled, grid, given, pointers, parameters in self.steps:
+            given = given.copy()
+            if compiled is None:
+                for place, source, offset, view in pointers:
+                    given[place] = _view(sources[source], offset, *view)
+                kernel.run(*given, grid=grid, warmup=False, **parameters)
+            else:
+                for place, source, offset, _ in pointers:
+                    given[place] = addresses[source] + offset
+                compiled.launch(grid, given)
+            if triton_launch._counters:
+                triton_launch._count(kernel.fn.__name__)
+
+
+def _view(source: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
+    storage = source.untyped_storage()
+    begin = (source.data_ptr() - storage.data_ptr() + offset) // dtype.itemsize
+    return torch.empty(0, dtype=dtype, device=source.device).set_(storage, begin, shape, strides)
+
+
+# ---- observing a call ------------------------------------------------------------------------------------------------
+
+_one_at_a_time = Lock()
+
+
+def _observed(run: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, Any]:
+    """(the result, its steps or `_OTHER`), or `_SEEN` if another thread observes a call of its own."""
+    places = tuple(i for i, each in enumerate(arguments) if isinstance(each, Tensor))
+    tensors = [arguments[i] for i in places]
+    if len({id(each) for each in tensors}) < len(tensors) or not _one_at_a_time.acquire(blocking=False):
+        return run(*arguments), _SEEN  # whose memory is used would not be clear
+    try:
+        observer = _Observer(tensors)
+        triton_launch._observer = observer
+        with observer:
+            result = run(*arguments)
+    finally:
+        triton_launch._observer = None
+        _one_at_a_time.release()
+    return result, observer.steps(places, result) or _OTHER
+
+
+class _Observer(TorchDispatchMode):
+    """Sees allocations, views and launches of one call; anything else makes it `other`."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.thread = get_ident()
+        self.other = len({each.device for each in tensors}) != 1
+        self.device = tensors[0].device if tensors else torch.device("cpu")
+        self.sources = list(tensors)  # and allocations
+        self.source_of = {id(each): i for i, each in enumerate(tensors)}
+        self.alive: list[Tensor] = []  # an id is that of one tensor as long as it lives
+        self.launched: list[Step] = []
+        self.zeros_of: dict[int, int] = {}  # counts of counters among the sources
+        self.paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if self.paused:
+            return made
+        if func in ALLOCATIONS:
+            self.source_of[id(made)] = len(self.sources)
+            self.sources.append(made)
+            self.other = self.other or made.device != self.device or made.layout != torch.strided or made.is_pinned()
+        elif func.is_view and isinstance(args[0], Tensor) and id(args[0]) in self.source_of:
+            for each in made if isinstance(made, list | tuple) else (made,):
+                self.source_of[id(each)] = self.source_of[id(args[0])]
+                self.alive.append(each)
+        else:
+            self.other = True
+        return made
+
+    def launch(
+        self, start: Callable[..., Any], kernel: Any, grid: tuple[int, ...], device: torch.device, args: Sequence[Any],
+        parameters: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """Launch a kernel by `start`, and note it if this is the observed thread."""
+        if get_ident() != self.thread:
+            start(kernel, grid, device, args, parameters)
+            return
+        with self._unseen():
+            compiled = start(kernel, grid, device, args, parameters)
+        if not self.other:
+            self._note(kernel, compiled, grid, args, parameters)
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+    def _note(self, kernel: Any, compiled: Compiled | None, grid: Any, args: Sequence[Any], parameters: Any) -> None:
+        pointers: list[Pointer] = []
+        given = list(args)
+        for place, each in enumerate(args):
+            if type(each) not in (Tensor, Parameter):
+                self.other = self.other or type(each) not in (int, float, bool, type(None))
+                continue
+            source = self.source_of.get(id(each))
+            if each.numel() == 0:  # it has no address
+                given[place] = each if triton_launch.INTERPRETED else 0
+                continue
+            if source is None:
+                self.other = True
+                return
+            given[place] = None
+            view = each.dtype, each.shape, each.stride()
+            pointers.append(Pointer(place, source, each.data_ptr() - self.sources[source].data_ptr(), view))
+        if compiled is None and not triton_launch.INTERPRETED:
+            self.other = True
+        self.launched.append(Step(kernel, compiled, grid, given, tuple(pointers), dict(parameters)))
+
+    def zeros(self, device: torch.device, count: int) -> Tensor | None:
+        """Counters, as memory of the call."""
+        if get_ident() != self.thread:
+            return counters_now(device, count)
+        with self._unseen():
+            made = counters_now(device, count)
+        if made is None:
+            self.other = True
+        else:
+            self.source_of[id(made)] = len(self.sources)
+            self.zeros_of[len(self.sources)] = count
+            self.sources.append(made)
+        return made
+
+    def foreign(self) -> None:
+        """Note a launch of another kind."""
+        self.other = self.other or get_ident() == self.thread
+
+    def steps(self, places: tuple[int, ...], result: Any) -> Steps | None:
+        """What was observed; None if it was anything else."""
+        count = len(places)
+        kind = Tensor if isinstance(result, Tensor) else type(result)
+        if self.other or kind not in (Tensor, tuple, list):
+            return None
+        results: list[int | None] = []
+        for each in (result,) if isinstance(result, Tensor) else result:
+            source = None if each is None else self.source_of.get(id(each), 0)
+            if source is not None and (source < count or source in self.zeros_of or not self._is_whole(each, source)):
+                return None
+            results.append(None if source is None else source - count)
+        memory = tuple(
+            Zeros(self.zeros_of[i])
+            if i in self.zeros_of
+            else Memory(tuple(t.shape), None if t.is_contiguous() else t.stride(), t.dtype)
+            for i, t in enumerate(self.sources[count:], count)
+        )
+        return Steps(self.device, places, memory, tuple(self.launched), tuple(results), kind, bool(self.zeros_of))
+
+    def _is_whole(self, result: Tensor, source: int) -> bool:
+        """Whether a result is an allocation; torch.empty gives another object for it."""
+        memory = self.sources[source]
+        same = result.data_ptr() == memory.data_ptr() and result.dtype == memory.dtype
+        return same and result.shape == memory.shape and result.stride() == memory.stride()
