@@ -7,8 +7,8 @@ allocates memory, takes views, and launches Triton kernels, every later call is 
 pointers are arguments or allocations plus constant offsets. Other calls (copies, PyTorch's own operators, CUDA C++) run
 as always.
 
-An operator takes part with `declare(..., known=True)`. Its `run` must not depend on anything but those facts: not on
-settings of PyTorch, not on the memory behind its arguments.
+An operator takes part with `declare(..., known=...)`. Its `run` must not depend on anything but those facts: not on the
+memory behind its arguments, and on no setting that `known` does not give.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from rooftop.launch.counters import counters_now
 MOST_KNOWN = 4096
 """Of an operator. A model has tens of shapes; where every call has another, few are kept for long."""
 
+_empty, _empty_like = torch.empty_strided, torch.empty_like
 aten = torch.ops.aten
 ALLOCATIONS = {
     aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten.empty_strided.default,
@@ -64,15 +65,20 @@ def facts_of(arguments: Sequence[Any]) -> tuple[Any, ...] | None:
     return tuple(facts)
 
 
-def remembering(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of an operator's arguments, which decides once for each set of facts."""
+def remembering(run: Callable[..., Any], settings: Callable[[Sequence[Any]], Any] | None = None) -> Callable[..., Any]:
+    """The same function of an operator's arguments, which decides once for each set of facts.
+
+    Args:
+        run: the function.
+        settings: from the arguments to what else decisions depend on.
+    """
     known: dict[tuple[Any, ...] | None, Any] = {}
     _forgets.append(known.clear)
 
     def again(*arguments: Any) -> Any:
         if arguments[0].is_cpu and not ON_CPU:
             return run(*arguments)
-        facts = facts_of(arguments)
+        facts = facts_of(arguments if settings is None else (*arguments, settings(arguments)))
         found = known.get(facts)
         if type(found) is Steps:
             if not is_watched() and (result := found.run(arguments)) is not NotImplemented:
@@ -99,27 +105,23 @@ def forget() -> None:
 
 
 class Memory(NamedTuple):
-    """An allocation; strides: None if it is contiguous."""
+    """An allocation.
+
+    Attributes:
+        like: the argument of the operator that has such contiguous memory; None: no argument has. PyTorch allocates
+            something like a tensor in half the time.
+    """
 
     shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
+    strides: tuple[int, ...]
     dtype: torch.dtype
-
-    def get(self, device: torch.device) -> Tensor:
-        """New memory."""
-        if self.strides is None:
-            return torch.empty(self.shape, dtype=self.dtype, device=device)
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+    like: int | None
 
 
 class Zeros(NamedTuple):
     """Counters of the current stream (counters.py)."""
 
     size: int
-
-    def get(self, device: torch.device) -> Tensor | None:
-        """The counters; None if there are none now."""
-        return counters_now(device, self.size)
 
 
 class Pointer(NamedTuple):
@@ -157,7 +159,6 @@ class Steps(NamedTuple):
         memory: the allocations; the launches use them, or they are results.
         results: for each result its allocation; None for a result that is None.
         kind: tuple, list, or Tensor for a single result.
-        counted: whether there are counters among the memory.
     """
 
     device: torch.device
@@ -166,14 +167,21 @@ class Steps(NamedTuple):
     steps: tuple[Step, ...]
     results: tuple[int | None, ...]
     kind: type
-    counted: bool
 
     def run(self, arguments: Sequence[Any]) -> Any:
         """The results for arguments with the same facts; NotImplemented where counters are missing."""
         device = self.device
-        made: list[Any] = [each.get(device) for each in self.memory]
-        if self.counted and any(each is None for each in made):
-            return NotImplemented
+        made: list[Any] = []
+        for each in self.memory:
+            if isinstance(each, Zeros):
+                zeros = counters_now(device, each.size)
+                if zeros is None:
+                    return NotImplemented
+                made.append(zeros)
+            elif each.like is not None:
+                made.append(_empty_like(arguments[each.like]))
+            else:
+                made.append(_empty(each.shape, each.strides, dtype=each.dtype, device=device))
         sources = [arguments[i] for i in self.tensors] + made
         if device.type == "cuda" and torch._C._cuda_getDevice() != device.index:
             with torch.cuda.device(device):
@@ -334,13 +342,21 @@ class _Observer(TorchDispatchMode):
         memory = tuple(
             Zeros(self.zeros_of[i])
             if i in self.zeros_of
-            else Memory(tuple(t.shape), None if t.is_contiguous() else t.stride(), t.dtype)
+            else Memory(tuple(t.shape), t.stride(), t.dtype, self._like(t, places))
             for i, t in enumerate(self.sources[count:], count)
         )
-        return Steps(self.device, places, memory, tuple(self.launched), tuple(results), kind, bool(self.zeros_of))
+        return Steps(self.device, places, memory, tuple(self.launched), tuple(results), kind)
 
     def _is_whole(self, result: Tensor, source: int) -> bool:
         """Whether a result is an allocation; torch.empty gives another object for it."""
         memory = self.sources[source]
         same = result.data_ptr() == memory.data_ptr() and result.dtype == memory.dtype
         return same and result.shape == memory.shape and result.stride() == memory.stride()
+
+    def _like(self, memory: Tensor, places: tuple[int, ...]) -> int | None:
+        if not memory.is_contiguous():
+            return None
+        for place, each in zip(places, self.sources, strict=False):
+            if (each.shape, each.stride(), each.dtype) == (memory.shape, memory.stride(), memory.dtype):
+                return place
+        return None

@@ -92,7 +92,7 @@ def declare(
     mutates: Sequence[str] = (),
     slopes: int | None = None,
     derivative: Callable[..., NoReturn] | None = None,
-    known: bool = False,
+    known: bool | Callable[[Sequence[Any]], Any] = False,
 ) -> Callable[Arguments, Result]:
     """Register an operator as `torch.ops.rooftop.<name>` for all devices, and return the function that calls it.
 
@@ -104,7 +104,8 @@ def declare(
         slopes: how many results, from the first, have gradients; None: all. A list of tensors is one result.
         derivative: for a backward operator without a derivative: `no_second_derivative(...)`, which raises.
         known: whether all decisions of `run` depend on shapes, strides, dtypes, alignment, device and other values
-            alone. They are then made once (known_calls.py).
+            alone. They are then made once (known_calls.py). A function, from the arguments to a value of Python, gives
+            the settings that they depend on, too.
     """
     made: Any = signature
     schema = torch.library.infer_schema(_prototype(made), mutates_args=mutates)
@@ -115,7 +116,7 @@ def declare(
         return (new(arguments) if len(arguments) == fields else made(*arguments)).run()
 
     if known:
-        run = remembering(run)
+        run = remembering(run, None if known is True else known)
     _library.impl(name, run, "CompositeExplicitAutograd")
     overload = getattr(torch.ops.rooftop, name).default
     if hasattr(made, "fake"):

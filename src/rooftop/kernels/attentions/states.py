@@ -199,11 +199,12 @@ class MergeAttentionStatesInPlace(NamedTuple):
         return _cost(self, self.out, self.lse)
 
 
-_states = declare("merge_attention_states", MergeAttentionStates)
+_states = declare("merge_attention_states", MergeAttentionStates, known=True)
 _states_backward = declare(
     "merge_attention_states_backward",
     MergeAttentionStatesBackward,
     derivative=no_second_derivative("merge_attention_states", PLAIN),
+    known=True,
 )
 _states_in_place = declare("merge_attention_states_", MergeAttentionStatesInPlace, mutates=("out", "lse"))
 

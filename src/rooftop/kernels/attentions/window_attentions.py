@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -379,9 +379,17 @@ class WindowAttentionBackward(NamedTuple):
         return Cost(distinct_bytes(self[:5]), distinct_bytes(written), flops)
 
 
-_window_attention = declare("window_attention", WindowAttention)
+def _precision(arguments: Sequence[Any]) -> str:
+    """The setting that the kernels' products depend on."""
+    return matrix_precision(arguments[0])
+
+
+_window_attention = declare("window_attention", WindowAttention, known=_precision)
 _window_attention_backward = declare(
-    "window_attention_backward", WindowAttentionBackward, derivative=no_second_derivative("window_attention", PLAIN)
+    "window_attention_backward",
+    WindowAttentionBackward,
+    derivative=no_second_derivative("window_attention", PLAIN),
+    known=_precision,
 )
 
 

@@ -65,7 +65,7 @@ class MaxPool(NamedTuple):
         return Cost(read, distinct_bytes([made]), {precision_of(x.dtype): made.numel() * math.prod(self.kernel)})
 
 
-_max_pool2d = declare("max_pool2d", MaxPool)
+_max_pool2d = declare("max_pool2d", MaxPool, known=True)
 
 
 def _geometry(

@@ -53,11 +53,12 @@ class TrilinearBackward(TrilinearCudaBackward):
         return dfeatures, dpoints
 
 
-_trilinear = declare("trilinear_interpolate", Trilinear)
+_trilinear = declare("trilinear_interpolate", Trilinear, known=True)
 _trilinear_backward = declare(
     "trilinear_interpolate_backward",
     TrilinearBackward,
     derivative=no_second_derivative("trilinear_interpolate", "trilinear_reference"),
+    known=True,
 )
 
 

@@ -20,7 +20,7 @@ import math
 import os
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,11 @@ from rooftop.launch.symbolic import recorded_whole
 def inverse_dtype(x: Tensor) -> torch.dtype:
     """The dtype of the result of `inverse_of_targets`, for logits x."""
     return reference_dtype(x.dtype) if by_reference(x) else torch.float32
+
+
+def _checked(arguments: Sequence[Any]) -> str | None:
+    """The setting that `check_targets` depends on."""
+    return os.environ.get("ROOFTOP_CHECK")
 
 
 def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
@@ -312,9 +317,11 @@ class ScaleGradientInPlace(NamedTuple):
         return Cost(distinct_bytes([self.factor]))
 
 
-_cross_entropy = declare("cross_entropy", CrossEntropy, slopes=1, known=True)
+_cross_entropy = declare("cross_entropy", CrossEntropy, slopes=1, known=_checked)
 _cross_entropy_backward = declare("cross_entropy_backward", CrossEntropyBackward, known=True)
-_cross_entropy_with_gradient = declare("cross_entropy_with_gradient", CrossEntropyWithGradient, slopes=1, known=True)
+_cross_entropy_with_gradient = declare(
+    "cross_entropy_with_gradient", CrossEntropyWithGradient, slopes=1, known=_checked
+)
 _scale = declare("scale_gradient", ScaleGradient, known=True)
 _scale_in_place = declare("scale_gradient_", ScaleGradientInPlace, mutates=("gradient",))
 

@@ -194,8 +194,8 @@ class Activation(NamedTuple):
 
 
 _linear_act = declare("linear_act", LinearAct, slopes=1)
-_linear_act_backward = declare("linear_act_backward", LinearActBackward)
-_activation = declare("activation", Activation)
+_linear_act_backward = declare("linear_act_backward", LinearActBackward, known=True)
+_activation = declare("activation", Activation, known=True)
 
 
 def _has_kernel(x: Tensor) -> bool:

@@ -228,9 +228,12 @@ class ConvLstmGatesBackward(NamedTuple):
         return Cost(distinct_bytes(self[:5]), distinct_bytes(made), {precision_of(self.gates.dtype): flops})
 
 
-_conv_lstm_gates = declare("conv_lstm_gates", ConvLstmGates)
+_conv_lstm_gates = declare("conv_lstm_gates", ConvLstmGates, known=True)
 _conv_lstm_gates_backward = declare(
-    "conv_lstm_gates_backward", ConvLstmGatesBackward, derivative=no_second_derivative("conv_lstm_gates", PLAIN)
+    "conv_lstm_gates_backward",
+    ConvLstmGatesBackward,
+    derivative=no_second_derivative("conv_lstm_gates", PLAIN),
+    known=True,
 )
 
 
