@@ -41,7 +41,7 @@ import torch
 from rooftop.analysis import profiling, repeating
 from rooftop.hardware import Ceilings, cpu_probes, measure_ceilings, pulse
 from rooftop.kernels.operands import launch_data
-from rooftop.launch import INTERPRETED, cuda, nvrtc
+from rooftop.launch import INTERPRETED, cuda, known_calls, nvrtc
 
 # A first call imports and compiles. The same tree gives the same result; `--hypothesis-profile=random` looks further.
 hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
@@ -152,6 +152,12 @@ def memory_of_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
         yield
         gc.collect()
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> None:
+    """What calls of other tests decided is forgotten, since tests change what decisions depend on."""
+    known_calls.forget()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -65,6 +65,13 @@ class Task:
     changed: Callable[[], None] = lambda: None
     flops: int = 0
 
+    def cleared(self) -> None:
+        """Clear what was made from other tables."""
+        from rooftop.launch import known_calls
+
+        self.changed()
+        known_calls.forget()
+
     @contextmanager
     def settled(self, candidate: str) -> Iterator[None]:
         """The tables of a candidate, for as long as the block runs."""
@@ -72,13 +79,13 @@ class Task:
         before = {(module, name): getattr(module, name) for module, name in settings}
         for (module, name), value in settings.items():
             setattr(module, name, value)
-        self.changed()
+        self.cleared()
         try:
             yield
         finally:
             for (module, name), value in before.items():
                 setattr(module, name, value)
-            self.changed()
+            self.cleared()
 
 
 def copies_past_cache(tensor_bytes: int) -> int:

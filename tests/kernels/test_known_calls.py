@@ -21,11 +21,6 @@ pytest.importorskip("triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def forget() -> None:
-    elementwise._known.clear()
-    known_calls.forget()
-
-
 class Inputs:
     """Makes tensors with a few shapes and any strides, offsets and dtypes."""
 
@@ -168,13 +163,13 @@ def both_directions(call: Call) -> list[Any]:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_any_sequence_of_calls_gives_the_bits_of_single_calls(family: str, seed: int) -> None:
     make = Inputs(seed)
-    forget()
+    known_calls.forget()
     calls = [CALLS[family](make) for _ in range(25)] * 3
     with count_launches() as first:
         known = [both_directions(call) for call in calls]
     with count_launches() as second:
         for call, made in zip(calls, known, strict=True):
-            forget()
+            known_calls.forget()
             assert both_directions(call) == made
     assert first == second
     if INTERPRETED:
@@ -194,7 +189,7 @@ def test_a_second_call_plans_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="without kernels nothing is launched again")
 def test_the_third_call_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    forget()
+    known_calls.forget()
     inputs = [torch.randn(3, 8) for _ in range(3)]
     for x in inputs[:2]:
         kernels.softmax(x)
@@ -212,7 +207,7 @@ def test_the_third_call_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.skipif(not INTERPRETED, reason="without kernels nothing is launched again")
 def test_one_tensor_as_two_arguments() -> None:
     """Its pointers would stand for two."""
-    forget()
+    known_calls.forget()
     gate, up = torch.randn(3, 8), torch.randn(3, 8)
     for _ in range(4):
         assert kernels.swiglu(gate, gate).equal(kernels.swiglu(gate, gate.clone()))
@@ -222,11 +217,11 @@ def test_one_tensor_as_two_arguments() -> None:
 
 def test_few_enough_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elementwise, "MOST_KNOWN", 3)
-    forget()
+    known_calls.forget()
     for size in range(1, 9):
         kernels.silu(torch.ones(size, 4))
         assert len(elementwise._known) <= 3
-    forget()
+    known_calls.forget()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")

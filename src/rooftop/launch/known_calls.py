@@ -95,6 +95,11 @@ def remembering(run: Callable[..., Any], settings: Callable[[Sequence[Any]], Any
     return again
 
 
+def also_forget(clear: Callable[[], None]) -> None:
+    """Call this, too, to forget."""
+    _forgets.append(clear)
+
+
 def forget() -> None:
     """Drop all that is known. Call this after a change of the tables of launch parameters."""
     for each in _forgets:

@@ -51,6 +51,7 @@ from rooftop.kernels.elementwise.programs import (
 )
 from rooftop.kernels.operands.checks import not_dense
 from rooftop.kernels.operands.references import without_kernels
+from rooftop.launch.known_calls import also_forget
 from rooftop.launch.operators import declare
 from rooftop.launch.symbolic import recorded_whole
 
@@ -299,6 +300,7 @@ class FusedProgram(NamedTuple):
 _fused = declare("fused", FusedProgram)
 _known: dict[tuple[Any, ...] | None, Known] = {}
 """By the facts of a call: what it allocates and launches."""
+also_forget(_known.clear)
 
 
 def _memory(plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[torch.Size]) -> list[Tensor]:

@@ -22,6 +22,7 @@ from rooftop.kernels.operands.dtypes import HALVES
 from rooftop.kernels.operands.launch_data import Constants, Device, device_facts, power_of_two
 from rooftop.kernels.operands.references import why_reference
 from rooftop.kernels.operands.strided_rows import unit
+from rooftop.launch import known_calls
 
 # ---- what is chosen --------------------------------------------------------------------------------------------------
 
@@ -479,3 +480,4 @@ def forget() -> None:
     """Drop all cached plans and device facts. Call this after a change of the tables."""
     for made in (choose_forward, choose_backward, device_facts):
         made.cache_clear()
+    known_calls.forget()

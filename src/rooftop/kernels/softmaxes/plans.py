@@ -20,6 +20,7 @@ from rooftop.kernels.operands.row_tiles import group_of, long_tile, tile, tile_c
 from rooftop.kernels.operands.strided_rows import unit
 from rooftop.kernels.softmaxes import clusters, tables
 from rooftop.kernels.softmaxes.tables import ClusterConfig, OddRows
+from rooftop.launch import known_calls
 
 Backend = Literal["tiles", "long", "clusters", "reference"]
 Direction = Literal["forward", "backward"]
@@ -181,3 +182,4 @@ def forget() -> None:
     """Drop all cached plans, after a change of the tables."""
     choose.cache_clear()
     clusters.choose_fused.cache_clear()
+    known_calls.forget()
