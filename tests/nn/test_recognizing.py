@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rooftop.cost import CountingMode
 from rooftop.nn import replace
 from rooftop.nn.recognizing import RmsNorm, recognized
+from rooftop.nn.replacing import ON_CPU
 from rooftop.testing import assert_as_accurate
 
 
@@ -122,7 +123,7 @@ def test_nothing_else_is_taken_for_one(other: str) -> None:
     assert recognized(module) is None
     kind = type(module)
     if not isinstance(module, nn.LayerNorm):
-        assert replace(module).swapped == {}
+        assert replace(module, only=["RMSNorm"]).swapped == {}
         assert type(module) is kind
 
 
@@ -140,7 +141,7 @@ def test_it_is_as_accurate_with_gradients(kind: type[Norm], dtype: torch.dtype) 
 
     eager = outcome(module, x)
     ours = copy.deepcopy(module)
-    assert replace(ours).swapped == {"": "RMSNorm"}
+    assert replace(ours, only=["RMSNorm"]).swapped == {"": "RMSNorm"}
 
     def exactly(x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * (weight + (kind is Offset))
@@ -155,7 +156,7 @@ def test_it_is_as_accurate_with_gradients(kind: type[Norm], dtype: torch.dtype) 
 def test_it_stays_the_module_that_it_was() -> None:
     module = Norm()
     parameter, keys = module.weight, list(module.state_dict())
-    replace(module)
+    replace(module, only=["RMSNorm"])
     assert module.weight is parameter
     assert list(module.state_dict()) == keys
     assert isinstance(module, Norm)
@@ -163,13 +164,13 @@ def test_it_stays_the_module_that_it_was() -> None:
     with CountingMode() as counted:
         module(torch.randn(2, 24, requires_grad=True))
     assert "rooftop::rms_norm" in {record.name for record in counted.records}
-    assert replace(module).swapped == {}, "it is Rooftop's already"
+    assert replace(module, only=["RMSNorm"]).swapped == {}, "it is Rooftop's already"
 
 
 def test_other_dtypes_and_autocast_are_as_before() -> None:
     plain = Norm()
     module = copy.deepcopy(plain)
-    replace(module)
+    replace(module, only=["RMSNorm"])
     half = torch.randn(3, 24, dtype=torch.bfloat16)
     assert module(half).dtype == plain(half).dtype == torch.float32  # the weight is float32
     with torch.autocast("cpu", torch.bfloat16):
@@ -184,7 +185,7 @@ def test_other_dtypes_and_autocast_are_as_before() -> None:
 
 def test_copies_and_pickles_are_recognized_norms_too() -> None:
     module = Norm()
-    replace(module)
+    replace(module, only=["RMSNorm"])
     x = torch.randn(3, 24, requires_grad=True)
     held = io.BytesIO()
     torch.save(module, held)
@@ -223,3 +224,17 @@ def test_models_of_transformers(family: str) -> None:
     assert list(swapped) == norms
     assert len(norms) >= 5
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_named_neither_kinds_nor_inputs_a_cpu_keeps_its_own() -> None:
+    model = nn.Sequential(Norm(), Offset())
+    done = replace(model)
+    assert done.swapped == {}
+    assert done.left == {"0": ON_CPU, "1": ON_CPU}
+    assert [type(module) for module in model] == [Norm, Offset]
+
+
+@pytest.mark.gpu
+def test_named_neither_kinds_nor_inputs_a_gpu_gets_one_launch() -> None:
+    model = nn.Sequential(Norm(), Offset(), nn.LayerNorm(24)).cuda()
+    assert replace(model).swapped == {"0": "RMSNorm", "1": "RMSNorm"}

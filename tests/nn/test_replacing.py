@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import rooftop.nn
 from rooftop.cost import CountingMode
-from rooftop.nn import replace
+from rooftop.nn import KINDS, replace
+from rooftop.nn.replacing import CALLS
 
 
 class OwnNorm(nn.LayerNorm):
@@ -49,7 +50,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 def test_all_that_it_knows_is_swapped_and_gives_the_same() -> None:
     model = Model()
     expected = gradients(model)
-    done = replace(model)
+    done = replace(model, only=KINDS)
     assert done.swapped == {
         "embedding": "Embedding", "norm": "LayerNorm", "rms": "RMSNorm", "loss": "CrossEntropyLoss"
     }  # fmt: skip
@@ -60,8 +61,8 @@ def test_all_that_it_knows_is_swapped_and_gives_the_same() -> None:
     names = {record.name for record in counted.records}
     assert names >= {f"rooftop::{n}" for n in ("embedding", "layer_norm", "rms_norm", "cross_entropy_with_gradient")}
     assert str(done).splitlines()[0] == "embedding: Embedding"
-    assert replace(model).swapped == {}, "the second time there is nothing left to do"
-    assert str(replace(model)) == "nothing to replace"
+    assert replace(model, only=KINDS).swapped == {}, "the second time there is nothing left to do"
+    assert str(replace(model, only=KINDS)) == "nothing to replace"
 
 
 def test_nothing_else_of_the_model_changes() -> None:
@@ -73,7 +74,7 @@ def test_nothing_else_of_the_model_changes() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     parameters, flags = list(model.parameters()), [m.training for m in model.modules()]
     state = copy.deepcopy(model.state_dict())
-    replace(model)
+    replace(model, only=KINDS)
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert [m.training for m in model.modules()] == flags
     assert model.again is model.norm
@@ -91,7 +92,7 @@ def test_nothing_else_of_the_model_changes() -> None:
 
 def test_a_replaced_model_is_copied_saved_and_compiled() -> None:
     model = Model()
-    replace(model)
+    replace(model, only=KINDS)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -104,9 +105,20 @@ def test_a_replaced_model_is_copied_saved_and_compiled() -> None:
 
 def test_the_model_itself_can_be_one() -> None:
     norm = nn.LayerNorm(4)
-    assert replace(norm).swapped == {"": "LayerNorm"}
+    assert replace(norm, only=KINDS).swapped == {"": "LayerNorm"}
     assert type(norm) is rooftop.nn.LayerNorm
-    assert str(replace(nn.Softmax(0))) == "the model: Softmax"
+    assert str(replace(nn.Softmax(0), only=KINDS)) == "the model: Softmax"
+
+
+def test_without_kinds_and_inputs_it_swaps_only_what_is_never_slower() -> None:
+    model = Model()
+    done = replace(model)
+    assert done.swapped == {}
+    assert set(done.left) == {"embedding", "norm", "rms", "loss"}
+    assert set(done.left.values()) == {CALLS}
+    assert type(model.norm) is nn.LayerNorm
+    structural = replace(nn.Sequential(nn.Softmax()))
+    assert structural.left == {"0": "it does not say its dimension"}
 
 
 def hooked_norm() -> nn.Module:
@@ -127,7 +139,7 @@ def hooked_norm() -> nn.Module:
 )
 def test_what_would_not_give_the_same_is_left_alone(module: nn.Module, why: str) -> None:
     kind = type(module)
-    done = replace(nn.Sequential(module))
+    done = replace(nn.Sequential(module), only=KINDS)
     assert done.left == {"0": why}
     assert str(done) == f"0: left alone, {why}"
     assert type(module) is kind
@@ -136,7 +148,7 @@ def test_what_would_not_give_the_same_is_left_alone(module: nn.Module, why: str)
 def test_parametrized_modules_and_those_of_other_libraries_are_not_looked_at() -> None:
     norm = nn.LayerNorm(4)
     nn.utils.parametrize.register_parametrization(norm, "weight", nn.Identity())
-    done = replace(nn.Sequential(norm, OwnNorm(4), rooftop.nn.LayerNorm(4)))
+    done = replace(nn.Sequential(norm, OwnNorm(4), rooftop.nn.LayerNorm(4)), only=KINDS)
     assert done.swapped == done.left == {}
 
 
@@ -157,7 +169,7 @@ def test_only_some_kinds() -> None:
 def test_targets_of_bytes_still_work() -> None:
     loss, x, target = nn.CrossEntropyLoss(ignore_index=3), torch.randn(3, 5), torch.tensor([1, 3, 4], dtype=torch.uint8)
     expected = loss(x, target)
-    replace(loss)
+    replace(loss, only=KINDS)
     torch.testing.assert_close(loss(x, target), expected)
 
 
@@ -165,7 +177,7 @@ def test_class_probabilities_still_work() -> None:
     loss = nn.CrossEntropyLoss(label_smoothing=0.1)
     x, probabilities = torch.randn(3, 5), torch.rand(3, 5)
     expected = loss(x, probabilities)
-    replace(loss)
+    replace(loss, only=KINDS)
     torch.testing.assert_close(loss(x, probabilities), expected)
     with pytest.raises(TypeError, match="class indices"):
         rooftop.nn.CrossEntropyLoss(z_loss=0.1)(x, probabilities)
@@ -177,5 +189,5 @@ def test_transformers_of_torch_keep_their_results() -> None:
     for training in (True, False):
         layer.train(training)
         expected, other = layer(x), copy.deepcopy(layer)
-        assert set(replace(other).swapped) == {"norm1", "norm2"}
+        assert set(replace(other, only=KINDS).swapped) == {"norm1", "norm2"}
         torch.testing.assert_close(other(x), expected)

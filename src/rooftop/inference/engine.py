@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from rooftop.nn import Replacement
+from rooftop.nn import KINDS, Replacement
 from rooftop.nn import replace as replace_modules
 from rooftop.nn.constants import keep_constants, kept_bytes
 from rooftop.rewrites.folding import Folding, fold_norms
@@ -163,7 +163,7 @@ class Engine:
         self.fusing = fuse_convolutions(self.model) if (on_gpu if fuse is None else fuse) else Fusing()
         # last: torch.fx, by which those before see what belongs together, cannot look through modules of other kinds
         replaces = on_gpu if replace is None else replace
-        self.replacement = replace_modules(self.model) if replaces else Replacement()
+        self.replacement = replace_modules(self.model, only=KINDS) if replaces else Replacement()
         self.replacement.swapped |= replace_pools(self.model) if replaces else {}
         self.constants = keep_constants(self.model) if constants else ()
         if channels_last is None:

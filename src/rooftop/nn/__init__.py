@@ -5,10 +5,11 @@ from rooftop.nn.gated import SwiGLU
 from rooftop.nn.linears import LinearAct
 from rooftop.nn.losses import CrossEntropyLoss
 from rooftop.nn.norms import LayerNorm, RMSNorm
-from rooftop.nn.replacing import Replacement, replace
+from rooftop.nn.replacing import KINDS, Replacement, replace
 from rooftop.nn.softmaxes import LogSoftmax, Softmax
 
 __all__ = [
+    "KINDS",
     "CrossEntropyLoss",
     "Embedding",
     "LayerNorm",

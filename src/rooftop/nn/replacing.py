@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,11 @@ SUBSTITUTES: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     torch.nn.Embedding: Embedding,
     torch.nn.CrossEntropyLoss: CrossEntropyLoss,
 }
+KINDS = tuple(sorted(kind.__name__ for kind in SUBSTITUTES.values()))
+"""All kinds of modules that `replace` can swap."""
+
+CALLS = "a call on small inputs can be slower than PyTorch's: give `inputs` to time it, or name it in `only`"
+ON_CPU = "on a CPU a call on small inputs can be slower: give `inputs` to time it, or name it in `only`"
 
 
 @dataclass
@@ -52,6 +57,10 @@ class Replacement:
 def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None, inputs: Any = None) -> Replacement:
     """Make Rooftop compute a model's layer norms, RMS norms, softmaxes, embeddings and cross entropies, in place.
 
+    With neither `only` nor `inputs` it swaps what is never slower: RMS norms that other libraries compute by several of
+    PyTorch's operators, on a GPU, where one launch takes the place of seven. A call of any other kind takes the host
+    longer than PyTorch's, so its speed depends on sizes and on what else the model does.
+
     Only the class of a module changes. Parameters (shared ones, too), their names, dtypes and devices, hooks, the
     training flag and the optimizer that holds the parameters stay the same. Call it before `torch.compile`. Second
     derivatives and the transforms of `torch.func` work as before, with PyTorch's own operators; only cross entropies on
@@ -62,7 +71,8 @@ def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None, inputs
             library, recognized by what they compute (`recognizing.py`). Other subclasses stay, and so do functions. A
             Linear and the operation after it stay, too, since modules do not show the order of calls: use
             `rooftop.nn.LinearAct` there.
-        only: kinds to replace, of "LayerNorm", "RMSNorm", "Softmax", "LogSoftmax", "Embedding", "CrossEntropyLoss".
+        only: kinds to replace, some of `rooftop.nn.KINDS`. Without `inputs` they are replaced whatever their speed,
+            which suits models that a CUDA graph replays.
         inputs: inputs of a typical call: a tensor, a tuple of arguments, or a dict of keyword arguments. Each kind is
             then timed in the whole model, in its current mode (in training mode forward and backward), and is not
             replaced if that saves no time. Weights, buffers and the random state stay as they are.
@@ -77,19 +87,21 @@ def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None, inputs
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"replace: model must be a torch.nn.Module, got {type(model).__name__}")
-    kinds = sorted(kind.__name__ for kind in SUBSTITUTES)
-    wanted = _listed(only, kinds)
+    wanted = _listed(only, KINDS)
     if inputs is not None:
         return _replace_what_pays(model, wanted, inputs)
     done = Replacement()
     for name, module in model.named_modules():
         substitute = SUBSTITUTES.get(type(module))
         if substitute is None and RMSNorm.__name__ in wanted and (norm := recognizing.recognized(module)) is not None:
+            if only is None and next(module.parameters()).device.type == "cpu":
+                done.left[name] = ON_CPU
+                continue
             recognizing.substitute(module, norm)
             done.swapped[name] = RMSNorm.__name__
         if substitute is None or substitute.__name__ not in wanted:
             continue
-        reason = _reason_to_leave(module)
+        reason = _reason_to_leave(module) or (CALLS if only is None else None)
         if reason is not None:
             done.left[name] = reason
             continue
@@ -112,9 +124,9 @@ def _replace_what_pays(model: torch.nn.Module, wanted: list[str], inputs: Any) -
     return done
 
 
-def _listed(only: Iterable[str] | None, kinds: list[str]) -> list[str]:
+def _listed(only: Iterable[str] | None, kinds: Sequence[str]) -> list[str]:
     if only is None:
-        return kinds
+        return list(kinds)
     wanted = None if isinstance(only, str) or not isinstance(only, Iterable) else list(only)
     if wanted is None or any(each not in kinds for each in wanted):
         given = only if wanted is None else wanted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rooftop.nn import replace
+from rooftop.nn import KINDS, replace
 from rooftop.nn.constants import keep_constants
 from rooftop.rewrites.candidates import Candidate, Rule, Times, counted, names_of, only_on_gpu
 
@@ -20,7 +20,7 @@ class Kernels(Rule):
         return times.of("layer_norm", "rms_norm", "softmax", "embedding") / 3
 
     def apply(self, candidate: Candidate) -> str:
-        return names_of(replace(candidate.model).swapped)
+        return names_of(replace(candidate.model, only=KINDS).swapped)
 
 
 class Constants(Rule):
