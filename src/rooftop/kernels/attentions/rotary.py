@@ -268,7 +268,7 @@ def _apply(
 ) -> list[Tensor]:
     _check(name, tensors, cos, sin, offset, inplace)
     no_tangents(name, *tensors, instead="the formula in plain PyTorch")
-    whole = [t.reshape((1,) * (4 - t.dim()) + t.shape) if not inplace else _unsqueezed(t) for t in tensors]
+    whole = [_unsqueezed(t) if inplace or t.dim() == 4 else t.reshape((1,) * (4 - t.dim()) + t.shape) for t in tensors]
     cos, sin = (t if t.dim() == 3 else t[None] for t in (cos, sin))
     starts, first = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
     other = whole[1] if len(whole) > 1 else None
@@ -276,7 +276,7 @@ def _apply(
         _rope_in_place(whole[0], other, cos, sin, starts, first, interleaved)
         return list(tensors)
     rotated = _rope(whole[0], other, cos, sin, starts, first, interleaved, False)
-    return [y.reshape(x.shape) for x, y in zip(tensors, rotated, strict=False)]
+    return [y if x.dim() == 4 else y.reshape(x.shape) for x, y in zip(tensors, rotated, strict=False)]
 
 
 def _unsqueezed(x: Tensor) -> Tensor:

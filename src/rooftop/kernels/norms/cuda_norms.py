@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rooftop.kernels.norms.norms import check_norm, contiguous
+from rooftop.kernels.norms.norms import check_norm, contiguous, shaped
 from rooftop.kernels.norms.sum_norms import AddLayerNorm, adds, flat_arguments
 from rooftop.kernels.norms.tables import CUDA, CUDA_LONG_WARPS
 from rooftop.kernels.operands.autocasting import result_dtype
@@ -127,4 +127,4 @@ def add_layer_norm_cuda(
     flat, (added, of_input, scale, shift) = flat_arguments(shape, input, residual, input_bias, weight, bias)
     dtype = result_dtype("layer_norm", input)
     y, total, _, _ = _add_layer_norm(flat, added, of_input, scale, shift, eps, dtype)
-    return y.reshape(input.shape), total.reshape(input.shape) if adds(residual, input_bias) else input
+    return shaped(y, input), shaped(total, input) if adds(residual, input_bias) else input

@@ -304,12 +304,8 @@ def layer_norm(
     """
     shape = check_norm("layer_norm", normalized_shape, input, None, weight=weight, bias=bias)
     dtype = result_dtype("layer_norm", input)
-    if input.dim() == 2 and len(shape) == 1:
-        return _layer_norm(input, weight, bias, eps, dtype)[0]
-    rows, columns = sizes_of(input, shape)
-    weight, bias = (t.reshape(columns) if t is not None else None for t in (weight, bias))
-    y, _, _ = _layer_norm(input.reshape(rows, columns), weight, bias, eps, dtype)
-    return y.reshape(input.shape)
+    y = _layer_norm(rows_of(input, shape), one_row(weight), one_row(bias), eps, dtype)[0]
+    return shaped(y, input)
 
 
 @recorded_whole
@@ -334,12 +330,7 @@ def rms_norm(
     """
     shape = check_norm("rms_norm", normalized_shape, input, None, weight=weight)
     eps, dtype = rms_eps(input, eps), result_dtype("rms_norm", input)
-    if input.dim() == 2 and len(shape) == 1:
-        return _rms_norm(input, weight, eps, dtype)[0]
-    rows, columns = sizes_of(input, shape)
-    weight = weight.reshape(columns) if weight is not None else None
-    y, _ = _rms_norm(input.reshape(rows, columns), weight, eps, dtype)
-    return y.reshape(input.shape)
+    return shaped(_rms_norm(rows_of(input, shape), one_row(weight), eps, dtype)[0], input)
 
 
 # ---- what all norms check and do with their arguments ------------------------------------------------------------
@@ -350,9 +341,21 @@ def rms_eps(x: Tensor, eps: float | None) -> float:
     return torch.finfo(accumulator_dtype(x.dtype)).eps if eps is None else eps
 
 
-def sizes_of(x: Tensor, shape: tuple[int, ...]) -> tuple[int, int]:
-    """(rows, columns) of x."""
-    return math.prod(x.shape[: x.dim() - len(shape)]), math.prod(shape)
+def rows_of(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """x (..., *shape) as (M, N); itself where it is that already, which saves autograd a view."""
+    if x.dim() == 2 and len(shape) == 1:
+        return x
+    return x.reshape(math.prod(x.shape[: x.dim() - len(shape)]), math.prod(shape))
+
+
+def one_row(parameter: Tensor | None) -> Tensor | None:
+    """A parameter as (N,); None stays None."""
+    return parameter if parameter is None or parameter.dim() == 1 else parameter.reshape(-1)
+
+
+def shaped(y: Tensor, like: Tensor) -> Tensor:
+    """y (M, N) in the shape of another tensor."""
+    return y if like.dim() == 2 and y.shape == like.shape else y.reshape(like.shape)
 
 
 def check_norm(

@@ -24,9 +24,11 @@ from rooftop.kernels.norms.norms import (
     Statistics,
     check_norm,
     contiguous,
+    one_row,
     rms_eps,
+    rows_of,
     runs_reference,
-    sizes_of,
+    shaped,
 )
 from rooftop.kernels.norms.plans import NormPlan, choose_backward, choose_forward, forward_call, gradients_of
 from rooftop.kernels.operands.autocasting import result_dtype
@@ -229,7 +231,7 @@ def add_layer_norm(
     flat, (added, of_input, scale, shift) = flat_arguments(shape, input, residual, input_bias, weight, bias)
     dtype = result_dtype("layer_norm", input)
     y, total, _, _ = _add_layer_norm(flat, added, of_input, scale, shift, eps, dtype)
-    return y.reshape(input.shape), total.reshape(input.shape) if adds(residual, input_bias) else input
+    return shaped(y, input), shaped(total, input) if adds(residual, input_bias) else input
 
 
 @recorded_whole
@@ -250,7 +252,7 @@ def add_rms_norm(
     shape = check_norm(name, normalized_shape, input, residual, **parameters)
     flat, (added, of_input, scale) = flat_arguments(shape, input, residual, input_bias, weight)
     y, total, _ = _add_rms_norm(flat, added, of_input, scale, rms_eps(input, eps), result_dtype("rms_norm", input))
-    return y.reshape(input.shape), total.reshape(input.shape) if adds(residual, input_bias) else input
+    return shaped(y, input), shaped(total, input) if adds(residual, input_bias) else input
 
 
 def layer_norm_plan(
@@ -310,7 +312,5 @@ def flat_arguments(
     shape: tuple[int, ...], input: Tensor, residual: Tensor | None, *parameters: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None]]:
     """input as (M, N), and residual as (M, N) and parameters as (N,)."""
-    rows, columns = sizes_of(input, shape)
-    others = [None if residual is None else residual.reshape(rows, columns)]
-    others += [None if t is None else t.reshape(columns) for t in parameters]
-    return input.reshape(rows, columns), others
+    others = [None if residual is None else rows_of(residual, shape), *map(one_row, parameters)]
+    return rows_of(input, shape), others
