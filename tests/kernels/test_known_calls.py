@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rooftop import kernels
+from rooftop.cost import CountingMode
 from rooftop.kernels.elementwise import elementwise
 from rooftop.kernels.softmaxes import softmaxes
 from rooftop.launch import INTERPRETED, count_launches, known_calls
@@ -24,25 +26,31 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class Inputs:
     """Makes tensors with a few shapes and any strides, offsets and dtypes."""
 
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
+    def __init__(self, seed: int, device: str = "cpu") -> None:
+        self.rng, self.device = random.Random(seed), device
         self.generator = torch.Generator().manual_seed(seed)
 
     def one(self, *choices: Any) -> Any:
         return self.rng.choice(choices)
 
+    def numbers(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.device)
+
+    def indices(self, below: int, *shape: int) -> Tensor:
+        return torch.randint(below, shape, generator=self.generator).to(self.device)
+
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, learned: bool = True) -> Tensor:
         """Dense, transposed, with gaps, or off a multiple of 16 bytes."""
         kind = self.one("dense", "dense", "transposed", "gaps", "offset")
-        values = torch.randn(shape, generator=self.generator).to(dtype)
+        values = self.numbers(*shape).to(dtype)
         if kind == "transposed" and len(shape) > 1:
             values = values.transpose(0, -1).contiguous().transpose(0, -1)
         elif kind == "gaps" and shape:
-            wide = torch.zeros(*shape[:-1], shape[-1] + 3, dtype=dtype)
+            wide = torch.zeros(*shape[:-1], shape[-1] + 3, dtype=dtype, device=self.device)
             wide[..., : shape[-1]] = values
             values = wide[..., : shape[-1]]
         elif kind == "offset":
-            memory = torch.zeros(values.numel() + 1, dtype=dtype)
+            memory = torch.zeros(values.numel() + 1, dtype=dtype, device=self.device)
             memory[1:] = values.flatten()
             values = memory[1:].view(shape)
         return values.requires_grad_(learned and self.one(True, True, False))
@@ -87,14 +95,18 @@ def of_norms(make: Inputs) -> Call:
 def of_softmaxes(make: Inputs) -> Call:
     x = make.tensor(make.one((3, 8), (2, 3, 7), (1, 40)), make.one(*DTYPES))
     scale, dim = make.one(1.0, 0.5, 0.0, -0.0), make.one(-1, -1, 0)
-    masks = (None, torch.ones(x.shape[-1:], dtype=torch.bool), torch.zeros(x.shape[-1:]))
+    masks = (
+        None,
+        torch.ones(x.shape[-1:], dtype=torch.bool, device=x.device),
+        torch.zeros(x.shape[-1:], device=x.device),
+    )
     mask = make.one(*masks)
     function = make.one(kernels.softmax, kernels.log_softmax)
     return Call(lambda x: function(x, dim, mask=mask, scale=scale), (x,))
 
 
 def of_reductions(make: Inputs) -> Call:
-    x = make.tensor(make.one((3, 8), (2, 3, 5), (600, 8)), make.one(*DTYPES))
+    x = make.tensor(make.one((3, 8), (2, 3, 5), (90, 8)), make.one(*DTYPES))
     dim, keepdim = make.one(None, 0, -1, (0, 1)), make.one(True, False)
     function = make.one(kernels.sum, kernels.mean, kernels.amax, kernels.amin)
     return Call(lambda x: function(x, () if dim is None else dim, keepdim), (x,))
@@ -109,20 +121,20 @@ def of_gated(make: Inputs) -> Call:
 def of_rope(make: Inputs) -> Call:
     dtype = make.one(*DTYPES)
     x = make.tensor((1, 2, make.one(3, 4), 8), dtype)
-    cos, sin = (torch.randn(x.shape[2], 4, generator=make.generator) for _ in range(2))
+    cos, sin = (make.numbers(x.shape[2], 4) for _ in range(2))
     return Call(kernels.rope, (x, cos, sin))
 
 
 def of_lookups(make: Inputs) -> Call:
-    tokens = torch.randint(5, make.one((3,), (2, 4)), generator=make.generator)
+    tokens = make.indices(5, *make.one((3,), (2, 4)))
     return Call(kernels.embedding, (tokens, make.tensor((5, make.one(6, 16)), make.one(*DTYPES))))
 
 
 def of_losses(make: Inputs) -> Call:
     rows, classes = make.one(2, 5), make.one(6, 16)
     x = make.tensor((rows, classes), make.one(*DTYPES))
-    targets = torch.randint(classes, (rows,), generator=make.generator)
-    weight = make.one(None, None, torch.rand(classes, generator=make.generator))
+    targets = make.indices(classes, rows)
+    weight = make.one(None, None, make.numbers(classes).abs())
     reduction = make.one("mean", "sum", "none")
     smoothing = make.one(0.0, 0.1)
     return Call(
@@ -161,10 +173,10 @@ def both_directions(call: Call) -> list[Any]:
 
 @pytest.mark.parametrize("family", CALLS)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_any_sequence_of_calls_gives_the_bits_of_single_calls(family: str, seed: int) -> None:
-    make = Inputs(seed)
-    known_calls.forget()
-    calls = [CALLS[family](make) for _ in range(25)] * 3
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_any_sequence_of_calls_gives_the_bits_of_single_calls(family: str, seed: int, device: str) -> None:
+    make = Inputs(seed, device)
+    calls = [CALLS[family](make) for _ in range(12)] * 3
     with count_launches() as first:
         known = [both_directions(call) for call in calls]
     with count_launches() as second:
@@ -172,8 +184,71 @@ def test_any_sequence_of_calls_gives_the_bits_of_single_calls(family: str, seed:
             known_calls.forget()
             assert both_directions(call) == made
     assert first == second
-    if INTERPRETED:
-        assert sum(first.values()) > len(calls) / 2
+    if INTERPRETED or device == "cuda":
+        assert sum(first.values()) >= 12  # kernels, not references alone
+
+
+@pytest.mark.gpu
+def test_calls_of_several_threads() -> None:
+    make = Inputs(0, "cuda")
+    calls = [CALLS[family](make) for family in ("norms", "softmaxes", "gated", "reductions") for _ in range(4)]
+    expected = [both_directions(call) for call in calls]
+    known_calls.forget()
+
+    def work(seed: int) -> None:
+        order = random.Random(seed).choices(range(len(calls)), k=60)
+        for i in order:
+            assert both_directions(calls[i]) == expected[i]
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_calls_in_other_modes(device: str) -> None:
+    """What is known from one mode serves the others, and results belong to the mode of their call."""
+    x = torch.randn(3, 8, device=device)
+    for _ in range(3):
+        with torch.inference_mode():
+            inferred = kernels.softmax(x)
+            assert inferred.is_inference()
+        plain = kernels.softmax(x)
+        assert not plain.is_inference()
+        learned = kernels.softmax(x.requires_grad_())
+        assert learned.requires_grad
+        assert torch.autograd.grad(learned.sum(), x)[0].abs().max() < 1e-5
+        x = x.detach()
+        assert torch.equal(inferred.clone(), plain)
+        assert torch.equal(learned, plain)
+        with CountingMode() as counted:
+            assert torch.equal(kernels.softmax(x), plain)
+        assert [record.name for record in counted.records if "softmax" in record.name] == ["rooftop::softmax"]
+        assert torch.func.vmap(kernels.softmax)(x[None]).shape == (1, 3, 8)
+
+
+@pytest.mark.gpu
+def test_streams_and_graphs_on_a_gpu() -> None:
+    x = torch.randn(64, 256, device="cuda")
+    total = torch.randn(1 << 20, device="cuda")
+    expected, of_total = kernels.softmax(x), kernels.sum(total)
+    for _ in range(4):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            made, sums = kernels.softmax(x), kernels.sum(total)
+        stream.synchronize()
+        assert torch.equal(made, expected)
+        assert torch.equal(sums, of_total)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made, sums = kernels.softmax(x), kernels.sum(total)
+    for _ in range(3):
+        made.zero_()
+        sums.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(made, expected)
+        assert torch.equal(sums, of_total)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="without kernels nothing is planned")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -251,3 +252,29 @@ def test_calls_with_more_than_launches_run_each_time(
         for _ in range(4):
             again(torch.ones(3, 4))
         assert len(ran) == 4, name
+
+
+def test_known_calls_of_several_threads(launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = triton.jit(constants_last)
+    monkeypatch.setattr(known_calls, "ON_CPU", True)
+
+    def run(x: torch.Tensor, n: int) -> torch.Tensor:
+        y = torch.empty_like(x)
+        launch(kernel, (n,), CPU, x, y, n, 1, 0.5, True, SIZE=16, KIND=0)
+        return y
+
+    again = known_calls.remembering(run)
+    kept: list[list[tuple[Any, ...]]] = [[] for _ in range(4)]
+
+    def work(number: int) -> None:
+        for i in range(300):
+            x, n = torch.empty(4 + i % 3, 8), 2 + i % 5
+            kept[number].append((x, again(x, n), n))
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
+    calls = [call for each in kept for call in each]
+    expected = {(repr(x.data_ptr()), repr(y.data_ptr()), repr(n), n) for x, y, n in calls}
+    assert all(y.shape == x.shape for x, y, _ in calls)
+    assert len(launched) == len(expected) == 1200
+    assert {(*each[3:6], each[1][0]) for each in launched} == expected
