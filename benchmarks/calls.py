@@ -101,6 +101,12 @@ CASES = (
         lambda x, w, b: F.layer_norm(x, (WIDTH,), w, b),
     ),
     Case(
+        "layer_norm_tokens",  # (batch, tokens, features), as transformers call it
+        inputs(randn(2, ROWS // 2, WIDTH), randn(WIDTH), randn(WIDTH)),
+        lambda x, w, b: kernels.layer_norm(x, (WIDTH,), w, b),
+        lambda x, w, b: F.layer_norm(x, (WIDTH,), w, b),
+    ),
+    Case(
         "rms_norm",
         inputs(randn(ROWS, WIDTH), randn(WIDTH)),
         lambda x, w: kernels.rms_norm(x, (WIDTH,), w),
@@ -115,6 +121,9 @@ CASES = (
     Case("softmax", inputs(randn(ROWS, WIDTH)), kernels.softmax, lambda x: F.softmax(x, -1)),
     Case("cross_entropy", inputs(randn(ROWS, WIDTH), integers(WIDTH, ROWS)), kernels.cross_entropy, F.cross_entropy),
     Case("sum", inputs(randn(ROWS, WIDTH)), lambda x: kernels.sum(x, -1), lambda x: x.sum(-1)),
+    Case("sum_all", inputs(randn(1 << 20)), kernels.sum, torch.sum),
+    Case("amax", inputs(randn(ROWS, WIDTH)), lambda x: kernels.amax(x, -1), lambda x: x.amax(-1)),
+    Case("log_softmax", inputs(randn(ROWS, WIDTH)), kernels.log_softmax, lambda x: F.log_softmax(x, -1)),
     Case("embedding", inputs(integers(ROWS, ROWS), randn(ROWS, WIDTH)), kernels.embedding, F.embedding),
     Case("silu", inputs(randn(ROWS, WIDTH)), kernels.silu, F.silu),
     Case("swiglu", inputs(randn(ROWS, WIDTH), randn(ROWS, WIDTH)), kernels.swiglu, lambda g, u: F.silu(g) * u),
