@@ -212,6 +212,9 @@ def test_calls_in_other_modes(device: str) -> None:
         with torch.inference_mode():
             inferred = kernels.softmax(x)
             assert inferred.is_inference()
+            with torch.enable_grad():
+                leaf = x.clone().requires_grad_()
+                assert kernels.softmax(leaf).requires_grad == leaf.softmax(-1).requires_grad
         plain = kernels.softmax(x)
         assert not plain.is_inference()
         learned = kernels.softmax(x.requires_grad_())

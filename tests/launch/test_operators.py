@@ -82,6 +82,20 @@ def test_contexts_that_must_see_the_operator(context: AbstractContextManager[obj
     assert fast_path.is_plain((x,))
 
 
+@pytest.mark.parametrize("context", [Names(), Watching(), FakeTensorMode(), profile(), torch.no_grad()])
+def test_only_inference_mode_needs_no_dispatcher(context: AbstractContextManager[object]) -> None:
+    x = torch.randn(3)
+    assert not fast_path.only_infers((x,))
+    with torch.inference_mode():
+        assert fast_path.only_infers((x,))
+        assert not fast_path.only_infers((torch.empty(3, device="meta"),))
+        with context:
+            assert fast_path.only_infers((x,)) == isinstance(context, torch.no_grad)
+    seen: list[bool] = []
+    torch.func.vmap(lambda t: seen.append(fast_path.only_infers((t,))) or t)(x)
+    assert seen == [False]
+
+
 IMPORTED_WITHIN_A_MODE = """
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -30,13 +30,23 @@ _function_modes = torch._C._len_torch_function_stack
 _profiler_enabled = torch._C._autograd._profiler_enabled
 with ThreadPoolExecutor(1) as _thread:  # a new thread has no modes, transforms or inference mode; this one may
     _UNWATCHED = _thread.submit(_include_set).result()
+    _INFERRING = _thread.submit(torch.inference_mode()(_include_set)).result()
 
 # ---- what has to see a call ---------------------------------------------------------------------------------------
 
 
 def is_plain(arguments: Sequence[Any]) -> bool:
     """Whether nothing but autograd has to see a call."""
-    return _include_set() == _UNWATCHED and _function_modes() == 0 and not _profiler_enabled() and _are_plain(arguments)
+    return _include_set() == _UNWATCHED and _unseen(arguments)
+
+
+def only_infers(arguments: Sequence[Any]) -> bool:
+    """Whether a call is in inference mode, in which autograd records nothing, and nothing else has to see it."""
+    return torch.is_inference_mode_enabled() and _include_set() == _INFERRING and _unseen(arguments)
+
+
+def _unseen(arguments: Sequence[Any]) -> bool:
+    return _function_modes() == 0 and not _profiler_enabled() and _are_plain(arguments)
 
 
 def _are_plain(arguments: Sequence[Any]) -> bool:

@@ -194,7 +194,7 @@ def _call(run: Function, overload: Any, formula: Function | None, recorded: Func
                 return formula(*arguments)
             _refuse_derivatives(overload._opname)
         if not plain:
-            return overload(*arguments)
+            return run(*arguments) if fast_path.only_infers(arguments) else overload(*arguments)
         if not torch.is_grad_enabled() or not requires_grad(arguments):
             return run(*arguments)
         return differentiated(*arguments)
