@@ -74,10 +74,10 @@ def _module_of(path: Path) -> str:
     it.
 
     Raises:
-        TargetError: there is no such file.
+        TargetError: no such file.
     """
     if not path.is_file():
-        raise TargetError(f"{os.fspath(path)}: there is no such file")
+        raise TargetError(f"{os.fspath(path)}: no such file")
     whole = path.resolve()
     here = Path.cwd().resolve()
     if whole.is_relative_to(here):

@@ -237,8 +237,8 @@ def _run(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             raise MeasurementError(
-                f"hardware counters: not done after {timeout_s:g} s; ncu takes a good while for each "
-                "kernel: try a program of fewer layers"
+                f"hardware counters: not done after {timeout_s:g} s; ncu needs long for each kernel: try a model "
+                "with fewer layers"
             ) from None
         finally:
             if process.poll() is None:
@@ -324,7 +324,7 @@ def counted_step(program: Program) -> None:
         MeasurementError: the program does not run on a GPU.
     """
     if program.device.type != "cuda":
-        raise MeasurementError(f"hardware counters are those of a GPU, but {program.name} runs on {program.device}")
+        raise MeasurementError(f"hardware counters exist only on a GPU, but {program.name} runs on {program.device}")
     with program.preserved():
         for _ in range(COMPILED_WARM_UP_STEPS if program.compiled else WARM_UP_STEPS):
             program.step()

@@ -60,7 +60,7 @@ def counted_bytes(rows: Sequence[KernelRow], operators: Sequence[OperatorRow]) -
 
 def counters_table(rows: Sequence[KernelRow], report: Report, limit: int = 12) -> RenderableType:
     """The kernels by falling time, at most `limit` of them, with the operators of the report that launched them."""
-    title = f"\nwhat the hardware counted ({min(limit, len(rows))} of {len(rows)} kernels, caches empty before each)"
+    title = f"\nhardware counters ({min(limit, len(rows))} of {len(rows)} kernels, each started with empty caches)"
     table = Table(box=None, padding=(0, 1), title=title, title_justify="left")
     table.add_column("kernel", overflow="ellipsis", no_wrap=True, max_width=30)
     columns = ("calls", 5), ("time", 7), ("moved", 7), ("GB/s", 5), ("of DRAM", 7)
@@ -91,13 +91,13 @@ def _notes(rows: Sequence[KernelRow], counted: dict[str, Counted]) -> list[str]:
         return []
     moved, must = sum(moved for moved, _ in both), sum(must for _, must in both)
     notes = [
-        f"{_bytes_text(moved)} moved where {_bytes_text(must)} must be, over the kernels whose operators have a cost "
+        f"{_bytes_text(moved)} moved, {_bytes_text(must)} necessary, over the kernels whose operators have a cost "
         "formula"
     ]
     if any(must >= LEAST_BYTES and moved > REREADING * must for moved, must in both):
         notes.append(f"ratio above {REREADING} (!): data goes through DRAM more than once, or in parts of sectors")
     if any(must.shared for must in counted.values()):
-        notes.append("~: of operators that run several kernels; the ratio is theirs")
+        notes.append("~: the operator runs several kernels, and the ratio is that of all together")
     return [f"note: {note}" for note in notes]
 
 

@@ -196,8 +196,8 @@ def require_no_fakes(mode: FakeTensorMode, name: str, emptied: list[Any]) -> Non
     place = _where_kept(_fakes_of(mode), emptied)
     if place is not None:
         raise InputError(
-            f"{name} was predicted, but keeps what it computed in {place}: fake tensors, which have no values, so it "
-            "could not use them afterwards; empty that before you run it, or predict it in a process of its own"
+            f"{name} was predicted, but stores fake tensors in {place}, which have no values and cannot be used "
+            "afterwards: empty it before you run the program, or predict in a separate process"
         )
 
 

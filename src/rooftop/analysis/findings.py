@@ -92,7 +92,8 @@ class Findings:
         if not self.traced_more_ms:
             return ""
         return (
-            f"; compiled or captured this program chooses other operators, which take {self.traced_more_ms:.2f} ms more"
+            "; when compiled or captured, this program chooses other operators, which take "
+            f"{self.traced_more_ms:.2f} ms more"
         )
 
     @property

@@ -26,7 +26,7 @@ def comparable(record: Record, ceilings: Ceilings) -> Record:
     unknown = [precision for precision in (record.cost or FREE).flops if precision not in ceilings.flops]
     if not unknown:
         return record
-    return replace(record, cost=None, uncovered=f"no {unknown[0]} rate is known of {ceilings.device}")
+    return replace(record, cost=None, uncovered=f"the {unknown[0]} rate of {ceilings.device} is unknown")
 
 
 def operator_rows(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> list[OperatorRow]:

@@ -115,22 +115,18 @@ class GivenObjects:
         notes = []
         if not self._complete:
             notes.append(
-                f"The arguments hold more than {held_objects.MOST_ENTRIES:,} objects: those beyond are not put back "
-                "when the step changes them."
+                f"The arguments hold more than {held_objects.MOST_ENTRIES:,} objects: objects beyond that number are "
+                "not restored when the step changes them."
             )
         if self.changed:
             names = ", ".join(self.changed)
-            notes.append(f"The step changes what it is given ({names}): each of its runs began with it as given.")
+            notes.append(f"The step changes its arguments ({names}): they were restored before each run.")
         if self._writes:
-            notes.append(
-                "The step writes to its inputs: each of its runs began with what the one before had left there."
-            )
+            notes.append("The step writes to its inputs: each run began with the values that the previous run left.")
         elif self._small:
-            notes.append("The step writes to its inputs: each of its runs began with them as given.")
+            notes.append("The step writes to its inputs: they were restored before each run.")
         if self._lost:
-            notes.append(
-                f"What the step wrote to its inputs could not be taken back: {'; '.join(dict.fromkeys(self._lost))}."
-            )
+            notes.append(f"Inputs that the step changed could not be restored: {'; '.join(dict.fromkeys(self._lost))}.")
         return notes
 
 

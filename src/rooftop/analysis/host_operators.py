@@ -37,14 +37,14 @@ def said_of_host(work: Counter[str], gpu_works: bool) -> str:
     named = ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
     if names and not gpu_works:
         return (
-            f"Nothing ran on the GPU: the operators ({named}) ran on the CPU. Move the model and its inputs "
-            '(.to("cuda")), or have the CPU analyzed (--device cpu).'
+            f"Nothing ran on the GPU: the operators ({named}) ran on the CPU. Move the model and its inputs to "
+            'the GPU (.to("cuda")), or analyze the CPU (--device cpu).'
         )
     if work.total() < LEAST_WORK:
         return ""
     return (
         f"Some operators ran on the CPU: {named}, {quantity_text(work.total())}bytes and flops a step. They have no "
-        "roof here. While the host works on them the GPU may wait; that is part of the launch gap."
+        "roof here. The GPU may wait while the host works on them; this wait is part of the launch gap."
     )
 
 

@@ -347,7 +347,7 @@ def medians(
         names = [name for name, _ in ran]
         same = all([record.name for record in run.records] == names for run in runs)
         what = "operators on other sizes" if same else "other operators"
-        notes.append(f"The step runs {what} each time; times are those of its last run.")
+        notes.append(f"The step runs {what} each time; the times shown are from its last run.")
         runs = [last]
     if undisturbed is not None:
         timed = last.timed_by(undisturbed)
@@ -355,8 +355,8 @@ def medians(
             runs = [timed]
         else:
             notes.append(
-                "The step launched other kernels while its operators were labelled than without labels: the times of "
-                "operators are those with labels."
+                "The step launched different kernels with and without labels on its operators: the operators' times "
+                "are from the runs with labels."
             )
     runs = sorted(runs, key=lambda run: sum(ms for ms, _ in run.times))[: -(-len(runs) // FASTER)]
     operators = [

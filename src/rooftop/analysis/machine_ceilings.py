@@ -51,7 +51,7 @@ def completed_ceilings(likely: Ceilings, profile: Profile) -> tuple[Ceilings, li
             return machine_ceilings(profile)
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
         reason = str(error).partition("\n")[0]
-        return likely, [f"What this program needs beyond the usual ceilings could not be measured after it: {reason}"]
+        return likely, [f"The extra ceilings that this program needs could not be measured: {reason}"]
 
 
 @contextmanager

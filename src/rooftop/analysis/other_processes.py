@@ -138,8 +138,8 @@ class OtherProcesses:
         most = any(child.kind in (WORKER, FORK) for child in self.children.values()) and self.cpu_s > self.own_s
         return (
             f"{'Most of the work is in other processes: the' if most else 'The'} script started {'; '.join(parts)}. "
-            f"Together they used {self.cpu_s:.1f} s of CPU time, this process {self.own_s:.1f} s. What they compute is "
-            "not in the report."
+            f"Together they used {self.cpu_s:.1f} s of CPU time, this process {self.own_s:.1f} s. Their work is not "
+            "in the report."
         )
 
 

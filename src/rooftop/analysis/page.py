@@ -26,14 +26,14 @@ PARTS = (
 PREDICTED_PARTS = (  # kernels at their roofs have no gap
     PARTS[0],
     PARTS[1],
-    ("launch gap", "launch_gap_ms", "launched eagerly the device would wait for the host: graphs, larger batches"),
+    ("launch gap", "launch_gap_ms", "launched eagerly, the device would wait for the host: graphs, larger batches"),
 )
-ON_CPU = {"launch_gap_ms": "between operators, in Python, PyTorch and the system: larger batches, fewer operators"}
+ON_CPU = {"launch_gap_ms": "time between operators, in Python, PyTorch and the system: larger batches, fewer operators"}
 """Other wording for a CPU, which waits for no host."""
 RANK_PARTS = (
     ("own", "what the rank needs by itself"),
-    ("transfer", "exposed communication that is nobody's waiting: collectives that nothing else runs beside"),
-    ("waited", "exposed communication in which the rank waits for a later one"),
+    ("transfer", "exposed communication without waiting: collectives during which nothing else runs"),
+    ("waited", "exposed communication in which the rank waits for a slower rank"),
 )
 
 

@@ -87,8 +87,8 @@ def predict(
     require_ceilings(ceilings, "predict")
     if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
         raise TypeError(
-            f"predict(optimizer={type(optimizer).__name__}): expected what makes one from the model's parameters, e.g. "
-            "torch.optim.AdamW, as the parameters of a prediction are others"
+            f"predict(optimizer={type(optimizer).__name__}): expected a function that creates an optimizer from "
+            "parameters, e.g. torch.optim.AdamW, because a prediction has its own copy of the parameters"
         )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"predict(dtype={dtype!r}): expected a floating-point dtype, e.g. torch.bfloat16")
@@ -97,9 +97,7 @@ def predict(
         require_no_fakes(step.ended, step.name, step.emptied)
     records, tracker = step.records, step.tracker
     if not any(record.cost is not None and _works(record) for record in records):
-        raise InputError(
-            f"nothing to predict: no operator that {step.name} runs moves or computes anything that has a formula"
-        )
+        raise InputError(f"nothing to predict: {step.name} runs no operator with a cost formula")
     records = [comparable(record, ceilings) for record in records]
     operators = [MeasuredOperator(r, roof(r.cost, ceilings).ms if r.cost is not None else 0.0, ()) for r in records]
     rows = operator_rows(operators, ceilings)
@@ -241,8 +239,8 @@ def _counted(program: Program, tracker: ModuleTracker, on_gpu: bool) -> list[Rec
             looks = looks or "() is not supported for tensor subclasses" in str(cause)
             if looks or "its data is not allocated yet" in str(cause):
                 raise InputError(
-                    f"{program.name} cannot be predicted: what it runs depends on values ({cause}), and a prediction "
-                    "has only shapes; analyze it on a machine instead"
+                    f"{program.name} cannot be predicted: its operators depend on values ({cause}), and a prediction "
+                    "has only shapes; analyze it on a real machine instead"
                 ) from error
             raise
     return counted.records
@@ -275,7 +273,7 @@ def _faked(
         what = str(error).splitlines()[0] if str(error) else ""
         raise InputError(
             "cannot be predicted: the model and its inputs are copied with fake tensors, and that failed "
-            f"({type(error).__name__}: {what}); analyze it on a machine instead"
+            f"({type(error).__name__}: {what}); analyze it on a real machine instead"
         ) from error
 
 
@@ -293,7 +291,7 @@ def _fake(value: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Ten
     if isinstance(value, FakeTensor) and value.device.type == "cpu" and value.dtype == kind:
         return value
     if value.layout != torch.strided or value.is_nested or value.is_quantized:
-        raise ValueError("sparse, nested and quantized tensors have no fake twins")
+        raise ValueError("sparse, nested and quantized tensors have no fake versions")
     meta = torch.empty_strided(value.shape, value.stride(), dtype=kind, device="meta")
     fake: Tensor = FakeTensor(mode, meta, torch.device("cpu"))
     return fake.requires_grad_(value.requires_grad)
@@ -362,8 +360,8 @@ class _DataStays(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_DATA and not isinstance(args[0], FakeTensor):
             raise InputError(
-                "cannot be predicted: the program assigns to .data of a tensor that it holds, which would lose its "
-                "values; analyze it on a machine instead, or give the module itself to be predicted"
+                "cannot be predicted: the program assigns to .data of a tensor that it holds, and a prediction "
+                "would lose the values; analyze it on a real machine instead, or predict the module itself"
             )
         return func(*args, **(kwargs or {}))
 

@@ -290,19 +290,19 @@ def assembled(
         busy, launches = sum(op.measured_ms for op in operators), len(operators)
     if tracker.elsewhere:
         notes.append(
-            "Modules ran in other threads than the step's own, where operators are not seen: they are missing."
+            "Some modules ran in other threads than the step itself. Operators there are not seen, so these modules "
+            "are missing."
         )
     if device.type == "cuda" and cupti.stays_for:
         notes.append(
-            f"CUPTI, through which the profiler watched, stays attached, as {cupti.stays_for} may be in a call of the "
-            "CUDA runtime. Launches take longer with it: after the profiler a step that its host bounds was up to a "
-            "quarter slower."
+            f"CUPTI, which the profiler uses, stays attached, because {cupti.stays_for} may be in a call of the CUDA "
+            "runtime. This makes launches slower: steps bound by the host took up to a quarter longer."
         )
     if tracker.uncounted:
         (name, why), *others = tracker.uncounted.items()
         notes.append(
-            f"What {name}{f' and {len(others)} other classes' if others else ''} took in and gave out could not be "
-            f"counted ({why}): their fused roof is that of their parts."
+            f"What {name}{f' and {len(others)} other classes' if others else ''} read and return could not be "
+            f"counted ({why}): their fused roof is the sum over their parts."
         )
     return Profile(
         device=device,

@@ -171,8 +171,8 @@ class Program:
         roots = [t for t in tensors_in(output) if t.requires_grad]
         if not roots:
             raise InputError(
-                f"train=True, but no output of {self.name} requires a gradient: expected parameters or inputs that do, "
-                "and neither torch.no_grad() nor torch.inference_mode() around the call"
+                f"train=True, but no output of {self.name} requires a gradient: expected parameters or inputs that "
+                "require one, and no torch.no_grad() or torch.inference_mode() around the call"
             )
         if len(roots) == 1 and roots[0].numel() == 1:
             roots[0].backward()

@@ -76,14 +76,14 @@ def recorded_report(
     said = [*notes, *_beginning(laps, start_up, label_ms), *which]
     if profiled and laps.plain is None:
         said.append(
-            "The program uses PyTorch's profiler itself, so Rooftop's could not run: memory, waits and the "
-            f"loading of data were not watched{', and no trace was written' if traced else ''}. Where both watched a "
-            "step, that step took longer, also in its profile."
+            "The program uses PyTorch's profiler itself, so Rooftop's could not run: memory, waits and the loading "
+            f"of data were not watched{', and no trace was written' if traced else ''}. Steps that both profilers "
+            "watched took longer, also in the program's own profile."
         )
     elif traced and laps.plain is None:
         said.append(
-            "No trace was written: it is of one step after the warm-up, recorded without labels, and there were only "
-            f"{laps.steps}."
+            "No trace was written: a trace needs one step after the warm-up, recorded without labels, and the "
+            f"program ran only {laps.steps} steps."
         )
     profile = assembled(device, [each.labelled for each in labelled], wall, plain, labelled[-1].seen, graphs)
     profile = replace(profile, faults=laps.faults)
@@ -103,14 +103,14 @@ def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
             return laps
     if profiled and any(laps.steps for laps in recorded):
         raise InputError(
-            "nothing to report: the program uses PyTorch's profiler itself, so Rooftop's could not run, and on a "
-            "GPU and in compiled code nothing is seen without it; run it without its profiler"
+            "nothing to report: the program uses PyTorch's profiler itself, so Rooftop's could not run, and nothing "
+            "on a GPU or in compiled code is seen without it; run the program without its profiler"
         )
     if least:
         raise InputError(
-            f"nothing to report: the program ended after {_steps(max(laps.steps for laps in recorded))}. Where ranks "
-            "talk through NCCL, all steps after a profiler are slower, so the first ones are timed before it begins: "
-            f"run {least} steps or more"
+            f"nothing to report: the program ended after {_steps(max(laps.steps for laps in recorded))}. With NCCL, "
+            f"all steps after a profiler are slower, so the first steps are timed before it starts: run {least} "
+            "steps or more"
         )
     raise InputError("nothing to report: no operator of PyTorch ran in the recorded block's own thread")
 
@@ -135,7 +135,7 @@ def _of_enough(laps: Laps) -> tuple[StepTime, list[str]]:
         return after, []
     said = f"The wall time is that of {_steps(before.steps)} before the profiler began."
     if after is not None:
-        said += f" Beside CUPTI, which stays attached, {_steps(after.steps)} after it took {time_text(after.ms)} each."
+        said += f" With CUPTI still attached, {_steps(after.steps)} after the profiler took {time_text(after.ms)} each."
     return before, [said]
 
 
@@ -147,17 +147,17 @@ def _of_few(
     last = labelled[-1]
     if laps.undisturbed_ms and last.steps > 1 - (last is laps.whole):
         wall = StepTime.of_loop(laps.undisturbed_ms)
-        how = f"The wall time is that of {_steps(wall.steps)} that ran undisturbed; the operators' times are those of "
+        how = f"The wall time is from {_steps(wall.steps)} that ran undisturbed; the operators' times are from "
         how += f"{_steps(len(labelled))} that ran under labels."
     else:
         ms = max(0.0, last.ms - label_ms * len(last.labelled.records))
         wall = StepTime.of_loop([ms])
-        how = "What ran was labelled; what the labels cost is taken off the wall time."
+        how = "All operators were labelled; the cost of the labels is subtracted from the wall time."
     if not laps.steps:
         what = "the block" if last.cut is False else f"the first {len(last.labelled.records):,} operators of the block"
-        how = f"The report is of {what}, run once, start-up included, and without torch.compile. {how}"
+        how = f"The report covers {what}, run once, including start-up, without torch.compile. {how}"
     elif last is laps.whole and last.steps > 1:
-        how = f"The report is of {_steps(last.steps)} together. {how}"
+        how = f"The report covers {_steps(last.steps)} together. {how}"
     else:
         how = f"There {'was' if laps.steps == 1 else 'were'} only {_steps(laps.steps)}. {how}"
     return labelled, wall, [f"{how} With {needed} steps or more, steps are timed undisturbed."]
@@ -179,8 +179,8 @@ def _beginning(laps: Laps, start_up: StartUp | None, label_ms: float) -> list[st
     durations = ", ".join(
         f"{time_text(lap.ms)}{'' if lap.stage in (*UNDISTURBED, 'unwatched') else ' (watched)'}" for lap in first
     )
-    said.append(f"Its first steps took {durations}{', the first with the start-up' if start_up is None else ''}.")
-    return [f"{' '.join(said)} The wall time is of later steps."] if laps.is_complete else [" ".join(said)]
+    said.append(f"Its first steps took {durations}{', the first including start-up' if start_up is None else ''}.")
+    return [f"{' '.join(said)} The wall time is from later steps."] if laps.is_complete else [" ".join(said)]
 
 
 def _plain_of(labelled: Labelled) -> Plain:

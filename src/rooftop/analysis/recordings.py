@@ -210,7 +210,9 @@ class Recording:
         if _open_recordings[-1] is not self:
             raise RuntimeError("step() while another recording is open inside this one: end that one first")
         if self._finder is not None:
-            raise RuntimeError("step() in a recording with find_steps=True, which finds them: leave out one of the two")
+            raise RuntimeError(
+                "step() in a recording with find_steps=True, which finds the steps: leave out one of them"
+            )
         self._step_ended((0, 0))
 
     def work_begins(self, compiled: bool) -> None:
@@ -502,8 +504,8 @@ class Recording:
     def why_no_row(self) -> str:
         """Why `rank_row` is None, after "its script"."""
         if self._profilers.used:
-            return "has a profiler of its own, beside which there can be none"
-        return f"ended after {self.steps} steps, too few to watch some for communication"
+            return "has its own profiler, and only one profiler can run"
+        return f"ended after {self.steps} steps, too few to measure communication"
 
     @property
     def said_of_threads(self) -> str:
@@ -581,6 +583,6 @@ def recording(
     if ceilings is not None:
         require_ceilings(ceilings, "recording").require_kind(where.type)
     if module is not None and not isinstance(module, nn.Module):
-        raise TypeError(f"recording(module={module!r}): expected a module, or None for the first that is called")
+        raise TypeError(f"recording(module={module!r}): expected a module, or None for the first one called")
     require_folder_of(trace)
     return Recording(module, where, ceilings, name, trace, find_steps, one_of_ranks)

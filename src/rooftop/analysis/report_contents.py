@@ -272,5 +272,5 @@ class ReportContents:
         loop = f"In a loop the {leader} sets the pace: the GPU works for {share:.0f}% of a step."
         lead_ms = summary.latency_ms - summary.wall_ms
         if lead_ms <= 0.05 * summary.wall_ms:
-            return f"{loop} A step alone takes as long."
-        return f"{loop} A step alone takes {time_text(summary.latency_ms)}: it begins with an idle GPU."
+            return f"{loop} A single step takes the same time."
+        return f"{loop} A single step takes {time_text(summary.latency_ms)}, because it begins with an idle GPU."

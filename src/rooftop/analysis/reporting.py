@@ -112,9 +112,9 @@ def _balance(
     if busy_ms > (1 + (UNEXPLAINED if on_gpu else NOISY)) * wall_ms:
         what = "kernels of a step under the profiler" if on_gpu else "operators of a labelled step"
         notes.append(
-            f"Unexplained: the {what} took {time_text(busy_ms)}, more than the {time_text(wall_ms)} of a plain step (a "
-            "machine that was disturbed, or operators of microseconds). The launch gap is shown as 0, and gains are "
-            "taken in proportion to the plain step."
+            f"Unexplained: the {what} took {time_text(busy_ms)}, more than the {time_text(wall_ms)} of a plain step "
+            "(other work on the machine, or operators that take microseconds). The launch gap is shown as 0, and "
+            "gains are scaled to the plain step."
         )
     busy_ms = min(busy_ms, wall_ms)
     summary = Summary(
@@ -187,17 +187,17 @@ def _noise(profile: Profile, ceilings: Ceilings) -> list[str]:
     seen += drifted
     if faults_ms > NOISY * wall.ms:
         seen.append(
-            f"a step took {profile.faults.count:,.0f} pages of memory from the system, some {time_text(faults_ms)} of "
-            "it, and takes more or fewer in another process"
+            f"a step took {profile.faults.count:,.0f} pages of memory from the system in about "
+            f"{time_text(faults_ms)}; the number differs from process to process"
         )
     fastest, half = time_text(wall.low_ms), time_text(wall.high_ms)
     if wall.mean:
-        seen.append(f"most of {wall.steps} steps took {fastest} to {half}, {time_text(wall.ms)} in the mean")
+        seen.append(f"most of {wall.steps} steps took {fastest} to {half}, {time_text(wall.ms)} on average")
     else:
         moments = f"{wall.blocks} moments" if wall.blocks > 1 else "one moment"
-        seen.append(f"of {wall.steps} steps at {moments} half took more than {half}, the fastest ones {fastest}")
+        seen.append(f"half of {wall.steps} steps at {moments} took more than {half}, the fastest {fastest}")
     return [
-        f"Disturbed: {'; '.join(seen)}. Differences and gains below {time_text(unsure_ms)} say nothing; on a quiet "
+        f"Disturbed: {'; '.join(seen)}. Ignore differences and gains below {time_text(unsure_ms)}; on a quiet "
         "machine the step may be faster."
     ]
 
@@ -217,9 +217,9 @@ def _two_states(profile: Profile) -> list[str]:
     gap = f"; operators were timed later, which makes some {time_text(part_ms)} of launch gap" if part_ms > 0 else ""
     return [
         f"A step took {faults.count:,.0f} pages of memory from the system at first, and {others.count:,.0f} later, "
-        f"beside the records of this analysis{lasted}: malloc keeps what is freed, or gives it back, depending on what "
-        f"else it holds. The wall time is of the first steps{gap}. Started so, a program always keeps its memory: "
-        f"{KEEP_MEMORY}"
+        f"beside the records of this analysis{lasted}: malloc keeps or returns freed memory, depending on what else "
+        f"it holds. The wall time is from the first steps{gap}. To make a program always keep its memory, start it "
+        f"with: {KEEP_MEMORY}"
     ]
 
 
@@ -265,6 +265,6 @@ def _disturbances(ceilings: Ceilings, profile: Profile) -> list[str]:
     first = f"{', '.join(disturbed[:3])}{', ...' if len(disturbed) > 3 else ''}"
     was = "was" if len(disturbed) == 1 else "were"
     return [
-        f"{counted(len(disturbed), 'ceiling')} {was} disturbed while measured and may be too low ({first}). On a quiet "
-        "machine measure again: rooftop ceilings --refresh"
+        f"{counted(len(disturbed), 'ceiling')} {was} disturbed during measurement and may be too low ({first}). "
+        "Measure again on a quiet machine: rooftop ceilings --refresh"
     ]

@@ -103,7 +103,7 @@ def run_script(
     """
     script = Path(path)
     if not script.is_file():
-        raise InputError(f"{os.fspath(path)}: there is no such script")
+        raise InputError(f"{os.fspath(path)}: no such script")
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
     recorded = recording(
         device=_device_of_rank(device) if several else device,

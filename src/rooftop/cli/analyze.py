@@ -224,17 +224,17 @@ def _check_combination(
     """
     script = target.endswith(".py")
     if arguments and not script:
-        raise click.UsageError(f"only scripts take arguments, got {' '.join(arguments)!r} for {target!r}")
+        raise click.UsageError(f"only scripts accept arguments, got {' '.join(arguments)!r} for {target!r}")
     if script and (machine or compile_mode):
         option = "--predict" if machine else "--compile"
         raise click.UsageError(
-            f"{option} needs a model, and a script runs unchanged: name a callable in it instead, "
+            f"{option} needs a model, but a script runs unchanged: name a callable in the script instead, "
             f"{_callable_in(target)}"
         )
     if machine and (compile_mode or trace):
         raise click.UsageError("--predict runs nothing, so there is nothing to compile or to trace")
     if counters and (script or machine or "RANK" in os.environ):
-        raise click.UsageError("--counters needs a model that one process runs: no script, no --predict, no torchrun")
+        raise click.UsageError("--counters needs a model in one process: it excludes scripts, --predict and torchrun")
     if machine is not None:
         _ceilings_of(machine)
 
@@ -248,8 +248,8 @@ def _check_prediction(options: dict[str, Any]) -> None:
     given = [name for name, value in options.items() if value]
     if given:
         raise click.UsageError(
-            f"{', '.join(given)} cannot be combined with --predict: it runs nothing, names the machine itself, and "
-            "has no roofs of layouts; leave out one of them"
+            f"{', '.join(given)} cannot be combined with --predict: --predict runs nothing, names the machine "
+            "itself, and has no roofs for layouts; leave out one of them"
         )
 
 
@@ -262,7 +262,8 @@ def _check_script_options(script: str, options: dict[str, Any]) -> None:
     given = [name for name, value in options.items() if value]
     if given:
         raise click.UsageError(
-            f"{', '.join(given)}: a script runs unchanged; name a callable in it instead, {_callable_in(script)}"
+            f"{', '.join(given)}: a script runs unchanged; name a callable in the script instead, "
+            f"{_callable_in(script)}"
         )
 
 

@@ -51,8 +51,8 @@ def _remarks(ceilings: Ceilings, refreshed: History | None) -> list[str]:
     lower = refreshed.lower() if refreshed is not None else []
     if lower:
         lines.append(
-            "[yellow]lower this time[/yellow], so the earlier figure stays (to go by this measurement alone: "
-            "rooftop ceilings --forget):"
+            "[yellow]lower this time[/yellow], so the earlier figure stays (to use only this measurement: rooftop "
+            "ceilings --forget):"
         )
     lines += [
         f"  {in_words(each.figure)}: {_figure(each.figure, each.new)}, was {_figure(each.figure, each.kept)} on "
@@ -62,11 +62,12 @@ def _remarks(ceilings: Ceilings, refreshed: History | None) -> list[str]:
     if len(lower) > MOST_LOWER:
         lines.append(f"  and {len(lower) - MOST_LOWER} more")
     if busy(ceilings.conditions, ceilings.kind):
-        lines.append(f"[yellow]others used the machine[/yellow] meanwhile: {_others(ceilings)}.")
+        lines.append(f"[yellow]other processes used the machine[/yellow] during the measurement: {_others(ceilings)}.")
     if ceilings.disturbed:
         lines.append(
-            f"[yellow]disturbed[/yellow]: {', '.join(ceilings.disturbed)} may be too low: the best was not reproduced "
-            "within 10%, or others used the machine. Measure again with --refresh when it is quiet."
+            f"[yellow]disturbed[/yellow]: {', '.join(ceilings.disturbed)} may be too low: the best value was not "
+            "reproduced within 10%, or other processes used the machine. Measure again with --refresh when the "
+            "machine is quiet."
         )
     return lines
 

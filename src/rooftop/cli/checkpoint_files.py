@@ -103,7 +103,7 @@ def _lines(record: TrainingRecord, saved: Readable, verified: bool) -> list[tupl
     size = sum(entry.bytes for entry in saved.entries.values())
     if isinstance(saved, SavedTensors):
         lines.append(("files", f"{len(saved.files)}, {sum(count for count, _ in saved.files.values()):,} bytes"))
-        checked = "all bytes are as they were written" if verified else "not compared; --verify does"
+        checked = "all bytes are as they were written" if verified else "not compared; --verify compares them"
         lines.append(("checksums", checked))
     lines.append(("tensors", f"{len(saved.entries)}, {size:,} bytes"))
     return lines

@@ -113,7 +113,7 @@ def run(
     if not to_stdout:
         _show(photographs, clips)
         if seed is not None:
-            click.echo("random weights: what is found means nothing")
+            click.echo("random weights: the results mean nothing")
         if json_path is not None:
             click.echo(f"classes: {json_path}")
     for clip in clips:

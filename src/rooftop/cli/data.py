@@ -9,7 +9,7 @@ from rooftop.cli.lazy_groups import LazyGroup, Verb
 VERBS = {
     "bench": Verb(
         "rooftop.cli.commands.data_bench:bench_command",
-        "Measure each stage between disk and model, and find the one that bounds training.",
+        "Measure each stage between disk and model, and find the slowest one.",
     ),
 }
 

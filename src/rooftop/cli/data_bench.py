@@ -72,7 +72,7 @@ def _samples(data: str, transform: ImageTransform) -> ImageFolder | TarShards:
     path = Path(data)
     shards = data.endswith(".tar") or (path.is_dir() and any(path.glob("*.tar")))
     if not shards and not path.exists():
-        raise InputError(f"{data} does not exist: expected a folder with a folder for each class, or tar files")
+        raise InputError(f"{data} does not exist: expected a folder with one subfolder per class, or tar files")
     return TarShards(data, transform) if shards else ImageFolder(data, transform)
 
 

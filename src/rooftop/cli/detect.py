@@ -53,7 +53,7 @@ def run(
 ) -> None:
     """Do what `rooftop.cli.commands.detect:command` says."""
     if (weights is None) == (seed is None):
-        raise click.UsageError("expected --weights FILE, or --random-weights SEED to try it out")
+        raise click.UsageError("expected --weights FILE, or --random-weights SEED to try the command")
     to_stdout = json_path == STANDARD_OUTPUT
     if json_path is not None and not to_stdout:
         check_writable(json_path, [*find_images(paths), *([] if weights is None else [Path(weights)])])
@@ -75,7 +75,7 @@ def run(
     try:
         folder.mkdir(parents=True, exist_ok=True)  # before the long work
     except OSError as error:
-        raise InputError(f"{folder} cannot be made ({error.strerror}): name another with --output") from error
+        raise InputError(f"{folder} cannot be created ({error.strerror}): name another with --output") from error
     sides = trained.sides if trained and trained.sides and size is None else None
     shorter, longer = sides or (size or 800, round((size or 800) * 1333 / 800))
     with skipped_ones_named(), progress_bar() as progress:
@@ -105,7 +105,7 @@ def run(
         write_whole(json_path, text)
     Console(width=None if sys.stdout.isatty() else WIDTH).print(_table(photographs))
     if weights is None:
-        click.echo("random weights: what is found means nothing")
+        click.echo("random weights: the results mean nothing")
     click.echo(f"pictures: {folder}")
     if json_path is not None:
         click.echo(f"objects: {json_path}")

@@ -43,5 +43,5 @@ def _show(findings: list[Finding], broken: list[str]) -> None:
             console.print(Text(indent + line, dim or "red"), soft_wrap=True)
         if finding.command:
             console.print(Text(f"{indent}{finding.command}", dim or "bold"), soft_wrap=True)
-    last = f"broken: {', '.join(broken)}" if broken else "Nothing that is needed is broken."
+    last = f"broken: {', '.join(broken)}" if broken else "Everything required works."
     console.print(Text(last, "bold red" if broken else "bold"), soft_wrap=True)

@@ -72,7 +72,7 @@ def run(
     stop = stop_tokens(folder) if folder is not None and not by_bytes else []
     said = training.config if training is not None else _config(model, weights)
     if training is not None and model is not None and gpt_config(model) != said:
-        raise InputError(f"{weights} holds a training of a model other than {model}: leave --model out")
+        raise InputError(f"{weights} was trained with another model than {model}: leave --model out")
     config = said if weights is None or training is not None else config_of_files(said, weights)
     tokens = [tokenizer.encode(prompt) for prompt in prompts]
     chosen_count = context.get_parameter_source("max_new_tokens") is not ParameterSource.DEFAULT
@@ -117,7 +117,7 @@ def run(
             return
         write_whole(json_path, text)
     if config.tied != said.tied:
-        click.echo("the weights have a head of their own, although the config ties it to the embedding", err=True)
+        click.echo("the weights have a separate head, although the config ties it to the embedding", err=True)
     for line in _lines(figures):
         click.echo(line, err=True)
     if seed is not None:
@@ -200,14 +200,14 @@ def _rank(tensor: int, where: torch.device) -> int:
         alone = launch.launcher == "alone"
         got = "this process is by itself" if alone else f"the launcher started {launch.size} processes"
         start = f"torchrun --nproc-per-node {tensor} -m rooftop generate ... --tensor-parallel-size {tensor}"
-        remedy = f"start as many by {start}" if tensor > 1 else "start rooftop generate without the launcher"
+        remedy = f"start that number with {start}" if tensor > 1 else "start rooftop generate without the launcher"
         other = "leave the option out" if launch.size == 1 else f"give --tensor-parallel-size {launch.size}"
         raise InputError(
             f"--tensor-parallel-size {tensor} needs {tensor} process{'es' if tensor > 1 else ''}, but {got}: {remedy}, "
             f"or {other}"
         )
     if tensor > 1 and where.index is not None:
-        raise click.UsageError(f"--device {where}: each rank takes the GPU of its own number: give --device cuda")
+        raise click.UsageError(f"--device {where}: each rank uses the GPU with its own number: give --device cuda")
     return launch.rank
 
 
@@ -234,8 +234,8 @@ def _layout(config: GptConfig, tensor: int) -> Layout:
     if wrong := misfit(tensor):
         fitting = [str(ranks) for ranks in range(1, config.heads + 1) if not misfit(ranks)]
         raise InputError(
-            f"--tensor-parallel-size {tensor}: {wrong}; {_name(config)} can be split among {', '.join(fitting)} ranks: "
-            "give one of these, and start as many processes"
+            f"--tensor-parallel-size {tensor}: {wrong}; {_name(config)} can be split among {', '.join(fitting)} "
+            "ranks: give one of these, and start the same number of processes"
         )
     return Layout(tp=tensor)
 
@@ -371,7 +371,7 @@ def _lines(figures: dict[str, Any]) -> list[str]:
         roof_ms = figures["roof_ms"] / figures["steps"]
         lines[-1] += f"; roof {roof_ms:,.3f} ms, {figures['percent_of_roof']:.1f}% of roof"
         if ranks > 1:
-            lines.append("roof: each rank reads its part of weights and cache; what ranks exchange takes no time in it")
+            lines.append("roof: each rank reads its part of weights and cache; communication counts as free")
         if figures["percent_of_roof"] > 100:
             lines.append(
                 "faster than the roof, so the ceilings are wrong: measure again with rooftop ceilings --refresh"

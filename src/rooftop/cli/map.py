@@ -39,7 +39,7 @@ def run(
     """Do what `rooftop.cli.commands.map:command` says; returns the exit status."""
     load_arrow()
     if scheduler is not None and workers is not None:
-        raise click.UsageError("expected one of --workers and --scheduler: a scheduler has workers of its own")
+        raise click.UsageError("expected one of --workers and --scheduler: a scheduler has its own workers")
     if json_path is not None and json_path != STANDARD_OUTPUT:
         check_writable(json_path, [Path(each) for each in inputs if Path(each).exists()])
     find_inputs(inputs, kind)  # before weights are loaded
@@ -65,7 +65,7 @@ def run(
     if not write_json(json_path, report.to_dict()):
         click.echo(str(report))
         if seed is not None:
-            click.echo("random weights: what is found means nothing")
+            click.echo("random weights: the results mean nothing")
     rows, errors = report.before + report.items, report.errors_before + report.errors
     return 1 if rows and errors == rows else 0
 

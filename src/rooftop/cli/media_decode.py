@@ -46,7 +46,7 @@ def run_decode(
         raise click.UsageError(f"--format {suffix} is for a folder: {out.name} is one array")
     if out.suffix.lower() in PICTURES and not out.is_dir():
         raise click.UsageError(
-            f"{out.name} names a single picture: give a folder for one picture per frame, such as -o {out.stem}/ "
+            f"{out.name} names a single picture: give a folder, to get one picture per frame, such as -o {out.stem}/ "
             f"--format {PICTURES[out.suffix.lower()]}"
         )
     with VideoReader(file, device=device, resize=resize) as reader:
@@ -102,7 +102,9 @@ class _Folder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"the folder {self.path} cannot be made ({error.strerror}): give another one") from error
+            raise InputError(
+                f"the folder {self.path} cannot be created ({error.strerror}): give another one"
+            ) from error
         final = self.path / f"{number:0{DIGITS}}.{self.suffix}"
         partial = self.path / f".{final.stem}.{os.getpid()}.partial.{self.suffix}"
         try:
@@ -123,7 +125,9 @@ class _Folder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and self.count:
-            click.echo(f"{self.count} frames written to {click.format_filename(self.path)} stay there", err=True)
+            click.echo(
+                f"{self.count} frames that were written to {click.format_filename(self.path)} are kept", err=True
+            )
 
 
 class _Array:

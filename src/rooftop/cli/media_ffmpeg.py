@@ -55,7 +55,7 @@ def show(found: FFmpegReport) -> None:
     """Print the report as a table."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     console.print(Text(f"{found.path}, FFmpeg {found.version}"), soft_wrap=True)
-    gpus = ", ".join(found.gpus) + f" (driver {found.driver})" if found.gpus else "none with a driver that answers"
+    gpus = ", ".join(found.gpus) + f" (driver {found.driver})" if found.gpus else "none with a working driver"
     console.print(Text(f"GPUs: {gpus}"))
     if found.configuration:
         console.print(Text(f"configuration: {' '.join(found.configuration)}", "dim"), soft_wrap=True)

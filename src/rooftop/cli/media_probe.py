@@ -32,9 +32,13 @@ def run_probe(file: Path, json_path: Path | None) -> None:
 def _lines(info: VideoInfo) -> list[tuple[str, str]]:
     mirrored = ", mirrored" if info.mirrored else ""
     turned = f", stored {info.coded_width} x {info.coded_height}" if info.rotation_degrees or info.mirrored else ""
-    stretched = f", pixels {info.pixel_aspect:.4g} as wide as high" if info.pixel_aspect != 1 else ""
+    stretched = f", pixel width / height {info.pixel_aspect:.4g}" if info.pixel_aspect != 1 else ""
     rate = "variable, on average " if info.variable_frame_rate else ""
-    access = f"reading one decodes {info.longest_gop} at most" if info.seekable else "found only from the beginning"
+    access = (
+        f"reading one frame decodes at most {info.longest_gop}"
+        if info.seekable
+        else "found only by reading from the beginning"
+    )
     lines = [
         ("file", f"{click.format_filename(info.source)} ({info.size_bytes:,} bytes, {info.container})"),
         ("video", f"{info.codec}{f' ({info.profile})' if info.profile else ''}, {info.pixel_format}, {info.bits} bits"),

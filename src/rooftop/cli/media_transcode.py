@@ -136,8 +136,12 @@ def _tell(info: VideoInfo, reader: VideoReader, writer: VideoWriter, no_sound: b
         if reason:
             click.echo(f"note: {reason}", err=True)
     if info.bits > 8 and "10" not in writer.pixel_format:
-        click.echo(f"note: {info.bits} bits became 8, because {writer.encoder} supports no more here", err=True)
+        click.echo(
+            f"note: {info.bits} bits became 8, because {writer.encoder} supports no more for this video", err=True
+        )
     if info.hdr:
         click.echo(
-            f"note: OUT does not record that its brightness follows {info.hdr}, so players will show it flat", err=True
+            f"note: OUT does not record that its brightness follows {info.hdr}, so players will show it with low "
+            "contrast",
+            err=True,
         )

@@ -54,7 +54,7 @@ def run(
     check_outputs([path for path in (json_path, save) if path is not None and path != STANDARD_OUTPUT])
     sizes = [_shape(text) for text in shapes]
     found = resolve_target(target, inputs, pick_device(device), DTYPES[dtype] if dtype else None)
-    assert isinstance(found.model, nn.Module), "targets that are not scripts are modules"
+    assert isinstance(found.model, nn.Module), "a target that is not a script is a module"
     with progress_bar() as progress:
         try:
             optimized = optimize(
@@ -111,7 +111,7 @@ def _show(found: Optimized, target: str) -> None:
         console.print(f"Not checked on {what}: {why}.", highlight=False)
     console.print(f"Proven for {'; '.join(found.proven)}. Other calls run the original.", highlight=False)
     for difference in found.differs:
-        console.print(f"Unlike the plan: {difference}.", style="yellow", highlight=False)
+        console.print(f"Different from the plan: {difference}.", style="yellow", highlight=False)
 
 
 def _why_nothing(found: Optimized) -> str:
@@ -119,7 +119,7 @@ def _why_nothing(found: Optimized) -> str:
     if not found.changes:
         return "the plan has no changes"
     waiting = sum(change.verdict == "not tried" for change in found.changes)
-    return f"nothing was kept, and {counted(waiting, 'rule')} not tried" if waiting else "nothing pays here"
+    return f"nothing was kept, and {counted(waiting, 'rule')} were not tried" if waiting else "nothing pays here"
 
 
 def _row(change: Change) -> list[str]:

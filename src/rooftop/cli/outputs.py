@@ -24,7 +24,7 @@ def check_writable(path: Path, inputs: Sequence[Path] = ()) -> None:
     """
     folder = path.parent
     if path == Path("-"):
-        problem = "is not a file name: expected a path, because the table goes to standard output"
+        problem = "is not a file name: expected a path, because the table already uses standard output"
     elif path.is_dir():
         problem = "is a folder"
     elif path.exists() and not path.is_file() and os.access(path, os.W_OK):  # /dev/null, a pipe

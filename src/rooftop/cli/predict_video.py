@@ -242,7 +242,7 @@ def _lines(told: dict[str, Any]) -> list[str]:
     clip, video, picture = (click.format_filename(told[key]) for key in ("clip", "video", "picture"))
     seed, count, real = told["random_seed"], told["frames"], told["real_frames"]
     weights = (
-        f"random, seed {seed}: the network is untrained, its prediction means nothing"
+        f"random, seed {seed}: the network is untrained, so its prediction means nothing"
         if seed is not None
         else click.format_filename(told["weights"])
     )
@@ -257,5 +257,5 @@ def _lines(told: dict[str, Any]) -> list[str]:
             f"last frame repeated {told['error_of_repeating']:.4f}"
         )
     if real < count:
-        lines.append(f"the clip ends after {real} of these {count} frames: black in place of the real ones from there")
+        lines.append(f"the clip ends after {real} of these {count} frames: the real frames after that are black")
     return [*lines, f"video: {video}", f"picture: {picture}"]

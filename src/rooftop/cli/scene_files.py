@@ -131,11 +131,11 @@ def _summary(report: BuildReport) -> list[str]:
     ]
     words = {
         "degenerate_faces": "faces without area dropped",
-        "small_faces": "faces dropped that are smaller than the grid's step",
-        "duplicate_faces": "faces dropped that were there twice",
+        "small_faces": "faces smaller than the grid's step dropped",
+        "duplicate_faces": "duplicate faces dropped",
         "unused_vertices": "unused vertices dropped",
-        "equal_vertices": "vertices made one with others",
-        "non_manifold_edges": "edges with more than two faces, or two that disagree, kept",
+        "equal_vertices": "duplicate vertices merged",
+        "non_manifold_edges": "edges kept that have more than two faces, or two with opposite orientation",
     }
     repairs = asdict(report.repairs)
     mended = [f"{repairs[name]:,} {said}" for name, said in words.items() if repairs[name]]

@@ -235,7 +235,7 @@ def _lines(found: Sequence[FrameStats], world: scene.Scene) -> list[str]:
     )
     lines = [
         f"drawn: {drawn} of {whole:,} triangles, in {clusters} clusters; {large} large ones in tiles",
-        f"levels of detail: {_runs(levels) or 'none'}; hidden by what the frame before drew: {hidden} instances, "
+        f"levels of detail: {_runs(levels) or 'none'}; hidden by what the previous frame drew: {hidden} instances, "
         "nodes, groups and clusters",
     ]
     streaming = [each.streaming for each in found if each.streaming is not None]
@@ -246,7 +246,10 @@ def _lines(found: Sequence[FrameStats], world: scene.Scene) -> list[str]:
             f"at most {max(each.error_pixels for each in streaming):.3g} pixels"
         )
     if not all(each.triangles for each in found):
-        lines.append("a picture has nothing in view: look elsewhere (--eye, --target), or show what is nearer (--near)")
+        lines.append(
+            "nothing is in view in one of the pictures: look elsewhere (--eye, --target), or show nearer surfaces "
+            "(--near)"
+        )
     return lines
 
 

@@ -42,7 +42,7 @@ def run_view(
     drawing.warm_up()
     if not is_loopback(host):
         click.echo(
-            f"warning: --host {host} admits other machines, and nothing is encrypted. Anyone who has the address or "
+            f"warning: --host {host} admits other machines, without encryption. Anyone who has the address or "
             "listens on the network can view the scene. An `ssh -L` tunnel to 127.0.0.1 is safer.",
             err=True,
         )

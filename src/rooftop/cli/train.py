@@ -212,7 +212,7 @@ def check_folder(path: Path, *, make: bool = True) -> None:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise click.BadParameter(f"{path} cannot be made: {error.strerror}", param_hint="--save") from error
+            raise click.BadParameter(f"{path} cannot be created: {error.strerror}", param_hint="--save") from error
     else:
         path = next(each for each in (path, *path.absolute().parents) if each.exists())
         if not path.is_dir():
@@ -308,7 +308,7 @@ def training_of(
         config = replace(read_gpt_config(init_from), dropout=dropout)
         if tokens.text and config.vocabulary != BYTES:
             raise InputError(
-                f"{tokens.source} is text, whose tokens would be bytes, but {init_from} has a vocabulary of "
+                f"{tokens.source} is text, so its tokens would be bytes, but {init_from} has a vocabulary of "
                 f"{config.vocabulary} tokens: tokenize the text with its tokenizer into a .bin file"
             )
         length = seq_length or config.positions
@@ -393,8 +393,8 @@ def planned(training: GptTraining, layout: Layout) -> str:
     if schedule is not None:
         lines += [told_schedule(training, schedule), schedule.drawn()]
     if layout.cp > 1:
-        whose = "of a sequence of one document" if training.document_end is not None else "of each sequence"
-        lines += [f"context parallel by {training.transport_in(layout)}; who holds which tokens {whose}:"]
+        whose = "for a sequence of one document" if training.document_end is not None else "of each sequence"
+        lines += [f"context parallel by {training.transport_in(layout)}; tokens of each rank, {whose}:"]
         lines += [Packing.of(training.length, layout.cp).drawn()]
     return "\n".join(lines)
 
@@ -404,8 +404,8 @@ def told_schedule(training: GptTraining, schedule: Schedule) -> str:
     layers = layers_of_stages(training.config, schedule.placement, training.length)
     return (
         f"pipeline {schedule.name}: stages of {', '.join(str(len(each)) for each in layers)} layers, "
-        f"{schedule.micro_batches:,} micro-batches; ranks wait for "
-        f"{percent_text(100 * simulate(schedule).bubble)} of a step if stages take equally long"
+        f"{schedule.micro_batches:,} micro-batches; ranks wait for {percent_text(100 * simulate(schedule).bubble)} "
+        "of a step if all stages take the same time"
     )
 
 
@@ -427,7 +427,7 @@ def heading(trainer: GptTrainer, world: World, found: Path | None) -> str:
             for row, (count, share) in zip(tokens.rows, trainer.batches.parts, strict=True)
         ]
     if found is not None:
-        lines.append(f"going on after step {trainer.step:,} of {found}")
+        lines.append(f"continuing after step {trainer.step:,} of {found}")
     return "\n".join(lines)
 
 
@@ -445,7 +445,7 @@ def tell(reports: list[StepReport], steps: int, file: TextIO | None) -> None:
         words += [f"MFU {percent_text(100 * last.mfu)}", f"{percent_text(last.percent_of_roof)} of roof"]
     click.echo("  ".join([*words, f"{last.peak_bytes / 2**30:.2f} GiB"]))
     if last.loss == last.grad_norm == 0:
-        click.echo(f"note: step {last.step} has no target to learn: all its tokens are --eod-token", err=True)
+        click.echo(f"note: step {last.step} has no targets: all its tokens are --eod-token", err=True)
     if last.percent_of_roof is not None and last.percent_of_roof > 100:
         click.echo("faster than the roof, so the ceilings are wrong: measure again with rooftop ceilings --refresh")
     if file is not None:
@@ -463,6 +463,6 @@ def advice(report: StepReport, trainer: GptTrainer) -> str | None:
     ):
         return None
     return (
-        f"{percent_text(report.percent_of_roof)} of roof: Python may launch layers this small more slowly than the "
-        "GPU computes them; try --enable-cuda-graph"
+        f"{percent_text(report.percent_of_roof)} of roof: for such small layers Python may be slower than the GPU; "
+        "try --enable-cuda-graph"
     )

@@ -125,13 +125,13 @@ def earlier_call(folder: Path, resume: bool) -> Call | None:
     if not any(path.is_dir() or path.stat().st_size for path in found):
         return None
     if not resume:
-        raise InputError(f"{folder} holds a run: expected --resume to go on with it, or another --out")
+        raise InputError(f"{folder} already holds a run: expected --resume to continue it, or another --out")
     path = folder / CALL
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return Call(found["task"], found["data"], tuple(found["ablate"]), found["repeats"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} cannot be read, so the run cannot go on: {error}") from error
+        raise InputError(f"{path} cannot be read, so the run cannot continue: {error}") from error
 
 
 def call_of(given: Call, before: Call | None, folder: Path, *, repeats_given: bool) -> Call:
@@ -227,7 +227,7 @@ class _Training:
         task = self._task(recipe)
         plotly = _plotly() if self._first and self.page else None
         if self._first:
-            click.echo(f"{len(runs)} runs, {len(results)} of them finished before, in {self.folder}")
+            click.echo(f"{len(runs)} runs, {len(results)} of them already finished, in {self.folder}")
         fits: list[Fitted] = []
 
         def told(run: Run, value: float, ablation: Ablation) -> None:
@@ -255,7 +255,7 @@ class _Training:
             for_file.print(ablation_table(ablation))
             click.echo(f"\n{', '.join(str(path) for path in sorted(self.folder.glob('ablation.*')))}")
             if stopped:
-                click.echo(f"{fits[-1].reason}; {resumed_by(self.call.task, self.folder)} goes on", err=True)
+                click.echo(f"{fits[-1].reason}; {resumed_by(self.call.task, self.folder)} continues", err=True)
         return status_of(fits[-1]) if stopped else 0
 
     @property
@@ -358,7 +358,7 @@ def next_command(weights: Path, metadata: Mapping[str, Any]) -> str | None:
 
 
 def resumed_by(task: str, folder: Path) -> str:
-    """The command that goes on with a run."""
+    """The command that continues with a run."""
     return f"rooftop train {task} --out {folder} --resume"
 
 

@@ -15,5 +15,5 @@ def do_chunk(token: str, chunk: Chunk) -> Outcome | tuple[int, int]:
     """Do a chunk; return the outcome, or (first, count) of the items that took too long."""
     carrier = CARRIERS.get(token)
     if carrier is None:
-        raise ModelRunError("this worker did not receive the job: does it run another version of rooftop?")
+        raise ModelRunError("this worker did not receive the job: does it have another version of rooftop?")
     return carrier.do(chunk)

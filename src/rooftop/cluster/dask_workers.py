@@ -38,7 +38,7 @@ def load_distributed() -> ModuleType:
     try:
         import distributed
     except ImportError as error:
-        raise MissingExtraError('a scheduler needs Dask: pip install "rooftop[cluster]"') from error
+        raise MissingExtraError('using a scheduler needs Dask: pip install "rooftop[cluster]"') from error
     module: ModuleType = distributed
     return module
 
@@ -188,7 +188,7 @@ class DaskWorkers:
                 if time.monotonic() > until:
                     raise SchedulerError(
                         f"the scheduler at {self._address} did not come back within {self._reconnect_s:.0f} s: "
-                        "finished results are kept, and the same command continues from there"
+                        "finished results are kept, and the same command continues the work"
                     ) from error
                 time.sleep(0.5)
         self._say(f"the scheduler at {self._address} is back")

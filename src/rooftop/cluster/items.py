@@ -167,7 +167,7 @@ def _kind_of(files: Sequence[Path]) -> str:
         return kind
     if None in kinds:
         raise InputError(
-            f"{kinds[None]}: its name does not tell the kind of its items; give it with --as {'|'.join(KINDS)}"
+            f"{kinds[None]}: its name does not show the kind of its items; give the kind with --as {'|'.join(KINDS)}"
         )
     said = " and ".join(f"{kind}: {path}" for kind, path in kinds.items())
     raise InputError(

@@ -160,7 +160,7 @@ class LocalWorkers:
             self._failed_starts += 1
             if self._failed_starts >= MOST_STARTS:
                 raise ModelRunError(
-                    f"{why} while it started, {MOST_STARTS} times: memory may be too small for so many workers"
+                    f"{why} while it started, {MOST_STARTS} times: there may not be enough memory for so many workers"
                 )
         for place, chunk in enumerate(worker.chunks):
             self._events.append(Lost(chunk, why if place == 0 else None))

@@ -95,7 +95,7 @@ class MapReport:
         if self.first_error is not None:
             lines.append(f"the first error: {self.first_error}")
         if self.lost:
-            lines.append(f"{self.lost} chunks were done again")
+            lines.append(f"{self.lost} chunks were repeated")
         return "\n".join(lines)
 
 
@@ -159,13 +159,13 @@ def map_items(
     if workers is not None and workers < 1:
         raise InputError(f"workers is {workers}, expected 1 or more")
     if scheduler is not None and workers is not None:
-        raise InputError("got workers and a scheduler, which has workers of its own: give one of them")
+        raise InputError("got workers and a scheduler, which has its own workers: give only one of them")
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(f"device {device!r} is not known: expected auto, cpu or cuda")
     made = target if isinstance(target, Target) else callable_target(target, batch)
     if made.prepare is not None:
         if kind not in (None, "image"):
-            raise InputError(f"{made.name} takes photographs, not items of kind {kind}")
+            raise InputError(f"{made.name} accepts photographs, not items of kind {kind}")
         kind = "image"
     kind, files = find_inputs(inputs, kind)
     if Path(out).is_dir() and (own := _inside(files, Path(out))) is not None:
@@ -212,7 +212,7 @@ def _workers(
         return DaskWorkers(scheduler, job, device, say or (lambda line: None)), job
     division = divide(device, workers, target.processes_of_a_gpu)
     if device == "cuda" and division.device != "cuda":
-        raise InputError("device is cuda, but torch finds no GPU here: take cpu or auto")
+        raise InputError("device is cuda, but torch finds no GPU here: use cpu or auto")
     job = Job(target, decoding, division.decode_threads, timeout_s)
     return LocalWorkers(job, division), job
 
@@ -358,7 +358,7 @@ class _Run:
             return
         deaths = chunk.deaths + more_deaths
         if deaths >= DEATHS and len(chunk.items) == 1:
-            self._give_up(chunk.items[0], f"{why} while it worked on this item, {deaths} times")
+            self._give_up(chunk.items[0], f"{why} during this item, {deaths} times")
         elif deaths >= DEATHS - 1:
             self._again.extendleft(self._chunk([item], deaths, careful=True) for item in reversed(chunk.items))
         else:

@@ -164,7 +164,7 @@ def model_target(
         raise InputError(f"expected top of at least 1 and a threshold in 0..1, got {top} and {threshold}")
     if name in DETECTORS:
         if weights is None and seed is None:
-            raise InputError(f"{name} needs weights, or a seed for random ones to try it out")
+            raise InputError(f"{name} needs weights, or a seed of random weights to try the model")
         detector = load_detector(name, weights) if weights is not None else _seeded(DETECTORS[name], seed or 0)
         detector.auxiliary = False  # type: ignore[assignment]
         return _target(name, weights, seed, {"threshold": threshold}, batch or DETECTOR_BATCH, detector, dtype)

@@ -119,7 +119,7 @@ class Parts:
         import fcntl
 
         if self.folder.exists() and not self.folder.is_dir():
-            raise InputError(f"{self.folder} is a file: results are a folder of parts, give another name")
+            raise InputError(f"{self.folder} is a file, but results are a folder of parts: give another name")
         try:
             self.folder.mkdir(exist_ok=True)
             lock = (self.folder / ".lock").open("w")
@@ -130,7 +130,7 @@ class Parts:
         except OSError as error:
             lock.close()
             raise InputError(
-                f"{self.folder} is written by another run: wait for its end, or give another name"
+                f"{self.folder} is being written by another run: wait until it ends, or give another name"
             ) from error
         return lock
 
@@ -140,7 +140,7 @@ class Parts:
             others = [each.name for each in self.folder.iterdir() if not each.name.startswith(".")]
             if others:
                 raise InputError(
-                    f"{self.folder} holds {others[0]}, which rooftop map did not write: give a new or an empty folder"
+                    f"{self.folder} holds {others[0]}, which rooftop map did not write: give a new or empty folder"
                 )
             return
         try:
@@ -149,13 +149,13 @@ class Parts:
             encoded = record["schema"]
             version = record["format"]
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path} is damaged: to start anew, remove {self.folder} or give another name") from error
+            raise InputError(f"{path} is damaged: to start again, remove {self.folder} or give another name") from error
         if version != FORMAT:
             raise InputError(f"{path} has format {version}, expected {FORMAT}: give another name")
         mine = json.loads(json.dumps(self._made_by))
         if made_by != mine:
             raise InputError(
-                f"{self.folder} has results of another job: {_differences(made_by, mine)}. To start anew, remove it "
+                f"{self.folder} has results of another job: {_differences(made_by, mine)}. To start again, remove it "
                 "or give another name"
             )
         if encoded is not None:

@@ -113,7 +113,7 @@ def learned(columns: Any | None, row: Row) -> Any:
     if taken:
         raise InputError(f"a result has the column {taken[0]!r}, which every row already has: give it another name")
     if not row:
-        raise InputError("a result has no columns: expected a dict with some, or a value")
+        raise InputError("a result has no columns: expected a dict with at least one, or a value")
 
     def field(name: str, value: Any) -> Any:
         try:
@@ -177,7 +177,10 @@ def to_batch(
                     got = type(value).__name__
                     why = f"{got} is no {field.type} as in the first result ({said})"
                     if _untyped(field.type):
-                        why = f"{got}, but no early result had a type for it: return an array, which has one when empty"
+                        why = (
+                            f"{got}, but the first results showed no type for it: return an array, which has a type "
+                            "even when empty"
+                        )
                     checked[number] = Failure(f"column {field.name!r}: {why}")
             return to_batch(items, checked, columns)  # such a row is null in all columns
     errors = [each.why if isinstance(each, Failure) else None for each in checked]
@@ -226,7 +229,9 @@ def _difference(row: Row, columns: Any) -> str | None:
     if not missing and not more:
         return None
     said = [f"{what} {', '.join(names)}" for what, names in (("without", missing), ("with", more)) if names]
-    return f"other columns than the first result: {' and '.join(said)} (expected {', '.join(columns.names)})"
+    return (
+        f"its columns differ from those of the first result: {' and '.join(said)} (expected {', '.join(columns.names)})"
+    )
 
 
 def fitted(batch: Any, schema: Any) -> Any:

@@ -99,7 +99,7 @@ class CallableTarget:
             try:
                 found = found()
             except (Exception, SystemExit) as error:
-                raise ModelRunError(f"making {self.name} raised {type(error).__name__}: {error}") from error
+                raise ModelRunError(f"creating {self.name} raised {type(error).__name__}: {error}") from error
         if self.batch is not None:
             return lambda values: _as_many(found(values), len(values))
         return lambda values: [found(value) for value in values]
@@ -136,7 +136,7 @@ def callable_target(given: str | Callable[..., Any], batch: int | None = None) -
     """Make a target of "my.py:fn", "package.module:fn", or of a function or class itself.
 
     Raises:
-        TargetError: there is no such file, module or name, it is not callable, or it cannot be sent to other processes.
+        TargetError: no such file, module or name, it is not callable, or it cannot be sent to other processes.
         ModelRunError: importing it raised.
         InputError: `batch` is below 1.
     """
@@ -169,7 +169,7 @@ def pickled(target: Any, name: str) -> bytes:
         found: bytes = cloudpickle.dumps(target)
     except Exception as error:
         raise TargetError(
-            f"{name} cannot be sent to other processes ({type(error).__name__}: {error}): create what it holds in the "
+            f"{name} cannot be sent to other processes ({type(error).__name__}: {error}): create its contents in the "
             "__init__ of a class, which runs in each worker"
         ) from error
     return found
@@ -179,7 +179,7 @@ def imported(where: str, attribute: str) -> Any:
     """Import a name from a file or a module.
 
     Raises:
-        TargetError: there is no such file, module or name.
+        TargetError: no such file, module or name.
         ModelRunError: importing it raised.
     """
     try:
@@ -210,7 +210,7 @@ def _of_name(name: str) -> ModuleType:
 def _of_file(path: Path) -> ModuleType:
     """Import a file as a module named after it; files in the same folder can be imported, too."""
     if not path.is_file():
-        raise TargetError(f"{path}: there is no such file")
+        raise TargetError(f"{path}: no such file")
     known = sys.modules.get(path.stem)
     if known is not None and getattr(known, "__file__", None) == str(path):
         return known

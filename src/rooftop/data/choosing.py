@@ -66,7 +66,7 @@ class Choice:
         """The choice with what was measured."""
         measured = self._measured()
         if self.chosen is None:
-            return f"not yet chosen: {measured or 'nothing was measured'}"
+            return f"not chosen yet: {measured or 'nothing was measured'}"
         return f"{self._words(self.chosen)} ({measured})" if measured else self._words(self.chosen)
 
     def _measured(self) -> str:

@@ -32,11 +32,11 @@ STAGES = {
     "disk": "read files",
     "decode": "compressed images to pixels",
     "augment": "crop, resize, change and normalize",
-    "sample": "all that the data set does",
-    "collate": "samples to a batch, by one thread",
+    "sample": "all work of the data set",
+    "collate": "samples joined to a batch, by one thread",
     "loader": "all of the above together, by the loader",
-    "copy": "a batch to the device",
-    "model": "forward, backward and step on a batch that is there",
+    "copy": "a batch copied to the device",
+    "model": "forward, backward and step on a batch on the device",
 }
 """Stages in their order, with what they do."""
 OF_WORKERS = ("disk", "decode", "augment", "sample")
@@ -130,13 +130,13 @@ def bound(rates: Mapping[str, float]) -> tuple[str, str]:
     loader, model = rates["loader"], rates.get("model", float("inf"))
     copy = rates.get("copy", float("inf"))
     if model <= min(loader, copy):
-        return "model", f"the loader can give {loader / model:.1f} times as many samples as the model takes"
+        return "model", f"the loader can supply {loader / model:.1f} times as many samples as the model uses"
     waiting = f", and the model waits {1 - min(loader, copy) / model:.0%} of the time" if model < float("inf") else ""
     if copy < loader:
-        return "copy", f"the device is given only {copy:,.0f} samples/s{waiting}"
+        return "copy", f"the device gets only {copy:,.0f} samples/s{waiting}"
     times = {stage: 1 / rates[stage] for stage in OF_WORKERS if stage in rates}
     if 1 / rates["collate"] > sum(times.values()):
-        return "collate", f"one thread collates, more slowly than the workers read{waiting}"
+        return "collate", f"the one thread that collates is slower than the workers that read{waiting}"
     stage = max(times, key=times.__getitem__)
     return stage, f"{stage} is {times[stage] / sum(times.values()):.0%} of the workers' time{waiting}"
 

@@ -49,7 +49,7 @@ class ImageFolder:
             raise InputError(f"{root} is not a folder")
         folders = sorted(each.name for each in os.scandir(self.root) if each.is_dir() and not each.name.startswith("."))
         if not folders:
-            raise InputError(f"{root} holds no folders: expected one for each class, with photographs in it")
+            raise InputError(f"{root} holds no folders: expected one folder of photographs for each class")
         self.classes = folders
         self.paths: list[str] = []  # of texts, which take a quarter of the memory of Paths
         self.labels: list[int] = []

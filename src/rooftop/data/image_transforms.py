@@ -87,7 +87,7 @@ class ImageTransform:
         std: Sequence[float] = STD,
     ) -> None:
         if size < 1:
-            raise InputError(f"size is {size}: expected a number from 1 on")
+            raise InputError(f"size is {size}: expected 1 or more")
         self.size, self.train, self.mean, self.std = size, train, tuple(mean), tuple(std)
         self.augment = _augment_of(augment)
 
@@ -186,14 +186,14 @@ def _augment_of(given: Any) -> _Augment:
     if not (0 < found.crop <= 1 and all(0 <= value <= 1 for value in (found.flip, found.shift, found.erase))):
         raise InputError(f"{found}: expected crop, flip, shift and erase from 0 to 1, and crop above 0")
     if found.rand_augment < 0 or not 0 <= found.magnitude <= 10:
-        raise InputError(f"{found}: expected rand_augment from 0 on, and magnitude from 0 to 10")
+        raise InputError(f"{found}: expected rand_augment of 0 or more, and magnitude from 0 to 10")
     return found
 
 
 def _image_of(pixels: Tensor) -> Image.Image:
     if pixels.dim() != 3 or pixels.shape[0] != 3 or str(pixels.dtype) != "torch.uint8":
         raise InputError(
-            f"an image of the shape {tuple(pixels.shape)}, {pixels.dtype}: expected (3, H, W), torch.uint8"
+            f"an image has shape {tuple(pixels.shape)} and dtype {pixels.dtype}: expected (3, H, W), torch.uint8"
         )
     return Image.fromarray(np.ascontiguousarray(pixels.permute(1, 2, 0).numpy()))
 

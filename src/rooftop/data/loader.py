@@ -100,7 +100,7 @@ class Loader:
         if on_damage not in ("stop", "skip"):
             raise InputError(f'on_damage is {on_damage!r}: expected "stop" or "skip"')
         if workers < 0 or ahead < 1:
-            raise InputError(f"workers={workers}, ahead={ahead}: expected numbers from 0 and 1 on")
+            raise InputError(f"workers={workers}, ahead={ahead}: expected workers of 0 or more and ahead of 1 or more")
         order = Order(len(samples), batch, shuffle, seed, drop_last, rank, ranks)
         self.workers, self.ahead = workers or _usual_workers(ranks), ahead
         self._job = Job(samples, order, collate, pieces_of(collate, self.workers), on_damage == "skip")

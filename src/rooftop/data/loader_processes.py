@@ -157,7 +157,7 @@ def _ended(worker: _Worker, batch: tuple[int, int] | None) -> LoadingError:
     how = f"was killed by {signal.Signals(-code).name}" if killed else f"ended with status {code}"
     when = "while it started" if batch is None else f"while it made batch {batch[1]} of epoch {batch[0]}"
     return LoadingError(
-        f"a process of the loader {how} {when}: if memory is too small, take fewer workers or a smaller ahead, or "
+        f"a process of the loader {how} {when}: if memory is too small, use fewer workers, a smaller ahead, or "
         'how="threads"'
     )
 

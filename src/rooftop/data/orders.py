@@ -38,9 +38,9 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.batch < 1:
-            raise InputError(f"batch is {self.batch}: expected a number from 1 on")
+            raise InputError(f"batch is {self.batch}: expected 1 or more")
         if self.seed < 0:
-            raise InputError(f"seed is {self.seed}: expected a number from 0 on")
+            raise InputError(f"seed is {self.seed}: expected 0 or more")
         if not 0 <= self.rank < self.ranks:
             raise InputError(f"rank {self.rank} of {self.ranks}: expected 0 to {self.ranks - 1}")
 

@@ -184,7 +184,7 @@ def _joined_tensors(pieces: Sequence[Tensor], pin: bool) -> Tensor:
 def _different(tensors: Sequence[Tensor]) -> InputError:
     shapes = sorted({tuple(each.shape) for each in tensors})
     said = " and ".join(map(str, shapes[:3]))
-    return InputError(f"samples of the shapes {said} make no batch: resize them, or give the loader a collate=")
+    return InputError(f"samples of shapes {said} cannot form a batch: resize them, or give the loader a collate=")
 
 
 def _plain(tensor: Tensor) -> bool:

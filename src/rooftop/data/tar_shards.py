@@ -218,7 +218,7 @@ def _entries(shard: int, path: Path) -> Iterator[_Entry]:
             _check_end(path, tar.offset)
     except (tarfile.TarError, OSError, ValueError) as error:
         if not members:
-            raise InputError(f"{path} is no tar file without compression: {error}") from error
+            raise InputError(f"{path} is not an uncompressed tar file: {error}") from error
         if entry is None or entry.wrong is None:
             after = f" after {entry.key}" if entry is not None else ""
             if entry is not None:
@@ -257,7 +257,7 @@ def _shards(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) ->
     else:
         found = [Path(each) for each in _spread(os.fspath(paths))]
     if not found:
-        raise InputError(f"{paths}: there are no tar files")
+        raise InputError(f"{paths}: no tar files found")
     for path in found:
         if not path.is_file():
             raise InputError(f"{path} does not exist")

@@ -39,7 +39,7 @@ ADVICE = {
     ACTIVATION: "use a smaller batch, activation checkpointing (torch.utils.checkpoint) or bfloat16 autocast; "
     "without a backward pass, torch.inference_mode()",
     BACKWARD: "use a smaller batch or bfloat16 autocast",
-    OTHER: "look at the lines above: inputs, losses or outputs that are kept from step to step",
+    OTHER: "look at the lines above for inputs, losses or outputs that are kept from step to step",
 }
 """What makes each kind smaller."""
 
@@ -449,7 +449,7 @@ def _advice(
     most = memory.limit_bytes or memory.total_bytes
     found = []
     if requested is not None and requested > most:
-        found.append(f"The request alone ({_size(requested)}) is more than the {_size(most)} that there are.")
+        found.append(f"The request alone ({_size(requested)}) exceeds the {_size(most)} available.")
     # A free block that is large enough was freed by the error itself, as it left the frames that held it.
     elif requested is not None and max(free, default=0) < requested <= sum(free):
         found.append(
@@ -471,7 +471,7 @@ def _text(explanation: MemoryExplanation) -> Iterator[str]:
     memory = explanation.memory
     if explanation.requested_bytes is not None:
         where = _where(explanation.module, explanation.line)
-        yield f"{memory.device} is out of memory: {_size(explanation.requested_bytes)} asked for {where}"
+        yield f"{memory.device} is out of memory: {_size(explanation.requested_bytes)} requested {where}"
     else:
         yield f"memory of {memory.device}:"
     figures = [

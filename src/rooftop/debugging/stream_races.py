@@ -77,8 +77,8 @@ class StreamRace:
             head = "memory was freed and reused while another stream may still use it"
             fix = "call record_stream on the first tensor (rooftop.hardware.streams does), or keep it longer"
         else:
-            head = "a stream uses a tensor without waiting for the other stream that used it before"
-            fix = "let it wait between the two: stream.wait_stream(other), or rooftop.hardware.streams"
+            head = "a stream uses a tensor without waiting for the other stream that used it earlier"
+            fix = "let the stream wait between the two uses: stream.wait_stream(other), or rooftop.hardware.streams"
         return f"{head}:\n  first:  {self.first}\n  second: {self.second}\n  {fix}"
 
 

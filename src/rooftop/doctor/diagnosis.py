@@ -159,7 +159,7 @@ def _compiler(part: str, language: str, variable: str, compiler: str, use: str, 
     if "Python.h" in built.stderr:
         return missing(version, f"{use}, with Python's headers in {include}", mending.system_package("headers"))
     errors = [line for line in built.stderr.splitlines() if "error" in line] or built.stderr.splitlines()[-1:]
-    return broken(version, errors[0] if errors else "it fails without a word", mending.system_package(language))
+    return broken(version, errors[0] if errors else "it fails without a message", mending.system_package(language))
 
 
 def _run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -266,7 +266,7 @@ def _cache(part: str) -> Finding:
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
-        problem = f"cannot be written ({error.strerror}): ceilings are measured again each time"
+        problem = f"cannot be written ({error.strerror}), so ceilings are measured again each time"
         return Finding(part, "broken", str(folder), problem, 'export ROOFTOP_CACHE="$(mktemp -d)"')
     return Finding(part, "works", str(folder))
 
@@ -283,7 +283,7 @@ def _shared_memory(part: str) -> Finding | None:
     command = (
         f"{engine} run --shm-size=8g ..." if engine else mending.as_root(f"mount -o remount,size=8G {SHARED_MEMORY}")
     )
-    return Finding(part, "broken", found, "too small for batches of a DataLoader's workers", command)
+    return Finding(part, "broken", found, "too small for the batches of DataLoader workers", command)
 
 
 PARTS: tuple[Part, ...] = (

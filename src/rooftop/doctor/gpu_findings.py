@@ -70,7 +70,7 @@ def driver_part(part: str) -> Finding:
         return _no_driver(part, driver, built)
     found = f"{driver.version}, CUDA up to {_dotted(driver.cuda)}, {counted(driver.gpus, 'GPU')}"
     if built and int(built.split(".")[0]) > driver.cuda[0] and not gpu_usable():
-        problem = f"torch is built for CUDA {built}, newer than the driver runs: it needs a newer driver"
+        problem = f"torch is built for CUDA {built}, which needs a newer driver"
         # In a container the driver is the host's, and no command in here replaces it.
         return Finding(part, "broken", found, problem, "" if mending.container() else mending.driver())
     return Finding(part, "works", found)
@@ -78,13 +78,15 @@ def driver_part(part: str) -> Finding:
 
 def _no_driver(part: str, driver: DriverAnswer, built: str) -> Finding:
     if driver.code == LIBRARIES_DIFFER:  # the driver was updated while its old kernel module stayed loaded
-        return Finding(part, "broken", driver.error, "its libraries and its kernel module differ", _restart())
+        return Finding(
+            part, "broken", driver.error, "the versions of its libraries and its kernel module differ", _restart()
+        )
     seen = _gpus_in_machine()
     if seen:
-        problem = f"{seen}, but no driver that answers here ({driver.error})"
+        problem = f"{seen}, but the driver does not answer ({driver.error})"
         return Finding(part, "broken", "not found", problem, mending.driver())
     if built:
-        found = f"not found, nor a GPU: torch is built for CUDA {built} and runs on the CPU"
+        found = f"neither a driver nor a GPU found: torch is built for CUDA {built} and runs on the CPU"
         return Finding(part, "absent", found, command=mending.driver())
     return Finding(part, "absent", "not found, nor a GPU")
 

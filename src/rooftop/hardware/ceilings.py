@@ -148,7 +148,7 @@ class Ceilings:
         """
         if precision not in self.flops:
             known = ", ".join(each for each in PRECISIONS if each in self.flops)
-            raise ValueError(f"no {precision} rate was measured on {self.device}; there are {known}")
+            raise ValueError(f"no {precision} rate was measured on {self.device}; known rates are {known}")
         return self.flops[precision]
 
     def disturbed_of(self, parts: Collection[str]) -> tuple[str, ...]:
@@ -214,7 +214,8 @@ class Ceilings:
         if kind != self.kind:
             raise CeilingsFileError(
                 f"the ceilings are those of {self.device} ({self.kind}), but the step runs on a {kind} device: leave "
-                "them out to measure this machine, or predict for that one (rooftop analyze --predict, rooftop.predict)"
+                "them out to measure this machine, or predict for that device (rooftop analyze --predict, "
+                "rooftop.predict)"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -317,8 +318,9 @@ def require_ceilings(given: object, caller: str) -> Ceilings:
     """
     if not isinstance(given, Ceilings):
         raise TypeError(
-            f"{caller}(ceilings={given!r}): expected Ceilings, those of a known machine or of a file are "
-            'rooftop.hardware.ceilings_of("h200"), rooftop.hardware.ceilings_of("file.json")'
+            f"{caller}(ceilings={given!r}): expected Ceilings, such as "
+            'rooftop.hardware.ceilings_of("h200") for a known machine, or '
+            'rooftop.hardware.ceilings_of("file.json") for a file'
         )
     return given
 
@@ -341,8 +343,8 @@ def ceilings_of(machine: str | os.PathLike[str]) -> Ceilings:
         return Ceilings.from_dict(json.loads(file.read_text(encoding="utf-8")))
     if not Path(machine).is_file():
         raise ValueError(
-            f"{os.fspath(machine)!r} is neither a known machine ({', '.join(known_machines())}) nor a ceilings file"
-            f"{did_you_mean(machine, known_machines())}; "
-            "write one on that machine with: rooftop ceilings -o FILE"
+            f"{os.fspath(machine)!r} is neither a known machine ({', '.join(known_machines())}) nor a ceilings "
+            f"file{did_you_mean(machine, known_machines())}; create a file on that machine with: rooftop ceilings -o "
+            "FILE"
         )
     return Ceilings.load(machine)

@@ -86,7 +86,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], ti
         raise MeasurementError(f"collectives: process {failed[0]} of {len(codes)} failed: {last[-1] if last else '?'}")
     if None in codes:
         raise MeasurementError(
-            f"collectives: process {codes.index(None)} of {len(codes)} was not done after {timeout_s:g} s; "
+            f"collectives: process {codes.index(None)} of {len(codes)} had not finished after {timeout_s:g} s; "
             "NCCL_DEBUG=INFO in the environment shows what NCCL waits for"
         )
 

@@ -234,8 +234,8 @@ def measure_crossover(
                 points.append(_point(op, size, dtype, where, seconds))
             except torch.cuda.OutOfMemoryError as error:
                 raise MeasurementError(
-                    f"{operation} of {size:,} {op.unit} does not fit into the free memory of {where}: "
-                    "end what else uses it, or measure smaller sizes"
+                    f"{operation} of {size:,} {op.unit} does not fit into the free memory of {where}: end other "
+                    "programs that use it, or measure smaller sizes"
                 ) from error
             if sizes is None and points[-1].cpu.median_ms > LONG_MS:
                 break

@@ -173,8 +173,8 @@ class _Operands:
         if self._elements < PILOT**2:
             needed = 8 * self._dtype.itemsize * PILOT**2
             raise MeasurementError(
-                f"the {precision} rate of {device} needs {needed / 2**20:.0f} MiB of free memory, and there are "
-                f"{free_bytes / 2**20:.0f}: measure before the GPU is full, with: rooftop ceilings"
+                f"the {precision} rate of {device} needs {needed / 2**20:.0f} MiB of free memory, but only "
+                f"{free_bytes / 2**20:.0f} are free: measure while the GPU has room, with: rooftop ceilings"
             )
         self._left, self._right = (self._random(device) for _ in range(2))
         out_dtype = torch.bfloat16 if precision == "fp8" else self._dtype

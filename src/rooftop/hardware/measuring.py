@@ -52,7 +52,7 @@ def measure_ceilings(
     unknown = sorted(set(precisions or ()) - set(PRECISIONS))
     if unknown:
         raise ValueError(
-            f"unknown precision {unknown[0]!r}; there are {', '.join(PRECISIONS)}{did_you_mean(unknown[0], PRECISIONS)}"
+            f"unknown precision {unknown[0]!r}; known are {', '.join(PRECISIONS)}{did_you_mean(unknown[0], PRECISIONS)}"
         )
     path = cache_path(identity(where))
     known = None if refresh else _read(path)
@@ -82,8 +82,8 @@ def keep(ceilings: Ceilings, device: torch.device | str | None = None) -> Ceilin
     here = machine_of(where).device_id
     if here != found.machine.device_id:
         raise ValueError(
-            f"the ceilings are those of {ceilings.device} ({ceilings.device_id}), not of {where} ({here}): only what "
-            "was measured on this machine is kept"
+            f"the ceilings are those of {ceilings.device} ({ceilings.device_id}), not of {where} ({here}): only "
+            "measurements of this machine are kept"
         )
     if known is not None:  # its measurements are already in the cache
         found = History(known.machine, known.measurements, found.raises)
@@ -172,8 +172,8 @@ def _add(path: Path, found: History, replace_corrupt: bool) -> History:
             return together
     except OSError as error:
         warnings.warn(
-            f"the ceilings could not be kept in {path.parent} ({error.strerror or error}) and will be measured again "
-            "next time: set ROOFTOP_CACHE to a folder that can be written",
+            f"the ceilings could not be stored in {path.parent} ({error.strerror or error}) and will be measured "
+            "again next time: set ROOFTOP_CACHE to a writable folder",
             stacklevel=3,
         )
     return found

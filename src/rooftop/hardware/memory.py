@@ -144,7 +144,7 @@ def track(device: torch.device | str | None = None) -> Iterator[TrackedMemory]:
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     gpus = torch.cuda.device_count()
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= gpus):
-        raise ValueError(f"track({device}): expected cpu or a GPU of this machine, of which torch can use {gpus}")
+        raise ValueError(f"track({device}): expected cpu or a GPU of this machine; torch can use {gpus} of them")
     with _tracked_gpu(device) if device.type == "cuda" else _tracked_cpu(device) as tracked:
         yield tracked
 

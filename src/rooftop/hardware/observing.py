@@ -290,7 +290,7 @@ def _scan_of_nests(
 def _rows(xs: Any, dim: int) -> list[Any]:
     leaves, spec = pytree.tree_flatten(xs)
     if not leaves or not leaves[0].shape[dim]:
-        raise RuntimeError("expected tensors with at least one element to go through")
+        raise RuntimeError("expected tensors with at least one element to scan over")
     columns = [leaf.unbind(dim) for leaf in leaves]
     return [pytree.tree_unflatten(row, spec) for row in zip(*columns, strict=True)]
 

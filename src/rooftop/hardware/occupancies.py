@@ -188,7 +188,7 @@ class Occupancy:
         now = f"{self.active_warps} of {sm.max_warps} warps ({self.fraction:.0%}), limited by {_and(self.limiters)}"
         if change is not None:
             return f"{now}: {change}"
-        return now if self.active_warps == sm.max_warps else f"{now}: no change of one resource alone raises it"
+        return now if self.active_warps == sm.max_warps else f"{now}: changing one resource alone does not raise it"
 
     def _with(self, field: str, value: int) -> Occupancy:
         changed = replace(self, **{field: value})  # type: ignore[arg-type]
@@ -255,12 +255,12 @@ def occupancy(
     if not 1 <= threads_per_block <= sm.max_threads_per_block:
         raise ValueError(
             f"a block of {threads_per_block} threads cannot be launched: expected 1 to {sm.max_threads_per_block}; "
-            "launch more blocks of fewer threads"
+            "launch more blocks with fewer threads"
         )
     if not 0 <= registers_per_thread <= sm.max_registers_per_thread:
         raise ValueError(
-            f"{registers_per_thread} registers per thread: expected 0 to {sm.max_registers_per_thread}; beyond that "
-            "the compiler spills to local memory, so pass the count that it reports (ptxas -v)"
+            f"{registers_per_thread} registers per thread: expected 0 to {sm.max_registers_per_thread}; the compiler "
+            "spills the rest to local memory, so pass the count that it reports (ptxas -v)"
         )
     if not 0 <= shared_bytes_per_block <= sm.max_shared_bytes_per_block:
         raise ValueError(

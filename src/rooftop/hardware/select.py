@@ -94,7 +94,7 @@ def _reasons(
     if min_capability is not None and gpu.compute_capability < min_capability:
         reasons.append(f"compute capability {_dotted(gpu.compute_capability)}")
     if partner is not None and gpu.index == partner.index:
-        reasons.append("the one that the others are to be near")
+        reasons.append("the GPU that the others should be near")
     return reasons
 
 
@@ -283,8 +283,8 @@ def _stacked(outputs: list[Any]) -> Tensor:
     for number, output in enumerate(outputs):
         if not isinstance(output, Tensor):
             raise TypeError(
-                f"model {number} gave a {type(output).__name__}, and only tensors can be stacked: pass "
-                "combine=, a function of the list of outputs"
+                f"model {number} returned a {type(output).__name__}, but only tensors can be stacked: pass combine=, "
+                "a function of the list of outputs"
             )
     return torch.stack(outputs)
 

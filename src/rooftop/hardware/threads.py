@@ -15,7 +15,7 @@ def places_of(named: Sequence[torch.device | str] | None) -> list[torch.device]:
     if named is None:
         named = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
     if not named:
-        raise ValueError("devices is empty: name at least one, or leave it out for all GPUs")
+        raise ValueError("devices is empty: name at least one device, or leave the argument out to use all GPUs")
     places = [with_index(torch.device(device)) for device in named]
     missing = [p for p in places if p.type == "cuda" and (p.index or 0) >= torch.cuda.device_count()]
     if missing:

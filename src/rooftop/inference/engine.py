@@ -81,7 +81,7 @@ class EngineReport:
         lines.append(f"{len(self.folded)} norms folded, {len(self.left)} left")
         lines += [f"  {norm}: left, {why}" for norm, why in self.left.items()]
         if self.fused:
-            lines.append(f"{len(self.fused)} convolutions fused with what follows them")
+            lines.append(f"{len(self.fused)} convolutions fused with the operators after them")
         if self.replaced:
             kinds = Counter(self.replaced.values()).most_common()
             lines.append(f"by Rooftop's kernels: {', '.join(f'{count} {kind}' for kind, count in kinds)}")
@@ -90,7 +90,7 @@ class EngineReport:
             lines.append(f"{len(self.constants)} methods of modules computed once, {kept} of results")
         for graph in self.graphs or ():
             lines.append(f"graph of {graph.inputs}: {graph.bytes / 2**20:.1f} MiB, {graph.replays} replays")
-        lines += [f"no graph of {inputs}: {why}" for inputs, why in self.refused.items()]
+        lines += [f"no graph for {inputs}: {why}" for inputs, why in self.refused.items()]
         return "\n".join(lines)
 
 
@@ -312,7 +312,7 @@ class Engine:
             self._warned = True
             warnings.warn(
                 f"Engine: {self._inputs[key]} runs without a CUDA graph, since the model cannot be captured ({why}). "
-                "Build the engine with graphs=False, or remove what waits for the GPU from the model",
+                "Build the engine with graphs=False, or remove from the model whatever waits for the GPU",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -322,7 +322,7 @@ def _device_of(model: nn.Module) -> torch.device:
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())} or {torch.device("cpu")}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"Engine: all of a model must be on one device, this one is on {names}: use model.to(...)")
+        raise ValueError(f"Engine: a model must be on one device, but this one is on {names}: use model.to(...)")
     return devices.pop()
 
 

@@ -136,6 +136,6 @@ def train_and_compare(tools: Mapping[str, Operations], device: torch.device) -> 
     said = ", ".join(f"{100 * share:.1f}% in {name}" for name, share in shares.items())
     tested = len(x) - TRAINING
     return (
-        f"A network 64-{HIDDEN}-10, trained with these kernels on {TRAINING:,} handwritten digits for {epochs} epochs, "
-        f"knows of {tested} others {said}.",
+        f"A network 64-{HIDDEN}-10, trained with these kernels on {TRAINING:,} handwritten digits for {epochs} "
+        f"epochs, recognizes of {tested} others {said}.",
     )

@@ -166,6 +166,6 @@ def remarks(level: Level, flights: list[Flight], threads: int) -> list[str]:
         f"One core follows one chain at {alone[0].rate / 1e9:.3g} GB/s and {most.concurrency} chains at "
         f"{most.rate / 1e9:.3g} GB/s: loads that wait for each other leave the memory idle. A sum knows its addresses "
         "ahead, so the core and its prefetchers start loads long before they are used.",
-        f"A linked list, a dict and a list of Python objects are chains; an array is not. {threads} cores have "
+        f"A linked list, a dict and a list of Python objects are such chains; an array is not. {threads} cores have "
         f"{threads} times the loads on their way of one, until the memory is busy.",
     ]

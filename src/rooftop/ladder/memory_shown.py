@@ -65,7 +65,8 @@ def said(climb: MemoryClimb) -> list[str]:
     if climb.other_cores <= BUSY_CORES:
         return list(climb.remarks)
     busy = (
-        f"Other programs kept {climb.other_cores:.1f} cores busy meanwhile, which take caches and memory from this one."
+        f"Other programs kept {climb.other_cores:.1f} cores busy during the measurement, and they share caches and "
+        "memory with this one."
     )
     return [*climb.remarks, busy]
 

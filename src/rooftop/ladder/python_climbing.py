@@ -249,8 +249,8 @@ def _with_times(
 def _remarks(outcomes: list[SpeedOutcome]) -> list[str]:
     """Remarks that follow from the available figures."""
     remarks = [
-        f"The roof counts {FLOPS_PER_PAIR} operations a pair against a measured rate that counts a fused multiply-add "
-        f"as two. A pair takes {INSTRUCTIONS_PER_PAIR} instructions at least: no rung can pass "
+        f"The roof counts {FLOPS_PER_PAIR} operations a pair against a measured rate that counts a fused "
+        f"multiply-add as two. A pair takes at least {INSTRUCTIONS_PER_PAIR} instructions, so no rung can exceed "
         f"{percent_text(100 * FMA_SHARE)} of the roof."
     ]
     timed = [each for each in outcomes if each.ms is not None]
@@ -261,7 +261,7 @@ def _remarks(outcomes: list[SpeedOutcome]) -> list[str]:
         said = ", ".join(f"{each.name.split(',')[0]} {(each.ms or 0.0) / shared.ms:.1f} times" for each in copying)
         copied = max(each.copied_bytes or 0 for each in copying)
         remarks.append(
-            f"What copies cost: the same loop in the same number of processes takes {said} as long as with "
+            f"The cost of copies: the same loop in the same number of processes takes {said} as long as with "
             f"share_memory_. They copy {copied:,} bytes a call, it copies {shared.copied_bytes:,}."
         )
     best = min((each for each in timed if each.roof != GPU), key=lambda each: each.ms or 0.0, default=None)

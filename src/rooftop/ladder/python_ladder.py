@@ -139,13 +139,13 @@ def in_plain_python(points: Array, centres: Array, threads: int, stack: ExitStac
         return [each for piece in pool.map(partial(nearest.in_python, centres=targets), pieces) for each in piece]
 
     return (
-        SpeedRung("loops", PYTHON, one_by_one, ONE, "it runs seldom, or a second is no matter", part=one_by_one),
+        SpeedRung("loops", PYTHON, one_by_one, ONE, "it runs rarely, or a second does not matter", part=one_by_one),
         SpeedRung(
             "loops in threads",
             PYTHON,
             in_threads,
             ALL,
-            "threads wait for files or the network, and do not compute: the GIL lets one at a time run Python",
+            "threads wait for files or the network and do not compute: the GIL lets only one run Python at a time",
             note=f"{threads} threads",
             part=in_threads,
         ),
@@ -161,7 +161,7 @@ def in_numpy(points: Array, centres: Array) -> tuple[SpeedRung, ...]:
             NUMPY,
             lambda: nearest.broadcast(points, centres),
             ONE,
-            "the temporaries fit in a cache: else memory sets the time",
+            "the temporaries fit in a cache; otherwise memory sets the time",
             note=f"{temporaries / 1e6:,.0f} MB of temporaries",
         ),
         SpeedRung(
@@ -169,7 +169,7 @@ def in_numpy(points: Array, centres: Array) -> tuple[SpeedRung, ...]:
             NUMPY,
             lambda: nearest.in_place(points, centres),
             ONE,
-            "the work is whole arrays already: what is left is one pass over a cache for each operation",
+            "the work already uses whole arrays: each operation is one pass over a cache",
         ),
     )
 
@@ -177,10 +177,10 @@ def in_numpy(points: Array, centres: Array) -> tuple[SpeedRung, ...]:
 def in_numba(points: Array, centres: Array, threads: int, stack: ExitStack) -> tuple[SpeedRung, ...]:
     """The rungs in Numba: compiled loops, on one core and on all."""
     names = {
-        "the same loops, compiled": (ONE, "it is fast enough: no line of the function has changed"),
-        "loops for vectors": (ONE, "near the roof of one core, or where others use the other cores"),
-        "... in threads without the GIL": (ALL, "the program has threads already"),
-        "... parallel": (ALL, "near the roof of all cores: only another machine is faster, or less work"),
+        "the same loops, compiled": (ONE, "it is fast enough: the function itself stays unchanged"),
+        "loops for vectors": (ONE, "it is near the roof of one core, or other programs use the other cores"),
+        "... in threads without the GIL": (ALL, "the program already uses threads"),
+        "... parallel": (ALL, "it is near the roof of all cores: only another machine or less work is faster"),
     }
     if find_spec("numba") is None:
         return tuple(SpeedRung(name, NUMBA, None, roof, stop, note=NEEDS_NUMBA) for name, (roof, stop) in names.items())
@@ -232,7 +232,7 @@ def in_torch(points: Array, centres: Array) -> SpeedRung:
         PYTORCH,
         torch_call(x, torch.from_numpy(centres)),
         ALL,
-        "the data are tensors already, or a GPU or gradients are next",
+        "the data are already tensors, or a GPU or gradients come next",
     )
 
 
@@ -306,19 +306,19 @@ def in_processes(points: Array, centres: Array, count: int, stack: ExitStack) ->
             "Queue, compiled",
             lambda: np.concatenate(workers().through_queue(parts, centres)),
             of_arrays,
-            "parts take unequal times: whoever is free takes the next",
+            "parts take unequal times: a free process takes the next part",
         ),
         (
             "Pipe, compiled",
             lambda: np.concatenate(workers().through_pipes(parts, centres)),
             of_arrays,
-            "each process has its own part: the least that copying costs",
+            "each process has its own part, so copies cost the least",
         ),
         (
             "share_memory_, compiled",
             shared,
             lambda: pickled_bytes(places) + pickled_bytes([True] * count),
-            "processes must be, and the data are large: nothing but a message is copied",
+            "processes are necessary and the data are large: only a message is copied",
         ),
     )
     return (
@@ -327,7 +327,7 @@ def in_processes(points: Array, centres: Array, count: int, stack: ExitStack) ->
             PROCESSES,
             loops_in_pool,
             ALL,
-            "the code cannot be compiled (strings, dicts): as many times faster as there are cores, at most",
+            "the code cannot be compiled (strings, dicts): at most as many times faster as there are cores",
             of_lists,
             note=f"{count} processes",
         ),
@@ -409,8 +409,11 @@ def on_gpu(points: Array, centres: Array, device: torch.device) -> tuple[SpeedRu
     """The rungs on a GPU: the same operators of PyTorch, a kernel, and the kernel together with its transfers."""
     names: dict[str, tuple[str, str]] = {
         "in place, on the GPU": (PYTORCH, "the data are on the GPU, and the rest of the program takes longer"),
-        "one kernel": (CUDA, "near the roof of the GPU"),
-        "one kernel, with transfers": (CUDA, "the GPU has more to do with the data than this: copies cost the time"),
+        "one kernel": (CUDA, "it is near the roof of the GPU"),
+        "one kernel, with transfers": (
+            CUDA,
+            "the GPU has more work to do with the data; otherwise the copies take the time",
+        ),
     }
     x, targets = torch.from_numpy(points), torch.from_numpy(centres)
     if device.type != "cuda" and not cuda.runs_on(x):

@@ -68,8 +68,8 @@ def disturbed(climb: SpeedClimb) -> str:
     if climb.other_cores <= BUSY_CORES:
         return ""
     return (
-        f"Other programs kept {climb.other_cores:.1f} cores busy meanwhile: rungs on all cores are slower than "
-        "they are alone. Measure again when the machine is idle."
+        f"Other programs kept {climb.other_cores:.1f} cores busy during the measurement, so rungs on all cores are "
+        "slower than on an idle machine. Measure again when the machine is idle."
     )
 
 

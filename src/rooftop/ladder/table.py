@@ -10,8 +10,8 @@ from rooftop.ladder.climbing import COMPILED, FAILED, MEASURED, WRONG, Climb, Ou
 from rooftop.ladder.rungs import CUDA
 
 WITHOUT_GPU = (
-    "There is no GPU here, so no speed is shown: Triton's kernels ran through its interpreter and were checked, those "
-    "in CUDA C++ were compiled for sm_90 and not run."
+    "There is no GPU here, so no speeds are shown. Triton kernels ran in its interpreter and were checked; CUDA C++ "
+    "kernels were compiled for sm_90 but not run."
 )
 BAR = 20  # columns for 100%
 STATUS = {COMPILED: "compiled, not run", "checked": "right", "absent": "-"}

@@ -104,7 +104,7 @@ _archs: dict[int, str] = {}  # by device
 
 def _arch_of(device: torch.device | int | None) -> str:
     if not torch.cuda.is_available():
-        raise ValueError('there is no GPU here to compile for: name an architecture, compile(..., arch="sm_90")')
+        raise ValueError('no GPU here to compile for: name an architecture, compile(..., arch="sm_90")')
     index = device.index if isinstance(device, torch.device) else device
     index = torch.cuda.current_device() if index is None else index
     if index not in _archs:
@@ -229,7 +229,7 @@ class Kernel:
 
     def _check_cluster(self, grid: tuple[int, int, int], cluster: tuple[int, int, int]) -> None:
         if self.capability < (9, 0):
-            raise ValueError(f"kernel {self.name}: clusters need sm_90, it is compiled for {self.arch}")
+            raise ValueError(f"kernel {self.name}: clusters need sm_90, but the kernel is compiled for {self.arch}")
         if math.prod(cluster) > CLUSTER_LIMIT:
             raise ValueError(f"kernel {self.name}: a cluster of {cluster} has more than {CLUSTER_LIMIT} blocks")
         if any(blocks % size for blocks, size in zip(grid, cluster, strict=True)):
@@ -264,7 +264,7 @@ class Kernel:
         if not torch.cuda.is_available():
             self.check(*configuration)
             self._signature.values(arguments, -1)
-            raise LaunchError(f"kernel {self.name}: there is no GPU here to launch it on")
+            raise LaunchError(f"kernel {self.name}: no GPU here to launch it on")
         return torch.cuda.current_device()
 
     @cached_property
@@ -363,8 +363,8 @@ class Kernel:
             if not _is_of_the_driver(error):
                 raise
             raise LaunchError(
-                f"kernel {self.name} was not launched with {configuration}: {error}. An error of earlier work shows "
-                "here, too: ROOFTOP_SYNC=1 says whose"
+                f"kernel {self.name} was not launched with {configuration}: {error}. The error may come from earlier "
+                "work: ROOFTOP_SYNC=1 shows which"
             ) from error
         if wait:
             self._wait(device, f"kernel {self.name} failed, launched with {configuration}")

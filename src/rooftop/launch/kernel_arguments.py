@@ -148,7 +148,7 @@ def _converter(kernel: str, index: int, type_: str) -> Converter:
         pointee = POINTEES.get(type_.removeprefix("const ").removesuffix("*"))
         if pointee is None:
             raise TypeError(
-                f"{what}: no tensor has such elements: take void* or a pointer to numbers or to vectors (float4)"
+                f"{what}: no tensor has such elements: use void* or a pointer to numbers or to vectors (float4)"
             )
         return _pointer(what, pointee)
     if type_ == "bool":
@@ -157,7 +157,7 @@ def _converter(kernel: str, index: int, type_: str) -> Converter:
         return _integer(what, INTEGERS[type_])
     if type_ in FLOATS:
         return _float(what, FLOATS[type_])
-    raise TypeError(f"{what}: cannot be passed from Python by value: take a number, a bool or a pointer")
+    raise TypeError(f"{what}: cannot be passed from Python by value: use a number, a bool or a pointer")
 
 
 def _pointer(what: str, pointee: Pointee) -> Converter:
@@ -178,8 +178,8 @@ def _pointer(what: str, pointee: Pointee) -> Converter:
         address = value.data_ptr()
         if address % alignment:
             raise ValueError(
-                f"{what}: the tensor begins {address % alignment} bytes off a multiple of {alignment}, as a view may: "
-                "clone() it, or take a pointer to single elements"
+                f"{what}: the tensor begins {address % alignment} bytes off a multiple of {alignment}, as a view "
+                "may: clone() it, or use a pointer to single elements"
             )
         return address
 
@@ -240,4 +240,7 @@ def _float(what: str, dtype: torch.dtype) -> Converter:
 
 
 def _refuse_tensor(what: str) -> NoReturn:
-    raise TypeError(f"{what}: expected a number, got a tensor: take a pointer, or pass its item(), which waits for it")
+    raise TypeError(
+        f"{what}: expected a number, got a tensor: use a pointer parameter, or pass tensor.item(), which waits for "
+        "the GPU"
+    )

@@ -297,8 +297,8 @@ def _missing_header(name: str, header: str) -> Exception:
                 return MissingExtraError(f"kernel {name} includes {header}: pip install {_package(package)}")
             return CompilationError(f"kernel {name} includes {header}, which is not in {folder}")
     return CompilationError(
-        f"kernel {name} includes {header}, which is neither a CUDA header nor in NVRTC: mathematical functions need no "
-        "include, types and limits of the C++ library are in <cuda/std/...>"
+        f"kernel {name} includes {header}, which is neither a CUDA header nor in NVRTC: mathematical functions need "
+        "no include; types and limits of the C++ library are in <cuda/std/...>"
     )
 
 
@@ -355,8 +355,8 @@ def _save(binary: Binary, path: Path) -> None:
         with suppress(OSError):
             partial.unlink()
         warnings.warn(
-            f"kernel {binary.name} could not be kept in {path.parent} ({error.strerror or error}) and will be compiled "
-            "again next time: set ROOFTOP_CACHE to a folder that can be written",
+            f"kernel {binary.name} could not be stored in {path.parent} ({error.strerror or error}) and will be "
+            "compiled again next time: set ROOFTOP_CACHE to a writable folder",
             stacklevel=2,
         )
 

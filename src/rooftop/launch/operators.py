@@ -361,7 +361,7 @@ def _refuse_derivatives(name: str) -> None:
         return
     raise NotImplementedError(
         f"rooftop::{name} cannot be differentiated by torch.func or in forward mode: use backward() or "
-        "torch.autograd.grad, or PyTorch's own functions in the part that is transformed"
+        "torch.autograd.grad, or use PyTorch's own functions in the transformed part"
     )
 
 
@@ -392,7 +392,7 @@ def no_second_derivative(name: str, instead: str | None = None) -> Callable[...,
 
     def refuse(*_: Any) -> NoReturn:
         raise NotImplementedError(
-            f"{name} has no second derivative: for one, use {other} in the part that is differentiated twice"
+            f"{name} has no second derivative: use {other} in the part that is differentiated twice"
         )
 
     return refuse
@@ -439,8 +439,8 @@ def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
 def _refuse_decomposition(name: str) -> Callable[..., Any]:
     def refuse(*arguments: Any, **options: Any) -> Any:
         raise NotImplementedError(
-            f"rooftop::{name} has no decomposition into PyTorch's operators: keep it out of what is exported, or leave "
-            "it in and run the program where Rooftop is installed"
+            f"rooftop::{name} has no decomposition into PyTorch's operators: keep it out of the exported part, or "
+            "run the exported program where Rooftop is installed"
         )
 
     return refuse

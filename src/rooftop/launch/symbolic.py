@@ -68,7 +68,7 @@ def refuse_proxies(module: object, *arguments: object) -> None:
 def _refusal(module: object) -> NotImplementedError:
     name = type(module).__name__
     return NotImplementedError(
-        f"{name}: torch.fx cannot trace its forward, in which sizes and values decide what is computed: use "
+        f"{name}: torch.fx cannot trace its forward, because it branches on sizes and values: use "
         f"torch.export.export, or a torch.fx.Tracer whose is_leaf_module is True for {name} in a model"
     )
 

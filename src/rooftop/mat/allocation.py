@@ -96,7 +96,7 @@ class MatData:
         """
         if self.mapping == "host" and self.device.type != "cpu":
             raise RuntimeError(
-                "this block is mapped to the host, and the copy on the device is out of date: leave the `with "
+                "this block is mapped to the host, so the copy on the device is outdated: leave the `with "
                 "mat.mapped()` block first"
             )
 
@@ -159,7 +159,7 @@ class MatAllocator:
         if given.data_ptr() % _ALIGNMENT_BYTES:
             raise ValueError(
                 f"allocator {self.name!r} gave memory that begins at byte {given.data_ptr() % _ALIGNMENT_BYTES} of "
-                f"{_ALIGNMENT_BYTES}: numbers of up to {_ALIGNMENT_BYTES} bytes must be aligned to themselves"
+                f"{_ALIGNMENT_BYTES}: numbers of up to {_ALIGNMENT_BYTES} bytes must be aligned to their size"
             )
         return MatData(given.untyped_storage(), size_bytes, self, self.flags, start_bytes=int(given.storage_offset()))
 
@@ -174,10 +174,10 @@ def getStdAllocator(device: DeviceLike = "cpu", *, pinned: bool = False) -> MatA
     if (found := _STANDARD.get((where, pinned))) is not None:  # querying for a GPU takes longer than an allocation
         return found
     if pinned and where.type != "cpu":
-        raise ValueError(f"pinned memory is the host's, got device {where}: leave out pinned=True")
+        raise ValueError(f"only host memory can be pinned, got device {where}: leave out pinned=True")
     if where.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError(f"there is no CUDA device here (torch {torch.__version__}): take device='cpu'")
+            raise ValueError(f"no CUDA device here (torch {torch.__version__}): use device='cpu'")
         where = torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
     if (where, pinned) not in _STANDARD:
         _STANDARD[where, pinned] = _pinned_host() if pinned else _standard(where)
@@ -210,7 +210,7 @@ def allocator_for(device: DeviceLike | None, allocator: MatAllocator | None) -> 
     if allocator is not None:
         _checked(allocator)
         if device is not None and not same_device(torch.device(device), allocator.device):
-            raise ValueError(f"device {device} was asked for, and an allocator of {allocator.device}: leave out one")
+            raise ValueError(f"got device {device} and an allocator of {allocator.device}: leave out one")
         return allocator
     default = getDefaultAllocator()
     if device is None or same_device(torch.device(device), default.device):
@@ -248,7 +248,8 @@ def _pinned_host() -> MatAllocator:
 def _checked(allocator: MatAllocator) -> MatAllocator:
     if not isinstance(allocator, MatAllocator):
         raise TypeError(
-            f"an allocator is a MatAllocator, got {type(allocator).__name__}: getStdAllocator(device) gives a device's"
+            f"expected a MatAllocator as allocator, got {type(allocator).__name__}: getStdAllocator(device) returns "
+            "that of a device"
         )
     return allocator
 

@@ -47,7 +47,9 @@ class Block(ExportedHeader):
         """
         fits = same_device(self._device, source._device)
         if not fits and not self.empty():
-            raise ValueError(f"a result on {source._device} cannot go to {self}: move one with to(device)")
+            raise ValueError(
+                f"a result on {source._device} cannot be stored in {self}: move one of them with to(device)"
+            )
         if not (fits and self._sizes == source._sizes and self._type == type):
             self.create(source._sizes, type, device=source._device)
 

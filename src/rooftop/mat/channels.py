@@ -28,7 +28,7 @@ def merge(mv: Sequence[Mat | MatExpr], dst: Mat | None = None) -> Mat:
     _check_alike("merge", mats)
     channels = sum(m.channels() for m in mats)
     if channels > CV_CN_MAX:
-        raise ValueError(f"{channels} channels are too many: a Mat has up to {CV_CN_MAX}")
+        raise ValueError(f"{channels} channels are too many: a Mat has at most {CV_CN_MAX}")
     sources = [m._bits() for m in mats]
     dst = _destination(mats[0], channels, dst)
     if dst.empty():
@@ -115,7 +115,7 @@ def _pairs(numbers: Sequence[int] | Sequence[tuple[int, int]], sources: int, tar
     for each in numbers:
         flat.extend(each if isinstance(each, (tuple, list)) else (int(each),))  # type: ignore[arg-type]
     if len(flat) % 2:
-        raise ValueError(f"fromTo is pairs of a channel of src and one of dst, got {len(flat)} numbers")
+        raise ValueError(f"fromTo must be pairs of a channel of src and a channel of dst, got {len(flat)} numbers")
     pairs = list(zip(flat[::2], flat[1::2], strict=True))
     for a, b in pairs:
         if a >= sources or not 0 <= b < targets:

@@ -43,7 +43,9 @@ def store(expression: MatExpr, dst: Block, rtype: Any = None) -> None:
         type = CV_MAKETYPE(depth, expression.channels())
     fits = same_device(dst._device, expression._device)
     if not fits and not dst.empty():
-        raise ValueError(f"an expression on {expression._device} cannot be stored in {dst}: move one with to(device)")
+        raise ValueError(
+            f"an expression on {expression._device} cannot be stored in {dst}: move one of them with to(device)"
+        )
     if not (fits and dst._sizes == expression._sizes and dst._type == type):
         dst.create(expression._sizes, type, device=expression._device)
     if not dst.empty():

@@ -41,7 +41,9 @@ class ExportedHeader(Header):
             TypeError: CV_16BF, which NumPy lacks.
         """
         if self._device.type != "cpu":
-            raise ValueError(f"an array cannot lie on {self._device}: cpu().numpy() copies it, mapped() maps it")
+            raise ValueError(
+                f"NumPy arrays cannot be on {self._device}: cpu().numpy() copies the Mat, mapped() maps it"
+            )
         numpy_dtype(self._type)
         array = self._array_shaped(self._tensor()).numpy()
         if self._data is not None and self._data.read_only:
@@ -51,13 +53,13 @@ class ExportedHeader(Header):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         array = self.numpy()
         if copy is False and dtype is not None and np.dtype(dtype) != array.dtype:
-            raise ValueError(f"an array of {dtype} cannot be had of {self} without a copy")
+            raise ValueError(f"{self} cannot become an array of {dtype} without a copy")
         return np.array(array, dtype=dtype, copy=True if copy else None)
 
     def __dlpack__(self, **options: Any) -> Any:
         """A DLPack capsule of `numpy()`'s shape, on any device."""
         if self._data is not None and self._data.read_only:
-            raise BufferError(f"{self} may not be written to, which DLPack cannot say: clone() first")
+            raise BufferError(f"{self} is read-only, which DLPack cannot express: clone() first")
         return self._array_shaped(self._tensor()).__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[Any, int]:

@@ -212,7 +212,7 @@ class MatExpr(Arithmetic, Shaped):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if copy is False:
-            raise ValueError("an expression has no memory of its own: its array is new")
+            raise ValueError("an expression has no memory, so its array is always a copy")
         return np.asarray(self.to_mat().numpy(), dtype)
 
     def __getitem__(self, index: Any) -> Any:
@@ -220,7 +220,7 @@ class MatExpr(Arithmetic, Shaped):
         return self.to_mat()[index]
 
     def __bool__(self) -> bool:
-        raise TypeError("an expression of Mats has one value for each element: it has no truth value of its own")
+        raise TypeError("an expression of Mats has one value for each element, so it has no single truth value")
 
     def __repr__(self) -> str:
         sizes = " x ".join(map(str, self._sizes)) or "empty"
@@ -355,7 +355,9 @@ def _binary(operation: str, a: Any, b: Any) -> MatExpr:
         left = as_expression(a)
         right = _numbers(b, left) if _are_numbers(b) else as_expression(b)
     if not same_device(left._device, right._device):
-        raise ValueError(f"Mats on {left._device} and {right._device} in one expression: move one with to(device)")
+        raise ValueError(
+            f"Mats on {left._device} and {right._device} in one expression: move one of them with to(device)"
+        )
     if operation == "product":
         return _product(left, right)
     if left._type != right._type:
@@ -365,8 +367,8 @@ def _binary(operation: str, a: Any, b: Any) -> MatExpr:
         )
     if left._sizes != right._sizes:
         raise ValueError(
-            f"{_WORDS[operation]} takes two Mats of the same size, got {_sizes(left)} and {_sizes(right)}: "
-            "nothing is broadcast"
+            f"{_WORDS[operation]} takes two Mats of the same size, got {_sizes(left)} and {_sizes(right)}: Mats are "
+            "not broadcast"
         )
     type = left._type
     if operation in BITWISE:
@@ -387,7 +389,7 @@ def _numbers(value: ScalarLike, beside: MatExpr) -> MatExpr:
 
 def _check_bits(operand: MatExpr) -> None:
     if DEPTHS[operand.depth()].limits is None and not DEPTHS[operand.depth()].name == "Bool":
-        raise TypeError(f"bits are of integers, got {typeToString(operand._type)}: compare, or convertTo")
+        raise TypeError(f"bitwise operations need integers, got {typeToString(operand._type)}: compare, or convertTo")
 
 
 def check_matrix(operand: Shaped, what: str, hint: str) -> None:
@@ -406,7 +408,7 @@ def check_matrix(operand: Shaped, what: str, hint: str) -> None:
 
 def _product(left: MatExpr, right: MatExpr) -> MatExpr:
     for each in (left, right):
-        check_matrix(each, "a matrix product", "a.mul(b) is element by element, and convertTo(CV_32F) makes one")
+        check_matrix(each, "a matrix product", "a.mul(b) multiplies element by element, and convertTo(CV_32F) converts")
     if left._type != right._type:
         raise TypeError(
             f"a matrix product needs two matrices of the same type, got {typeToString(left._type)} and "
@@ -415,8 +417,8 @@ def _product(left: MatExpr, right: MatExpr) -> MatExpr:
     (rows, inner), (inner_too, cols) = left._sizes, right._sizes
     if inner != inner_too:
         raise ValueError(
-            f"a product of {_sizes(left)} and {_sizes(right)}: the columns of the first must be as many as the rows of "
-            "the second; a.mul(b) is element by element"
+            f"a product of {_sizes(left)} and {_sizes(right)}: the columns of the first must equal the rows of the "
+            "second; a.mul(b) multiplies element by element"
         )
     return node("product", (left, right), left._type, (rows, cols), left._device)
 
@@ -427,7 +429,7 @@ def _inverse(operand: MatExpr, method: str) -> MatExpr:
     check_matrix(operand, "an inverse", "convertTo(CV_32F)")
     rows, cols = operand._sizes
     if rows != cols and method != "svd":
-        raise ValueError(f"an inverse is of a square matrix, got {_sizes(operand)}: 'svd' gives the pseudo-inverse")
+        raise ValueError(f"an inverse needs a square matrix, got {_sizes(operand)}: 'svd' gives the pseudo-inverse")
     return node("inverse", (operand,), operand._type, (cols, rows), operand._device, method)
 
 

@@ -52,7 +52,7 @@ def pop_back(m: Mat, nelems: int) -> None:
         ValueError: more rows than exist.
     """
     if not 0 <= nelems <= len(m):
-        raise ValueError(f"{nelems} rows cannot be taken off {m}")
+        raise ValueError(f"{nelems} rows cannot be removed from {m}")
     if m._submatrix:
         m._sizes, m._cached = (len(m) - nelems, *m._sizes[1:]), None
     elif nelems:

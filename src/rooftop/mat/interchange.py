@@ -67,7 +67,7 @@ def parts_of(thing: Any, type: int | None, layout: str) -> Parts:
     if hasattr(thing, "__cuda_array_interface__"):
         return _of_tensor(torch.as_tensor(thing, device="cuda"), type, layout)
     if not isinstance(thing.__array_interface__.get("data"), tuple):  # for example of Pillow's images
-        raise TypeError(f"{thing.__class__.__name__} gives a copy of its memory: pass np.array(...) of it")
+        raise TypeError(f"{thing.__class__.__name__} returns a copy of its memory: pass np.array(...) of it")
     return _of_array(np.asarray(thing), type, layout)
 
 
@@ -91,9 +91,9 @@ def _of_array(array: np.ndarray[Any, Any], type: int | None, layout: str) -> Par
 
 def _of_tensor(x: Tensor, type: int | None, layout: str) -> Parts:
     if x.layout != torch.strided:
-        raise TypeError(f"a strided tensor was expected, got {x.layout}: take x.to_dense()")
+        raise TypeError(f"expected a strided tensor, got {x.layout}: use x.to_dense()")
     if x.requires_grad:
-        raise ValueError("the tensor requires grad, which a Mat would not know of: pass x.detach()")
+        raise ValueError("the tensor requires grad, which a Mat does not record: pass x.detach()")
     if x.is_conj() or x.is_neg():
         raise TypeError("the tensor is a lazy conjugate or negative: pass x.resolve_neg()")
     code = type_code(x.dtype)
@@ -142,7 +142,7 @@ def _header(shape: Sizes, strides: Sizes, code: int, type: int | None, copied: s
         return type, sizes, natural_steps(sizes, item * max(channels, 1))
     if channels > 1 and strides[-1] != item:
         raise ValueError(
-            f"the channels of an element must follow each other in memory, and are {strides[-1]} bytes apart (shape "
+            f"the channels of an element must be contiguous in memory, but are {strides[-1]} bytes apart (shape "
             f"{shape}, strides {strides} bytes): {copied} copies it"
         )
     return type, sizes, _steps(sizes, strides[: len(sizes)], item * max(channels, 1), copied)

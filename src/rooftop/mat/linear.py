@@ -29,7 +29,7 @@ def determinant(m: MatLike) -> float:
     """
     x = _matrix(m, "a determinant")
     if x.rows != x.cols:
-        raise ValueError(f"a determinant is of a square matrix, got {x}")
+        raise ValueError(f"a determinant needs a square matrix, got {x}")
     return float(torch.linalg.det(in_float32(x._tensor()[..., 0])))
 
 
@@ -54,12 +54,13 @@ def solve(a: MatLike, b: MatLike, method: Literal["lu", "cholesky", "qr", "svd"]
     left, right = _matrix(a, "a system of equations"), _matrix(b, "its right side")
     if left.type() != right.type():
         raise TypeError(
-            f"a system has one type, got {typeToString(left.type())} and {typeToString(right.type())}: convertTo one"
+            f"both sides of a system need the same type, got {typeToString(left.type())} and "
+            f"{typeToString(right.type())}: convertTo one of them"
         )
     if left.rows != right.rows:
-        raise ValueError(f"a system needs as many right sides as equations, got {left.rows} and {right.rows} rows")
+        raise ValueError(f"the two sides of a system need the same number of rows, got {left.rows} and {right.rows}")
     if method in ("lu", "cholesky") and left.rows != left.cols:
-        raise ValueError(f"solve by {method!r} is of a square matrix, got {left}: take 'qr' or 'svd'")
+        raise ValueError(f"solve by {method!r} needs a square matrix, got {left}: use 'qr' or 'svd'")
     result = Mat(left.cols, right.cols, left.type(), device=left.device)
     if not result.empty():
         found = _solution(in_float32(left._tensor()[..., 0]), in_float32(right._tensor()[..., 0]), method)
@@ -76,10 +77,10 @@ def _solution(a: Tensor, b: Tensor, method: str) -> Tensor:
         if method == "svd":
             return torch.linalg.pinv(a) @ b
         if a.shape[0] < a.shape[1]:
-            raise RuntimeError("there are fewer equations than unknowns: take 'svd'")
+            raise RuntimeError("there are fewer equations than unknowns: use 'svd'")
         q, r = torch.linalg.qr(a)
         if not bool((r.diagonal().abs() > torch.finfo(r.dtype).eps * r.abs().max()).all()):
-            raise RuntimeError("a column depends on others: take 'svd'")
+            raise RuntimeError("the columns are linearly dependent: use 'svd'")
         return torch.linalg.solve_triangular(r, q.mT @ b, upper=True)
     except RuntimeError as error:  # torch's own LinAlgError is a subclass
         raise np.linalg.LinAlgError(f"solve by {method!r}: {error}") from error

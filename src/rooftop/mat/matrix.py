@@ -103,8 +103,8 @@ class Mat(Block, Arithmetic):
             raise TypeError(f"Mat(array) takes an array and a type, got {len(given)} arguments: cut with m[rows, cols]")
         if value is not None or device is not None or allocator is not None:
             raise TypeError(
-                "value, device and allocator are of new memory, and this Mat shares that of its argument: take "
-                "setTo(value), to(device) or clone() afterwards"
+                "value, device and allocator apply to new memory, but this Mat shares the memory of its argument: "
+                "call setTo(value), to(device) or clone() afterwards"
             )
         source = given[0]
         if isinstance(source, MatExpr):
@@ -167,7 +167,7 @@ class Mat(Block, Arithmetic):
             return  # as after `m[range] += 5`
         if source._sizes != region._sizes or source._type != region._type:
             raise ValueError(
-                f"{source} cannot be assigned to a region {region}: sizes and types must be equal; convertTo"
+                f"{source} cannot be assigned to a region {region}: sizes and types must be equal; use convertTo"
             )
         source.copyTo(region)
 
@@ -412,17 +412,19 @@ class Mat(Block, Arithmetic):
     def _mask(self, mask: MatLike, device: torch.device) -> Tensor:
         """The bits of a mask for these elements, for a target on a device."""
         if isinstance(mask, (list, tuple)):
-            raise TypeError("a mask is a Mat, an expression, an array or a tensor, got a list: make an array of it")
+            raise TypeError(
+                "a mask must be a Mat, an expression, an array or a tensor, got a list: convert it to an array"
+            )
         mask = as_mat(mask)
         if mask.depth() not in (CV_8U, CV_8S, CV_Bool) or mask.channels() not in (1, self.channels()):
             raise TypeError(
                 f"a mask has 8 bits or Bool, and one channel or {self.channels()}, got {typeToString(mask._type)}: "
-                "compare to make one"
+                "use a comparison to create one"
             )
         if mask._sizes != self._sizes:
             raise ValueError(f"a mask of {mask._sizes} for elements of {self._sizes}: the sizes must be equal")
         if not same_device(mask._device, device):
-            raise ValueError(f"a mask on {mask._device} for elements on {device}: take mask.to({str(device)!r})")
+            raise ValueError(f"a mask on {mask._device} for elements on {device}: use mask.to({str(device)!r})")
         return mask._bits()
 
     def _first_channel(self, value: float) -> Sequence[float]:

@@ -100,7 +100,8 @@ def CV_MAKETYPE(depth: int, cn: int) -> int:
     """
     if not 0 <= depth < len(DEPTHS):
         raise ValueError(
-            f"{depth} is not a depth: they are CV_8U = 0 to CV_32U = 12; CV_MAT_DEPTH(type) takes one off a type"
+            f"{depth} is not a depth: depths are CV_8U = 0 to CV_32U = 12; CV_MAT_DEPTH(type) returns the depth of a "
+            "type"
         )
     if not 1 <= cn <= CV_CN_MAX:
         raise ValueError(f"a type has 1 to {CV_CN_MAX} channels, got {cn}")
@@ -135,10 +136,10 @@ def depth_of(type: int) -> Depth:
     """
     if not isinstance(type, int) or isinstance(type, bool):
         raise TypeError(
-            f"a type is a number such as CV_8UC3, got {type!r}: type_code(dtype, channels) makes one of a dtype"
+            f"a type is a number such as CV_8UC3, got {type!r}: type_code(dtype, channels) returns that of a dtype"
         )
     if not 0 <= type < CV_CN_MAX << CV_CN_SHIFT or CV_MAT_DEPTH(type) >= len(DEPTHS):
-        raise ValueError(f"{type} is the code of no type; CV_MAKETYPE(CV_8U, 3) makes one")
+        raise ValueError(f"{type} is not the code of a type; CV_MAKETYPE(CV_8U, 3) returns one")
     return DEPTHS[type & (CV_DEPTH_MAX - 1)]
 
 
@@ -180,7 +181,9 @@ def type_code(
     if opencv != 4:
         raise ValueError(f"opencv must be 4 or 5, got {opencv}")
     if CV_MAT_DEPTH(code) not in _OPENCV4_DEPTHS:
-        raise ValueError(f"OpenCV 4 has no {typeToString(code)}: its depths are CV_8U to CV_16F; convertTo another one")
+        raise ValueError(
+            f"OpenCV 4 has no {typeToString(code)}: its depths are CV_8U to CV_16F; convertTo one of these"
+        )
     return CV_MAT_DEPTH(code) | (CV_MAT_CN(code) - 1) << _OPENCV4_SHIFT
 
 
@@ -188,7 +191,7 @@ def from_opencv4(code: int) -> int:
     """This package's code for a type's code in OpenCV 4 (16 is CV_8UC3 there)."""
     if not 0 <= code < CV_CN_MAX << _OPENCV4_SHIFT:
         raise ValueError(
-            f"{code} is the code of no type of OpenCV 4: they are 0 to {(CV_CN_MAX << _OPENCV4_SHIFT) - 1}"
+            f"{code} is not the code of a type of OpenCV 4: codes are 0 to {(CV_CN_MAX << _OPENCV4_SHIFT) - 1}"
         )
     return CV_MAKETYPE(code & (len(_OPENCV4_DEPTHS) - 1), (code >> _OPENCV4_SHIFT) + 1)
 
@@ -206,7 +209,7 @@ def numpy_dtype(type: int) -> np.dtype[np.generic]:
     """
     found = depth_of(type).numpy
     if found is None:
-        raise TypeError(f"NumPy has no dtype for {typeToString(type)}: convertTo(CV_32F) first, or take tensor()")
+        raise TypeError(f"NumPy has no dtype for {typeToString(type)}: convertTo(CV_32F) first, or use tensor()")
     return found
 
 
@@ -220,9 +223,7 @@ def _depth_of_dtype(dtype: object) -> int:
     except TypeError:
         raise TypeError(f"a type, or a dtype of torch or NumPy was expected, got {dtype!r}") from None
     if not found.isnative:
-        raise TypeError(
-            f"{found} has its bytes in the other order: array.astype(array.dtype.newbyteorder('=')) copies it"
-        )
+        raise TypeError(f"{found} has the other byte order: array.astype(array.dtype.newbyteorder('=')) copies it")
     if found not in _BY_NUMPY:
         raise TypeError(f"no depth holds NumPy's {found}: convert it, for example array.astype('float32')")
     return _BY_NUMPY[found]

@@ -37,9 +37,11 @@ def cross(x: Header, y: Header) -> Tensor:
     """
     _check_alike("a cross product", x, y)
     if x.depth() not in FLOATING:
-        raise TypeError(f"a cross product is of floating numbers, got {typeToString(x.type())}: convertTo(CV_32F)")
+        raise TypeError(
+            f"a cross product needs floating-point numbers, got {typeToString(x.type())}: convertTo(CV_32F)"
+        )
     if x.total() * x.channels() != 3:
-        raise ValueError(f"a cross product is of three numbers, got {x}")
+        raise ValueError(f"a cross product needs vectors of three numbers, got {x}")
     return torch.linalg.cross(in_float32(x._tensor().flatten()), in_float32(y._tensor().flatten()))
 
 

@@ -30,7 +30,7 @@ class MatSize(tuple[int, ...]):
 
     def __call__(self) -> tuple[int, int]:
         if len(self) > 2:
-            raise ValueError(f"width and height are of at most two dimensions, got {tuple(self)}: take m.size[i]")
+            raise ValueError(f"width and height exist for at most two dimensions, got {tuple(self)}: use m.size[i]")
         rows, cols = (1, *self)[-2:] if self else (0, 0)
         return cols, rows
 
@@ -178,7 +178,7 @@ class Header(Shaped):
         """The rectangle with its upper left corner at column x, row y, as cv::Rect: `m.roi(*cv2.boundingRect(p))`."""
         self._two_dimensions("roi")
         if width < 0 or height < 0:
-            raise ValueError(f"a rectangle has a width and a height of at least 0, got {width} x {height}")
+            raise ValueError(f"a rectangle needs a width and a height of at least 0, got {width} x {height}")
         columns = _range(slice(x, x + width), self.cols, "columns")
         return self._cut("roi", {0: _range(slice(y, y + height), self.rows, "rows"), 1: columns})
 
@@ -188,7 +188,7 @@ class Header(Shaped):
         rows, cols = self._sizes
         length = min(cols - d, rows) if d >= 0 else min(rows + d, cols)
         if length <= 0:
-            raise IndexError(f"there is no diagonal {d} in {rows} x {cols}: they are {1 - rows} to {cols - 1}")
+            raise IndexError(f"{rows} x {cols} has no diagonal {d}: expected {1 - rows} to {cols - 1}")
         offset = self._offset + (d * self._steps[1] if d >= 0 else -d * self._steps[0])
         steps = (self._steps[0] + (self._steps[1] if length > 1 else 0), self._steps[1])
         return self._header((length, 1), steps, offset, self._submatrix or (rows, cols) != (1, 1))
@@ -232,7 +232,7 @@ class Header(Shaped):
 
     def _reshape_nd(self, cn: int, sizes: Sizes) -> Self:
         if not self.isContinuous():
-            raise ValueError(f"{self} has gaps between its rows and cannot get other sizes: clone() first")
+            raise ValueError(f"{self} has gaps between its rows, so it cannot be reshaped: clone() first")
         kept, cn = headers.reshaped_nd(self._sizes, self.channels(), cn, sizes)
         return self._seen(cn, kept[:-1], kept[-1] * cn, headers.natural_steps(kept, cn * self.elemSize1())[:-1])
 
@@ -321,8 +321,8 @@ class Header(Shaped):
                 break
         if len(given) > len(sizes):
             raise IndexError(
-                f"{len(given)} indices of {len(sizes)} dimensions: {self}; channels are not indexed: an element has "
-                "all of them, and extractChannel(m, c) and insertChannel(one, m, c) are for one"
+                f"{len(given)} indices of {len(sizes)} dimensions: {self}; channels have no index, because an "
+                "element contains all of them: use extractChannel(m, c) or insertChannel(one, m, c)"
             )
         ranges: dict[int, tuple[int, int]] = {}
         single = len(given) == len(sizes)
@@ -382,7 +382,7 @@ class Header(Shaped):
 
     def _refuse_read_only(self, what: str) -> None:
         if self._data is not None and self._data.read_only:
-            raise ValueError(f"{what} {self}, which lies on an array that may not be written to: clone() first")
+            raise ValueError(f"{what} {self}, which shares memory with a read-only array: clone() first")
 
     def _axis(self, which: Literal["rows", "cols"]) -> int:
         if self.dims == 1:
@@ -397,7 +397,7 @@ class Header(Shaped):
 
     def _two_dimensions(self, of: str) -> None:
         if self.dims != 2:
-            raise ValueError(f"{of} needs two dimensions, got {self}: take m[ranges], or reshape")
+            raise ValueError(f"{of} needs two dimensions, got {self}: use m[ranges], or reshape")
 
 
 def is_integer(value: object) -> bool:
@@ -410,7 +410,7 @@ def _index(value: Any, size: int, what: str) -> tuple[int, int]:
         mask = "; elements of a mask are set by setTo(value, mask)" if hasattr(value, "__len__") else ""
         raise TypeError(f"an index of {what} is an integer or a range a:b, got {value!r}{mask}")
     if not 0 <= value < size:
-        hint = f"; from the end, take {size + value}" if -size <= value < 0 else ""
+        hint = f"; to count from the end, use {size + value}" if -size <= value < 0 else ""
         raise IndexError(f"index {value} of {what} is out of range 0 to {size - 1}{hint}")
     return int(value), int(value) + 1
 
@@ -419,12 +419,14 @@ def _range(given: slice, size: int, what: str) -> tuple[int, int]:
     start = 0 if given.start is None else given.start
     end = size if given.stop is None else given.stop
     if given.step not in (None, 1):
-        raise ValueError(f"a range of {what} has no step, got {given.step}: a Mat has every row and column in between")
+        raise ValueError(
+            f"a range of {what} has no step, got {given.step}: a Mat view contains every row and column in between"
+        )
     if not (is_integer(start) and is_integer(end)):
-        raise TypeError(f"a range of {what} is of integers, got {start!r}:{end!r}")
+        raise TypeError(f"a range of {what} needs integers, got {start!r}:{end!r}")
     if not 0 <= start <= end <= size:
         raise IndexError(
             f"range {start}:{end} of {what} is not within 0:{size}"
-            + ("; nothing counts from the end here" if start < 0 or end < 0 else "")
+            + ("; negative numbers do not count from the end here" if start < 0 or end < 0 else "")
         )
     return int(start), int(end)

@@ -42,7 +42,7 @@ def in_order(
     threads = usual_threads() if threads is None else threads
     ahead = 2 * threads if ahead is None else ahead
     if threads < 1 or ahead < 1:
-        raise InputError(f"got {threads} threads and {ahead} items ahead: expected numbers from 1 on")
+        raise InputError(f"got {threads} threads and {ahead} items ahead: expected 1 or more")
     return _results(function, items, threads, ahead)
 
 

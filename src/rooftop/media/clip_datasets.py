@@ -96,7 +96,7 @@ class ClipDataset(Dataset[Clip]):
         self.stride = frames * step if stride is None else stride
         if min(frames, step, self.stride) < 1:
             raise InputError(
-                f"clips of {frames} frames with step {step} every {self.stride} frames: expected numbers from 1 on"
+                f"clips of {frames} frames with step {step} every {self.stride} frames: expected 1 or more"
             )
         if isinstance(paths, (str, bytes, os.PathLike)) or not len(paths):
             raise InputError(f"paths: expected a list of video files, got {paths!r}")
@@ -107,7 +107,8 @@ class ClipDataset(Dataset[Clip]):
                 with VideoReader(path, device, dtype=dtype, resize=resize, normalize=normalize) as reader:
                     if reader.index.damage:
                         warnings.warn(
-                            f"{path} is damaged ({reader.index.damage}): clips of its {len(reader)} whole frames",
+                            f"{path} is damaged ({reader.index.damage}): clips come only from its {len(reader)} "
+                            "readable frames",
                             stacklevel=2,
                         )
                     self.readers.append(reader)
@@ -129,7 +130,7 @@ class ClipDataset(Dataset[Clip]):
             self._ends.append(count + (self._ends[-1] if self._ends else 0))
         if not len(self):
             longest = max(len(reader) for reader in self.readers)
-            raise InputError(f"no video has a clip of {span} frames: the longest has {longest}")
+            raise InputError(f"no video is long enough for a clip of {span} frames: the longest has {longest}")
         self._of_thread = threading.local()
 
     def __len__(self) -> int:
@@ -142,7 +143,7 @@ class ClipDataset(Dataset[Clip]):
             IndexError: there is no such clip.
         """
         if not -len(self) <= number < len(self):
-            raise IndexError(f"clip {number}: there are {len(self)}, 0 to {len(self) - 1}")
+            raise IndexError(f"clip {number} does not exist: there are {len(self)}, numbered 0 to {len(self) - 1}")
         number %= len(self)
         file = bisect_right(self._ends, number)
         return file, (number - (self._ends[file] - self.counts[file])) * self.stride
@@ -212,12 +213,12 @@ class ClipLoader:
         to: str | torch.device | None = None,
     ) -> None:
         if min(batch, threads, ahead) < 1:
-            raise InputError(f"batch={batch}, threads={threads}, ahead={ahead}: expected numbers from 1 on")
+            raise InputError(f"batch={batch}, threads={threads}, ahead={ahead}: expected 1 or more")
         self.dataset, self.batch, self.shuffle, self.seed = dataset, batch, shuffle, seed
         self.threads, self.ahead, self.drop_last = threads, ahead, drop_last
         self.to = None if to is None else torch.device(to)
         if self.to is not None and self.to.type == "cuda" and not torch.cuda.is_available():
-            raise InputError(f'there is no GPU here to copy clips to, and to={str(to)!r}: leave it out, or to="cpu"')
+            raise InputError(f'to={str(to)!r}, but there is no GPU here: leave it out, or use to="cpu"')
         self.epoch = 0
 
     def __len__(self) -> int:

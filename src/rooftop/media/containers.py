@@ -37,8 +37,8 @@ class Container:
         except (self.av.FFmpegError, OSError, ValueError, RuntimeError) as error:
             self._file.close()
             raise InputError(
-                f"{source.name} is not a sound or video that FFmpeg can read ({said(error)}): expected a whole file of "
-                "MP4, Matroska, WAV, MP3 or another of its formats"
+                f"{source.name} is not a sound or video that FFmpeg can read ({said(error)}): expected a complete "
+                "file of MP4, Matroska, WAV, MP3 or another of its formats"
             ) from error
         except BaseException:
             self._file.close()
@@ -65,5 +65,5 @@ class Container:
         found: tuple[av.AudioStream, ...] = tuple(self.streams.audio)
         if not found:
             others = ", ".join(each.type for each in self.streams) or "nothing"
-            raise InputError(f"{self.source.name} has no sound, only {others}: expected a file with a stream of sound")
+            raise InputError(f"{self.source.name} has no sound, only {others}: expected a file with an audio stream")
         return found

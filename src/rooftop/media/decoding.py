@@ -105,8 +105,9 @@ class Decoder:
                     'becomes one: Image.open(path).save("frames.png", save_all=True)'
                 ) from error
             raise InputError(
-                f"{self.source.name} is not a video that FFmpeg can read ({why}): expected a whole file of MP4, "
-                "Matroska, AVI or another of its formats. An MP4 that was cut off has lost its index, which is its end"
+                f"{self.source.name} is not a video that FFmpeg can read ({why}): expected a complete file of MP4, "
+                "Matroska, AVI or another of its formats. An MP4 that was cut off lacks its index, which is at its "
+                "end"
             ) from error
         pictures = self.av.stream.Disposition.attached_pic
         videos = [each for each in self.container.streams.video if not each.disposition & pictures]
@@ -120,7 +121,7 @@ class Decoder:
         context = self.stream.codec_context
         if context is None:
             self.container.close()
-            raise InputError(f"{self.source.name} holds video of a codec that this FFmpeg cannot decode: convert it")
+            raise InputError(f"{self.source.name} holds video in a codec that this FFmpeg cannot decode: convert it")
         options = {"max_pixels": str(MAX_PIXELS)}
         if self.device is None:
             self.context = context
@@ -214,7 +215,7 @@ class Decoder:
             try:
                 packet = next(demuxed, None)
             except self.av.FFmpegError as error:
-                raise Broken(f"the file cannot be read on: {said(error)}") from error
+                raise Broken(f"the rest of the file cannot be read: {said(error)}") from error
             if packet is None or (packet.size == 0 and packet.dts is None):  # the last one only drains the decoder
                 break
             count += 1
@@ -248,7 +249,7 @@ class Decoder:
         try:
             self.container.seek(pts, stream=self.stream)
         except self.av.FFmpegError as error:
-            raise Broken(f"no seeking in this file: {said(error)}") from error
+            raise Broken(f"this file cannot be seeked: {said(error)}") from error
         if self.context is not None:
             self.context.flush_buffers()
         self._whole = False
@@ -360,7 +361,7 @@ class Decoder:
                         pending = {tick for tick in pending if tick > frame.pts}
                     yield frame
             if not started:
-                raise Broken("there is no key frame from which decoding could start")
+                raise Broken("there is no key frame at which decoding could start")
         except Broken as broken:
             if started and not broken.damaged_frame:
                 with suppress(Broken):

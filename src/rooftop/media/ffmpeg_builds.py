@@ -127,7 +127,7 @@ class _Workshop:
         self.tree, self.staged, self.replaced = folder / "tree", folder / "staged", folder / "replaced"
         self.log_path, self.state_path = folder / "build.log", folder / "state.json"
         if folder.exists() and not self.state_path.exists() and any(folder.iterdir()):
-            raise InputError(f"{folder} is not of such a build: move it away, or choose another --prefix")
+            raise InputError(f"{folder} is not a folder of such a build: move it away, or choose another --prefix")
         folder.mkdir(parents=True, exist_ok=True)
         self.environment = build_environment(headers, folder / "pkgconfig")
         self.state: dict[str, Any] = {}
@@ -140,7 +140,7 @@ class _Workshop:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
-            raise FFmpegBuildError(f"another process is building in {self.folder}: wait until it is done") from error
+            raise FFmpegBuildError(f"another process is building in {self.folder}: wait until it ends") from error
         with suppress(OSError, ValueError):  # none yet, or truncated: then everything is built again
             self.state = json.loads(self.state_path.read_text())
         self._save()
@@ -221,10 +221,10 @@ class _Workshop:
             with closing(Trials(ffmpeg, version, timeout_s=60)) as trials:
                 lists = {kind: getattr(trials, kind) for kind in PRESENT}
         except InputError as error:
-            raise FFmpegBuildError(f"what was built does not run: {error}; the log is {self.log_path}") from error
+            raise FFmpegBuildError(f"the built program does not run: {error}; the log is {self.log_path}") from error
         absent = [name for kind, names in PRESENT.items() for name in names if name not in lists[kind]]
         if absent:
-            raise FFmpegBuildError(f"what was built has no {', '.join(absent)}; the log is {self.log_path}")
+            raise FFmpegBuildError(f"the built program has no {', '.join(absent)}; the log is {self.log_path}")
 
     def _left_to_make(self) -> int:
         """The number of files that `make` still has to make."""
@@ -328,8 +328,8 @@ def _plain(path: Path, what: str) -> Path:
     path = path.expanduser().resolve()
     if not PLAIN_PATH.fullmatch(str(path)):
         raise InputError(
-            f"{what} in {str(path)!r}: FFmpeg cannot be built with spaces or special characters in a path; "
-            "expected letters, digits and . _ - + @ / alone"
+            f"{what} in {str(path)!r}: FFmpeg cannot be built with spaces or special characters in a path; expected "
+            "only letters, digits and . _ - + @ /"
         )
     return path
 
@@ -352,10 +352,10 @@ def _checked_source(path: Path) -> Path:
     if not _is_ffmpeg(source):
         below = next((each for each in sorted(source.iterdir()) if each.is_dir() and _is_ffmpeg(each)), None)
         hint = f"; {below} is one" if below else ""
-        raise InputError(f"{source} is not a source of FFmpeg: expected its configure and libavcodec/{hint}")
+        raise InputError(f"{source} is not FFmpeg's source: expected its configure and libavcodec/{hint}")
     if (source / "config.h").exists() or (source / "ffbuild" / "config.mak").exists():
         raise InputError(
-            f"{source} was configured in place, so nothing can be built outside of it: make -C {source} distclean"
+            f"{source} was configured in place, so it cannot be built in another folder: make -C {source} distclean"
         )
     return source
 
@@ -372,11 +372,12 @@ def _checked_prefix(path: Path) -> Path:
         raise InputError(f"{prefix} is a file: expected a new folder")
     if prefix.is_dir() and any(prefix.iterdir()) and not (prefix / MARK).exists():
         raise InputError(
-            f"{prefix} has other files, and is replaced as a whole: expected a new folder, such as {prefix}/ffmpeg"
+            f"{prefix} has other files, and would be replaced as a whole: expected a new folder, such as "
+            f"{prefix}/ffmpeg"
         )
     return prefix
 
 
 def _refuse_inside(source: Path, prefix: Path) -> None:
     if prefix.is_relative_to(source) or source.is_relative_to(prefix):
-        raise InputError(f"{prefix} and the source {source} are in each other: expected a prefix elsewhere")
+        raise InputError(f"one of {prefix} and the source {source} contains the other: expected a prefix elsewhere")

@@ -98,7 +98,7 @@ def find_ffmpeg(ffmpeg: str | os.PathLike[str] | None) -> Path:
     if there is None:
         command = install_command("ffmpeg")
         how = f": {command}," if command else " with the package manager of this system,"
-        raise MissingExtraError(f"there is no ffmpeg here; install it{how} or build it with rooftop media ffmpeg-build")
+        raise MissingExtraError(f"ffmpeg was not found; install it{how} or build it with rooftop media ffmpeg-build")
     return Path(there)
 
 
@@ -162,13 +162,13 @@ def _codec(trials: Trials, codec: Codec, others: Sequence[str]) -> Iterator[FFmp
     if codec.encoders:
         yield made
     if clip is None:
-        why = "no software encodes it" if not codec.encoders else f"there is no clip of it: {made.note}"
+        why = "no software encodes it" if not codec.encoders else f"no clip in this codec could be made: {made.note}"
         yield FFmpegAbility("decode", codec.title, codec.cuvid, "not tried", why)
         return
     right, software = trials.decode_by_software(codec, clip)
     yield software
     if right is None:
-        note = "there are no right frames to compare with"
+        note = "there are no reference frames to compare with"
         yield FFmpegAbility("decode", codec.title, codec.cuvid, "not tried", note)
         return
     yield trials.decode_by_device(codec, clip, "cuda", right)
@@ -186,7 +186,7 @@ def _untried(trials: Trials) -> list[FFmpegAbility]:
         ("filter", tuple(name for name in trials.filters if name.endswith(("_cuda", "_npp")))),
     )
     return [
-        FFmpegAbility(part, name, "", "not tried", "what it should give is not known here")
+        FFmpegAbility(part, name, "", "not tried", "its expected output is unknown")
         for part, names in lists
         for name in names
         if name not in known

@@ -46,7 +46,7 @@ class Lacking(NamedTuple):
         """The part, and the command that installs it."""
         mends = install_command(self.thing) if self.thing else ""
         if not mends and self.what.startswith(NO_HEADERS):
-            mends = "fetch nv-codec-headers of the FFmpeg project and name their folder with --headers"
+            mends = "download nv-codec-headers of the FFmpeg project and name their folder with --headers"
         return f"{self.what}: {mends or 'install it with the package manager of this system'}"
 
 
@@ -101,14 +101,14 @@ def find_requirements(source: Path, headers: Path | None) -> Requirements:
     if platform.machine().lower() in X86:
         assembler = next((each for each in ("nasm", "yasm") if shutil.which(each) and each in script), None)
         if assembler is None:
-            missing.append(Lacking("nasm, which makes the fast parts for this processor", "nasm"))
+            missing.append(Lacking("nasm, which assembles the fast parts for this processor", "nasm"))
         else:
             options.append(f"--x86asmexe={assembler}")
 
     with tempfile.TemporaryDirectory(prefix="rooftop-ffmpeg-") as folder:
         environment = build_environment(headers, Path(folder))
         if not _said("pkg-config", "--version"):
-            missing.append(Lacking("pkg-config, by which libraries are found", "pkg-config"))
+            missing.append(Lacking("pkg-config, which finds libraries", "pkg-config"))
             if headers is None:  # it may be installed, and is checked next time; otherwise the error names it
                 missing.append(Lacking(NO_HEADERS, "ffnvcodec"))
         else:

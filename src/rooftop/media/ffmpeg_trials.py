@@ -227,7 +227,7 @@ class Trials:
                 container.mux(stream.encode(None))
         except av.FFmpegError as error:
             return None, f"PyAV's {name} fails: {error.strerror}"
-        return clip, f"the clip is made by PyAV's {name}"
+        return clip, f"the clip was made by PyAV's {name}"
 
     def encode(
         self, encoder: str, options: Mapping[str, str], bits: int, pixels: str = "", full_range: bool = False
@@ -257,7 +257,7 @@ class Trials:
         there = [name for name in codec.decoders if name in self.decoders]
         if not there:
             frames = _decoded_by_pyav(clip)
-            note = ", ".join(codec.decoders) + ("" if frames is None else "; the right frames are PyAV's")
+            note = ", ".join(codec.decoders) + ("" if frames is None else "; the reference frames are PyAV's")
             return frames, FFmpegAbility("decode", codec.title, "software", "not built in", note)
         frames, failure = self.decode(clip, ("-c:v", there[0]), software_pixels(codec))
         failure = failure or unlike(frames, levels_of_picture(codec.bits), LIKE_LEVELS, on_average=True)
@@ -276,7 +276,7 @@ class Trials:
         pixels = "nv12" if codec.bits == 8 else "p010le"
         frames, failure = self.decode(clip, words, pixels, f"hwdownload,format={pixels}")
         if failure.startswith(NO_DEVICE_FRAMES):
-            failure = f"{device} does not decode this here: FFmpeg goes back to software"
+            failure = f"{device} does not decode this here: FFmpeg falls back to software"
         failure = failure or unlike(frames, right, SAME_LEVELS, on_average=not codec.exact)
         return FFmpegAbility("decode", codec.title, f"-hwaccel {device}", "fails" if failure else "works", failure)
 
@@ -299,12 +299,12 @@ class Trials:
             return FFmpegAbility("encode", title, encoder, "not built in")
         clip, failure = self.encode(encoder, {}, bits, "yuv420p" if bits == 8 else "p010le")
         if clip is None or codec is None:
-            note = failure or "nothing here knows how to look at it"
+            note = failure or "no check exists for it"
             return FFmpegAbility("encode", title, encoder, "fails" if failure else "not tried", note)
         frames, decoded = self.decode_by_software(codec, clip)
         if decoded.status == "not built in":
             if frames is None:
-                return FFmpegAbility("encode", title, encoder, "not tried", "there is no decoder to look at it")
+                return FFmpegAbility("encode", title, encoder, "not tried", "there is no decoder to check it")
             failure = unlike(frames, levels_of_picture(bits), LIKE_LEVELS, on_average=True)
             return FFmpegAbility("encode", title, encoder, "fails" if failure else "works", failure)
         return FFmpegAbility("encode", title, encoder, decoded.status, decoded.note)
@@ -342,7 +342,7 @@ class Trials:
             return FFmpegAbility("filter", trial.name, "", "fails", ran.failure)
         twin = self.run(*self._picture(8), "-filter_complex", trial.twin, *output)
         if twin.failure:
-            note = f"its twin in software fails: {twin.failure}"
+            note = f"its software counterpart fails: {twin.failure}"
             return FFmpegAbility("filter", trial.name, "", "not tried", note)
         failure = unlike(
             levels(ran.output, "yuv420p", trial.size), levels(twin.output, "yuv420p", trial.size), SAME_LEVELS, True

@@ -55,7 +55,7 @@ def form_of(output: str, dtype: torch.dtype, resize: Any, normalize: Any) -> For
     if dtype not in DTYPES:
         raise InputError(f"frames cannot be {dtype}: expected one of {', '.join(map(str, DTYPES))}")
     if output == "nv12" and (resize is not None or normalize is not None or dtype != torch.uint8):
-        raise InputError('output="nv12" gives uint8 values as decoded: it takes no resize, normalize or other dtype')
+        raise InputError('output="nv12" returns uint8 values as decoded: leave out resize, normalize and dtype')
     if normalize is not None and not dtype.is_floating_point:
         raise InputError(f"normalize needs a floating dtype, got {dtype}: give dtype=torch.float32 or torch.float16")
     mean, std = _normalization(normalize)
@@ -84,5 +84,5 @@ def _size(resize: Any) -> tuple[int, int] | None:
     except (TypeError, ValueError):
         height = width = 0
     if height < 1 or width < 1:
-        raise InputError(f"resize={resize!r}: expected (height, width) in pixels, both from 1 on")
+        raise InputError(f"resize={resize!r}: expected (height, width) in pixels, both 1 or more")
     return height, width

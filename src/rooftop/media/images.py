@@ -202,7 +202,7 @@ class ImageDecoder:
         if on_error not in ("raise", "skip"):
             raise InputError(f'on_error {on_error!r} is not known: expected "raise" or "skip"')
         if threads is not None and threads < 1:
-            raise InputError(f"threads is {threads}, expected a number from 1 on")
+            raise InputError(f"threads is {threads}, expected 1 or more")
         self.layout, self.threads, self.on_error = layout, threads or usual_threads(), on_error
         self.device, self.fallback_reason = _device_of(device)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -264,7 +264,7 @@ class ImageDecoder:
         for file in files:
             pixels = decoded.get(id(file))
             if isinstance(file, _File) and pixels is None:
-                self.by_pillow[file.against or "JPEG that NVJPEG refuses"] += 1
+                self.by_pillow[file.against or "a JPEG that NVJPEG refuses"] += 1
                 found.append(_or_error(self._moved, file))
             else:
                 found.append(file if isinstance(file, InputError) else pixels)  # type: ignore[arg-type]

@@ -108,7 +108,7 @@ def _breaks(decoder: Decoder) -> str | None:
     if not places:
         return None
     where = "1 place" if places == 1 else f"{places:,} places"
-    return f"pieces do not follow each other at {where}: they are lost, or files were joined"
+    return f"pieces are not consecutive at {where}: some are lost, or files were joined"
 
 
 def _shown_before(source: Source, first: int) -> set[int]:

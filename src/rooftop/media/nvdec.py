@@ -63,14 +63,14 @@ def _numbered(device: torch.device) -> torch.device:
 def missing(device: torch.device) -> str | None:
     """What NVDEC lacks on this machine; None if nothing seems to be missing."""
     if not torch.cuda.is_available():
-        return "there is no NVDEC, for torch finds no CUDA GPU here"
+        return "there is no NVDEC, because torch finds no CUDA GPU here"
     if (device.index or 0) >= torch.cuda.device_count():
         return f"there is no {device}, only {torch.cuda.device_count()} GPUs"
     for name in DRIVER:
         try:
             ctypes.CDLL(name)
         except OSError:
-            return f"the driver's {name} cannot be loaded (in a container, it needs the capability `video`)"
+            return f"the driver's {name} cannot be loaded (a container needs the capability `video`)"
     if "cuda" not in load_av().codec.hwaccel.hwdevices_available():
         return "this FFmpeg was built without CUDA: install PyAV from its wheel"
     try:
@@ -91,7 +91,7 @@ def odd(height: int, width: int) -> str | None:
     """Why the CPU decodes a video of an odd size; None if the size is even."""
     if height % 2 == width % 2 == 0:
         return None
-    return f"NVDEC stretches pictures of odd sizes to even ones, and this has {width} x {height} pixels"
+    return f"NVDEC stretches pictures of odd size to even size, and this video has {width} x {height} pixels"
 
 
 def acceleration(device: torch.device) -> Any:

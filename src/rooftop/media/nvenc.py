@@ -27,7 +27,10 @@ def why_no_nvenc(pixel_format: str, height: int = TRIAL_PIXELS, width: int = TRI
     try:
         ctypes.CDLL(LIBRARY)
     except OSError:
-        return f"the driver's {LIBRARY} cannot be loaded: there is no NVIDIA GPU, or none that is given `video`"
+        return (
+            f"the driver's {LIBRARY} cannot be loaded: there is no NVIDIA GPU, or the container lacks the capability "
+            "`video`"
+        )
     if pixel_format not in [each.name for each in av.Codec(ENCODER, "w").video_formats or []]:
         return f"{ENCODER} does not encode {pixel_format}"
     try:
@@ -41,7 +44,9 @@ def why_no_nvenc(pixel_format: str, height: int = TRIAL_PIXELS, width: int = TRI
             packets += context.encode(frame)
         packets += context.encode(None)
     except (av.FFmpegError, ValueError, OSError) as error:
-        return f"NVENC did not encode a trial of {width} x {height} pixels ({said(error)}); data-centre GPUs have none"
+        return (
+            f"NVENC did not encode a trial of {width} x {height} pixels ({said(error)}); data-centre GPUs have no NVENC"
+        )
     if len(packets) != TRIAL_FRAMES:
         return f"NVENC gave {len(packets)} of {TRIAL_FRAMES} frames of a trial"
     return None

@@ -34,7 +34,7 @@ class NoImageDecoderError(RooftopError, NotImplementedError):
 def missing(device: torch.device) -> str | None:
     """Why NVJPEG is not available on this GPU, found by decoding a small JPEG; None if it is."""
     if not torch.cuda.is_available():
-        return "there is no NVJPEG, for torch finds no CUDA GPU here"
+        return "there is no NVJPEG, because torch finds no CUDA GPU here"
     if (device.index or 0) >= torch.cuda.device_count():
         return f"there is no {device}, only {torch.cuda.device_count()} GPUs"
     file = io.BytesIO()
@@ -43,7 +43,7 @@ def missing(device: torch.device) -> str | None:
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # an idle one
             found = decode([file.getvalue()], device)[0].cpu()
     except ImportError as error:
-        return f"NVJPEG is reached through torchvision, which is not installed ({error})"
+        return f"NVJPEG needs torchvision, which is not installed ({error})"
     except (RuntimeError, OSError, AttributeError) as error:  # its compiled part does not fit torch, or lacks NVJPEG
         return f"torchvision cannot reach NVJPEG ({_first_line(error)})"
     apart = (found.int() - torch.tensor([0, 128, 255])[:, None, None]).abs().max().item()
@@ -82,10 +82,10 @@ def reason_against(image: Image.Image, content: bytes) -> str | None:
     if len(parts) == 3 and (
         image.info.get("adobe_transform") == 0 or (unmarked and tuple(part[0] for part in parts) == RGB_IDS)
     ):
-        return "JPEG of red, green and blue as they are"
+        return "JPEG stored as red, green and blue"
     if getattr(image, "bits", 8) != 8:
         return f"JPEG of {getattr(image, 'bits', 8)} bits"
-    return None if is_whole(content) else "JPEG whose end is missing"
+    return None if is_whole(content) else "JPEG without its end"
 
 
 def is_whole(content: bytes) -> bool:

@@ -71,7 +71,7 @@ def open_input(file: Any) -> av.container.InputContainer:
 
 
 def _refuse(url: str, flags: int, options: dict[str, str]) -> Any:
-    raise PermissionError(f"a file that points at another ({url}) is not followed")
+    raise PermissionError(f"a reference to another file ({url}) is not followed")
 
 
 def said(error: BaseException) -> str:

@@ -63,7 +63,7 @@ def planes_to_rgb(
     for plane in (y, u, v):  # loops check nothing
         if plane.memory.size < (plane.height - 1) * plane.step + plane.width:
             raise ValueError(
-                f"a plane of {plane.width} x {plane.height} has memory for {plane.memory.size} numbers only"
+                f"a plane of {plane.width} x {plane.height} has memory for only {plane.memory.size} numbers"
             )
     down, across = pixels_a_sample(y.height, u.height), pixels_a_sample(y.width, u.width)
     kr, kb = WEIGHTS[colours.matrix]

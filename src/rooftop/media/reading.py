@@ -123,8 +123,8 @@ class VideoReader:
             self.colours: Colours = colours_of(frame)
         except (Broken, StopIteration) as broken:
             raise DamagedVideoError(
-                f"not one frame of {self.source.name} can be decoded: {str(broken) or 'it has none'}. Was it copied or "
-                "downloaded to its end?"
+                f"not one frame of {self.source.name} can be decoded: {str(broken) or 'it has none'}. Was it copied "
+                "or downloaded completely?"
             ) from broken
         finally:
             decoder.close()
@@ -152,7 +152,7 @@ class VideoReader:
         try:
             cursor = _Cursor(self.source, None, device)
         except NoNvdecError as error:
-            return f"NVDEC cannot be had for it ({error})"
+            return f"NVDEC is not available for it ({error})"
         try:
             tick, frame = next(cursor.frames)
             to_tensor(frame, self.form, device, self._turned)
@@ -234,7 +234,7 @@ class VideoReader:
         """
         stride = frames if stride is None else stride
         if frames < 1 or stride < 1:
-            raise InputError(f"clips of {frames} frames every {stride} frames: expected numbers from 1 on")
+            raise InputError(f"clips of {frames} frames every {stride} frames: expected 1 or more for both")
         return self._clips(frames, stride)
 
     def _clips(self, frames: int, stride: int) -> Iterator[Tensor]:
@@ -348,7 +348,7 @@ class VideoReader:
             height, width = displayed_size(frame, self._turned)
             raise InputError(
                 f"frames of {self.source.name} change from {self._size[1]} x {self._size[0]} to {width} x {height} "
-                "pixels: give VideoReader(..., resize=(height, width)) to have all in one size"
+                "pixels: use VideoReader(..., resize=(height, width)) to get all in one size"
             )
         return frame
 
@@ -464,8 +464,8 @@ class VideoReader:
         until = "no frame before it can be decoded" if time is None else f"the last good frame is at {time:.3f} s"
         what = "" if position is None else f"frame {position} of "
         return DamagedVideoError(
-            f"{what}{self.source.name} cannot be decoded: {broken}; {until}. Frames that are not made from the damaged "
-            "ones stay readable by position",
+            f"{what}{self.source.name} cannot be decoded: {broken}; {until}. Frames that do not depend on the "
+            "damaged ones can still be read by position",
             time,
         )
 
@@ -501,7 +501,7 @@ class _Cursor:
                 continue
             self.position = at
             if at > position:
-                raise Broken("the decoder leaves it out", tick)
+                raise Broken("the decoder skips it", tick)
             self.last = tick, frame
             if at == position:
                 return frame

@@ -79,9 +79,11 @@ def read_sound(
     with Container(source) as container:
         streams = container.audio()
         if not 0 <= track < len(streams):
-            raise InputError(f"track {track} of {source.name}: it has {len(streams)} of sound, 0 to {len(streams) - 1}")
+            raise InputError(
+                f"track {track} of {source.name}: it has {len(streams)} audio tracks, 0 to {len(streams) - 1}"
+            )
         if streams[track].codec_context is None:
-            raise InputError(f"{source.name} holds sound of a codec that this FFmpeg cannot decode: convert it")
+            raise InputError(f"{source.name} holds sound in a codec that this FFmpeg cannot decode: convert it")
         return _Track(container, streams[track]).read(Fraction(start_s), None if end_s is None else Fraction(end_s))
 
 
@@ -202,7 +204,7 @@ class _Track:
             try:
                 packet = next(packets, None)
             except error_of_ffmpeg as error:
-                raise _Broken(f"the file cannot be read on: {said(error)}") from error
+                raise _Broken(f"the rest of the file cannot be read: {said(error)}") from error
             if packet is None or (packet.size == 0 and packet.dts is None):  # the last one only drains the decoder
                 break
             if packet.is_corrupt and not self.lossless:

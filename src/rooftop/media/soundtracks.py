@@ -49,21 +49,21 @@ class CopiedSound:
 
     def __init__(self, container: av.container.OutputContainer, path: str | os.PathLike[str], start_s: float) -> None:
         if not 0 <= start_s < float("inf"):
-            raise InputError(f"sound_start_s={start_s}: expected seconds from 0 on")
+            raise InputError(f"sound_start_s={start_s}: expected 0 seconds or more")
         self.name = str(path)
         self._input = Container(Source(path))
         try:
             self._streams = {}
             for stream in self._input.audio():
                 if stream.codec_context is None:
-                    raise InputError(f"the sound of {self.name} is of a codec that this FFmpeg does not know")
+                    raise InputError(f"the sound of {self.name} is in a codec that this FFmpeg does not know")
                 name = stream.codec_context.codec.canonical_name
                 try:
                     copy = container.add_stream_from_template(stream, opaque=True)
                 except ValueError as error:
                     raise InputError(
                         f"a {container.format.name} file cannot hold the {name} sound of {self.name}: write an .mkv "
-                        "file, leave the sound out (rooftop media transcode --no-sound), or encode it anew "
+                        "file, leave the sound out (rooftop media transcode --no-sound), or encode it again "
                         "(writer.write_sound(*read_sound(path)[:2]))"
                     ) from error
                 self._streams[stream.index] = copy
@@ -87,13 +87,13 @@ class CopiedSound:
             try:
                 packet = next(packets, None)
             except self._input.av.FFmpegError as error:
-                raise DamagedVideoError(f"the sound of {self.name} cannot be read on: {said(error)}") from error
+                raise DamagedVideoError(f"the sound of {self.name} cannot be read further: {said(error)}") from error
             if packet is None:
                 return
             if packet.size == 0 or packet.dts is None or packet.time_base is None:
                 continue  # drains a decoder
             if packet.is_corrupt:
-                raise DamagedVideoError(f"the sound of {self.name} has a packet that is damaged or incomplete")
+                raise DamagedVideoError(f"the sound of {self.name} has a damaged or incomplete packet")
             base = packet.time_base
             begin = packet.pts if packet.pts is not None else packet.dts
             if from_within and begin * base < self._start:

@@ -192,8 +192,8 @@ class VideoWriter:
             raise VideoWriteError(f"{self.path} is closed already: open another VideoWriter")
         if not isinstance(frames, Tensor):
             raise InputError(
-                f"frames are {type(frames).__name__}: expected a tensor (3, H, W) or (T, 3, H, W). Of an array "
-                "(H, W, 3) in the order of RGB, torch.from_numpy(array).permute(2, 0, 1) is one"
+                f"frames are {type(frames).__name__}: expected a tensor (3, H, W) or (T, 3, H, W). Convert an RGB "
+                "array (H, W, 3) with torch.from_numpy(array).permute(2, 0, 1)"
             )
         if frames.dim() not in (3, 4) or frames.shape[-3] != 3:
             raise InputError(f"frames of shape {tuple(frames.shape)}: expected (3, H, W) or (T, 3, H, W)")
@@ -202,11 +202,11 @@ class VideoWriter:
         batch = frames.detach()[None] if frames.dim() == 3 else frames.detach()
         seconds = None if times is None else [float(each) for each in times]
         if seconds is not None and len(seconds) != len(batch):
-            raise InputError(f"{len(seconds)} times for {len(batch)} frames: expected one for each")
+            raise InputError(f"{len(seconds)} times for {len(batch)} frames: expected one time for each")
         if len(batch) == 0:
             return
         if self.frames and self._timed != (seconds is not None):
-            raise InputError("some frames with times and some without: give them to all frames, or to none")
+            raise InputError("some frames have times and some do not: give times for all frames or for none")
         ticks = self._ticks(seconds, len(batch))
         last = None if until is None else self._until(until, ticks[-1], timed=seconds is not None)
         if batch.is_floating_point() and not bool(torch.isfinite(batch).all()):
@@ -260,7 +260,10 @@ class VideoWriter:
             )
         if self._sound is None:
             if self.frames:
-                raise InputError("the first sound has to be written before the first frame: a file names all its parts")
+                raise InputError(
+                    "the first sound must be written before the first frame, because a file lists all its streams "
+                    "at the beginning"
+                )
             self._add_video()
             wanted = codec or usual_codec(self.path.suffix)
             self._sound = EncodedSound(self._container, wanted, samples.shape[0], as_integer(rate_hz))
@@ -341,7 +344,7 @@ class VideoWriter:
         if seconds is None:
             return list(range(self._last_tick + 1, self._last_tick + 1 + count))
         if not all(0 <= each < float("inf") for each in seconds):
-            raise InputError("times have to be finite and not below 0")
+            raise InputError("times must be finite and 0 or more")
         rate = self._ticks_a_second
         ticks = [round(each * rate) for each in seconds]
         before = self._last_tick

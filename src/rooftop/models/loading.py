@@ -101,7 +101,7 @@ def load(name: str, weights: str | Path, *, strict: bool = True, part: str | Non
     if strict:
         _check(name, model, report, tensors)
     elif not report.used:
-        raise WeightsError(f"nothing of {path} (keys of {report.origin}) fits {name}: {report.problems()}")
+        raise WeightsError(f"no key of {path} (keys of {report.origin}) fits {name}: {report.problems()}")
     if report.differing_keys:
         warnings.warn(f"{path}: {report.differences()}", stacklevel=2)
     model.load_state_dict({key: tensors[key] for key in report.used}, strict=False)
@@ -168,7 +168,7 @@ def _matched(model: nn.Module, path: Path, part: str | None) -> tuple[LoadReport
 def _converted(model: nn.Module, path: Path, part: str | None) -> tuple[Converted, Contents | None]:
     if path.suffix.lower() in KERAS:
         if part is not None:
-            raise WeightsError(f"{path} is a file of Keras, which has one model: leave out part={part!r}")
+            raise WeightsError(f"{path} is a Keras file, which contains one model: leave out part={part!r}")
         return keras_converted(model, path), None
     family, contents = _family(model), read_checkpoint(path, part)
     try:

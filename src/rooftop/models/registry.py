@@ -47,7 +47,7 @@ def model_entry(name: str) -> ModelEntry:
         others = [f"{package}:{attribute}"] if package else list(_entries)
         meant = nearest(name, _entries) or others
         raise TargetError(
-            f"{name!r} is not a built-in model (did you mean {', '.join(meant)}?) "
-            "and not package.module:callable, e.g. my_pkg.net:build"
+            f"{name!r} is not a built-in model (did you mean {', '.join(meant)}?) and not package.module:callable, "
+            "e.g. my_pkg.net:build"
         )
     return _entries[name]

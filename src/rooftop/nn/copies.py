@@ -28,12 +28,12 @@ def copy_sharing_tensors(model: nn.Module, name: str, unregistered: bool = False
     except Exception as error:
         raise TypeError(
             f"{name}: {type(model).__name__} cannot be copied ({type(error).__name__}: {error}): give its modules a "
-            "__deepcopy__, or take what cannot be copied out of them"
+            "__deepcopy__, or remove from them what cannot be copied"
         ) from error
     pairs = zip((*model.parameters(), *model.buffers()), (*same.parameters(), *same.buffers()), strict=False)
     if any(one is not other for one, other in pairs):
         raise TypeError(
-            f"{name}: a copy of {type(model).__name__} does not share its parameters (a ScriptModule, or a module with "
-            "its own __deepcopy__): give the model that it was made of"
+            f"{name}: a copy of {type(model).__name__} does not share its parameters (a ScriptModule, or a module "
+            "with its own __deepcopy__): pass the original model"
         )
     return same

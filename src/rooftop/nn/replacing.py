@@ -119,7 +119,7 @@ def _replace_what_pays(model: torch.nn.Module, wanted: list[str], inputs: Any) -
     measured = worthwhile(model, kinds, inputs, lambda same, names: replace(same, only=names))
     done = replace(model, only=[kind for kind in kinds if measured[kind].pays])
     slower = {name: kind for name, kind in possible.swapped.items() if not measured[kind].pays}
-    done.left = possible.left | {name: f"it does not pay: {measured[kind].words}" for name, kind in slower.items()}
+    done.left = possible.left | {name: f"it is not faster: {measured[kind].words}" for name, kind in slower.items()}
     done.measured = measured
     return done
 
@@ -149,7 +149,7 @@ def _reason_to_leave(module: torch.nn.Module) -> str | None:
         if tensor.dtype not in FLOATS or tensor.device.type not in ("cpu", "cuda", "meta"):
             return f"{name} is {tensor.dtype} on {tensor.device.type}"
     if isinstance(module, torch.nn.Softmax | torch.nn.LogSoftmax) and module.dim is None:
-        return "it does not say its dimension"
+        return "its dimension is unknown"
     if isinstance(module, torch.nn.Embedding):
         options = {
             "max_norm": module.max_norm,

@@ -36,8 +36,8 @@ def check_nothing_is_carried(original: nn.Module, step: Step, drawn: Sequence[Dr
         model = copy.deepcopy(original)
     except Exception as error:
         raise TypeError(
-            f"optimize: {type(original).__name__} cannot be copied ({type(error).__name__}: {error}): give its modules "
-            "a __deepcopy__, or take what cannot be copied out of them"
+            f"optimize: {type(original).__name__} cannot be copied ({type(error).__name__}: {error}): give its "
+            "modules a __deepcopy__, or remove from them what cannot be copied"
         ) from error
     outcome_of(step, model, model, drawn[0].given)  # computes values that later calls reuse
     for (name, own), parameter in zip(model.named_parameters(), original.parameters(), strict=True):
@@ -51,8 +51,8 @@ def check_nothing_is_carried(original: nn.Module, step: Step, drawn: Sequence[Dr
             continue
         if changed := _changed(before, _state(model)):
             raise ValueError(
-                f"optimize: a call changes {changed} of {type(original).__name__}, of which the faster module has its "
-                "own: keep it in a buffer that is changed in place, or return it as a result"
+                f"optimize: a call changes {changed} of {type(original).__name__}, but the faster module has its own "
+                "copy: keep it in a buffer and change that in place, or return it as a result"
             )
 
 

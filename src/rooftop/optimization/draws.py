@@ -73,7 +73,7 @@ def others(given: Arguments, generator: torch.Generator) -> Draw:
         "other values",
         but([]),
         otherwise=tuple(but(each) for each in fixed if len(each) < len(tensors_of(given))),
-        needed="values drawn from the given ones: pass draw=, a function that makes other arguments",
+        needed="values drawn from the given ones: pass draw=, a function that creates other arguments",
     )
 
 
@@ -178,7 +178,7 @@ def key_of(given: Arguments) -> Any:
 
 def _kind(tensor: Tensor) -> Hashable:
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_nested or tensor.is_quantized:
-        raise TypeError(f"optimize: tensors must be plain ones, got {_name(tensor)}: pass what it is made of")
+        raise TypeError(f"optimize: tensors must be plain tensors, got {_name(tensor)}: pass its parts")
     return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
 
 

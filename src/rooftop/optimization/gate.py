@@ -117,12 +117,12 @@ class Gate:
             seconds: its approximate time limit: beyond it, special values are skipped.
             exact: only the same bits are correct.
         """
-        gate = cls(original, step, exact_only="only the same bits were asked for" if exact else "")
+        gate = cls(original, step, exact_only="only bit-identical results were requested" if exact else "")
         gate.precise = None if exact else gate._in_float64(drawn[0])
         ends = time.perf_counter() + seconds
         for draw in drawn:
             if draw.special and time.perf_counter() > ends:
-                gate.dropped[draw.what] = "no time was left for it"
+                gate.dropped[draw.what] = "no time was left"
                 continue
             try:
                 gate.known.append(gate._known(draw))
@@ -161,7 +161,9 @@ class Gate:
             model = copy.deepcopy(self.original).double()
             outcome_of(self.step, model, model, doubled(given.given))
         except Exception as error:
-            self.exact_only = f"the model does not run in float64 ({type(error).__name__}), so only the same bits count"
+            self.exact_only = (
+                f"the model does not run in float64 ({type(error).__name__}), so only bit-identical results count"
+            )
             return None
         return model
 
@@ -172,9 +174,9 @@ class Gate:
         self.repeats = _same_bits(first.eager, again)
         self.random = self.repeats and not _same_bits(first.eager, other)
         if self.random and not self.exact_only and not all(map(_same_draws, self.known)):
-            self.exact_only = "the model draws other random numbers in float64, so only the same bits count"
+            self.exact_only = "the model draws other random numbers in float64, so only bit-identical results count"
         if not self.repeats and not self.exact_only and not self._repeats_in_float64():
-            self.exact_only = "the model answers differently from call to call, so only the same bits count"
+            self.exact_only = "the model's results differ from call to call, so only bit-identical results count"
 
     def _repeats_in_float64(self) -> bool:
         """Whether the float64 model repeats its results up to the order of sums, as one without random numbers does."""
@@ -278,7 +280,7 @@ class Gate:
                 f"{what}: {name} has strides {got.strides.get(name)}, the original's {eager.strides[name]}"
             )
         if got.structure != eager.structure:
-            raise RefusedError(f"{what}: results or arguments differ in what is no tensor, or in layouts")
+            raise RefusedError(f"{what}: results or arguments differ in something other than tensors, or in layout")
         truths = known.truth.values if known.truth is not None else {}
         return max(
             self._compare_one(name, got.values[name], eager.values[name], truths.get(name), what)

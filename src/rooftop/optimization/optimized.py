@@ -241,7 +241,7 @@ class OptimizedModule(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("assign") or args[2:3] == (True,):
-            self.stop("since its weights were replaced: optimize it again")
+            self.stop("because its weights were replaced: optimize it again")
         return self.original.load_state_dict(*args, **kwargs)
 
     def train(self, mode: bool = True) -> OptimizedModule:
@@ -250,7 +250,7 @@ class OptimizedModule(nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> OptimizedModule:
         self.original._apply(*args, **kwargs)
-        self.stop("since the model was moved or cast: optimize it again")
+        self.stop("because the model was moved or cast: optimize it again")
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -320,22 +320,22 @@ class _State:
             return self.stopped
         training = self.candidate.training
         if self.original.training != training:
-            return f"since it is in {'evaluation' if training else 'training'} mode"
+            return f"because it is in {'evaluation' if training else 'training'} mode"
         if training and not torch.is_grad_enabled():
-            return "since gradients are off: it was optimized for training"
+            return "because gradients are off: it was optimized for training"
         if not training and torch.is_grad_enabled() and self._wants_gradients(given):
-            return "since gradients are on: call it under torch.no_grad() or torch.inference_mode()"
+            return "because gradients are on: call it under torch.no_grad() or torch.inference_mode()"
         if why := unusual_context():
-            return f"since {why}"
+            return f"because {why}"
         try:
             proven = key_of(given) in self.proven
         except TypeError:
-            return "since an argument is no plain tensor, number, string or structure of them"
+            return "because an argument is not a plain tensor, number, string or structure of these"
         if not proven:
-            return f"since it was not proven for {in_words(given)}: pass shapes=[...] to optimize"
+            return f"because it was not proven for {in_words(given)}: pass shapes=[...] to optimize"
         if RemovableHandle.next_id != self.hooks:
             if hooked(self.original):
-                return "since hooks were registered"
+                return "because hooks were registered"
             self.hooks = RemovableHandle.next_id
         return ""
 
@@ -343,16 +343,16 @@ class _State:
         """What changed in the original since the proof; "" if nothing did."""
         if not self._as_it_was():
             if [module.training for module in self.modules] != self.modes:
-                return "since parts of it are in another mode: optimize it in this one"
-            return "since an attribute, a tensor or a part of it was replaced: optimize it again"
+                return "because parts of it are in another mode: optimize the model in this mode"
+            return "because an attribute, a tensor or a part of it was replaced: optimize it again"
         if self._addresses() != self.addresses:
             if self._kinds() != self.kinds:
-                return "since the model was moved or cast: optimize it again"
+                return "because the model was moved or cast: optimize it again"
             if self.candidate.frozen:
-                return "since its weights were changed: optimize it again"
+                return "because its weights were changed: optimize it again"
             self.addresses = self._addresses()
         if self.candidate.frozen and self._versions() != self.versions:
-            return "since its weights were changed: optimize it again"
+            return "because its weights were changed: optimize it again"
         return ""
 
     def _wants_gradients(self, given: Arguments) -> bool:
@@ -364,9 +364,9 @@ def unusual_context() -> str:
     if torch._C._is_any_autocast_enabled():
         return "autocast is on"
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "a transform of torch.func is at work"
+        return "a transform of torch.func is active"
     if torch.autograd.forward_ad._current_level >= 0:
-        return "forward-mode derivatives are on"
+        return "forward-mode differentiation is active"
     if torch._C._get_tracing_state() is not None:
         return "it is traced"
     return ""

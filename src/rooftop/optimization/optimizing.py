@@ -145,7 +145,7 @@ def _rules(given: Sequence[str | Rule] | None) -> list[Rule]:
             raise ValueError(f"optimize: rules must be some of {', '.join(by_name)}, got {each!r}{close}")
     names = [each.name for each in given if isinstance(each, Rule) and each not in RULES]
     if any(not isinstance(name, str) or not name for name in names):
-        raise TypeError("optimize: a rule of your own must have a name")
+        raise TypeError("optimize: your own rules must have names")
     if twice := [name for name in names if name in by_name or names.count(name) > 1]:
         raise ValueError(f"optimize: two rules are named {twice[0]!r}: give each a name of its own")
     named = [rule for rule in RULES if rule.name in given or rule in given]
@@ -183,7 +183,7 @@ def _planned(path: str | os.PathLike[str], own: Sequence[str | Rule] | None) -> 
     """
     mine = _rules(own) if own is not None else []
     if any(rule in RULES for rule in mine):
-        raise ValueError("optimize: a plan says which rules are applied: pass only rules of your own beside it")
+        raise ValueError("optimize: a plan defines the rules: pass only your own rules beside it")
     try:
         plan = json.loads(Path(path).read_text(encoding="utf-8"))
         version, names, surroundings = plan["version"], plan["rules"], plan.get("surroundings", {})
@@ -197,7 +197,7 @@ def _planned(path: str | os.PathLike[str], own: Sequence[str | Rule] | None) -> 
     unknown = [name for name in names if name not in by_name]
     if unknown:
         raise InputError(
-            f"{path} has the rule {unknown[0]!r}, which this version of Rooftop has not (rules= takes your own)"
+            f"{path} has the rule {unknown[0]!r}, which this version of Rooftop does not have (pass your own in rules=)"
         )
     return [by_name[name] for name in dict.fromkeys(names)], plan
 

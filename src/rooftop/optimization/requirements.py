@@ -28,9 +28,9 @@ def check_arguments(
     if not isinstance(module, nn.Module):
         raise TypeError(f"optimize: module must be a torch.nn.Module, got {type(module).__name__}")
     if isinstance(module, OptimizedModule):
-        raise TypeError("optimize: this module is optimized already: give the original, `module.original`")
+        raise TypeError("optimize: this module is already optimized: pass the original, `module.original`")
     if not train and (loss is not None or optimizer is not None):
-        raise ValueError("optimize: loss and optimizer are of a training step: pass train=True")
+        raise ValueError("optimize: loss and optimizer are for a training step: pass train=True")
     if loss is not None and not callable(loss):
         raise TypeError(f"optimize: loss must be a function of the output, got {type(loss).__name__}")
     if not isinstance(min_gain, int | float) or not 0 <= min_gain < 1:
@@ -46,24 +46,26 @@ def check_arguments(
 
 def _check_model(module: nn.Module) -> None:
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
-        raise TypeError("optimize: TorchScript has code of its own: give the model that it was made of")
+        raise TypeError("optimize: TorchScript has its own code: pass the model that it was made from")
     parts = Contents.of(module).modules
     if isinstance(module, WRAPPERS):
-        raise TypeError(f"optimize: give the model in this {type(module).__name__}, and wrap the faster module")
+        raise TypeError(f"optimize: pass the model inside this {type(module).__name__}, then wrap the faster module")
     if isinstance(module, torch._dynamo.OptimizedModule) or any(part._compiled_call_impl for part in parts):
-        raise TypeError("optimize: this model is compiled: give it as it was before, the rule `compile` compiles it")
+        raise TypeError(
+            "optimize: this model is compiled: pass the uncompiled model, and the rule `compile` compiles it"
+        )
     if any(nn.parameter.is_lazy(tensor) for part in parts for tensor in part.parameters()):
-        raise ValueError("optimize: some parameters have no size yet: call the model once before")
+        raise ValueError("optimize: some parameters have no size yet: call the model once first")
     tensors = [*module.parameters(), *module.buffers()]
     if any(tensor.is_meta for tensor in tensors):
-        raise ValueError("optimize: the model is on the meta device, without values: load it before")
+        raise ValueError("optimize: the model is on the meta device, without values: load weights first")
     if any(tensor.is_inference() for tensor in tensors):
         raise ValueError(
-            "optimize: the model has tensors of inference mode, which do not count their changes: make it outside of "
+            "optimize: the model has inference tensors, which do not record changes: create it outside of "
             "torch.inference_mode()"
         )
     if where := hooked(module):
-        raise ValueError(f"optimize: {where} has hooks, which a faster copy would not call: remove them before")
+        raise ValueError(f"optimize: {where} has hooks, which a faster copy would not call: remove them first")
     if _has_any_global_hook():
         raise ValueError("optimize: there are hooks on all modules, which a faster copy may not call: remove them")
 
@@ -77,8 +79,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> Non
     arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     if any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in arguments):
         raise ValueError(
-            f"optimize: a step of {type(optimizer).__name__} needs a closure, which repeats forward and backward: "
-            "leave the optimizer out"
+            f"optimize: {type(optimizer).__name__} needs a closure that repeats forward and backward: leave the "
+            "optimizer out"
         )
 
 

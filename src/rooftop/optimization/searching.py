@@ -32,8 +32,8 @@ ROUND_S = 0.15
 """Time for each of the two in a round; slow models take longer, for a few steps."""
 STEPS, LAST_STEPS = 14, 20
 """Approximate number of steps to see whether a rule saves time, and steps at the end."""
-NOT_TRIED = "{seconds:.0f} s were left of the budget, about {needed:.0f} s are needed"
-BUDGET_OVER = "the budget was over: give a larger one"
+NOT_TRIED = "{seconds:.0f} s of the budget were left, but about {needed:.0f} s are needed"
+BUDGET_OVER = "the budget was used up: give a larger one"
 
 
 class Search:
@@ -134,7 +134,7 @@ class Search:
             seconds = time.perf_counter() - began
             error = self._proven(candidate, self._gate_of(possible))
         except Exception as why:
-            reason = f"the plan does not hold here: {why if isinstance(why, RefusedError) else _first_line(why)}"
+            reason = f"the plan does not work here: {why if isinstance(why, RefusedError) else _first_line(why)}"
             self.changes += [Change(rule.name, "refused", reason) for rule in possible]
             warnings.warn(f"rooftop.optimize: the original model runs, {reason}", RuntimeWarning, stacklevel=5)
             return
@@ -248,7 +248,7 @@ class Search:
     def _nothing_changed(self) -> None:
         """Raise RefusedError if a rule has changed tensors of the original, and restore them."""
         if name := self.originals.restore():
-            raise RefusedError(f"it changes {name} of the original: a rule must put another tensor in its place")
+            raise RefusedError(f"it changes {name} of the original: a rule must replace the tensor instead")
 
     def changes_optimizer(self, candidate: Candidate) -> bool:
         """Whether a rule has replaced the optimizer."""

@@ -75,7 +75,9 @@ def _attribute(name: str, owner: Any, values: list[Any], device: torch.device, j
             return _joined(values, device, join)
         counts = {len(layers) for layers in values}
         if len(counts) > 1:
-            raise TypeError(f"replicas gave caches of {', '.join(map(str, sorted(counts)))} layers: expected as many")
+            raise TypeError(
+                f"replicas gave caches of {', '.join(map(str, sorted(counts)))} layers: expected the same number"
+            )
         return [_joined(list(layers), device, join) for layers in zip(*values, strict=True)]
     if name in CONSTANTS and isinstance(first, Tensor):
         return first.to(device)

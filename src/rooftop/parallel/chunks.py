@@ -42,7 +42,7 @@ class Chunks:
         ascending = all(a < b for a, b in zip(self.places, self.places[1:], strict=False))
         if not ascending or not all(0 <= place < self.length // self.size for place in self.places):
             raise ValueError(
-                f"Chunks: expected ascending places from 0 to {self.length // self.size - 1}, got {self.places}"
+                f"Chunks: expected increasing places from 0 to {self.length // self.size - 1}, got {self.places}"
             )
 
     @staticmethod

@@ -207,9 +207,9 @@ def _opened_mapping(part: Mapping[Any, Any]) -> Opened:
         try:
             twin, new = kind(dict(zip(keys, values, strict=True))), kind(dict(zip(keys, others, strict=True)))  # type: ignore[call-arg]
         except Exception as error:
-            raise TypeError(f"a {full_name(part)} cannot be made of other values ({error}): use a dict") from error
+            raise TypeError(f"a {full_name(part)} cannot be rebuilt with other values ({error}): use a dict") from error
         if not _has(new, keys, others) or _plain_attributes(twin) != _plain_attributes(part):
-            raise TypeError(f"a {full_name(part)} has more than its items, which would be lost: use a dict")
+            raise TypeError(f"a {full_name(part)} has attributes besides its items, which would be lost: use a dict")
         return new
 
     return Opened(keys, values, made)
@@ -248,8 +248,8 @@ def _initialized(part: Any, arguments: list[str], given: dict[str, Any]) -> Any:
     changed = [name for name in arguments if not _same(getattr(new, name), given[name])]
     if changed:
         raise TypeError(
-            f"a {full_name(part)} cannot be made of other values: its __post_init__ changes {', '.join(changed)}, and "
-            "would do so twice. Do that before, or use a dict"
+            f"a {full_name(part)} cannot be rebuilt with other values: its __post_init__ changes "
+            f"{', '.join(changed)}, and would do so twice. Make these changes before, or use a dict"
         )
     there = _attributes(new)
     later = {name: value for name, value in _attributes(part).items() if name not in there}

@@ -74,7 +74,7 @@ class Context:
                 f"{did_you_mean(self.transport, TRANSPORTS)}"
             )
         if self.transport == "a2a+p2p" and self.ranks > 1 and (self.near is None or self.far is None):
-            raise ValueError("Context: a2a+p2p needs the groups near and far: make it by Context.of")
+            raise ValueError("Context: a2a+p2p needs the groups near and far: create the context with Context.of")
 
     @staticmethod
     def of(group: Group, transport: str = "p2p", near: int | None = None) -> Context:
@@ -90,8 +90,8 @@ class Context:
         index, ranks = place_in(group)
         if near is None or near < 1 or ranks % near:
             raise ValueError(
-                f"Context: of {ranks} context parallel ranks, a2a+p2p needs a number of neighbours that divides them, "
-                f"got {near}"
+                f"Context: a2a+p2p needs a number of neighbours that divides the {ranks} context parallel ranks, got "
+                f"{near}"
             )
         members = dist.get_process_group_ranks(group)
         start = index // near * near
@@ -153,7 +153,8 @@ class ContextAttention:
         in_steps = self.context.transport in ("p2p", "a2a+p2p") and place_in(group)[1] > 1
         if in_steps and window is not None:
             raise ValueError(
-                f"context parallel: the transport {self.context.transport} computes no windows: use all_gather or a2a"
+                f"context parallel: the transport {self.context.transport} does not support attention windows: use "
+                "all_gather or a2a"
             )
         batch = query.shape[0]
         place = ("plan", len(packing.held), group, in_steps, window, batch, query.device)

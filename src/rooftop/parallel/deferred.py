@@ -67,7 +67,7 @@ class Deferral:
             RuntimeError: they are being collected already.
         """
         if self.later is not None:
-            raise RuntimeError("Deferral: weight gradients are collected already")
+            raise RuntimeError("Deferral: weight gradients are already being collected")
         self.later = Later()
         try:
             yield self.later

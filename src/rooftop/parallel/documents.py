@@ -36,13 +36,15 @@ class Documents:
 
     def __post_init__(self) -> None:
         if not all(isinstance(spans, tuple) and all(_is_span(span) for span in spans) for spans in self.spans):
-            raise ValueError(f"Documents: expected of each sequence a tuple of (first, end), ints, got {self.spans}")
+            raise ValueError(
+                f"Documents: expected for each sequence a tuple of (first, end) pairs of ints, got {self.spans}"
+            )
         for number, spans in enumerate(self.spans):
             borders = [0, *(end for _, end in spans)]
             whole = borders[-1] == self.length and [first for first, _ in spans] == borders[:-1]
             if not whole or any(end <= first for first, end in pairwise(borders)):
                 raise ValueError(
-                    f"Documents: those of sequence {number} must follow each other from 0 to {self.length}, none of "
+                    f"Documents: the documents of sequence {number} must cover 0 to {self.length} in order, none of "
                     f"them empty, got {spans}"
                 )
 
@@ -53,7 +55,7 @@ class Documents:
         Tokens on a GPU are copied to the host, which waits for them.
         """
         if isinstance(end, bool) or not isinstance(end, int):
-            raise ValueError(f"Documents: the end must be a token, an int, got {end!r}")
+            raise ValueError(f"Documents: the end must be a token (an int), got {end!r}")
         if tokens.dim() != 2:
             raise ValueError(f"Documents: expected tokens (B, S), got {tuple(tokens.shape)}")
         length = tokens.shape[1]

@@ -97,7 +97,7 @@ def _check(x: Tensor, dim: int, group: ProcessGroup) -> None:
     if x.shape[dim] % group.size():
         raise ValueError(
             f"dimension {dim} of {tuple(x.shape)} cannot be split among {group.size()} ranks: its length must be a "
-            "multiple of them (with sequence_parallel that is the sequence: pad it, or do without)"
+            "multiple of the ranks (with sequence_parallel, pad the sequence or leave sequence_parallel out)"
         )
 
 

@@ -197,7 +197,7 @@ class Lack:
         lacks, await_ = "lack" if len(self.by) > 1 else "lacks", "await" if len(self.awaited_by) > 1 else "awaits"
         waiting = f"{ranks_in_words(self.awaited_by)} {await_}"
         if not self.by:
-            return f"no rank lacks the {self.operation.numbered}, and yet {waiting} it"
+            return f"every rank has called the {self.operation.numbered}, and yet {waiting} it"
         return f"{ranks_in_words(self.by)} {lacks} the {self.operation.numbered}, which {waiting}"
 
 

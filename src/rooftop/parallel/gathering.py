@@ -39,7 +39,7 @@ def gather(outputs: Sequence[Any], device: torch.device | str, dim: int = 0) -> 
     """
     place = places_of([device])[0]
     if not outputs:
-        raise ValueError("there are no outputs to gather: expected one for each replica")
+        raise ValueError("no outputs to gather: expected one for each replica")
     return _joined(list(outputs), place, dim)
 
 
@@ -48,8 +48,8 @@ def _joined(parts: list[Any], device: torch.device, dim: int) -> Any:
     for number, part in enumerate(parts):
         if type(part) is not type(first) and not (isinstance(part, Tensor) and isinstance(first, Tensor)):
             raise TypeError(
-                f"replica {number} gave a {type(part).__name__} where replica 0 gave a {type(first).__name__}: all "
-                "must give the same structure"
+                f"replica {number} returned a {type(part).__name__} where replica 0 returned a "
+                f"{type(first).__name__}: all must return the same structure"
             )
     if isinstance(first, Tensor):
         return _joined_tensors(parts, device, dim)
@@ -72,11 +72,11 @@ def _rows(parts: list[Any]) -> list[list[Any]]:
         if isinstance(parts[0], Mapping):
             raise ValueError(
                 f"replica {number} gave a {kind} with the keys {found.names}, replica 0 one with {first.names}: all "
-                "must give the same keys"
+                "must return the same keys"
             )
         raise ValueError(
-            f"replica {number} gave a {kind} of {len(found.names)}, replica 0 one of {len(first.names)}: all must give "
-            "as many values"
+            f"replica {number} gave a {kind} of {len(found.names)}, replica 0 one of {len(first.names)}: all must "
+            "return the same number of values"
         )
     by_name = [dict(zip(found.names, found.values, strict=True)) for found in all_opened]
     return [[values[name] for name in first.names] for values in by_name]

@@ -108,7 +108,7 @@ class ModelGradients:
             RuntimeError: a second backward, or earlier sums are not finished.
         """
         if self._during is not None:
-            raise RuntimeError("ModelGradients: sums have begun already: call sum_ once for each summing()")
+            raise RuntimeError("ModelGradients: sums have already begun: call sum_ once for each summing()")
         if self.data_shares or not _are_several(self.data):
             yield
             return
@@ -272,7 +272,8 @@ class _During:
         """Mark one as ready: start all that are ready, up to the first that is not."""
         if name in self._there:
             raise RuntimeError(
-                f"ModelGradients: a second backward within summing(), for {name}: use it for the last one of a step"
+                f"ModelGradients: a second backward within summing(), for {name}: use summing() only for the last "
+                "backward of a step"
             )
         self._there.add(name)
         ready = list(takewhile(self._there.__contains__, self.left))

@@ -103,8 +103,8 @@ def _require(names: tuple[str, ...], environment: Mapping[str, str]) -> None:
     if missing:
         there = ", ".join(name for name in names if name in environment)
         raise ValueError(
-            f"the environment has {there} but not {', '.join(missing)}: start the processes by torchrun or srun, or "
-            "set all of these; for a process by itself unset them"
+            f"the environment has {there} but not {', '.join(missing)}: start the processes with torchrun or srun, "
+            "or set all of these; for a single process unset them"
         )
 
 
@@ -116,5 +116,7 @@ def _number(name: str, environment: Mapping[str, str]) -> int:
 
 def _checked(launch: Launch) -> Launch:
     if not launch.rank < launch.size:
-        raise ValueError(f"the environment makes this rank {launch.rank} of {launch.size}: expected a rank below that")
+        raise ValueError(
+            f"the environment makes this rank {launch.rank} of {launch.size}: expected a rank below the size"
+        )
     return launch

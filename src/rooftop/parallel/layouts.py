@@ -82,7 +82,7 @@ class Layout:
         if world_size % layout.world_size:
             raise ValueError(
                 f"a world of {world_size} cannot be split by tp={tp} pp={pp} cp={cp}: {layout.world_size} does not "
-                f"divide it. {_nearest(layout, world_size, {})}"
+                f"divide the world size. {_nearest(layout, world_size, {})}"
             )
         return cls(world_size // layout.world_size, tp, pp, cp, sequence_parallel, order)
 
@@ -132,7 +132,7 @@ class Layout:
         for axis in self.axes:
             size, at = getattr(self, axis), coordinates.get(axis, 0)
             if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < size:
-                raise ValueError(f"{axis}={at!r}: in the layout {self} it goes from 0 to {size - 1}")
+                raise ValueError(f"{axis}={at!r}: in the layout {self} its index goes from 0 to {size - 1}")
             rank, stride = rank + stride * at, stride * size
         return rank
 
@@ -215,7 +215,8 @@ class Layout:
             _positive(name, value)
         if heads is not None and kv_heads is not None and heads % kv_heads:
             raise ValueError(
-                f"heads={heads} is not divisible by kv_heads={kv_heads}: all KV heads serve the same number of heads"
+                f"heads={heads} is not divisible by kv_heads={kv_heads}: all KV heads must serve the same number of "
+                "heads"
             )
         wrong = _misfits(self, sizes)
         if world_size is not None:
@@ -243,8 +244,8 @@ class Layout:
 
         if not dist.is_initialized():
             raise RuntimeError(
-                "a mesh needs the process group that `with rooftop.parallel.join(layout):` makes of several processes "
-                "(start them by torchrun); a process by itself has none and needs none"
+                "a mesh needs the process group that `with rooftop.parallel.join(layout):` creates for several "
+                "processes (start them with torchrun); a single process has none and needs none"
             )
         self.check(dist.get_world_size())
         slowest_first = self.axes[::-1]
@@ -326,7 +327,7 @@ def _misfits(layout: Layout, sizes: Mapping[str, int]) -> list[str]:
         wrong.append(f"kv_heads={kv_heads} neither divides tp={tp} nor is divisible by it")
     for name, ranks, words in (("vocabulary", tp, f"tp={tp}"), ("layers", pp, f"pp={pp}")):
         if sizes.get(name, ranks) < ranks:
-            wrong.append(f"{name}={sizes[name]} is less than {words}: a rank would have nothing")
+            wrong.append(f"{name}={sizes[name]} is less than {words}: some ranks would have nothing")
     return wrong
 
 
@@ -355,8 +356,8 @@ def _nearest(layout: Layout, world_size: int, sizes: Mapping[str, int], axes: Co
     fitting = simple or fitting
     if not fitting:
         if world_size == 1:
-            return "One rank has no other layout: change what does not divide"
-        return f"No layout of {world_size} ranks fits: use fewer ranks, or change what does not divide"
+            return "One rank has no other layout: change the sizes that do not divide"
+        return f"No layout of {world_size} ranks fits: use fewer ranks, or change the sizes that do not divide"
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     return f"Nearest for {ranks}: {', or '.join(map(str, sorted(fitting, key=distance)[:NEAREST]))}"
 

@@ -81,8 +81,8 @@ class Packing:
             self.length,
         ]:
             raise ValueError(
-                f"Packing: the ranks must hold each of the {self.length} positions once, got {self.held}: make it by "
-                "Packing.of"
+                f"Packing: the ranks must hold each of the {self.length} positions once, got {self.held}: create the "
+                "packing with Packing.of"
             )
 
     @staticmethod
@@ -101,7 +101,7 @@ class Packing:
         if length < 1 or ranks < 1 or parts < 1:
             raise ValueError(f"Packing: length, ranks and parts must be positive, got {length}, {ranks} and {parts}")
         if documents is not None and documents.length != length:
-            raise ValueError(f"Packing: the documents are of {documents.length} positions, the sequences of {length}")
+            raise ValueError(f"Packing: the documents have {documents.length} positions, the sequences {length}")
         held = [Chunks.zigzag(length, index, ranks) for index in range(ranks)]
         if documents is not None and ranks > 1:
             held = _balanced(documents, ranks)

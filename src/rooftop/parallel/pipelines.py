@@ -69,13 +69,13 @@ class Pipeline:
         self.rank, ranks = place_in(group)
         if schedule.ranks != ranks:
             raise ValueError(
-                f"Pipeline: the schedule {schedule.name} is for {schedule.ranks} ranks, the group has {ranks}: make it "
-                "for as many"
+                f"Pipeline: the schedule {schedule.name} is for {schedule.ranks} ranks, but the group has {ranks}: "
+                "create the schedule for that number"
             )
         if schedule.splits_backward and deferral is None:
             raise ValueError(
-                f"Pipeline: the schedule {schedule.name} computes weight gradients by themselves: give the deferral "
-                "that rooftop.parallel.defer_weight_gradients(model) makes"
+                f"Pipeline: the schedule {schedule.name} computes weight gradients separately: give the deferral "
+                "from rooftop.parallel.defer_weight_gradients(model)"
             )
         self.schedule, self.group = schedule, group
         self.shape, self.dtype, self.device = tuple(shape), dtype, device
@@ -90,7 +90,7 @@ class Pipeline:
             awaited = [arriving[each] for each in self.schedule.needs(instruction) if each in arriving]
             yield self.awaited(awaited[0]) if awaited else f"about to compute the {instruction.words}"
             yield f"computing the {instruction.words}"
-        yield "awaiting that others take what it has sent"
+        yield "waiting for others to receive what it has sent"
 
     def awaited(self, transfer: Transfer) -> str:
         """The description of a wait for a transfer."""
@@ -227,7 +227,7 @@ class _Step:
         if tuple(output.shape) != pipeline.shape or output.dtype != pipeline.dtype:
             raise RuntimeError(
                 f"Pipeline: stage {stage} gave {tuple(output.shape)} {output.dtype}, expected {pipeline.shape} "
-                f"{pipeline.dtype}, which the next stage awaits: make the pipeline for that shape and dtype"
+                f"{pipeline.dtype}, which the next stage expects: create the pipeline for the actual shape and dtype"
             )
 
     # ---- transfers ----
@@ -272,7 +272,7 @@ class _Step:
     def _taken(self, transfer: Transfer) -> str:
         towards = stage_after(transfer.made_by, self.pipeline.schedule.stages)
         target = self.pipeline.global_rank(transfer.target)
-        return f"awaiting that rank {target}, for stage {towards}, takes the {transfer.made_by.words}"
+        return f"waiting for rank {target}, for stage {towards}, to receive the {transfer.made_by.words}"
 
 
 @contextmanager

@@ -228,8 +228,8 @@ def _place(kind: str, launch: Launch) -> tuple[torch.device, str]:
     count = torch.cuda.device_count()
     index = 0 if launch.launcher == "slurm" and count == 1 else launch.local_rank
     problem = (
-        f"it is process {index} on its machine, which shows {count} GPUs: start at most one process for each GPU, or "
-        "compute with device='cpu'"
+        f"it is process {index} on a machine with {count} visible GPUs: start at most one process per GPU, or use "
+        "device='cpu'"
     )
     return torch.device("cuda", index), "" if index < count else problem
 
@@ -254,7 +254,7 @@ def _opened(launch: Launch, patience_s: float) -> Any:
             ) from error
         raise RankError(
             f"rank 0 of {launch.size} did not come within {patience_s:g} s: nobody has opened the store at {place}, "
-            "where the ranks meet (MASTER_ADDR, MASTER_PORT); see what it says"
+            "where the ranks meet (MASTER_ADDR, MASTER_PORT); see the output of rank 0"
         ) from error
 
 
@@ -274,7 +274,7 @@ class _Ranks:
             except BaseException as error:
                 first, mine = self._first_failure(error)
                 say(self.store, "seen", self.rank, LINGER_S, range(self.size))
-                if first.startswith(f"rank {self.rank} of {self.size} has given no sign"):
+                if first.startswith(f"rank {self.rank} of {self.size} has given no sign of life"):
                     time.sleep(LINGER_S)  # the others report first: a launcher ends all when one is gone
                 at = self.watch.at
                 of_another = isinstance(error, RankError) and at  # the block has ended, as far as Python knows
@@ -294,7 +294,7 @@ class _Ranks:
             if (gone := self.watch.gone(error)) is not None:
                 failure = gone
             elif CUT.search(str(error)):
-                mine = f"{mine}; all ranks are alive: see to the network between them"
+                mine = f"{mine}; all ranks are alive: check the network between them"
                 failure = Failure(mine, ())
         return self.watch.tell(failure), mine
 

@@ -103,7 +103,8 @@ def _parts(name: str, tensor: Tensor, box: Boxes | None) -> list[tuple[Tensor, B
     if sum(counts) != tensor.numel() or (len(boxes) > 1 and any(row == 0 or count % row for count in counts)):
         raise ValueError(
             f"{name}: the tensor has shape {tuple(tensor.shape)}, its boxes sizes {[each.size for each in boxes]}: "
-            "they must be as many elements, and each of several boxes whole rows of the first dimension"
+            "the numbers of elements must be equal, and each of several boxes must consist of whole rows of the "
+            "first dimension"
         )
     if len(boxes) == 1:
         return [(tensor, boxes[0])]
@@ -196,7 +197,9 @@ def materialize(
             planned[old] = name, _rule(name, rules), _local_shape(name, old, box)
     unknown = set(boxes) - {name for name, *_ in planned.values()}
     if unknown:
-        raise ValueError(f"materialize: boxes for {', '.join(sorted(unknown))}, of which the module has none on meta")
+        raise ValueError(
+            f"materialize: got boxes for {', '.join(sorted(unknown))}, but the module has no such tensors on meta"
+        )
     made: dict[Tensor, Tensor] = {}
     for old, (name, init, shape) in planned.items():
         new = torch.empty(shape, dtype=old.dtype, device=device)
@@ -236,7 +239,7 @@ def _rule(name: str, rules: Sequence[tuple[str, Init]]) -> Init:
         if fnmatchcase(name, pattern):
             return init
     patterns = ", ".join(pattern for pattern, _ in rules)
-    raise ValueError(f"materialize: no rule matches {name}: add one; there are {patterns or 'none'}")
+    raise ValueError(f"materialize: no rule matches {name}: add one; the rules are {patterns or 'none'}")
 
 
 def _local_shape(name: str, tensor: Tensor, box: Boxes | None) -> tuple[int, ...]:
@@ -248,6 +251,6 @@ def _local_shape(name: str, tensor: Tensor, box: Boxes | None) -> tuple[int, ...
     if len(boxes) == 1 and boxes[0].shape == shape:
         return boxes[0].size
     raise ValueError(
-        f"materialize: {name} has shape {shape}, which is neither that of a part nor of the whole of its box "
+        f"materialize: {name} has shape {shape}, which is the shape neither of a part nor of the whole of its box "
         f"{', '.join(map(str, boxes))}"
     )

@@ -77,7 +77,7 @@ def recomputed(function: Callable[..., Result], masks: CounterDropouts | None, *
 
     def run(*arguments: Tensor | None) -> Result:
         if isinstance(step, Tensor) and step._version != version:
-            raise RuntimeError("Gpt: the step, a tensor, was changed before backward, which needs the same masks")
+            raise RuntimeError("Gpt: the step tensor was changed before backward, which needs the same masks")
         with masks.at(place) if masks is not None else nullcontext():
             return function(*arguments)
 

@@ -88,7 +88,7 @@ def _check(module: nn.Module, home: torch.device) -> None:
         if bound:
             raise TypeError(
                 f"{name or 'the module'} ({type(child).__name__}) is {bound} for its own parameters and cannot be "
-                "replicated: pass the module that it was made of, or use a process for each GPU"
+                "replicated: pass the original module, or use one process per GPU"
             )
 
 

@@ -95,7 +95,7 @@ class RollCall:
             raise
         except RuntimeError as error:
             raise StoreEnded(
-                f"rank 0 of {self.size} ended during the roll call; see what it says ({first_line(error)})"
+                f"rank 0 of {self.size} ended while the ranks were starting; see its output ({first_line(error)})"
             ) from error
 
     def _answer(self, patience_s: float) -> None:
@@ -139,14 +139,14 @@ class RollCall:
         if missing:
             return (
                 f"{ranks_in_words(missing)} of {self.size} did not come within {patience_s:g} s of rank "
-                f"{min(entries)}: look at what they say, or give late ones more time with patience_s"
+                f"{min(entries)}: see their output, or give late ranks more time with patience_s"
             )
         problems = {rank: problem for rank, (_, problem) in entries.items() if problem}
         if problems:
             return "; ".join(f"rank {rank} of {self.size} cannot start: {text}" for rank, text in problems.items())
         different = list(_differences([(rank, words) for rank, (words, _) in entries.items()]))
         if different:
-            return f"the ranks have different settings: {'; '.join(different)}. Start all of them with the same"
+            return f"the ranks have different settings: {'; '.join(different)}. Start all ranks with the same settings"
         return ""
 
 

@@ -70,7 +70,7 @@ def _refuse_what_cannot_be_cut(leaf: Any) -> None:
     if isinstance(leaf, Tensor):
         if leaf.layout != torch.strided or leaf.is_nested:
             kind = "nested tensor" if leaf.is_nested else f"tensor of the layout {leaf.layout}"
-            raise TypeError(f"a {kind} cannot be split: pass a dense one (padded, or to_dense()), or its parts as such")
+            raise TypeError(f"a {kind} cannot be split: pass a dense tensor (padded, or to_dense()), or its parts")
         return
     name = full_name(leaf)
     if isinstance(leaf, PackedSequence):
@@ -80,15 +80,17 @@ def _refuse_what_cannot_be_cut(leaf: Any) -> None:
         )
     if is_cache(leaf):
         raise TypeError(
-            f"a {name} cannot be split: the module writes to it, and what replicas write to their shares is lost. Call "
-            "the module itself to continue from a cache (parallel.module(...))"
+            f"a {name} cannot be split: the module writes to it, and the writes of replicas to their parts would be "
+            "lost. Call the module itself to continue from a cache (parallel.module(...))"
         )
     if isinstance(leaf, Iterator) and not isinstance(leaf, IOBase):
-        raise TypeError(f"a {name} cannot be split, and all replicas would read it: pass a list (list(...))")
+        raise TypeError(
+            f"a {name} cannot be split, because all replicas would read the same iterator: pass a list (list(...))"
+        )
     if holds_tensors(leaf):
         raise TypeError(
             f"a {name} holds tensors and cannot be split: pass its tensors, in tuples, lists, dicts or dataclasses; "
-            "tensors that every sample shares are best buffers of the module"
+            "make tensors that all samples share buffers of the module"
         )
 
 
@@ -153,8 +155,8 @@ class _Samples:
             if all(map(self._fits, tensors)) and all(map(_with_dimensions, part)):
                 raise ValueError(
                     f"a {type(part).__name__} of {len(part)} beside {self.count} samples holds tensors of this size "
-                    f"along dim {self.dim}: it may have an item for each sample, or tensors of which each is split. "
-                    "Pass a tuple to have each split; stack the tensors of samples to one (torch.stack)"
+                    f"along dim {self.dim}: it may have one item per sample, or tensors that are each to be split. "
+                    "Pass a tuple to split each tensor; otherwise stack the samples into one tensor (torch.stack)"
                 )
         for value in _values(part):
             self.refuse_ambiguous_lists(value, outermost=False)
@@ -244,7 +246,7 @@ def _size(tensor: Tensor, dim: int) -> int:
 
 def _differ(dim: int, tensors: Iterable[Tensor]) -> str:
     return (
-        f"all tensors are split along dim {dim} and must be of one size there, got the shapes "
-        f"{', '.join(str(tuple(tensor.shape)) for tensor in tensors)}: expand those that every sample shares "
+        f"all tensors are split along dim {dim} and must have the same size there, got the shapes "
+        f"{', '.join(str(tuple(tensor.shape)) for tensor in tensors)}: expand those that all samples share "
         "(tensor.expand), or make them buffers of the module"
     )

@@ -235,7 +235,7 @@ def _checked_seconds(
     if not isinstance(schedule, Schedule):
         raise TypeError(
             f"simulate: expected a Schedule, got {type(schedule).__name__} {schedule!r}: schedule_of(name, ranks, "
-            "micro_batches) makes one"
+            "micro_batches) returns one"
         )
     if callable(seconds):
 
@@ -258,8 +258,8 @@ def _checked_seconds(
     missing = {each.kind for own in schedule.instructions for each in own} - seconds.keys()
     if missing:
         raise ValueError(
-            f"simulate: the schedule {schedule.name} has instructions of the kinds {', '.join(sorted(missing))}, whose "
-            f"seconds are not given: expected those of {kinds}, as far as it has them"
+            f"simulate: the schedule {schedule.name} has instructions of the kinds {', '.join(sorted(missing))}, but "
+            f"their seconds are missing: expected those of {kinds}, if the schedule has them"
         )
     by_kind = dict(seconds)
     return lambda each: by_kind[each.kind]
@@ -292,7 +292,7 @@ def _said_of_deadlock(
         waits[rank] = f"rank {rank} waits at {mine} for {missing} of rank {other}"
         rank = other
     circle = list(waits.values())[list(waits).index(rank) :]
-    return f"the schedule {schedule.name} would never end: {'; '.join(circle)}. Change the order of these"
+    return f"the schedule {schedule.name} would never end: {'; '.join(circle)}. Change the order of these instructions"
 
 
 def _check_placement(schedule: Schedule) -> None:
@@ -304,11 +304,11 @@ def _check_placement(schedule: Schedule) -> None:
     if sorted(stage for stages in schedule.placement for stage in stages) != list(range(schedule.stages)):
         raise ValueError(
             f"the schedule {schedule.name} has the stages {schedule.placement} at its ranks: expected each of 0 to "
-            f"{schedule.stages - 1} at one"
+            f"{schedule.stages - 1} at exactly one rank"
         )
     if len(schedule.instructions) != schedule.ranks:
         raise ValueError(
-            f"the schedule {schedule.name} places stages at {schedule.ranks} ranks and has instructions for "
+            f"the schedule {schedule.name} places stages at {schedule.ranks} ranks but has instructions for "
             f"{len(schedule.instructions)}"
         )
 
@@ -518,13 +518,13 @@ def schedule_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int 
     kind = SCHEDULES[name]
     if kind.stages is None and (stages_per_rank is None or stages_per_rank < 2):
         raise ValueError(
-            f"the schedule {name} needs at least 2 stages a rank, got {stages_per_rank}: say how many layers a "
-            "stage has (--num-layers-per-virtual-pipeline-stage), or take 1f1b"
+            f"the schedule {name} needs at least 2 stages a rank, got {stages_per_rank}: give the number of layers "
+            "per stage (--num-layers-per-virtual-pipeline-stage), or use 1f1b"
         )
     if kind.stages is not None and stages_per_rank not in (None, kind.stages):
         others = " or ".join(other for other, each in SCHEDULES.items() if each.stages in (None, stages_per_rank))
         raise ValueError(
             f"the schedule {name} has {kind.stages} stage{'s' if kind.stages > 1 else ''} a rank, got "
-            f"{stages_per_rank}: take {others}, or leave the stages out (--num-layers-per-virtual-pipeline-stage)"
+            f"{stages_per_rank}: use {others}, or leave the stages out (--num-layers-per-virtual-pipeline-stage)"
         )
     return kind.make(ranks, micro_batches, stages_per_rank or kind.stages or 1)

@@ -224,8 +224,8 @@ def _head_norm(features: int, epsilon: float | None, group: Group) -> RMSNorm | 
 def _check(width: int, heads: int, kv_heads: int, head_features: int | None, group: Group) -> None:
     if min(width, heads, kv_heads) < 1 or (head_features is None and width % heads) or heads % kv_heads:
         raise ValueError(
-            f"ParallelSelfAttention: heads={heads} must divide width={width}, and kv_heads={kv_heads} the heads; or "
-            "give head_features, the features of a head"
+            f"ParallelSelfAttention: heads={heads} must divide width={width}, and kv_heads={kv_heads} must divide "
+            "the heads; or give head_features, the features of a head"
         )
     if head_features is not None and head_features < 1:
         raise ValueError(f"ParallelSelfAttention: head_features must be at least 1, got {head_features}")
@@ -234,7 +234,7 @@ def _check(width: int, heads: int, kv_heads: int, head_features: int | None, gro
         fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
         raise ValueError(
             f"ParallelSelfAttention: heads={heads} and kv_heads={kv_heads} cannot be split among {ranks} ranks: use "
-            f"{', '.join(map(str, fitting))} of them, or other numbers of heads"
+            f"{', '.join(map(str, fitting))} ranks, or other numbers of heads"
         )
 
 

@@ -63,7 +63,9 @@ def fully_sharded(
             repeated, or `kept` ones that are not units.
     """
     if data is None or data.size() < 2:
-        raise ValueError("fully_sharded: there are no data parallel ranks to share the parameters: leave it out")
+        raise ValueError(
+            "fully_sharded: there are no data parallel ranks to share the parameters: leave fully_sharded out"
+        )
     wide = _one_dtype(model)
     _check_units(model, units, kept)
     mesh = DeviceMesh.from_group(data, device_type, mesh_dim_names=("dp",))
@@ -98,8 +100,8 @@ def _one_dtype(model: nn.Module) -> torch.dtype:
     if len(dtypes) != 1:
         found = " and ".join(sorted(str(dtype) for dtype in dtypes)) or "none"
         raise ValueError(
-            f"fully_sharded: expected parameters of one dtype, in which gradients are summed, got {found}: convert the "
-            "model, and give the dtype to compute in as dtype="
+            f"fully_sharded: expected parameters of one dtype (gradients are summed in it), got {found}: convert the "
+            "model, and set the compute dtype with dtype="
         )
     return dtypes.pop()
 
@@ -111,7 +113,7 @@ def _check_units(model: nn.Module, units: Sequence[nn.Module], kept: Sequence[nn
     if len({id(unit) for unit in units}) != len(units):
         raise ValueError("fully_sharded: a unit is given twice")
     if not {id(unit) for unit in kept} <= {id(unit) for unit in units}:
-        raise ValueError("fully_sharded: expected as kept only modules that are among the units")
+        raise ValueError("fully_sharded: expected kept to contain only units")
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -125,7 +125,9 @@ class ColumnParallelLinear(Deferring, LinearAct):
             ValueError: a residual, with more than one rank or with `with_before`.
         """
         if residual is not None and (self.group is not None or with_before):
-            raise ValueError("ColumnParallelLinear: no residual fits a part of the features: add it after a row layer")
+            raise ValueError(
+                "ColumnParallelLinear: a residual does not fit a part of the features: add it after a row layer"
+            )
         if self.group is not None or (with_before and self.deferral is not None):
             y, before = self._product(input)
             return (y, before) if with_before else y

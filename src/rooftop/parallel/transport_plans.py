@@ -77,7 +77,9 @@ def choose_transport(exchange: Exchange) -> TransportPlan:
         if row.ranks == exchange.ranks and exchange.length >= row.least_length and row.transport in exposed:
             return TransportPlan(row.transport, "fastest by the table", exposed)
     best = min(exposed, key=lambda name: exposed[name])
-    return TransportPlan(best, f"exposes least, by the formula: {1e6 * exposed[best]:.0f} us a forward pass", exposed)
+    return TransportPlan(
+        best, f"exposes the least communication, by the formula: {1e6 * exposed[best]:.0f} us a forward pass", exposed
+    )
 
 
 def _can(name: str, exchange: Exchange) -> bool:

@@ -332,7 +332,7 @@ def _classes(
     if not 0 < total <= columns * count:
         raise ValueError(
             f"a vocabulary of {total} over {count} ranks needs {-(-total // count)} classes on each, got {columns}: "
-            "give each rank as many, the last ones with padding"
+            "give each rank this number, and pad the last ranks"
         )
     if group is None:
         return None

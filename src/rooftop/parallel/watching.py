@@ -215,7 +215,7 @@ class Watch:
                 continue
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-            words = f"rank {self.rank} of {self.size} does not end by itself ({self.failure}); it is ended at:"
+            words = f"rank {self.rank} of {self.size} does not end by itself ({self.failure}); it is stopped at:"
             print(f"rooftop: {words}\n{stack}", file=sys.stderr, flush=True)
             os._exit(1)
 
@@ -266,7 +266,7 @@ class Watch:
             return None
         silent, self._beats_then = self._silent_since(store, self._beats_then), {}
         if silent:
-            return self._gone(silent, "this rank is asked to end", store)
+            return self._gone(silent, "this rank was asked to end", store)
         if self.termination.ours:
             store.set(f"ended/{self.rank}", "SIGTERM")
             os._exit(128 + signal.SIGTERM)
@@ -285,7 +285,7 @@ class Watch:
             return Failure(f"{ranks_in_words(ended)} of {self.size} {was} ended by SIGTERM", tuple(ended))
         what = "are" if len(ranks) > 1 else "is"
         killed = oom_kills() - self._killed_before
-        memory = "; meanwhile the kernel of this machine has killed a process for lack of memory" if killed > 0 else ""
+        memory = "; in the meantime this machine's kernel killed a process for lack of memory" if killed > 0 else ""
         words = f"{ranks_in_words(ranks)} of {self.size} {what} gone without an error ({first_line(why)}{memory})"
         return Failure(words, tuple(ranks))
 

@@ -35,8 +35,9 @@ class WeightPlaces:
         for name, _, found in self._replaced():
             what = "nothing" if found is None else "another tensor"
             raise RuntimeError(
-                f"{who}: the model has {what} in the place of the parameter {name}, which would be trained in vain: "
-                "load without assign=True, copy_ into the parameter, or make what trains the model anew"
+                f"{who}: the model has {what} in the place of the parameter {name}, so training the parameter would "
+                "have no effect: load without assign=True, copy_ into the parameter, or create the optimizer or "
+                "wrapper again"
             )
 
     @torch.no_grad()
@@ -57,7 +58,7 @@ class WeightPlaces:
             assert found is not None
             other = taken.setdefault(known, found)
             if other is not found and not torch.equal(other, found):
-                raise RuntimeError(f"{who}: the model's tied parameter {name} has got different values in its places")
+                raise RuntimeError(f"{who}: the model's tied parameter {name} has different values in its places")
         for known, found in taken.items():
             known.copy_(found)
         if replaced:

@@ -37,7 +37,7 @@ class AttentionBackend(Rule):
         names = {call.operator.name() for call in times.calls if "scaled_dot_product" in call.operator.name()}
         if not names:
             return "the model does not call scaled_dot_product_attention"
-        return "it is used already" if all(f"_{self.backend}_" in name for name in names) else None
+        return "it is already used" if all(f"_{self.backend}_" in name for name in names) else None
 
     def predicted_ms(self, times: Times) -> float:
         return times.of("scaled_dot_product") / 4

@@ -105,9 +105,7 @@ class Candidate:
         devices = devices or {t.device for t in arguments if t.device.type != "cpu"} or {torch.device("cpu")}
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
-            raise ValueError(
-                f"optimize: all of a model must be on one device, this one is on {names}: use model.to(...)"
-            )
+            raise ValueError(f"optimize: a model must be on one device, but this one is on {names}: use model.to(...)")
         model = copy_sharing_tensors(original, "optimize", unregistered=True)
         set_mode(model, training)
         return cls(model, model, optimizer, training, devices.pop())
@@ -167,7 +165,7 @@ class Rule(ABC):
 
 def only_on_gpu(candidate: Candidate) -> str | None:
     """The refusal of a rule that needs a GPU."""
-    return None if candidate.device.type == "cuda" else f"needs a GPU, the model is on {candidate.device}"
+    return None if candidate.device.type == "cuda" else f"needs a GPU, but the model is on {candidate.device}"
 
 
 def counted(count: int, what: str) -> str:

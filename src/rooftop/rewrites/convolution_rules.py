@@ -46,7 +46,7 @@ class FuseConvolutions(Rule):
             return settled(run(*args, **kwargs))
 
         candidate.call = call
-        return f"{counted(len(fused), 'convolution')} fused with what follows"
+        return f"{counted(len(fused), 'convolution')} fused with the operators after them"
 
 
 class Pools(Rule):

@@ -167,7 +167,7 @@ class Structure:
         if len(source.users) > 1:
             raise CannotFoldError(f"the output of {before} is used elsewhere, too")
         if len(source.args) != 1 or source.kwargs:
-            raise CannotFoldError(f"{before} is called with more than its input")
+            raise CannotFoldError(f"{before} is called with other arguments besides its input")
         return before
 
     def _check_once(self, module: nn.Module, called: str) -> None:
@@ -316,7 +316,7 @@ def _scale_and_shift(norm: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
     if type(norm) not in NORMS:
         raise CannotFoldError(f"it is a {type(norm).__name__}, which may do more than a batch norm")
     if dimensions not in NORMS[type(norm)]:
-        raise CannotFoldError(f"a {type(norm).__name__} does not take tensors of {dimensions} dimensions")
+        raise CannotFoldError(f"a {type(norm).__name__} does not accept tensors of {dimensions} dimensions")
     if norm.training:
         raise CannotFoldError("it is in training mode")
     if norm.running_mean is None or norm.running_var is None:
@@ -370,8 +370,8 @@ class _Sealed:
 
 
 _OTHER_WAY = (
-    "{what}: this call goes another way through the model than the trace by which norms were folded. "
-    "Build the engine with fold=False"
+    "{what}: this call takes another path through the model than the trace used for folding. Build the engine with "
+    "fold=False"
 )
 
 
@@ -396,7 +396,7 @@ class Opening:
 
     def __call__(self, input: Any) -> Tensor:
         if type(input) is not _Sealed or input.convolution is not self.folded:
-            what = f"{self.norm} was folded into {self.convolution} and is called on something else"
+            what = f"{self.norm} was folded into {self.convolution}, but is called on something else"
             raise RuntimeError(_OTHER_WAY.format(what=what))
         value: Tensor = input.value
         return value

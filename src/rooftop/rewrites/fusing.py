@@ -105,7 +105,7 @@ def fuse_convolutions(model: nn.Module) -> Fusing:
             result.fused[name] = ", ".join(bias + steps[name])
             folded.__dict__["forward"] = _Computing(folded, steps[name])
         else:
-            result.left[name] = "there is nothing to compute with it"
+            result.left[name] = "nothing follows that could be computed with it"
     return result
 
 

@@ -25,7 +25,7 @@ class CudaGraphs(Rule):
 
     def refusal(self, candidate: Candidate) -> str | None:
         if "compile-reduce-overhead" in candidate.changes:
-            return "the compiler replays graphs already"
+            return "the compiler already replays graphs"
         return only_on_gpu(candidate)
 
     def predicted_ms(self, times: Times) -> float:
@@ -60,7 +60,7 @@ class Replays:
             entry = self.graphs.find(key)
             if entry is None:
                 entry = self._captured(key, given, args, kwargs)
-            assert isinstance(entry, Graph), "a refused capture has raised"
+            assert isinstance(entry, Graph), "the capture raised an exception"
             return mapped(entry(given), torch.clone)
 
     def _captured(self, key: Hashable, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:

@@ -29,17 +29,17 @@ class FusedOptimizer(Rule):
         if type(optimizer) not in FUSED:
             return f"PyTorch has no fused {type(optimizer).__name__}"
         if all(group.get("fused") for group in optimizer.param_groups):
-            return "it is fused already"
+            return "it is already fused"
         if "step" in vars(optimizer):
-            return "its step was replaced, as a learning rate scheduler does: optimize before one is made"
+            return "its step was replaced, as by a learning rate scheduler: optimize before you create one"
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             return "it has hooks"
         for group in optimizer.param_groups:
             asked = [name for name in ("differentiable", "capturable") if group.get(name)]
             if asked:
-                return f"it was made with {asked[0]}=True"
+                return f"it was created with {asked[0]}=True"
             if any(not p.is_floating_point() for p in group["params"]):
-                return "it has parameters that are no floating-point numbers"
+                return "it has parameters that are not floating-point"
         return None
 
     def predicted_ms(self, times: Times) -> float:

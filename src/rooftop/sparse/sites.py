@@ -50,8 +50,8 @@ def check_sites(indices: Tensor, batch_size: int, shape: Sequence[int]) -> None:
         row = int(rows[repeats.min()])
         first = int((sites == sites[row]).all(1).nonzero()[0])
         raise ValueError(
-            f"rows {first} and {row} of indices are the same site {indices[row].tolist()}: a site can be there once; "
-            "SparseConvTensor.coalesce() merges those that are there more often"
+            f"rows {first} and {row} of indices are the same site {indices[row].tolist()}: each site may occur only "
+            "once; SparseConvTensor.coalesce() merges duplicates"
         )
 
 
@@ -94,4 +94,4 @@ def check_indices(indices: Tensor, dims: int) -> None:
             f"dimensions; got {tuple(indices.shape)}"
         )
     if indices.shape[0] > MAX_ROWS:
-        raise ValueError(f"{indices.shape[0]} rows of indices are more than int32 can number: split the batch")
+        raise ValueError(f"{indices.shape[0]} rows of indices exceed the range of int32: split the batch")

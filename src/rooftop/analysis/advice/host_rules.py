@@ -29,7 +29,7 @@ def _graph(findings: Findings) -> list[Advice]:
     if findings.summary.samples and findings.batched and not findings.summary.device_bound:
         evidence += f"; a batch of {2 * findings.summary.samples} would hide part of the same gap"
     if findings.refuses_capture:
-        evidence += "; the optimizer needs capturable=True for it, and fused=True to launch no more kernels then"
+        evidence += "; for this the optimizer needs capturable=True, and fused=True to launch no extra kernels"
     gain_ms = gap_ms - (findings.traced_more_ms or 0.0)
     return [
         Advice(
@@ -50,8 +50,8 @@ def _larger_batch(findings: Findings) -> list[Advice]:
     return [
         Advice(
             f"Double the batch to {2 * samples}",
-            f"the GPU is busy for {busy_ms:.2f} ms of {wall_ms:.2f} ms and could do two steps' work in the time in "
-            "which the host launches one, if its memory holds them; the gain is of the time for as many samples as now",
+            f"the GPU is busy for {busy_ms:.2f} ms of {wall_ms:.2f} ms and could do the work of two steps while the "
+            "host launches one, if its memory holds them; the gain compares times for the same number of samples",
             wall_ms - doubled_ms,
         )
     ]
@@ -68,7 +68,7 @@ def host_synchronizations(findings: Findings) -> list[Advice]:
     return [
         Advice(
             "Do not wait for the GPU inside the step",
-            f"the GPU stood still for {findings.plain.waiting_ms:.2f} ms after the host had waited for it"
+            f"the GPU was idle for {findings.plain.waiting_ms:.2f} ms after the host had waited for it"
             + (f": {named}" if named else ""),
             min(findings.plain.waiting_ms, findings.gaps.launch_gap_ms),
             "keep values on the GPU (torch.where, masks), log them every few steps, copy with non_blocking=True",
@@ -117,7 +117,7 @@ def data_loading(findings: Findings) -> list[Advice]:
         gain_ms = min(loading_ms, findings.gaps.launch_gap_ms)
     return [
         Advice(
-            "Load data beside the step",
+            "Load data in parallel with the step",
             f"the step waits {loading_ms:.2f} ms of {findings.summary.wall_ms:.2f} ms for its DataLoader",
             gain_ms,
             "DataLoader(..., num_workers=4, persistent_workers=True, prefetch_factor=4)",
@@ -132,7 +132,7 @@ def freed_memory(findings: Findings) -> list[Advice]:
         return []
     return [
         Advice(
-            "Keep memory that is freed",
+            "Keep freed memory in the process",
             f"each step takes {faults.count:,.0f} pages of memory from the system again, which works for them "
             f"{faults.system_ms:.2f} ms, all threads together",
             faults.step_ms(threads),

@@ -28,7 +28,7 @@ def rank_advice(ranks: Ranks) -> list[Advice]:
         advice.append(
             Advice(
                 f"Make rank {late.rank} ({late.device}) as fast as the others",
-                f"without communication it needs {late.own_ms:.2f} ms a step, the next slowest rank "
+                f"without communication this rank needs {late.own_ms:.2f} ms a step, the next slowest rank "
                 f"{second_ms:.2f} ms; the others wait for it, up to {ranks.waited_ms:.2f} ms a step",
                 min(late.own_ms - second_ms, ranks.waited_ms),
             )

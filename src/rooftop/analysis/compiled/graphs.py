@@ -44,7 +44,7 @@ SWITCHES = {
     "fx_graph_remote_cache": False,
 }
 """Settings of inductor while it compiles the analyzed program."""
-SIZES_UNKNOWN = "its graph was compiled for sizes that may change, and with which ones it ran is not known"
+SIZES_UNKNOWN = "its graph was compiled for dynamic sizes, and the sizes of this run are unknown"
 _BREAKS = "torch._dynamo.symbolic_convert.__graph_breaks"
 
 

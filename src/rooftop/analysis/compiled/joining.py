@@ -41,7 +41,7 @@ from rooftop.cost.counting import counted, title_of
 
 COMPILED_REGION = "## Call CompiledFxGraph"
 """The beginning of the names of events for a run of a compiled graph."""
-COMPILED_BEFORE = "compiled before it was analyzed: what was fused into it is not known"
+COMPILED_BEFORE = "compiled before the analysis: the operators fused into it are unknown"
 
 
 @dataclass
@@ -176,7 +176,7 @@ class _Walk:
             name = _shown(event.name)
             self._add(event, self._record(name, work.shapes, work.dtype, work.scope, phase, cost, "", work.title))
         elif work is not None:
-            reason = f"no formula for {', '.join(work.uncovered)}" if work.uncovered else "its nodes are not known"
+            reason = f"no formula for {', '.join(work.uncovered)}" if work.uncovered else "its nodes are unknown"
             self._add(event, self._record(_shown(event.name), work.shapes, work.dtype, work.scope, phase, None, reason))
         elif GENERATED.match(event.name) or self._is_operator(event):
             self._add(event, self._reconstructed(event, phase, "", problem))

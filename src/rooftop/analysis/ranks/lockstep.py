@@ -105,7 +105,7 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
         if local >= torch.cuda.device_count():
             raise MeasurementError(
                 f"rank {os.environ.get('RANK', '?')} is number {local} on this machine, which has "
-                f"{torch.cuda.device_count()} GPUs: expected --nproc-per-node of at most that, or --device cpu"
+                f"{torch.cuda.device_count()} GPUs: expected --nproc-per-node of at most that number, or --device cpu"
             )
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)

@@ -114,8 +114,8 @@ class Ranks:
         others_ms = fmean(row.own_ms for row in self.rows if row is not late)
         verb = "holds the others up" if self.waited_ms > 0 else "is slower than the others"
         return (
-            f"Rank {late.rank} ({late.device}) {verb}: by itself it needs {time_text(late.own_ms)} a "
-            f"step, {time_text(late.own_ms - others_ms)} more than they do. {exposed}"
+            f"Rank {late.rank} ({late.device}) {verb}: by itself it needs {time_text(late.own_ms)} a step, "
+            f"{time_text(late.own_ms - others_ms)} more than the others. {exposed}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class Ranks:
         except (KeyError, TypeError) as error:
             raise ValueError(f"damaged rows of ranks: {type(error).__name__} {error}") from error
         if not rows:
-            raise ValueError("damaged rows of ranks: there are none")
+            raise ValueError("damaged rows of ranks: expected at least one")
         return cls(rows)
 
 

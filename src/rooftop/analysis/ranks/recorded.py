@@ -81,11 +81,13 @@ def gathered_rows(row: RankRow | None, why_none: str) -> tuple[Ranks | None, lis
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     store = agent_store() or _own_store()
     if store is None:
-        return None, ["The ranks could not be compared: the store of torchrun is gone. The report is of rank 0 alone."]
+        return None, [
+            "The ranks could not be compared, because torchrun's store is gone. The report covers only rank 0."
+        ]
     try:
         store.set(f"rooftop/row/{rank}", json.dumps([asdict(row) if row is not None else None, why_none]))
     except RuntimeError as error:
-        return None, [f"The ranks could not be compared: rank {rank} cannot reach the store of torchrun ({error})."]
+        return None, [f"The ranks could not be compared: rank {rank} cannot reach torchrun's store ({error})."]
     return _collected(store, ranks) if rank == 0 else (None, [])
 
 
@@ -99,7 +101,7 @@ def _collected(store: Any, ranks: int) -> tuple[Ranks | None, list[str]]:
             plain, why_none = json.loads(store.get(key))
         except RuntimeError:  # a timeout is one, and so is a lost connection
             patience = timedelta(seconds=1)  # the others have had as long
-            notes.append(f"Rank {rank} of {ranks} is not in the report: it did not say what it saw before it ended.")
+            notes.append(f"Rank {rank} of {ranks} is not in the report: it ended before it sent its measurements.")
             continue
         if plain is None:
             notes.append(f"Rank {rank} of {ranks} is not in the report: {why_none}.")
@@ -121,6 +123,6 @@ def with_ranks(report: Report, ranks: Ranks) -> Report:
     gap = "kernel gap" if report.device["kind"] == "cuda" else "launch gap"  # NCCL's kernels keep a GPU busy
     first = ranks.rows[0]
     note = (
-        f"Rank {first.rank}'s {gap} contains {time_text(first.exposed_ms)} of exposed communication, waiting included."
+        f"Rank {first.rank}'s {gap} contains {time_text(first.exposed_ms)} of exposed communication, including waits."
     )
     return replace(report, ranks=ranks, advice=tuple(advice), notes=(*report.notes, note))

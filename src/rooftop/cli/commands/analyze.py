@@ -37,8 +37,8 @@ def _known_mode(context: click.Context, option: click.Parameter, mode: str | Non
     modes = torch._inductor.list_mode_options()
     if mode not in modes:
         raise click.BadParameter(
-            f"{mode!r} is not one of {', '.join(modes)}{did_you_mean(mode, modes)}; to give no mode, put --compile "
-            "after TARGET"
+            f"{mode!r} is not one of {', '.join(modes)}{did_you_mean(mode, modes)}; to use the default mode, put "
+            "--compile after TARGET"
         )
     return mode
 
@@ -101,9 +101,9 @@ def _known_mode(context: click.Context, option: click.Parameter, mode: str | Non
 def command() -> None:
     """Show how far TARGET is from what this machine can do, and why.
 
-    TARGET is one of three. A built-in model: resnet50. A callable, package.module:callable, that returns a module,
-    (module, inputs), (module, {name: input}) or (module, arguments, {name: input}). A Python script, which runs
-    unchanged, with the words after -- as its arguments.
+    TARGET is a built-in model, a callable or a script. A built-in model: resnet50. A callable, package.module:callable:
+    it returns a module, (module, inputs), (module, {name: input}) or (module, arguments, {name: input}). A Python
+    script: it runs unchanged, with the words after -- as its arguments.
 
     Rooftop times every operator and compares it with its roof: the shortest time in which this machine could move its
     bytes and do its arithmetic. The distance from the wall time to the roof of the whole model is split into three

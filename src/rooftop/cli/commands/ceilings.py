@@ -20,7 +20,7 @@ Examples:
 
 @click.command(epilog=EXAMPLES)
 @click.option("--refresh", is_flag=True, help="Measure again, and keep the best of all measurements.")
-@click.option("--forget", is_flag=True, help="Discard earlier measurements, and what raised them; measure again.")
+@click.option("--forget", is_flag=True, help="Discard all earlier measurements, then measure again.")
 @click.option("--device", metavar="cpu|cuda[:N]", help="Device to measure.  [default: the GPU if there is one]")
 @json_option("the ceilings")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write the ceilings to this file (JSON).")

@@ -31,7 +31,7 @@ CONVERT_EXAMPLES = """\b
 Examples:
   rooftop checkpoint convert run/ -o whole/          one file with whole tensors
   rooftop checkpoint convert run/ -o eight/ --tensor-parallel-size 8
-  rooftop checkpoint convert old-run/ -o run/        from the format with tensor-0.pt; adds checksums
+  rooftop checkpoint convert old-run/ -o run/        from the older format (tensor-0.pt); adds checksums
 
 \b
 --load resumes from the result. With one file, the safetensors library reads it in Python:
@@ -54,8 +54,8 @@ def inspect_command() -> None:
     """Show the contents of a checkpoint (step, layout, model, data, tensors), and check that it is complete.
 
     It always checks that all files exist with the right length. --verify also compares every 4 MiB block of all tensors
-    with the checksum from when it was written, and names the first tensor that differs. The optimizer's bytes of a
-    weight are its two moments and its step count.
+    with its stored checksum, and names the first tensor that differs. The column of optimizer bytes counts the two
+    moments and the step count of each weight.
     """
 
 
@@ -87,7 +87,7 @@ def convert_command() -> None:
     type=click.Choice(names.TRAINED_DTYPES),
     default="float32",
     show_default=True,
-    help="Dtype of the exported weights. A training that computes in bfloat16 keeps float32 weights.",
+    help="Dtype of the exported weights. Training in bfloat16 keeps float32 weights.",
 )
 @done_by("rooftop.cli.checkpoint_files:run_export")
 def export_command() -> None:

@@ -66,6 +66,6 @@ def command() -> None:
     """Classify photographs and videos with an image model: show the most probable classes of each.
 
     PATH is a photograph, a folder of photographs, or a video. One frame of a video per second is classified (--every).
-    The classes are the 1000 of ImageNet, or those that a file of `rooftop train` names. For other weights of your own,
+    The classes are the 1000 of ImageNet, or those named in a file of `rooftop train`. For other weights of your own,
     class numbers are shown.
     """

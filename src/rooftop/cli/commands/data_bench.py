@@ -17,37 +17,39 @@ Examples:
 
 \b
 How to read the table:
-  Each row is one stage alone, with its input in memory: samples per second if nothing else had to be done.
-  loader  all stages of a sample together, as in training. It must be above model.
+  Each row shows the samples per second of one stage alone, with its input already in memory.
+  loader  all stages of a sample together, as in training. Its rate must be above that of model.
   bounds  the stage to improve first.
 
 \b
 What helps where:
-  disk     put the data on a local disk, or into tar shards: one file is read in place of thousands. A second run reads
-           from memory: its figure is not that of the disk.
-  decode   store smaller photographs: a side of 1.15 times --size loses little; or add CPUs.
+  disk     put the data on a local disk, or into tar shards, which replace thousands of small files. A second
+           run reads from memory, so it does not measure the disk.
+  decode   add CPUs, or store smaller photographs: a side of 1.15 times --size loses little quality.
   augment  fewer operations of RandAugment; smaller images.
   collate  smaller batches for each rank; smaller images.
-  copy     should be far above model. If not, see `rooftop ceilings`.
-  model    the data keep up. See `rooftop analyze` for the model.
+  copy     its rate should be far above that of model. If not, see `rooftop ceilings`.
+  model    the data keep up: speed up the model. See `rooftop analyze`.
 """
 
 
 @click.command("bench", epilog=EXAMPLES)
 @click.argument("data", type=click.Path())
-@click.option("--model", "model_name", metavar="TARGET", help="Also time the training step of a model that classifies.")
-@click.option("--size", type=click.IntRange(min=1), default=224, show_default=True, help="Side of the images.")
+@click.option("--model", "model_name", metavar="TARGET", help="Also time the training step of this classifier.")
 @click.option(
-    "--config", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A recipe, as of rooftop train."
+    "--size", type=click.IntRange(min=1), default=224, show_default=True, help="Side of the images, in pixels."
+)
+@click.option(
+    "--config", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A recipe of `rooftop train`."
 )
 @click.option(
     "--set",
     "values",
     multiple=True,
     metavar="SECTION.NAME=VALUE",
-    help="A value of the recipe: run.batch, run.precision, augment.*, loading.*.",
+    help="Change one value of the recipe: run.batch, run.precision, augment.*, loading.*.",
 )
-@click.option("--device", metavar="NAME", help="cpu, cuda or cuda:N. Default: the GPU if there is one.")
+@click.option("--device", metavar="NAME", help="cpu, cuda or cuda:N.  [default: the GPU if there is one]")
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0.05, max=600),
@@ -58,7 +60,7 @@ What helps where:
 @json_option("the rates")
 @done_by("rooftop.cli.data_bench:run_bench")
 def bench_command() -> None:
-    """Measure each stage between disk and model, and find the one that bounds training.
+    """Measure each stage between disk and model, and find the slowest one.
 
-    DATA is a folder with a folder of photographs for each class, or tar files in webdataset's layout.
+    DATA is a folder with one subfolder of photographs per class, or tar files in webdataset's layout.
     """

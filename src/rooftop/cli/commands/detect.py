@@ -70,6 +70,6 @@ Examples:
 def command() -> None:
     """Detect objects on photographs with a DETR: print a table, and draw their boxes.
 
-    PATH is a photograph or a folder of photographs. Weights with COCO's classes give COCO's names; those of
-    `rooftop train` have names of their own.
+    PATH is a photograph or a folder of photographs. Weights with COCO's classes give COCO's names; weights of `rooftop
+    train` carry their own names.
     """

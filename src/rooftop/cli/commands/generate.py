@@ -20,8 +20,9 @@ Examples:
   rooftop generate --model llama-7b --random-weights 0 --prompt "How fast?" --max-new-tokens 200
   torchrun --nproc-per-node 2 -m rooftop generate --weights Llama-2-7b-hf/ --prompt "Once" --tensor-parallel-size 2
 
-Weights: a folder of Hugging Face (config.json, .safetensors files, tokenizer.json), or the folder of rooftop train gpt
---save. A model trained on text has bytes as tokens. For one trained on token files, put tokenizer.json into the folder.
+Weights: a Hugging Face folder (config.json, .safetensors files, tokenizer.json), or the folder of rooftop train gpt
+--save. A model trained on text has bytes as tokens. For a model trained on token files, put tokenizer.json into the
+folder.
 
 Sampling: without --temperature, each token is the most probable one, and the text is always the same. With
 --temperature, --seed determines the text.
@@ -46,7 +47,7 @@ reads its part; communication counts as free. A machine without stored ceilings 
     "--weights",
     type=click.Path(path_type=Path, exists=True),
     metavar="DIR|FILE",
-    help="A folder of Hugging Face or of `rooftop train gpt --save`, or a .safetensors file.",
+    help="A Hugging Face folder, a folder of `rooftop train gpt --save`, or a .safetensors file.",
 )
 @seed_option
 @click.option(
@@ -68,7 +69,7 @@ reads its part; communication counts as free. A machine without stored ceilings 
     type=click.FloatRange(min=0),
     default=0.0,
     metavar="T",
-    help="Sampling temperature. 1 samples from the model's distribution, less favours probable tokens.  "
+    help="Sampling temperature. 1 samples from the model's distribution, lower values favour probable tokens.  "
     "[default: 0, the most probable token]",
 )
 @click.option("--top-k", type=click.IntRange(min=1), metavar="K", help="Sample from the K most probable tokens.")
@@ -89,7 +90,7 @@ reads its part; communication counts as free. A machine without stored ceilings 
     default=1,
     show_default=True,
     metavar="N",
-    help="Number of ranks that share the model; start as many with torchrun.",
+    help="Number of ranks that share the model; start the same number with torchrun.",
 )
 @device_option
 @dtype_option

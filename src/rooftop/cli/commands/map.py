@@ -43,14 +43,15 @@ The same command again computes only the missing items. To read the results: pan
 @click.option(
     *("--as", "kind"),
     type=click.Choice(names.ITEM_KINDS),
-    help="Kind of item. image: a photograph. clip: frames of a video. cloud: points of a .npy, .bin or .ply. text: a "
-    "line of a .txt. row: a row of a .parquet, .csv or .jsonl. path: the path of any file.  [default: by file suffix]",
+    help="Kind of item. image: a photograph. clip: frames of a video. cloud: points of a .npy, .bin or .ply file. "
+    "text: a line of a .txt file. row: a row of a .parquet, .csv or .jsonl file. path: the path of any file.  "
+    "[default: by file suffix]",
 )
 @click.option(
     "--batch",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Maximum batch size. A function then gets a list of items and returns a list of as many results.",
+    help="Maximum batch size. A function then gets a list of items and returns a list of the same length.",
 )
 @click.option(
     "--weights", metavar="NAME|FILE", help="Weights of a model, as for `rooftop classify` and `rooftop detect`."
@@ -90,7 +91,7 @@ The same command again computes only the missing items. To read the results: pan
     type=click.IntRange(min=1),
     default=4,
     show_default=True,
-    help="Values per point in a .bin of float32: 4 for KITTI, 5 for nuScenes.",
+    help="Values per point in a .bin file of float32: 4 for KITTI, 5 for nuScenes.",
 )
 @click.option(
     "--workers",
@@ -115,11 +116,11 @@ The same command again computes only the missing items. To read the results: pan
     metavar="SECONDS",
     help="Time limit per item; a slower item becomes a row with an error.  [default: none]",
 )
-@click.option("--retry-errors", is_flag=True, help="Compute items again whose row has an error.")
+@click.option("--retry-errors", is_flag=True, help="Recompute items whose row has an error.")
 @json_option("the figures")
 @done_by("rooftop.cli.map:run")
 def command() -> None:
-    """Call TARGET for every item of INPUTS, on all GPUs or cores, and write the results as Parquet while it runs.
+    """Call TARGET for every item of INPUTS, on all GPUs or cores, and write the results to Parquet as they arrive.
 
     TARGET is a model (resnet50, detr_resnet50, ...), my.py:function, package.module:function, or a class. INPUTS are
     files, or folders, which are searched recursively. Each item has one row: input, place (line, row or first frame in

@@ -46,7 +46,7 @@ def check_command() -> None:
     type=click.Path(path_type=Path),
     required=True,
     metavar="DIR",
-    help="Folder to install into: a new one, or one that this command made.",
+    help="Folder to install into: a new one, or one that this command created.",
 )
 @click.option(
     "--headers",
@@ -63,6 +63,6 @@ def build_command() -> None:
     """Build FFmpeg with cuvid, nvdec, nvenc and GPU filters, then test it.
 
     First lists everything missing, with the command that installs it. An interrupted build continues where it stopped.
-    PREFIX appears, or is replaced, only once the build is complete. The folder PREFIX.build keeps the objects and the
+    PREFIX is created or replaced only once the build is complete. The folder PREFIX.build keeps the objects and the
     log.
     """

@@ -22,7 +22,7 @@ LADDERS = {
     "matmul": ("the product of two square matrices", "rows and columns"),
     "layer": ("y = sigmoid(x W^T + b), CPU against GPU", "rows and features"),
 }
-"""The work of each ladder of kernels, and what --size counts."""
+"""The task of each ladder of kernels, and what --size counts."""
 OTHER_LADDERS = {
     "python": ("one function, from plain Python to the roof", "points"),
     "memory": ("rate and latency of each level of the memory, and Little's law", ""),
@@ -51,7 +51,7 @@ TRAINED_DTYPES = ("float64", "float32", "bfloat16")
 TASKS = {
     "resnet": "Train a ResNet to classify images.",
     "swin": "Train a Swin transformer to classify images.",
-    "hybrid": "Train convolutions on fine maps with attention on coarse ones to classify images.",
+    "hybrid": "Train a hybrid of convolutions (fine maps) and attention (coarse maps) to classify images.",
     "detr": "Train a DETR to detect objects.",
     "conv_lstm": "Train a ConvLSTM to predict the next frames of a video.",
     "sparse_unet": "Train a sparse U-Net to label the points of scans.",

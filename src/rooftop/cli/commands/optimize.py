@@ -50,7 +50,7 @@ Examples:
     metavar="NAME",
     help="Try this rule; repeat for several.  [default: all but bf16-autocast and tf32, which lower the precision]",
 )
-@click.option("--exact", is_flag=True, help="Keep only changes that give bit-identical results.")
+@click.option("--exact", is_flag=True, help="Keep only changes with bit-identical results.")
 @click.option(
     "--min-gain",
     type=click.FloatRange(0, 1, max_open=True),

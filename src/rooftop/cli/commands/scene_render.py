@@ -90,8 +90,8 @@ centre of the first pixel at (0, 0).
 @click.option("--size", callback=pixels, metavar="WIDTHxHEIGHT", help="Picture size in pixels.  [default: 1920x1080]")
 @click.option(
     "--frames", type=click.IntRange(min=1), metavar="N",
-    help="Number of pictures in one turn around the target. Each frame culls what the frame before it hid.  "
-    "[default: 1]",
+    help="Number of pictures in one turn around the target. Each frame culls what was hidden in the previous frame.  "
+        "[default: 1]",
 )  # fmt: skip
 @instances_option
 @pixel_error_option
@@ -99,7 +99,7 @@ centre of the first pixel at (0, 0).
 @click.option(
     "--light", callback=numbers(3), metavar="X,Y,Z", help="Direction towards the light.  [default: 0.4,0.3,0.85]"
 )
-@click.option("--shadows", is_flag=True, help="Add shadows. --show shadow shows how much light arrives.")
+@click.option("--shadows", is_flag=True, help="Add shadows. --show shadow shows how much light arrives at each pixel.")
 @click.option("--no-occlusion", is_flag=True, help="Turn occlusion culling off. The picture stays the same.")
 @device_option
 @json_option("the statistics and timings of each frame")

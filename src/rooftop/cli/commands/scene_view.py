@@ -22,7 +22,7 @@ Examples:
   rooftop scene view city/*.rtg --pool 2GB
 
 \b
-To view a scene of another machine, use a tunnel with the same port at both ends:
+To view a scene on another machine, use a tunnel with the same port at both ends:
   ssh -L 8000:127.0.0.1:8000 gpu-machine rooftop scene view scan.rtg --port 8000
 Then open the printed address here.
 
@@ -37,7 +37,7 @@ To render a camera path that the page recorded:
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the server.  [default: a free port]")
 @click.option(
     "--host", default="127.0.0.1", show_default=True, metavar="ADDRESS",
-    help="Address of the server. 0.0.0.0 admits other machines, unencrypted; a tunnel is safer.",
+    help="Address of the server. 0.0.0.0 admits other machines, without encryption; a tunnel is safer.",
 )  # fmt: skip
 @up_option
 @click.option("--fov", type=float, default=50.0, show_default=True, metavar="DEGREES", help="Vertical field of view.")

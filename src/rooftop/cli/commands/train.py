@@ -30,9 +30,9 @@ Examples:
   torchrun --nproc-per-node 2 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --seq-length 65536 \\
     --context-parallel-size 2 --recompute --eod-token 2 --reset-position-ids
 
-Layout: tensor, pipeline and context parallel sizes divide the ranks, and data parallelism takes the rest. 8 processes
-with --tensor-parallel-size 2 are 4 x 2 ranks; with --pipeline-parallel-size 2 as well, 2 x 2 x 2. Each data parallel
-group runs micro-batches of --micro-batch-size sequences until --global-batch-size is reached.
+Layout: the ranks are divided by the tensor, pipeline and context parallel sizes, and data parallelism takes the rest. 8
+processes with --tensor-parallel-size 2 are 4 x 2 ranks; with --pipeline-parallel-size 2 as well, 2 x 2 x 2. Each data
+parallel group runs micro-batches of --micro-batch-size sequences until --global-batch-size is reached.
 
 Context parallelism: each rank holds one chunk from the front and one from the back of every sequence, and the ranks
 exchange keys and values. With --eod-token, each sequence is divided so that all ranks have equal work.
@@ -102,7 +102,7 @@ def command() -> None:
     required=True,
     multiple=True,
     metavar="[WEIGHT] PATH ...",
-    help="Tokens or text to train on. Several paths are mixed by the given weights, or else by their sizes.",
+    help="Tokens or text to train on. Several paths are mixed by the given weights, otherwise by their sizes.",
 )
 @click.option(
     "--token-dtype",
@@ -115,7 +115,7 @@ def command() -> None:
 )
 @size("--num-layers", help=f"Number of transformer blocks.  [default: {LAYERS}, or the preset's]")
 @size("--hidden-size", help=f"Width of the model.  [default: {WIDTH}]")
-@size("--num-attention-heads", help=f"Attention heads; their number divides the hidden size.  [default: {HEADS}]")
+@size("--num-attention-heads", help=f"Number of attention heads; must divide the hidden size.  [default: {HEADS}]")
 @size("--seq-length", help=f"Tokens per sequence.  [default: {LENGTH}, or the preset's maximum]")
 @size("--vocab-size", help=f"Vocabulary size.  [default: the preset's, or {names.BYTE_TOKENS} for text]")
 @click.option(
@@ -208,8 +208,8 @@ def command() -> None:
 )
 @size(
     "--num-layers-per-virtual-pipeline-stage",
-    help="Average number of layers per stage, if a rank has several stages (interleaved). Fewer layers mean shorter "
-    "bubbles and more communication.",
+    help="Average number of layers per stage if each rank has several stages (interleaved). Fewer layers mean "
+    "shorter bubbles and more communication.",
 )
 @size("--context-parallel-size", default=1, show_default=True, help="Number of ranks that share each sequence.")
 @click.option(
@@ -248,8 +248,8 @@ def command() -> None:
 @path(
     "--init-from",
     metavar="FOLDER",
-    help="Start from the weights of a GPT-2 or Llama of Hugging Face (config.json and .safetensors files). config.json "
-    "sets the sizes. With --load, only the sizes are used.",
+    help="Start from the weights of a GPT-2 or Llama of Hugging Face (config.json and .safetensors files). "
+    "config.json sets the sizes. With --load, only these sizes are used.",
 )
 @path(
     "--metrics",
@@ -263,16 +263,16 @@ def command() -> None:
     metavar="X",
     default=10.0,
     show_default=True,
-    help="Longest wait for a rank that is alive. After it, all ranks end and name that rank. A dead or stopped rank "
-    "ends all ranks within 30 s.",
+    help="Longest wait for a rank that is alive but does not answer. Then all ranks end, and the error names that "
+    "rank. A dead or stopped rank ends all ranks within 30 s.",
 )
 @size("--log-interval", default=10, show_default=True, help="Steps between printed lines.")
 @click.option("--roof/--no-roof", "with_roof", default=True, help="Report percent of roof, or skip it.")
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Check all options, draw the pipeline schedule and which rank holds which tokens, then exit. Without "
-    "torchrun, it assumes as many ranks as the sizes require.",
+    help="Check all options, show the pipeline schedule and the tokens of each rank, then exit. Without torchrun, it "
+    "assumes as many ranks as the sizes require.",
 )
 @done_by("rooftop.cli.train:train_gpt")
 def gpt() -> None:

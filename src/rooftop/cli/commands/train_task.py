@@ -23,16 +23,16 @@ Start with:
   rooftop train gpt --data-path book.txt
   rooftop train my_pkg.task:build --data FOLDER
 
-my_pkg.task:build is a function of yours, build(data, recipe), that returns a rooftop.train.tasks.task.Task: a model,
-its loss, its data and its metrics. docs/train.md has one in 30 lines.
+my_pkg.task:build is your own function, build(data, recipe). It returns a rooftop.train.tasks.task.Task: a model, its
+loss, its data and its metrics. docs/train.md shows one in 30 lines.
 """
 
 DATA = {
     **dict.fromkeys(
-        ("resnet", "swin", "hybrid"), "digits, a folder with train/ and val/, or a folder with a folder for each class"
+        ("resnet", "swin", "hybrid"), "digits, a folder with train/ and val/, or a folder with one subfolder per class"
     ),
     "detr": "shapes (generated), or a folder in COCO's form",
-    "conv_lstm": "digits (moving ones), or a folder of videos",
+    "conv_lstm": "digits (generated, moving), or a folder of videos",
     "sparse_unet": "scans (generated)",
 }
 """What --data takes, by task."""
@@ -48,7 +48,7 @@ SMALL = {"detr": "shapes", "sparse_unet": "scans"}
 
 
 def examples_of(name: str) -> str:
-    """The text below the options of a task."""
+    """Return the text below a task's options."""
     data = SMALL.get(task_of(name), "digits") if name in KNOWN else "FOLDER"
     switches = "\n".join(f"  {section:11} {values}" for section, values in names.SWITCHES.items())
     return f"""\b
@@ -66,34 +66,35 @@ In the folder of a run:
   recipe.toml          all switches, as --config takes them
   metrics.jsonl        a line for each step and each evaluation
   page.html            curves and examples; open it while the training runs
-  tensorboard/         events for: tensorboard --logdir runs
-  checkpoints/         what --resume goes on from
-  best.safetensors     weights of the best evaluation; last.safetensors: of the last step
+  tensorboard/         event files, for tensorboard --logdir runs
+  checkpoints/         what --resume continues from
+  best.safetensors     weights of the best evaluation; last.safetensors has those of the last step
 
-Recipe: the task has one of its own. --config replaces values of it, --set replaces values of both, and --epochs,
---seed, --weights and --num-classes are short for --set. docs/train-recipes.md says what each switch does.
+Recipe: each task has its own. --config replaces some of its values, and --set replaces values of either. --epochs,
+--seed, --weights and --num-classes are short forms of --set. docs/train-recipes.md explains each switch.
 
 \b
 Switches, as --set SECTION.NAME=VALUE:
 {switches}
 
-Ablation: --ablate trains the recipe, and the recipe without each of the switches, with --repeats seeds each. Without a
-switch means with the default, which is off for most, or with the value given as SECTION.NAME=VALUE. The table says what
-each switch was worth on the validation data and whether that is more than noise. Stopped, it goes on with --resume.
+Ablation: --ablate trains the recipe, and the recipe without each of the switches, with --repeats seeds each. "Without"
+means with the default, which is off for most switches, or with the value given as SECTION.NAME=VALUE. The table shows
+the effect of each switch on the validation data, and whether it exceeds the noise. After an interruption, --resume
+continues the ablation.
 
-Ctrl-C and SIGTERM save and end the training; --resume goes on with the same numbers, as if nothing had happened.
+Ctrl-C and SIGTERM save and end the training. --resume continues with the same numbers as without the interruption.
 """
 
 
 def task_of(name: str) -> str:
-    """The built-in task of that name, or of that model."""
+    """Return the built-in task with this name, or the task that trains this model."""
     if name in names.TASKS:
         return name
     return next((task for task in ("swin", "hybrid") if name.startswith(task)), "resnet")
 
 
 class Tasks(click.Group):
-    """A group of commands and tasks: a name that is no command is a built-in task, or one of the user's."""
+    """A group of commands and tasks: a name that is not a command is a built-in task or the user's own."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*self.commands, *names.TASKS]
@@ -123,11 +124,11 @@ class Tasks(click.Group):
         with formatter.section("Commands"):
             rows = [(name, command.get_short_help_str(80)) for name, command in self.commands.items()]
             rows += names.TASKS.items()
-            formatter.write_dl([*rows, (OWN, "Train whatever your function returns.")])
+            formatter.write_dl([*rows, (OWN, "Train the task that your function returns.")])
 
 
 def task_command(name: str) -> click.Command:
-    """The command that trains a task."""
+    """Return the command that trains a task."""
 
     def run(**options: Any) -> Any:
         return _run(name=name, **options)
@@ -149,10 +150,10 @@ def _run(**options: Any) -> Any: ...
 
 
 def _switch_names(context: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:
-    """The words of --ablate, which may be given with commas, several times, or both."""
+    """Parse the values of --ablate, which may contain commas, be repeated, or both."""
     found = tuple(word.strip() for text in texts for word in BETWEEN.split(text))
     if "" in found:
-        raise click.BadParameter("expected switches with commas between, e.g. mix.mixup,ema.decay")
+        raise click.BadParameter("expected switches separated by commas, e.g. mix.mixup,ema.decay")
     return found
 
 
@@ -171,10 +172,10 @@ def _options(data: str) -> list[Callable[[Any], Any]]:
             "values",
             multiple=True,
             metavar="SECTION.NAME=VALUE",
-            help="One value of the recipe, e.g. optimizer.lr=0.01. May be given several times.",
+            help="Change one value of the recipe, e.g. optimizer.lr=0.01. Repeat for several.",
         ),
-        click.option("--out", type=folder, metavar="DIR", help="Folder of the run.  [default: runs/ and the name]"),
-        click.option("--resume", is_flag=True, help="Go on with the run in --out, with its recipe and its data."),
+        click.option("--out", type=folder, metavar="DIR", help="Folder of the run.  [default: runs/NAME]"),
+        click.option("--resume", is_flag=True, help="Continue the run in --out, with its recipe and its data."),
         click.option(
             "--device",
             type=click.Choice(["cuda", "cpu"]),
@@ -184,28 +185,31 @@ def _options(data: str) -> list[Callable[[Any], Any]]:
             "--epochs",
             type=click.FloatRange(min=0, min_open=True),
             metavar="X",
-            help="Passes over the training data: run.epochs.",
+            help="Number of passes over the training data (run.epochs).",
         ),
-        click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Seed of everything drawn: run.seed."),
+        click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Seed of all random numbers (run.seed)."),
         click.option(
-            "--weights", metavar="NAME|FILE", help="Start from these: a published name, or a file: model.weights."
+            "--weights", metavar="NAME|FILE", help="Weights to start from: a published name or a file (model.weights)."
         ),
         click.option(
-            "--num-classes", type=click.IntRange(min=1), metavar="N", help="Classes of the head: model.num_classes."
+            "--num-classes",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Number of classes of the head (model.num_classes).",
         ),
         click.option(
             "--ablate",
             multiple=True,
             callback=_switch_names,
             metavar="SECTION.NAME,...",
-            help="Measure what these switches of the recipe are worth, in place of one training. NAME=VALUE compares "
+            help="Instead of one training, measure the effect of these switches of the recipe. NAME=VALUE compares "
             "with this value.",
         ),
         click.option(
             "--repeats",
             type=click.IntRange(min=1),
             metavar="N",
-            help="Seeds of each recipe in an ablation.  [default: 3]",
+            help="Number of seeds for each recipe of an ablation.  [default: 3]",
         ),
         click.option("--page/--no-page", default=True, help="Write page.html, or leave it out."),
         click.option("--print-recipe", is_flag=True, help="Print the whole recipe as TOML, and train nothing."),

@@ -277,8 +277,7 @@ class Attention(NamedTuple):
     ) -> tuple[Tensor | None, ...]:
         if dlse is not None and kept.query.dtype == torch.float16 and kept.query.device.type == "cuda":
             raise NotImplementedError(
-                "attention: the gradient of the log-sum-exp needs the range of bfloat16 or float32; "
-                "float16 has not got it"
+                "attention: the gradient of the log-sum-exp needs the range of bfloat16 or float32, which float16 lacks"
             )
         dout = torch.zeros_like(kept.out) if dout is None else dout
         dquery, dkey, dvalue, dmask = _attention_backward(dout, dlse, *kept, wanted[3])
@@ -537,15 +536,17 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
     batches, heads, _, features = query.shape
     if key.shape[:3] != value.shape[:3] or key.shape[0] != batches or key.shape[3] != features:
         raise ValueError(
-            f"attention: query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit: "
-            "expected (B, H, S_q, D), (B, H, S_k, D) and (B, H, S_k, D_v)"
+            f"attention: query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not "
+            "match: expected (B, H, S_q, D), (B, H, S_k, D) and (B, H, S_k, D_v)"
         )
     if max(features, value.shape[3]) > MOST_FEATURES:
         raise ValueError(f"attention: heads may have up to {MOST_FEATURES} features, got {features}")
     if key.shape[1] == heads:
         return
     if not enable_gqa:
-        raise ValueError(f"attention: query has {heads} heads, key {key.shape[1]}: for groups, give enable_gqa=True")
+        raise ValueError(
+            f"attention: query has {heads} heads, key {key.shape[1]}: for grouped queries, give enable_gqa=True"
+        )
     if key.shape[1] == 0 or heads % key.shape[1]:
         raise ValueError(f"attention: the {key.shape[1]} heads of the key do not divide the {heads} of the query")
 

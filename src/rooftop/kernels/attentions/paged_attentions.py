@@ -268,8 +268,8 @@ def paged_attention(
     no_tangents("paged_attention", query, keys, values, instead="attention")
     if torch.is_grad_enabled() and any(t.requires_grad for t in (query, keys, values)):
         raise NotImplementedError(
-            "paged_attention has no gradient: query, keys and values must not need one; train with attention, or call "
-            "it under torch.no_grad()"
+            "paged_attention has no gradient: query, keys and values must not require one; use attention for "
+            "training, or call it under torch.no_grad()"
         )
     factor = 1 / math.sqrt(max(1, query.shape[2])) if scale is None else float(scale)
     out: Tensor = _paged_attention(query, keys, values, pages, lengths, factor, positions, window)
@@ -306,8 +306,8 @@ def _checked_values(keys: Tensor, pages: Tensor, lengths: Tensor) -> tuple[list[
     numbers: list[int] = lengths.tolist()
     if numbers and (min(numbers) < 0 or max(numbers) > room):
         raise ValueError(
-            f"paged_attention: lengths must be from 0 to {room}, what {pages.shape[1]} pages of {page} positions hold, "
-            f"got {min(numbers)} to {max(numbers)}"
+            f"paged_attention: lengths must be from 0 to {room}, the capacity of {pages.shape[1]} pages of {page} "
+            f"positions, got {min(numbers)} to {max(numbers)}"
         )
     tables: list[list[int]] = pages.tolist()
     for table, length in zip(tables, numbers, strict=True):

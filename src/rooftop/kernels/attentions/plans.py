@@ -92,10 +92,10 @@ def plan_of(shape: Shape, device: torch.device, direction: Direction) -> Attenti
     for place, name in enumerate(rule.order):
         why = _refusal(name, shape, capability)
         if why is None:
-            reason = "fastest by the table" if place == 0 else "fastest by the table that can do this call"
+            reason = "fastest by the table" if place == 0 else "fastest by the table of those that support this call"
             return AttentionPlan(name, reason, refused)
         refused[name] = why
-    return AttentionPlan("reference", "no back end can do this call", refused)
+    return AttentionPlan("reference", "no back end supports this call", refused)
 
 
 def _applies(rule: Rule, shape: Shape, capability: tuple[int, int]) -> bool:
@@ -140,7 +140,7 @@ _LIMITS: dict[str, tuple[Limit, ...]] = {
         (lambda s, c: not torch.are_deterministic_algorithms_enabled(), "it is not deterministic"),
         *(_NOT_EMPTY, _HALF, _UNMASKED, _SQUARE, _SAME_FEATURES),
         (lambda s, c: s.query[3] <= 128, "it takes up to 128 features"),
-        (lambda s, c: min(s.query[2], s.keys) >= 64, "it is for 64 positions and more"),
+        (lambda s, c: min(s.query[2], s.keys) >= 64, "it needs 64 positions or more"),
     ),
     "efficient": (
         (lambda s, c: torch.backends.cuda.mem_efficient_sdp_enabled(), "it is disabled"),

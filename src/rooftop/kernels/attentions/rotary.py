@@ -326,7 +326,7 @@ def _check_tables(name: str, argument: str, x: Tensor, cos: Tensor, sin: Tensor)
     if not 0 < pairs <= MOST_PAIRS:
         raise ValueError(f"{name}: tables must have 1 to {MOST_PAIRS} pairs, got {pairs}")
     if cos.requires_grad or sin.requires_grad:
-        raise NotImplementedError(f"{name}: cos and sin get no gradient: detach them")
+        raise NotImplementedError(f"{name}: gradients of cos and sin are not supported: detach them")
 
 
 def _check_offset(name: str, x: Tensor, table_positions: int, offset: int | Tensor) -> None:
@@ -353,10 +353,13 @@ def _check_offset(name: str, x: Tensor, table_positions: int, offset: int | Tens
 def _check_in_place(name: str, names: tuple[str, ...], tensors: tuple[Tensor, ...]) -> None:
     for argument, tensor in zip(names, tensors, strict=True):
         if torch.is_grad_enabled() and tensor.requires_grad:
-            raise ValueError(f"{name}: autograd watches {argument}, which cannot be changed in place: inplace=False")
+            raise ValueError(
+                f"{name}: autograd watches {argument}, so it cannot be changed in place: use inplace=False"
+            )
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise ValueError(f"{name}: {argument} repeats memory, which cannot be changed in place: inplace=False")
+            raise ValueError(f"{name}: {argument} repeats memory, so it cannot be changed in place: use inplace=False")
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise ValueError(
-                f"{name}: the features of {argument} must lie side by side in place, got {tensor.stride()}"
+                f"{name}: inplace=True needs the features of {argument} side by side in memory, got strides "
+                f"{tensor.stride()}"
             )

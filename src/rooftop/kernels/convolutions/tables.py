@@ -239,7 +239,7 @@ def choose(problem: Problem) -> ConvPlan:
     if geometry.rows == 0:
         return ConvPlan("library", None, "there are no images")
     if problem.keep:
-        return ConvPlan("library", None, "the gradient needs what is activated")
+        return ConvPlan("library", None, "the gradient needs the value before the activation")
     if problem.dtype not in HALVES:
         return ConvPlan("library", None, "float32")
     if not problem.channels_last:

@@ -419,7 +419,9 @@ def _not_1(number: Any) -> bool:
 
 def _divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Expression:
     if rounding_mode is not None:
-        raise TypeError("fused: div with a rounding mode is not supported: use torch.floor or torch.trunc of a / b")
+        raise TypeError(
+            "fused: div with a rounding mode is not supported: use torch.floor(a / b) or torch.trunc(a / b)"
+        )
     return apply("div", input, other)
 
 

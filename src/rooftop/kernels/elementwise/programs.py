@@ -79,7 +79,7 @@ def program_of(text: str) -> Program:
     for option in options[autocast:]:
         number, _, marks = option.partition("=")
         if not number.isdecimal() or int(number) >= len(kept) or not marks or set(marks) - set("01"):
-            raise ValueError(f"fused: {option!r} is not which dimensions of which result are kept, as in '0=01'")
+            raise ValueError(f"fused: {option!r} does not state the kept dimensions of a result, as in '0=01'")
         kept[int(number)] = marks
     used = arguments_of(outputs)
     if set(kinds) - set("tn-"):
@@ -146,7 +146,7 @@ def planned(tensors: Sequence[Tensor], numbers: Sequence[Number], program: Progr
         program = program_of(program)
     if len(tensors) != program.kinds.count("t") or len(numbers) != program.kinds.count("n"):
         text = f"{program.kinds}: {text_of(program.outputs)}"
-        raise ValueError(f"fused: {text!r} takes other arguments than {len(tensors)} tensors, {len(numbers)} numbers")
+        raise ValueError(f"fused: {text!r} does not take {len(tensors)} tensors and {len(numbers)} numbers")
     device = _device(tensors)
     arguments = list(program.arguments(tensors, numbers))
     for i, each in enumerate(arguments):

@@ -285,7 +285,9 @@ def linear_cross_entropy(
     check_arguments("linear_cross_entropy", logits, indices, class_weight, reduction, label_smoothing, z_loss)
     check_index("linear_cross_entropy", ignore_index)
     if reduction == "none":
-        raise ValueError("linear_cross_entropy: reduction must be 'mean' or 'sum': gradients are made in forward")
+        raise ValueError(
+            "linear_cross_entropy: reduction must be 'mean' or 'sum', because forward computes the gradients"
+        )
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"linear_cross_entropy: chunk_size must be a positive int, got {chunk_size!r}")
     wanted = [int(keeps_for_backward(t)) for t in (hidden, weight, bias)]  # torch.jit.trace takes no list of bools

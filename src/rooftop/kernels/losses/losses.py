@@ -265,8 +265,8 @@ class CrossEntropyWithGradient(NamedTuple):
         x = kept.logits() if kept.x is None else kept.x
         if x is None or x._version != kept.version:
             raise NotImplementedError(
-                "cross_entropy has no second derivative by its fused kernel once the logits (N, V) are freed "
-                "or changed: keep them in a variable, or use fused=False"
+                "cross_entropy: the fused kernel has no second derivative once the logits (N, V) are freed or "
+                "changed: keep them in a variable, or use fused=False"
             )
         terms = Terms(kept.weight, *kept.numbers)
         return (reduced_gradient_formula(dloss, x, kept.target, terms, kept.mean),)
@@ -407,7 +407,9 @@ def cross_entropy(
     if fused is None:
         fused = reduction != "none" and input.dtype != torch.float16
     elif fused and reduction == "none":
-        raise ValueError("cross_entropy: fused needs a reduction: the gradient of each row's loss is not known before")
+        raise ValueError(
+            "cross_entropy: fused needs a reduction, because the gradient of each row's loss is unknown in forward"
+        )
     numbers = (ignore_index, float(label_smoothing), float(z_loss))
     indices = target.reshape(-1)
     weight = weight.detach() if weight is not None else None
@@ -454,7 +456,7 @@ def check_arguments(
     check_tensors(name, None, ("weight",), ("input", x), target=target, weight=weight)
     if target.dtype != torch.int64:
         raise TypeError(
-            f"{name}: target must be class indices of int64, got {target.dtype}; of class probabilities use "
+            f"{name}: target must be class indices of int64, got {target.dtype}; for class probabilities use "
             "torch.nn.functional.cross_entropy"
         )
     if x.dim() == 0:

@@ -386,12 +386,12 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
     if other.dim() > 2:
         if input.shape[-1] != other.shape[-2] or not _broadcast(input.shape[:-2], other.shape[:-2]):
             shapes = f"{tuple(input.shape)} and {tuple(other.shape)}"
-            raise ValueError(f"matmul: input and other, {shapes} do not fit: expected (..., M, K), (..., K, N)")
+            raise ValueError(f"matmul: input and other, {shapes} do not match: expected (..., M, K), (..., K, N)")
         return torch.matmul(input, other)
     weight = other[None] if other.dim() == 1 else other.t()
     if input.shape[-1] != weight.shape[1]:
         shapes = f"{tuple(input.shape)} and {tuple(other.shape)}"
-        raise ValueError(f"matmul: input and other, {shapes} do not fit: expected (..., K), (K, N)")
+        raise ValueError(f"matmul: input and other, {shapes} do not match: expected (..., K), (K, N)")
     x, weight, *_ = _prepared("matmul", input, weight, None, "none", None)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y = _linear_act(rows, weight, None, "none", None, False)[0]

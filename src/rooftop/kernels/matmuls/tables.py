@@ -188,7 +188,7 @@ def choose(problem: Problem) -> LinearPlan:
     if few is not None and few.tile is not None:
         return LinearPlan(few.tile.kernel, few.tile, _reason(few))
     if not problem.finish:
-        return LinearPlan("library", None, "nothing but a bias follows, which cuBLAS adds")
+        return LinearPlan("library", None, "only a bias follows, which cuBLAS adds")
     if problem.library_finish:
         return LinearPlan("library", None, "cuBLAS has an epilogue for this")
     table: tuple[Entry, ...]

@@ -79,16 +79,24 @@ def refused(
     if device.cuda != 9:
         return "they need compute capability 9"
     if len(set(dtypes)) > 1:
-        return "the gradient has another dtype than the rows"
+        return "the gradient and the rows differ in dtype"
     if len(given) > 1:
-        return "weight and bias have two dtypes"
+        return "weight and bias differ in dtype"
     if not given <= CPP_TYPES.keys():
         return "the parameters are float64"
     if not aligned:
         return "rows do not begin at a multiple of 16 bytes"
     if columns % GROUP == 0:
-        return None if all(stride % GROUP == 0 for stride in strides) else "rows lie at odd distances"
-    return None if all(stride == columns for stride in strides) else "rows of an odd length lie apart"
+        return (
+            None
+            if all(stride % GROUP == 0 for stride in strides)
+            else "the row stride is not a multiple of eight elements"
+        )
+    return (
+        None
+        if all(stride == columns for stride in strides)
+        else "rows whose length is not a multiple of eight are not contiguous"
+    )
 
 
 def staged(

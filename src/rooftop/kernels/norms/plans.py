@@ -175,7 +175,7 @@ def gradients_of(call: Forward) -> Backward:
 
 def without_kernels(dtype: torch.dtype, columns: int, triton: bool) -> str | None:
     """Why plain PyTorch computes the norm; None if kernels do. `triton`: whether its kernels run on the device."""
-    return "rows of no elements, which have nothing to launch for" if columns == 0 else why_reference(dtype, triton)
+    return "rows have no elements, so nothing is launched" if columns == 0 else why_reference(dtype, triton)
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -190,7 +190,10 @@ def choose_forward(call: Forward) -> NormPlan:
     columns, group = call.columns, unit(call.columns, *call.strides)
     fours = _fours(call, group)
     if fours is not None:
-        reason = f"rows begin at multiples of 8 bytes, and up to {fours.columns} elements are faster held than staged"
+        reason = (
+            f"rows begin at multiples of 8 bytes, and up to {fours.columns} elements are faster in registers than "
+            "staged"
+        )
         return NormPlan("tiles", (_forward_tiles(call, group, fours),), reason)
     entry = clusters.config_for(tables.CLUSTER_FORWARD, columns)
     staged = _staged_forward(call, entry) if entry is not None else None
@@ -229,9 +232,9 @@ def _fetched(call: Forward) -> list[torch.dtype]:
 def _staged_forward(call: Forward, entry: ClusterConfig) -> tuple[Launch, ...] | str:
     """The launches of cluster kernels, or why there are none."""
     if call.adds:
-        return "a sum stands in front of the norm"
+        return "a sum precedes the norm"
     if call.result != call.dtype:
-        return "the result has another dtype than the rows"
+        return "the result and the rows differ in dtype"
     given, parameters = (call.dtype,), (call.weight, call.bias)
     return _staged("norm_forward_staged", call, entry, _forward_parts(call, True), given, parameters, call.strides[:1])
 
@@ -389,7 +392,7 @@ def _staged(
         rows = stop - start
         staged = clusters.staged(kernel, entry, call.dtype, of_parameters, rows, call.columns, call.rms, call.device)
         if staged is None:
-            return "shared memory does not have the room for such rows"
+            return "shared memory has no room for such rows"
         sizes = (rows, call.columns, *strides, staged.stages)
         launches.append(Launch(kernel, start, stop, (), sizes, staged=staged))
     return tuple(launches)
@@ -402,7 +405,7 @@ def _why_staged(entry: ClusterConfig) -> str:
 
 # ---- which table entry applies, and its parameters for a row ---------------------------------------------------------
 
-_WHY_SHIFTED = "rows follow each other at odd addresses: loads of 16 bytes with a shift are faster than narrow ones"
+_WHY_SHIFTED = "rows begin at unaligned addresses: loads of 16 bytes with a shift are faster than narrow loads"
 Config = TypeVar("Config", ForwardConfig, BackwardConfig)
 
 

@@ -50,8 +50,8 @@ def table_of(numbers: bytes, dtype: torch.dtype, device: torch.device) -> Table:
         return Table(found, True)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "a number for each channel is copied to the GPU when it is first used, which a CUDA graph would record: do "
-            "it once before it is captured"
+            "per-channel numbers are copied to the GPU at their first use, and a CUDA graph would record this copy: "
+            "run the call once before the capture"
         )
     period = torch.frombuffer(bytearray(numbers), dtype=dtype)
     places = torch.arange(len(period), device="cpu")[:, None] + torch.arange(COLUMNS, device="cpu")

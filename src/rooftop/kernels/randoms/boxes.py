@@ -36,13 +36,11 @@ class Box:
 
     def __post_init__(self) -> None:
         if not len(self.shape) == len(self.start) == len(self.size) == len(self.strides):
-            raise ValueError(
-                f"Box: shape, start, size and stride must have as many dimensions as each other, got {self}"
-            )
+            raise ValueError(f"Box: shape, start, size and stride must have the same number of dimensions, got {self}")
         for extent, first, count, pace in zip(self.shape, self.start, self.size, self.strides, strict=True):
             if first < 0 or count < 0 or pace < 1 or (count > 0 and first + (count - 1) * pace >= extent):
                 raise ValueError(
-                    f"Box: {count} elements from {first}, {pace} apart, are not within a dimension of {extent}: {self}"
+                    f"Box: {count} elements from {first}, {pace} apart, exceed a dimension of {extent}: {self}"
                 )
 
     @staticmethod

@@ -298,7 +298,10 @@ def random_normal(
     if not (math.isfinite(mean) and math.isfinite(std) and std >= 0):
         raise ValueError(f"random_normal: mean and std must be finite and std not negative, got {mean} and {std}")
     if (low != -math.inf or high != math.inf) and not _share_between(mean, std, low, high) > 2**-16:
-        raise ValueError(f"random_normal: almost nothing of mean {mean} and std {std} is between {low} and {high}")
+        raise ValueError(
+            f"random_normal: a normal distribution with mean {mean} and std {std} has almost no values between {low} "
+            f"and {high}"
+        )
     arguments = (key, step, float(mean), float(std), float(low), float(high), dtype, torch.device(device))
     return _random_normal(sizes, strides, offset, *arguments).view(shape)
 
@@ -344,7 +347,7 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, bo
     number = 0 if isinstance(step, Tensor) else step
     if there is not None and (there.dtype, there.shape, there.device) != (torch.int64, (), x.device):
         raise TypeError(
-            f"counter_dropout: a step that is a tensor must be int64, of shape () and on {x.device} as x is, got "
+            f"counter_dropout: a tensor as step must be int64, of shape () and on {x.device} like x, got "
             f"{there.dtype}, {tuple(there.shape)} and {there.device}"
         )
     sizes, strides, offset, shape = _checked(
@@ -378,5 +381,8 @@ def _checked(
     check_dtype(name, "dtype", dtype, FLOATS)
     most = launches.MOST_DIMENSIONS
     if len(sizes) > most:
-        raise ValueError(f"{name}: {box} has {len(sizes)} dimensions after merging, at most {most}: cut it in several")
+        raise ValueError(
+            f"{name}: {box} has {len(sizes)} dimensions after merging, expected at most {most}: cut it into several "
+            "boxes"
+        )
     return sizes, strides, offset, shape

@@ -221,7 +221,9 @@ class ConvLstmSequence(NamedTuple):
 
     def in_pytorch(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if self.keep_:
-            raise NotImplementedError("rooftop::conv_lstm_sequence: what is kept for backward has no decomposition")
+            raise NotImplementedError(
+                "rooftop::conv_lstm_sequence: the tensors saved for backward have no decomposition"
+            )
         gates, kernel, hidden, cell, bias, *names, _ = self
         outputs, last = conv_lstm_sequence_reference(gates, kernel, hidden, cell, *names, bias)
         return outputs, last, last.new_empty(0), gates.new_empty(0)

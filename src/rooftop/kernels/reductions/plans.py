@@ -189,7 +189,7 @@ def _of_view(
         return ReductionPlan("share", why, (_share(kind, view, *tile),))
     counting = "absolute_ties" if kind == "norm_inf" else "ties"
     ties = _reduction(counting, view, dtype, torch.float32, processors, early, counted)
-    nested = "what is reduced is two dimensions of memory"
+    nested = "the reduced elements form two dimensions in memory"
     why = nested if view.reduced[0] > 1 else f"no tile holds all {view.reduced[1]} elements of a result"
     return ReductionPlan("count", f"{why}: ties are counted first", (_spread(kind, view, dtype.itemsize),), ties=ties)
 

@@ -324,7 +324,7 @@ def _of_norm(x: Tensor, ord: float, dim: Dims, dtype: torch.dtype | None) -> tup
     if kind is None:
         raise ValueError(f"norm: ord must be 1, 2 or infinity, got {ord!r}: use torch.linalg.vector_norm")
     if dtype is not None and torch.promote_types(dtype, x.dtype) != dtype:
-        raise TypeError(f"norm: dtype {dtype} is narrower than {x.dtype} of input")
+        raise TypeError(f"norm: dtype {dtype} is narrower than the input's {x.dtype}")
     dims = _dims("norm", x, dim)
     if kind == "norm_inf":
         _refuse_nothing("norm", x, dims)
@@ -388,4 +388,6 @@ def _dims(name: str, x: Tensor, dim: Dims) -> list[int]:
 def _refuse_nothing(name: str, x: Tensor, dims: list[int]) -> None:
     empty = [dim for dim in dims if x.shape[dim] == 0]
     if empty:
-        raise ValueError(f"{name}: there is none of nothing: dimension {empty[0]} of shape {tuple(x.shape)} is empty")
+        raise ValueError(
+            f"{name}: not defined for no elements: dimension {empty[0]} of shape {tuple(x.shape)} is empty"
+        )

@@ -271,7 +271,7 @@ def rows_of(neighbours: Tensor | None, order: Tensor | None) -> int:
     if neighbours is not None:
         return neighbours.shape[0]
     if order is None or not has_table(order):
-        raise ValueError("sparse_conv: expected neighbours, or an order that has them: use row_order")
+        raise ValueError("sparse_conv: expected neighbours, or an order that contains them: use row_order")
     return order.shape[1]
 
 

@@ -112,7 +112,7 @@ def _check_order(name: str, order: Tensor | None, table: Tensor) -> None:
 
 def _check_rows(name: str, listed: Tensor) -> None:
     if not torch.equal(listed.long().sort().values, torch.arange(len(listed))):
-        raise ValueError(f"sparse_conv: {name} must have each row from 0 to {len(listed) - 1} once: use row_order")
+        raise ValueError(f"sparse_conv: {name} must contain each row from 0 to {len(listed) - 1} once: use row_order")
 
 
 def _by_taps(weight: Tensor) -> Tensor:
@@ -375,7 +375,7 @@ def _check(
     order: Tensor | None, reverse_order: Tensor | None, pairs: tuple[Tensor, Tensor] | None,
 ) -> None:  # fmt: skip
     if pairs is not None and (not isinstance(pairs, (tuple, list)) or len(pairs) != 2):
-        raise TypeError("sparse_conv: pairs must be a tuple of two tensors, the pairs and how many there are")
+        raise TypeError("sparse_conv: pairs must be a tuple of two tensors, the pairs and their number")
     listed, counts = (None, None) if pairs is None else pairs
     check_tensors("sparse_conv", FLOATS, ("bias",), features=features, weight=weight, bias=bias)
     beside = ("features", features)
@@ -408,7 +408,7 @@ def _check_shapes(
     rows = rows_of(neighbours, order)
     for count in (rows, sites):  # not their maximum: sizes that depend on data have none
         if count > MAX_ROWS:
-            raise ValueError(f"sparse_conv: {count} rows are more than int32 can number: split the batch")
+            raise ValueError(f"sparse_conv: {count} rows exceed the range of int32: split the batch")
     check_shape("sparse_conv", "bias", bias, (weight.shape[0],))
     check_shape("sparse_conv", "reverse", reverse, (sites, taps))
     if order is not None:

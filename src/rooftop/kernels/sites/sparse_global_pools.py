@@ -221,7 +221,7 @@ def _pooled(features: Tensor, batch: Tensor, batch_size: int, average: bool) -> 
         raise ValueError(f"{name}: expected batch ({features.shape[0]},), a batch element of each row of features, "
                          f"got {tuple(batch.shape)}")  # fmt: skip
     if not isinstance(batch_size, (int, torch.SymInt)) or batch_size < 1:
-        raise ValueError(f"{name}: batch_size must be a number of batch elements from 1 on, got {batch_size!r}")
+        raise ValueError(f"{name}: batch_size must be a number of batch elements, 1 or more, got {batch_size!r}")
     no_tangents(name, features, instead=INSTEAD)
     return _sparse_global_pool(features, batch, batch_size, average)[0]
 

@@ -258,7 +258,7 @@ def _check(name: str, features: Tensor, neighbours: Tensor, reverse: Tensor | No
         raise ValueError(f"{name}: expected neighbours (M, T) of at least one tap, got {tuple(neighbours.shape)}")
     rows, taps = neighbours.shape
     if max(rows, sites) > MAX_ROWS:
-        raise ValueError(f"{name}: {max(rows, sites)} rows are more than int32 can number: split the batch")
+        raise ValueError(f"{name}: {max(rows, sites)} rows exceed the range of int32: split the batch")
     check_shape(name, "reverse", reverse, (sites, taps))
     if reverse is None and rows != sites and features.requires_grad and torch.is_grad_enabled():
         raise ValueError(

@@ -123,15 +123,15 @@ def planned(entry: ClusterConfig | OddRows, rows: Rows, device: Device) -> Plan 
     if not set(rows.dtypes) <= CPP_TYPES.keys():
         return "rows are not of single or half precision"
     if len(set(rows.dtypes)) > 1:
-        return "the result has another dtype than the rows"
+        return "the result and the rows differ in dtype"
     if len(set(rows.starts)) > 1:
-        return "rows and results begin at other distances from multiples of 16 bytes"
+        return "rows and results have different alignments within 16 bytes"
     if device.cuda < 9:
         return "they need compute capability 9 or more"
     sources = len(rows.dtypes) - 1
     found = _planned(entry, rows.columns, rows.dtypes[0].itemsize, sources, device.shared_bytes)
     if found is None:
-        return "a block does not have the room for its part of a row"
+        return "a block has no room for its part of a row"
     return found if is_installed() else "cuda.core or NVRTC is not installed"
 
 

@@ -130,7 +130,7 @@ def read_keras_weights(path: str | Path) -> list[KerasLayer]:
     try:
         import h5py
     except ImportError as error:
-        raise MissingExtraError('weights of Keras need h5py: pip install "rooftop[keras]"') from error
+        raise MissingExtraError('reading Keras weights needs h5py: pip install "rooftop[keras]"') from error
     if not path.is_file():
         raise InputError(f"{path} is not a file: expected a .keras, .weights.h5 or .h5 file that Keras wrote")
     try:
@@ -145,11 +145,11 @@ def read_keras_weights(path: str | Path) -> list[KerasLayer]:
         if isinstance(error, WeightsError):
             raise
         raise WeightsError(
-            f"{path} is damaged or no file of Keras's weights ({type(error).__name__}: {error}). "
-            "Expected what model.save() or model.save_weights() of Keras wrote"
+            f"{path} is damaged or not a file of Keras weights ({type(error).__name__}: {error}). Expected a file "
+            "written by model.save() or model.save_weights() of Keras"
         ) from error
     if not layers:
-        raise WeightsError(f"{path} holds no layer with weights: expected what model.save() of Keras wrote")
+        raise WeightsError(f"{path} holds no layer with weights: expected a file written by model.save() of Keras")
     return layers
 
 
@@ -179,7 +179,7 @@ def _by_numbers(file: Any) -> Iterator[KerasLayer]:
     file.visititems(visit)
     if len({name.rpartition("/")[0] for *_, name, _ in found}) > 1:
         names = ", ".join(sorted(name for *_, name, _ in found))
-        raise WeightsError(f"models inside of models have no known order of layers: {names}")
+        raise WeightsError(f"nested models have no known order of layers: {names}")
     for kind, _, name, tensors in sorted(found, key=lambda each: each[:2]):
         known = WEIGHTS.get(kind, tuple(map(str, range(len(tensors)))))
         if len(tensors) > len(known) or (kind == "batch_normalization" and len(tensors) != 4):

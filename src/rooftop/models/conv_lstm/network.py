@@ -99,8 +99,8 @@ class ConvLSTM2D(nn.Module):
         self.strides, self.dilation_rate = _pair("strides", strides), _pair("dilation_rate", dilation_rate)
         if max(self.strides) > 1 and max(self.dilation_rate) > 1:
             raise ValueError(
-                "ConvLSTM2D: strides > 1 and dilation_rate > 1 do not go together: set one of them to 1; "
-                f"got strides={self.strides}, dilation_rate={self.dilation_rate}"
+                "ConvLSTM2D: strides > 1 and dilation_rate > 1 cannot be combined: set one of them to 1; got "
+                f"strides={self.strides}, dilation_rate={self.dilation_rate}"
             )
         self.padding = _one_of("padding", str(padding).lower(), ("valid", "same"))
         self.data_format = _one_of("data_format", data_format, (LAST, FIRST))
@@ -310,7 +310,7 @@ class ConvLSTM2D(nn.Module):
             if not isinstance(tensor, Tensor) and (name == "frames" or tensor is not None):
                 raise TypeError(f"ConvLSTM2D: {name} must be a tensor, got {type(tensor).__name__}")
         if not x.is_floating_point():
-            raise TypeError(f"ConvLSTM2D: frames must be of floating point numbers, got {x.dtype}")
+            raise TypeError(f"ConvLSTM2D: frames must have a floating-point dtype, got {x.dtype}")
         if x.dim() != 5:
             raise ValueError(f"ConvLSTM2D: frames must be {names}, got {tuple(x.shape)}")
         channels, sizes = (x.shape[4], x.shape[2:4]) if self.data_format == LAST else (x.shape[2], x.shape[3:])

@@ -72,9 +72,9 @@ def _options(path: Path) -> dict[str, Any]:
         or kernels[0].shape[1] not in (1, 3)
     ):
         raise WeightsError(
-            f"{path} is not of a network of the next frame: expected three ConvLSTM2D layers, the first for grey or "
-            f"colour frames, and a convolution; got {len(kernels)} of {[tuple(each.shape) for each in kernels]} and "
-            f"{len(heads)} of {[tuple(each.shape) for each in heads]}"
+            f"{path} is not from a network that predicts the next frame: expected three ConvLSTM2D layers, the first "
+            f"for grey or colour frames, and a convolution; got {len(kernels)} of "
+            f"{[tuple(each.shape) for each in kernels]} and {len(heads)} of {[tuple(each.shape) for each in heads]}"
         )
     return {
         "channels": kernels[0].shape[1],

@@ -84,7 +84,7 @@ class CocoDataset(Dataset[tuple[Tensor, Target]]):
         for place, each in enumerate(self.annotations["annotations"]):
             for key, expected in (("image_id", known), ("category_id", self.label_of)):
                 if each[key] not in expected:
-                    raise InputError(f"{annotations}: annotation {place} has {key} {each[key]}, which is not there")
+                    raise InputError(f"{annotations}: annotation {place} has {key} {each[key]}, which does not exist")
             self.boxes_of[each["image_id"]].append(each)
 
     def __len__(self) -> int:
@@ -150,7 +150,7 @@ def average_precision(dataset: CocoDataset, detections: Sequence[Detections]) ->
     for described, found in zip(dataset.images, detections, strict=True):
         for score, label, box in zip(*(part.tolist() for part in found), strict=True):
             if label not in category_of:
-                raise ValueError(f"label {label} is none of the dataset's {sorted(category_of)}")
+                raise ValueError(f"label {label} is not one of the dataset's {sorted(category_of)}")
             left, top, right, bottom = box
             bbox = [left, top, right - left, bottom - top]
             results.append(

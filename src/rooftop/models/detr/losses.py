@@ -118,7 +118,7 @@ class Matcher:
 
     def __post_init__(self) -> None:
         if not (self.class_cost or self.box_cost or self.giou_cost):
-            raise ValueError("all costs of the matcher are 0, so that any match would do")
+            raise ValueError("all costs of the matcher are 0, so every match would be equally good")
 
     @torch.no_grad()
     def __call__(self, predictions: Predictions, targets: PaddedTargets) -> Tensor:
@@ -292,8 +292,8 @@ def _check_predictions(predictions: Predictions, targets: Sequence[Target], num_
         raise ValueError(f"got targets of {len(targets)} images and predictions of {len(predictions.logits)}")
     if predictions.logits.shape[-1] != num_classes + 1:
         raise ValueError(
-            f"logits are of {predictions.logits.shape[-1]} classes, expected {num_classes + 1}: "
-            f"the criterion's {num_classes} and no object"
+            f"logits are of {predictions.logits.shape[-1]} classes, expected {num_classes + 1}: {num_classes} of the "
+            "criterion and one for no object"
         )
 
 
@@ -318,6 +318,6 @@ def _check_target(image: int, target: Target, num_classes: int) -> None:
     if not inside.all():
         number = int((~inside).nonzero()[0])
         raise ValueError(
-            f"box {number} of target {image} is {boxes[number].tolist()}: expected (center x, center y, width, height) "
-            "of a box with area inside the image, as parts of its width and height, 0..1"
+            f"box {number} of target {image} is {boxes[number].tolist()}: expected (center x, center y, width, "
+            "height) of a box with area inside the image, as fractions of the image's width and height"
         )

@@ -367,7 +367,9 @@ class Detr(nn.Module):
         if width % heads or width % 4:
             raise ValueError(f"width {width} is not a multiple of heads ({heads}) and of 4")
         if decoder_layers < 1:
-            raise ValueError(f"got decoder_layers={decoder_layers}: the objects come out of the last one")
+            raise ValueError(
+                f"got decoder_layers={decoder_layers}: expected at least one, because the last layer gives the objects"
+            )
         self.num_classes, self.width, self.auxiliary = num_classes, width, auxiliary
         self.transformer = Transformer(width, heads, encoder_layers, decoder_layers, feed_forward, dropout)
         self.class_embed = nn.Linear(width, num_classes + 1)
@@ -397,7 +399,7 @@ class Detr(nn.Module):
             if all(image.shape == images[0].shape for image in images):
                 padding = None  # the whole batch is image
         else:
-            raise ValueError("a mask of padding belongs to a batch; a list of images gets its own")
+            raise ValueError("a padding mask is for a batch; a list of images gets its mask automatically")
         _check_batch(batch, padding)
         x = self.input_proj(self.backbone(batch))  # (B, D, H / 32, W / 32)
         positions, allowed = self._places(x, padding)
@@ -486,6 +488,6 @@ def _check_batch(batch: Tensor, padding: Tensor | None) -> None:
     expected = (batch.shape[0], *batch.shape[2:])
     if padding.dtype != torch.bool or padding.shape != expected:
         raise ValueError(
-            f"the mask of padding is {padding.dtype} {tuple(padding.shape)}, expected torch.bool {expected}, "
-            "True where there is no image"
+            f"the padding mask is {padding.dtype} {tuple(padding.shape)}, expected torch.bool {expected}, True where "
+            "there is no image"
         )

@@ -83,7 +83,7 @@ def gpt_config(name: str) -> GptConfig:
     """
     if name not in PRESETS:
         there_are = f"there are {', '.join(PRESETS)}"
-        raise TargetError(f"{name!r} is not a model of text{did_you_mean(name, PRESETS)}: {there_are}")
+        raise TargetError(f"{name!r} is not a language model{did_you_mean(name, PRESETS)}: {there_are}")
     return PRESETS[name]
 
 
@@ -115,7 +115,9 @@ def config_of(given: Mapping[str, Any]) -> GptConfig:
     try:
         return _config_of_gpt2(given) if kind == "gpt2" else _config_like_llama(given, LIKE_LLAMA[kind])
     except KeyError as error:
-        raise WeightsError(f"config.json of a {kind} has no {error.args[0]}: the model cannot be built") from error
+        raise WeightsError(
+            f"config.json of a {kind} has no {error.args[0]}: the model cannot be built without it"
+        ) from error
     except (TypeError, ValueError) as error:
         raise WeightsError(f"config.json of a {kind}: {error}") from error
 
@@ -225,7 +227,9 @@ def _window_of(given: Mapping[str, Any], kind: LikeLlama, layers: int) -> tuple[
         if not isinstance(types, list) or len(types) != layers or not set(types) <= {FULL, SLIDING}:
             raise ValueError(f"layer_types is {types!r}: expected {FULL!r} or {SLIDING!r} for each of {layers} layers")
         if not kind.chooses_layers and len(set(types)) > 1:
-            raise ValueError("layer_types mixes layers with and without a window, which such a model does not have")
+            raise ValueError(
+                "layer_types mixes layers with and without a window, which this kind of model does not support"
+            )
     if not kind.chooses_layers:
         return window, None
     if not given.get("use_sliding_window", False):
@@ -234,7 +238,7 @@ def _window_of(given: Mapping[str, Any], kind: LikeLlama, layers: int) -> tuple[
         first = given.get("max_window_layers", 28)
         types = [SLIDING if layer >= first else FULL for layer in range(layers)] if window is not None else []
     elif window is None and SLIDING in types:
-        raise ValueError(f"layer_types has {SLIDING!r}, but use_sliding_window and sliding_window give no window")
+        raise ValueError(f"layer_types has {SLIDING!r}, but use_sliding_window and sliding_window set no window")
     return window, None if window is None else tuple(layer for layer, each in enumerate(types) if each == SLIDING)
 
 
@@ -262,10 +266,10 @@ def hugging_face_kind(config: GptConfig) -> str:
         if found:
             return found[0]
     raise ValueError(
-        "Hugging Face's Llama has norm 'rms', position 'rope', activation 'swiglu' and no dropout but that of "
-        "attention; so have its Mistral with a window, Qwen2 with biases of queries, keys and values alone, and Qwen3 "
-        "with head_norms; its GPT-2 norm 'layer', position 'learned', a GELU, biases and as many kv_heads as heads. "
-        f"This is neither: {config}"
+        "Hugging Face's Llama has norm 'rms', position 'rope', activation 'swiglu' and no dropout except in "
+        "attention. Its Mistral adds a window, its Qwen2 biases of only queries, keys and values, its Qwen3 "
+        "head_norms. Its GPT-2 has norm 'layer', position 'learned', a GELU, biases and equal kv_heads and heads. "
+        f"This config is none of these: {config}"
     )
 
 

@@ -188,7 +188,7 @@ class Generation:
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         if self._running:
-            raise ValueError("Generation: it is iterated over already: make another for a second one")
+            raise ValueError("Generation: it was already iterated over: create another Generation for a second time")
         self._running = True
         try:
             yield from self._tokens()
@@ -245,7 +245,7 @@ class Generation:
             if token < 0:
                 raise FloatingPointError(
                     f"generate: after {len(each.tokens) + each.count} tokens of prompt {each.index} the model gives "
-                    f"NaN or infinity, and no token can be chosen: its weights are damaged, or {self.dtype} is too "
+                    f"NaN or infinity, so no token can be chosen: the weights are damaged, or {self.dtype} is too "
                     "narrow for them: try bfloat16 or float32"
                 )
         for each, token in zip(members, tokens, strict=True):
@@ -443,8 +443,8 @@ def _check_model(model: Gpt) -> None:
         raise ValueError("generate: expected a whole model, got a stage")
     if model.split_along is not None or model.context.ranks > 1:
         raise ValueError(
-            "generate: ranks share the sequences (sequence_parallel, or a context), but a new token is one position: "
-            "load the model with tensor parallel ranks alone"
+            "generate: ranks share the sequences (sequence_parallel, or a context), but a new token is one "
+            "position: load the model with only tensor parallel ranks"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("generate: the model is on the meta device, without values: load weights")
@@ -461,7 +461,7 @@ def _sequences(
         raise ValueError(f"generate: max_new_tokens must be an int, 0 or more, got {max_new_tokens!r}")
     given = list(range(len(prompts))) if numbers is None else _whole_numbers("sequences", numbers)
     if len(given) != len(prompts):
-        raise ValueError(f"generate: expected a number of each of {len(prompts)} prompts, got {len(given)} sequences")
+        raise ValueError(f"generate: expected one sequence number for each of {len(prompts)} prompts, got {len(given)}")
     found = []
     for index, prompt in enumerate(prompts):
         tokens = _checked(index, prompt, config)
@@ -474,7 +474,7 @@ def _sequences(
 def _checked(index: int, prompt: Prompt, config: GptConfig) -> list[int]:
     """The tokens of a prompt as ints."""
     if isinstance(prompt, str):
-        raise TypeError(f"generate: prompt {index} is text: give its tokens, as a tokenizer makes them")
+        raise TypeError(f"generate: prompt {index} is text: give its tokens, from a tokenizer")
     if isinstance(prompt, Tensor) and (
         prompt.dim() != 1 or prompt.dtype not in (torch.int64, torch.int32) or prompt.is_meta
     ):
@@ -484,11 +484,11 @@ def _checked(index: int, prompt: Prompt, config: GptConfig) -> list[int]:
         )
     tokens = _whole_numbers(f"prompt {index}", prompt)
     if not tokens:
-        raise ValueError(f"generate: prompt {index} is empty: begin with a token, such as that of the text's beginning")
+        raise ValueError(f"generate: prompt {index} is empty: begin with a token, such as the beginning-of-text token")
     if len(tokens) >= config.positions:
         raise ValueError(
-            f"generate: prompt {index} has {len(tokens)} tokens, and the model {config.positions} positions: that "
-            f"leaves no room for a new one; shorten it to {config.positions - 1} at most"
+            f"generate: prompt {index} has {len(tokens)} tokens, and the model {config.positions} positions, which "
+            f"leaves no room for a new token; shorten it to at most {config.positions - 1}"
         )
     least, most = min(tokens), max(tokens)
     if least < 0 or most >= config.vocabulary:

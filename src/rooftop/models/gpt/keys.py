@@ -245,7 +245,7 @@ def matched(keys: Iterable[str], config: GptConfig) -> Match:
 
 def _named(config: GptConfig) -> str:
     kind = hugging_face_config(config)["architectures"][0]
-    return f"a {kind} of {config.layers} layers, {'tied' if config.tied else 'with a head of its own'}"
+    return f"a {kind} of {config.layers} layers, {'tied' if config.tied else 'with a separate head'}"
 
 
 def shape_of_part(source: Source, part: int, ours: tuple[int, ...]) -> tuple[int, ...]:
@@ -263,7 +263,7 @@ def check_tensor(key: str, tensors: Tensors, expected: tuple[int, ...]) -> None:
     """Raises a WeightsError unless the tensor has that shape and is floating point."""
     shape, floating = tensors.shape_and_kind(key)
     if shape != expected:
-        raise WeightsError(f"{key} is of shape {shape}, the config expects {expected}")
+        raise WeightsError(f"{key} has shape {shape}, the config expects {expected}")
     if not floating:
         raise WeightsError(f"{key} holds integers: quantized weights are not supported; save them as floating point")
 

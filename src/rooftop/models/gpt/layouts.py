@@ -99,8 +99,8 @@ def parallel_gpt(
     )
     if layout.pp > 1:
         raise ValueError(
-            f"parallel_gpt: the layout {layout} has pp ranks: this splits a model along dp, tp and cp; "
-            "parallel_gpt_stages makes the stages of a pipeline"
+            f"parallel_gpt: the layout {layout} has pp ranks, but this function splits a model along dp, tp and cp; "
+            "use parallel_gpt_stages for a pipeline"
         )
     groups = layout.process_groups() if groups is None else groups
     at = layout.coordinates(dist.get_rank() if dist.is_initialized() else 0)

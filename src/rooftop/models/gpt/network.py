@@ -93,7 +93,7 @@ class Cache:
             ValueError: they require gradients, they have another batch size than the first ones, or there is no room.
         """
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
-            raise ValueError("Cache: keys and values are kept without gradients: call the model under torch.no_grad()")
+            raise ValueError("Cache: a cache supports no gradients: call the model under torch.no_grad()")
         end = self.length + key.shape[2]
         if end > self.positions:
             raise ValueError(f"Cache: {end} positions do not fit into {self.positions}: make it larger")
@@ -103,7 +103,7 @@ class Cache:
         keys, values = self._layers[layer]
         if keys.shape[:2] != key.shape[:2]:
             expected, got = tuple(keys.shape[:2]), tuple(key.shape[:2])
-            raise ValueError(f"Cache: it is of batch and heads {expected}, got {got}: make one for each batch")
+            raise ValueError(f"Cache: it is for batch and heads {expected}, got {got}: create a cache for each batch")
         keys[:, :, self.length : end] = key
         values[:, :, self.length : end] = value
         return keys[:, :, :end], values[:, :, :end]
@@ -161,7 +161,7 @@ class Gpt(nn.Module):
         super().__init__()
         owned = range(config.layers) if layers is None else layers
         if owned.step != 1 or (len(owned) and not 0 <= owned.start < owned.stop <= config.layers):
-            raise ValueError(f"Gpt: expected some of the layers {range(config.layers)}, one after another, got {owned}")
+            raise ValueError(f"Gpt: expected consecutive layers of {range(config.layers)}, got {owned}")
         if group is not None and torch.device(device or torch.get_default_device()).type != "meta":
             raise ValueError("Gpt: a part of a model is built with device='meta': rooftop.models.parallel_gpt fills it")
         granularity = granularity_of(recompute, "Gpt")
@@ -206,8 +206,8 @@ class Gpt(nn.Module):
         """
         if self.group is not None and generator is None:
             raise ValueError(
-                "Gpt: a part of a model gets its values from rooftop.models.parallel_gpt, or from a generator that is "
-                "in the same state at all ranks"
+                "Gpt: a part of a model gets its values from rooftop.models.parallel_gpt, or from a generator with "
+                "the same state on all ranks"
             )
         rules, shards = initial_values(self.config), shards_of(self)
         for name, parameter in self.named_parameters():
@@ -295,7 +295,7 @@ class Gpt(nn.Module):
             ValueError: a cache and sequence parallelism.
         """
         if cache is not None and self.split_along is not None:
-            raise ValueError("Gpt: with sequence_parallel there is no cache: build the model that generates without it")
+            raise ValueError("Gpt: sequence_parallel excludes a cache: build the model for generation without it")
         x = input if self.embedding is None else self.embedding(input, positions)
         update: Tensor | None = None
         if rotation is None and self.config.position == "rope":
@@ -363,7 +363,7 @@ class Gpt(nn.Module):
         packing: Packing | None,
     ) -> None:
         first, width = self.embedding is not None, self.config.width
-        expected = "tokens (B, S)" if first else f"what the stage before gave, (B, S, {width})"
+        expected = "tokens (B, S)" if first else f"the output of the previous stage, (B, S, {width})"
         if not isinstance(input, Tensor):
             raise TypeError(f"Gpt: expected {expected}, got {type(input).__name__}")
         given = tuple(input.shape)
@@ -372,7 +372,7 @@ class Gpt(nn.Module):
         if first and input.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"Gpt: tokens must be int64 or int32, got {input.dtype}")
         if targets is not None and self.head is None:
-            raise ValueError("Gpt: a stage without the head gives no loss: targets belong to the last stage")
+            raise ValueError("Gpt: a stage without the head computes no loss: give targets to the last stage")
         length, ranks = self._length(input), place_in(self.split_along)[1]
         if cache is not None and (packing is not None or self.context.ranks > 1):
             raise ValueError(
@@ -386,19 +386,19 @@ class Gpt(nn.Module):
             )
         if length % ranks:
             raise ValueError(
-                f"Gpt: {length} positions cannot be split among {ranks} ranks: with sequence_parallel pad the sequence "
-                "to a multiple of them"
+                f"Gpt: {length} positions cannot be split among {ranks} ranks: with sequence_parallel, pad the "
+                "sequence to a multiple of the ranks"
             )
         if self.halves and cache is None and given[0] % 2:
             raise ValueError(
-                f"Gpt: a batch of {given[0]} has no halves: with halves=True give an even number of sequences, or "
-                "build the model without"
+                f"Gpt: a batch of {given[0]} cannot be halved: with halves=True give an even number of sequences, or "
+                "build the model without halves"
             )
         end = length * self.context.ranks + (cache.length if cache is not None else 0)
         if positions is None and end > self.config.positions:
             raise ValueError(
-                f"Gpt: {end} positions, the model has {self.config.positions}: shorten the sequence, or build the "
-                "model with more"
+                f"Gpt: got {end} positions, but the model has {self.config.positions}: shorten the sequence, or "
+                "build the model with more positions"
             )
 
     def _check_packing(self, packing: Packing, batch: int, length: int) -> None:

@@ -81,8 +81,8 @@ class PagedCache:
         if needed > self.free:
             raise ValueError(
                 f"PagedCache: {positions} positions take {needed} pages of {self.page} positions "
-                f"({needed * self.page_bytes:,} bytes), {self.free} of {self.pages} are free: give back the pages of a "
-                f"sequence, or make the cache with at least {self.pages - self.free + needed} pages "
+                f"({needed * self.page_bytes:,} bytes), {self.free} of {self.pages} are free: free the pages of a "
+                f"sequence, or create the cache with at least {self.pages - self.free + needed} pages "
                 f"({(1 + self.pages - self.free + needed) * self.page_bytes:,} bytes)"
             )
         taken = [self._free.pop() for _ in range(needed)]
@@ -97,7 +97,7 @@ class PagedCache:
         """
         wrong = set(pages) - self._taken
         if wrong or len(set(pages)) < len(pages):
-            raise ValueError(f"PagedCache: expected pages in use, each once, got {sorted(pages)}")
+            raise ValueError(f"PagedCache: expected distinct pages in use, got {sorted(pages)}")
         self._taken.difference_update(pages)
         self._free.extend(reversed(pages))
 

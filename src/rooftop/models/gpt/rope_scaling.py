@@ -25,7 +25,7 @@ from torch import Tensor
 REFUSED = {
     "dynamic": "its frequencies depend on how long the text is",
     "yarn": "it also scales the scores of attention",
-    "longrope": "it has other frequencies for short texts than for long ones",
+    "longrope": "its frequencies differ between short and long texts",
 }
 """Kinds of transformers that are not supported, and why."""
 
@@ -104,11 +104,11 @@ def scaling_of(given: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         raise ValueError(f"{name} is {rope!r}: expected an object with rope_type")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if any(isinstance(value, Mapping) for value in rope.values()):
-        raise ValueError(f"{name} has other parameters for each type of layer, which is not modelled here")
+        raise ValueError(f"{name} has separate parameters for each type of layer, which is not supported")
     base = rope.get("rope_theta", given.get("rope_theta", 1e4))
     partial = rope.get("partial_rotary_factor", given.get("partial_rotary_factor"))
     if partial not in (None, 1.0):
-        raise ValueError(f"partial_rotary_factor is {partial!r}: only rotary embeddings of all features are modelled")
+        raise ValueError(f"partial_rotary_factor is {partial!r}: only rotary embeddings of all features are supported")
     if kind == "default":
         return base, None
     if kind == "linear":
@@ -124,7 +124,7 @@ def scaling_of(given: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         )
     why = f" ({REFUSED[kind]})" if kind in REFUSED else ""
     raise ValueError(
-        f"{name} is of rope_type {kind!r}, which is not modelled here{why}: expected 'default', 'linear' or 'llama3'"
+        f"{name} is of rope_type {kind!r}, which is not supported{why}: expected 'default', 'linear' or 'llama3'"
     )
 
 

@@ -70,8 +70,8 @@ def layers_of_stages(config: GptConfig, placement: Sequence[Sequence[int]], leng
     stages = sum(map(len, placement))
     if config.layers < stages:
         raise ValueError(
-            f"{config.layers} layers cannot be divided among {stages} stages, each of which needs one: use fewer "
-            "pipeline ranks or fewer stages a rank, or a model with more layers"
+            f"{config.layers} layers cannot be divided among {stages} stages, because each stage needs a layer: use "
+            "fewer pipeline ranks or fewer stages a rank, or a model with more layers"
         )
     costs = [_cost_of_layer(config, layer, length) for layer in range(config.layers)]
     embedding = FLOPS_OF_BYTE * ELEMENT * 2 * config.width
@@ -297,8 +297,8 @@ def parallel_gpt_stages(
     )
     if schedule.ranks != layout.pp:
         raise ValueError(
-            f"parallel_gpt_stages: the schedule {schedule.name} is for {schedule.ranks} ranks, and the layout {layout} "
-            f"has pp={layout.pp}: make it for as many"
+            f"parallel_gpt_stages: the schedule {schedule.name} is for {schedule.ranks} ranks, but the layout "
+            f"{layout} has pp={layout.pp}: create the schedule for that number"
         )
     layers = layers_of_stages(config, schedule.placement, length)
     at = layout.coordinates(dist.get_rank() if dist.is_initialized() else 0)

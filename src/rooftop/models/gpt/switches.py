@@ -119,8 +119,8 @@ class GptConfig:
             raise ValueError("GptConfig: rope_scaling belongs to position='rope', got learned positions")
         if self.window_layers is not None and (self.window is None or not self._are_layers(self.window_layers)):
             raise ValueError(
-                f"GptConfig: window_layers must be some of the {self.layers} layers, each once and beside a window, "
-                f"got {self.window_layers} and the window {self.window}"
+                f"GptConfig: window_layers must be distinct numbers of the {self.layers} layers, together with a "
+                f"window, got {self.window_layers} and the window {self.window}"
             )
         self._write_in_one_way()
 

@@ -50,8 +50,8 @@ class FileTokenizer:
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             raise InputError(
-                f"{path} is not there: expected the tokenizer of the weights beside them; --bytes takes a token for "
-                "each byte, for models that were trained so"
+                f"{path} is missing: expected the tokenizer beside the weights; --bytes uses each byte as a token, "
+                "for models trained that way"
             )
         try:
             import tokenizers
@@ -60,7 +60,7 @@ class FileTokenizer:
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library has no error class of its own
-            raise InputError(f"{path} is damaged or no tokenizer ({error})") from error
+            raise InputError(f"{path} is damaged or not a tokenizer ({error})") from error
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)

@@ -74,7 +74,7 @@ def gpt_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) -> dict[str
     match = matched(tensors, config)
     check_tied_head(match, config, there)
     for key in differing(match, config, there):
-        warnings.warn(f"{key} is left out, and is not what the config says", stacklevel=2)
+        warnings.warn(f"{key} is left out, although it differs from what the config defines", stacklevel=2)
     result = {}
     for ours, source in sources(config).items():
         keys = [match.given[key] for key in source.keys]
@@ -106,7 +106,7 @@ def _exported(tensors: Mapping[str, Tensor], config: GptConfig) -> Iterator[tupl
         if config.tied and ours == "head.output.weight":
             continue
         if ours not in tensors:
-            raise WeightsError(f"the state dict has no {ours}: expected that of a whole Gpt")
+            raise WeightsError(f"the state dict has no {ours}: expected the state dict of a whole Gpt")
         whole = tensors[ours]
         for key, part in zip(source.keys, whole.split(list(source.rows)), strict=True):
             yield key, part.T if source.transposed else part
@@ -178,7 +178,7 @@ def read_gpt_config(folder: str | Path) -> GptConfig:
     """
     path = Path(folder) / CONFIG
     if not path.is_file():
-        raise InputError(f"{path} is not there: expected a folder with config.json and .safetensors files")
+        raise InputError(f"{path} does not exist: expected a folder with config.json and .safetensors files")
     try:
         return config_of(read_json(path))
     except WeightsError as error:
@@ -309,7 +309,7 @@ def save_gpt(model: Gpt, folder: str | Path, *, file_bytes: int = 5 * 10**9) -> 
     if _on_any_rank(model, model.config.tied and not equal(model.head.output.weight, model.embedding.tokens.weight)):
         raise WeightsError(UNTIED)
     if _on_any_rank(model, writes and folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-        raise InputError(f"{folder} is there already: give a new folder, or an empty one")
+        raise InputError(f"{folder} already exists: give a new or empty folder")
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
         if writes:

@@ -79,7 +79,7 @@ def read(path: Path) -> Cloud:
     xyz = np.stack([columns[axis].astype(np.float64) for axis in "xyz"], 1)
     there = np.isfinite(xyz).all(1)
     if not there.any():
-        raise InputError(f"{path} has no point whose coordinates are finite, of {len(xyz)}")
+        raise InputError(f"{path} has no point with finite coordinates among {len(xyz)}")
     intensity = next((_unit(columns[name][there]) for name in INTENSITIES if name in columns), None)
     labels = next((columns[name][there].astype(np.int64) for name in LABELS if name in columns), None)
     return Cloud(
@@ -120,7 +120,9 @@ def _read_ply(path: Path) -> dict[str, NDArray[np.generic]]:
         byte_order, elements = _ply_header(file)
         for element in elements:  # the last one is the vertices
             if any(kind is None for _, kind in element.properties):
-                raise ValueError(f"element {element.name} has lists: expected numbers up to the vertices")
+                raise ValueError(
+                    f"element {element.name} has lists: expected only numbers in elements up to the vertices"
+                )
             if element.rows > path.stat().st_size:
                 raise ValueError(f"it is too short for {element.rows} rows of element {element.name}")
             layout = np.dtype([(name, f"{byte_order or '='}{kind}") for name, kind in element.properties])

@@ -109,7 +109,7 @@ def weights_in(content: Any, part: str | None = None) -> Contents:
     if len(chosen) > 1:
         names = ", ".join(f"{each.name!r} ({len(each.tensors)} tensors)" for each in chosen)
         raise WeightsError(
-            f"holds the weights of several models, {names}: choose one by part=, or save the one that is meant alone"
+            f"holds the weights of several models, {names}: choose one by part=, or save only the model that you want"
         )
     found = chosen[0]
     words = f"averaged weights{_count(found)}" if found.averaged else "weights, not averaged"

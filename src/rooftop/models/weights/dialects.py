@@ -93,7 +93,7 @@ def converted(tensors: Mapping[str, Tensor], dialects: tuple[Dialect, ...], kind
         ours, _, part = renamed(key, dialect).rstrip("]").partition("[")
         found = pieces.setdefault(ours, {})
         if part in found or (found and "" in (part, *found)):
-            raise WeightsError(f"{', '.join(found.values())} and {key} of the file are both {ours} of the model")
+            raise WeightsError(f"{', '.join(found.values())} and {key} of the file both belong to {ours} of the model")
         found[part] = key
     return Converted(
         dialect.origin,

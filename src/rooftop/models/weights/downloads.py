@@ -42,7 +42,7 @@ def download(url: str, target: Path, sha256: str) -> None:
                 digest.update(chunk)
                 file.write(chunk)
         if not digest.hexdigest().startswith(sha256):
-            raise _Failure(f"the server sent another file, whose SHA-256 begins with {digest.hexdigest()[:8]}")
+            raise _Failure(f"the server sent a different file, whose SHA-256 begins with {digest.hexdigest()[:8]}")
         partial.replace(target)
     except (OSError, _Failure) as error:  # OSErrors of the disk: `_received` turns those of the network into failures
         problem = error if isinstance(error, _Failure) else f"{target} cannot be written ({error.strerror or error})"

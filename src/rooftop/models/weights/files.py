@@ -218,7 +218,7 @@ def read_checkpoint(path: Path, part: str | None = None) -> Contents:
         raise WeightsError(f"{path} {error}") from error
 
 
-EXPECTED = "Expected what torch.save(model.state_dict(), path) writes"
+EXPECTED = "Expected a file written by torch.save(model.state_dict(), path)"
 
 
 def _unpickled(path: Path) -> Any:
@@ -253,7 +253,8 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise WeightsError(
-            f"{path} is damaged or no safetensors file ({error}). Expected what safetensors.torch.save_file writes"
+            f"{path} is damaged or not a safetensors file ({error}). Expected a file written by "
+            "safetensors.torch.save_file"
         ) from error
 
 
@@ -288,7 +289,7 @@ def _existing(builder: str, weights: str | Path) -> Path:
     if path.is_file():
         return path
     names = ["DEFAULT", *WEIGHTS[builder]] if builder in WEIGHTS else []
-    problem = "is a folder" if path.is_dir() else "is neither a file here nor the name of published weights"
+    problem = "is a folder" if path.is_dir() else "is neither a file nor the name of published weights"
     hint = did_you_mean(weights, names)
     has = f"{builder} has {', '.join(names)}, or give a file" if names else f"{builder} has none of these: give a file"
     raise InputError(f"weights {str(weights)!r} {problem}{hint}; {has}")

@@ -75,8 +75,8 @@ class LoadReport:
         if not self.differing_keys:
             return ""
         return (
-            f"{_first(self.differing_keys)} of the file are left out, and are not what the model computes: its results "
-            "may be others than those of the model that was saved"
+            f"{_first(self.differing_keys)} of the file are left out, although the model computes other values: its "
+            "results may differ from those of the saved model"
         )
 
     def __str__(self) -> str:

@@ -72,14 +72,16 @@ class TensorFiles:
             raise InputError(f"{path} is not a .safetensors file, nor a folder with {ONE_FILE} or {INDEX}")
         index = read_json(path / INDEX).get("weight_map")
         if not isinstance(index, dict) or not index:
-            raise WeightsError(f"{path / INDEX} has no weight_map: expected an index as transformers writes it")
+            raise WeightsError(f"{path / INDEX} has no weight_map: expected an index as written by transformers")
         places = {key: path / Path(str(name)).name for key, name in index.items()}
         if absent := sorted({file.name for file in places.values() if not file.is_file()}):
-            raise InputError(f"{path} lacks {', '.join(absent[:3])}, which {INDEX} names: download all files")
+            raise InputError(f"{path} lacks {', '.join(absent[:3])}, which {INDEX} lists: download all files")
         held = {file: set(self._file(file).keys()) for file in set(places.values())}
         for key, file in places.items():
             if key not in held[file]:
-                raise WeightsError(f"{file} has no {key}, which {INDEX} says it has: the files do not belong together")
+                raise WeightsError(
+                    f"{file} has no {key}, although {INDEX} lists it there: the files do not belong together"
+                )
         for file, keys in held.items():
             if other := min((key for key in keys if places.get(key, file) != file), default=None):
                 raise WeightsError(
@@ -93,7 +95,7 @@ class TensorFiles:
             try:
                 self._opened[path] = self._open(path, framework="pt", device="cpu").__enter__()
             except (self._error, OSError) as error:
-                raise WeightsError(f"{path} is damaged or no safetensors file ({error})") from error
+                raise WeightsError(f"{path} is damaged or not a safetensors file ({error})") from error
         return self._opened[path]
 
 

@@ -58,7 +58,8 @@ def trained_file(weights: str | Path) -> TrainedFile | None:
             header = file.metadata() or {}
     except (library.SafetensorError, OSError) as error:
         raise WeightsError(
-            f"{path} is damaged or no safetensors file ({error}). Expected what safetensors.torch.save_file writes"
+            f"{path} is damaged or not a safetensors file ({error}). Expected a file written by "
+            "safetensors.torch.save_file"
         ) from error
     try:
         said = json.loads(header.get(KEY, "{}"))
