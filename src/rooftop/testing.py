@@ -50,8 +50,8 @@ def assert_as_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, what: st
     if bool((error > allowed).any()):
         worst = int((error - allowed).argmax())
         raise AssertionError(
-            f"{what}: element {worst} of the finite ones is {got[worst]:.9g}, exact {truth[worst]:.9g}, "
-            f"eager {plain[worst]:.9g}: error {error[worst]:.3g}, allowed {allowed[worst]:.3g} "
+            f"{what}: finite element {worst} is {got[worst]:.9g}, exact {truth[worst]:.9g}, eager "
+            f"{plain[worst]:.9g}: error {error[worst]:.3g}, allowed {allowed[worst]:.3g} "
             f"({int((error > allowed).sum())} of {error.numel()} elements are beyond)"
         )
     mean, mean_allowed = _rms(error), 2 * _rms(plain - truth) + _rms(rounding)
@@ -63,8 +63,8 @@ def _assert_same_specials(got: Tensor, truth: Tensor, what: str) -> None:
     """Assert NaN exactly where the truth is NaN, and infinities with the same sign (overflow may round to them)."""
     if not torch.equal(got.isnan(), truth.isnan()):
         raise AssertionError(
-            f"{what}: {int((got.isnan() & ~truth.isnan()).sum())} elements are NaN that should not be, "
-            f"{int((~got.isnan() & truth.isnan()).sum())} should be and are not"
+            f"{what}: {int((got.isnan() & ~truth.isnan()).sum())} elements are NaN but should not be, "
+            f"{int((~got.isnan() & truth.isnan()).sum())} should be NaN but are not"
         )
     infinite = truth.isinf()
     if not torch.equal(got[infinite], truth[infinite]):

@@ -53,7 +53,7 @@ def test_a_labelled_step_that_launches_other_kernels_keeps_its_times_and_says_so
     notes: list[str] = []
     operators, _ = medians([run, run], notes, KernelTimes(("gemm", "relu"), (1.0, 1.0), 2.0, 8))
     assert [op.measured_ms for op in operators] == [5.0, 5.0]
-    assert any("other kernels while its operators were labelled" in note for note in notes)
+    assert any("different kernels with and without labels on its operators:" in note for note in notes)
 
 
 def test_runs_that_a_busy_host_slowed_down_do_not_count() -> None:

@@ -321,7 +321,7 @@ def looks(x: Tensor) -> Tensor:
     [looks, torch.nonzero, lambda x: x[x > 0], lambda x: x if (x > 0).any() else -x, Tensor.tolist, Tensor.numpy],
 )
 def test_what_depends_on_values_cannot_be_predicted(function: Callable[[Tensor], Any], h200: Ceilings) -> None:
-    with pytest.raises(InputError, match="cannot be predicted: what it runs depends on values"):
+    with pytest.raises(InputError, match="cannot be predicted: its operators depend on values"):
         rooftop.predict(function, torch.randn(4), ceilings=h200)
 
 
@@ -356,16 +356,24 @@ class Locked(nn.Linear):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"target": nn.Flatten()}, InputError, "nothing to predict: no operator that Flatten runs"),
+        ({"target": nn.Flatten()}, InputError, "nothing to predict: Flatten runs no operator with"),
         ({"target": Locked()}, InputError, r"copied with fake tensors, and that failed \(TypeError: cannot pickle"),
-        ({"args": [torch.eye(3).to_sparse()]}, InputError, "sparse, nested and quantized tensors have no fake twins"),
+        (
+            {"args": [torch.eye(3).to_sparse()]},
+            InputError,
+            "sparse, nested and quantized tensors have no fake versions",
+        ),
         ({"dtype": "bf16"}, TypeError, r"predict\(dtype='bf16'\): expected a floating-point dtype"),
         ({"dtype": torch.int8}, TypeError, "expected a floating-point dtype"),
-        ({"train": True, "optimizer": "sgd"}, TypeError, r"predict\(optimizer=str\): expected what makes one"),
+        (
+            {"train": True, "optimizer": "sgd"},
+            TypeError,
+            r"predict\(optimizer=str\): expected a function that creates an optimizer",
+        ),
         (
             {"train": True, "optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])},
             TypeError,
-            r"predict\(optimizer=SGD\): expected what makes one",
+            r"predict\(optimizer=SGD\): expected a function that creates an optimizer",
         ),
     ],
 )

@@ -519,7 +519,7 @@ def test_all_ranks_of_a_script_are_in_its_report(launch: Launch, tmp_path: Path,
     assert prompt.wall_ms == pytest.approx(late.wall_ms, rel=0.3)
     assert report.summary.wall_ms == pytest.approx(prompt.wall_ms, rel=0.5)
     assert any(item.title == "Make rank 1 (cpu) as fast as the others" for item in report.advice)
-    assert any("of exposed communication, waiting included" in note for note in report.notes)
+    assert any("of exposed communication, including waits." in note for note in report.notes)
 
 
 def test_ranks_that_end_before_they_could_be_compared_say_so(
@@ -559,7 +559,7 @@ def test_a_rank_of_a_script_that_is_killed_is_named_and_nothing_hangs(
     report = Report.from_dict(first[2])
     assert report.ranks is not None
     assert [row.rank for row in report.ranks.rows] == [0]
-    assert any(note.startswith("Rank 1 of 2 is not in the report: it did not say") for note in report.notes)
+    assert any(note.startswith("Rank 1 of 2 is not in the report: it ended") for note in report.notes)
     assert first[3] < 200
 
 

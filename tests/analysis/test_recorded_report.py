@@ -80,7 +80,7 @@ def test_the_start_up_is_told_apart_and_is_no_part_of_a_step(ceilings: Ceilings)
     start_up_ms, *first_ms = times_in(note.replace("(imports, data, weights)", ""))
     assert 150 < start_up_ms < 1.01 * (took[0] + took[1])  # a step begins where its module is called
     assert len(first_ms) == 3
-    assert "The wall time is of later steps." in note
+    assert "The wall time is from later steps." in note
     assert report.mode == f"{NEEDED + 8} recorded steps"
     assert 2 < report.summary.wall_ms < 1.5 * max(took[2:])  # whatever else the machine does
     names = {row.name for row in report.ops}

@@ -356,7 +356,7 @@ def test_a_block_without_steps_is_one_step(ceilings: Ceilings) -> None:
     assert report.target == "three products"
     assert {row.name: row.calls for row in report.ops if row.flops} == {"aten::mm": 3}
     assert report.summary.flops == 3 * 2 * 4 * 5 * 6
-    assert any("The report is of the block" in note for note in report.notes)
+    assert any("The report covers the block" in note for note in report.notes)
     assert recorded.report is report
 
 
@@ -465,7 +465,7 @@ def test_waiting_for_data_is_noticed(ceilings: Ceilings) -> None:
         for batch in DataLoader(Slow(), batch_size=4):
             net(batch).sum().backward()
             recorded.step()
-    (advice,) = [item for item in recorded.report.advice if item.title == "Load data beside the step"]
+    (advice,) = [item for item in recorded.report.advice if item.title == "Load data in parallel with the step"]
     assert advice.gain_ms >= 4 * 2  # four samples of 2 ms
     assert advice.gain_ms <= recorded.report.summary.wall_ms
 

@@ -168,5 +168,5 @@ def test_a_precision_without_a_rate_leaves_its_operators_uncovered(ceilings: Cei
     net = nn.Sequential(nn.Linear(4, 4).double(), nn.ReLU())
     report = rooftop.analyze(net, torch.randn(2, 4, dtype=torch.float64), ceilings=without)
     (row,) = [row for row in report.ops if row.name == "aten::addmm"]
-    assert (row.bound, row.uncovered) == ("uncovered", "no fp64 rate is known of Test machine")
+    assert (row.bound, row.uncovered) == ("uncovered", "the fp64 rate of Test machine is unknown")
     assert rooftop.predict(net, torch.randn(2, 4, dtype=torch.float64), ceilings=without).coverage < 1

@@ -55,8 +55,8 @@ def test_steps_that_were_not_reproduced_are_said_in_one_line(measured: Profile, 
     report = reported(measured, ceilings, steps(100.0, 98.0, 140.0))
     assert report.summary.disturbed
     (note,) = [note for note in report.notes if note.startswith("Disturbed: ")]
-    assert "of 200 steps at 4 moments half took more than 140 ms, the fastest ones 98 ms" in note
-    assert "Differences and gains below 42 ms say nothing" in note
+    assert "half of 200 steps at 4 moments took more than 140 ms, the fastest 98 ms" in note
+    assert "Ignore differences and gains below 42 ms" in note
     assert " to " in report.table().split("of roof")[0]  # the interval stands beside the percentage
 
 
@@ -96,9 +96,9 @@ def test_latency_is_a_figure_of_its_own(measured: Profile, ceilings: Ceilings) -
     assert alone.summary.latency_ms == 130.0
     assert alone.summary.percent_of_roof == pytest.approx(alone.summary.fused_roof_ms)  # of 100 ms: of the wall time
     assert alone.gaps.launch_gap_ms == pytest.approx(3.0)
-    assert "the GPU sets the pace: the GPU works for 97% of a step. A step alone takes 130 ms" in alone.pace
+    assert "the GPU sets the pace: the GPU works for 97% of a step. A single step takes 130 ms" in alone.pace
     waiting = reported(measured, ceilings, steps(100.0), latency=steps(101.0), busy_ms=40.0)
-    assert "the host sets the pace: the GPU works for 40% of a step. A step alone takes as long." in waiting.pace
+    assert "the host sets the pace: the GPU works for 40% of a step. A single step takes the same time." in waiting.pace
 
 
 def test_operators_beyond_the_plain_step_are_named(measured: Profile, ceilings: Ceilings) -> None:
@@ -190,7 +190,7 @@ def test_a_step_that_takes_its_memory_anew_does_not_repeat_in_another_process(
     notes = [note for note in report.notes if note.startswith("Disturbed: ")]
     assert len(notes) == disturbed
     part_ms = system_ms * (1 + 1 / torch.get_num_threads()) / 2
-    assert all(f"a step took 9,000 pages of memory from the system, some {part_ms:.3g} ms" in note for note in notes)
+    assert all(f"a step took 9,000 pages of memory from the system in about {part_ms:.3g} ms" in note for note in notes)
     assert all(f"below {part_ms:.3g} ms say nothing" in note for note in notes)
 
 

@@ -111,7 +111,7 @@ ONE = "import sys, torch\ntorch.ones(3).relu()\n"
 def test_a_script_without_an_optimizer_is_one_step(end: str, tmp_path: Path, ceilings: Ceilings) -> None:
     report = run(tmp_path, ONE + end, ceilings)
     assert {row.name: row.calls for row in report.ops if row.flops} == {"aten::relu": 1}
-    assert any("The report is of the block" in note for note in report.notes)
+    assert any("The report covers the block" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(
@@ -389,7 +389,7 @@ def test_a_training_in_other_processes_is_not_reported_without_a_word(tmp_path: 
     (note,) = [note for note in report.notes if "other processes" in note]
     assert note.startswith("Most of the work is in other processes")
     assert "2 processes of multiprocessing (fork)" in note
-    assert "What they compute is not in the report" in note
+    assert "Their work is not in the report" in note
 
 
 def test_modules_in_other_threads_are_named(tmp_path: Path, ceilings: Ceilings) -> None:
@@ -497,7 +497,7 @@ def test_optimizers_that_are_unlike_others_step_as_ever(optimizer: str, tmp_path
     report = run(tmp_path, WRAPPED.replace("OPTIMIZER", optimizer), ceilings)
     assert report.mode == "14 recorded steps"
     name = optimizer.partition("(")[0]
-    assert any(f"What {name} took in and gave out could not be counted" in note for note in report.notes)
+    assert any(f"What {name} read and return could not be counted" in note for note in report.notes)
 
 
 AT_HOME = """

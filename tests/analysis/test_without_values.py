@@ -92,7 +92,7 @@ def test_the_ctc_loss_is_counted_as_when_run(concatenated: bool, h200: Ceilings)
 def test_what_pytorch_reads_on_its_own_is_named_as_such(h200: Ceilings) -> None:
     """Lengths in lists: PyTorch puts them into a tensor and reads that."""
     log_probs, targets = torch.randn(50, 4, 20, requires_grad=True), torch.randint(1, 20, (4, 10))
-    with pytest.raises(InputError, match="cannot be predicted: what it runs depends on values"):
+    with pytest.raises(InputError, match="cannot be predicted: its operators depend on values"):
         rooftop.predict(lambda x, y: ctc(x, y, [50] * 4, [10] * 4), log_probs, targets, ceilings=h200, train=True)
 
 
@@ -122,7 +122,7 @@ def test_a_network_without_values_is_predicted_as_one_with_them(h200: Ceilings) 
     ],
 )
 def test_how_much_a_sparse_tensor_stores_is_a_matter_of_values(function: Any, h200: Ceilings) -> None:
-    with pytest.raises(InputError, match="depends on values"):
+    with pytest.raises(InputError, match="depend on values"):
         rooftop.predict(function, torch.eye(8), ceilings=h200)
 
 

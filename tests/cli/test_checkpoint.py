@@ -80,7 +80,7 @@ def test_inspect_says_what_is_there(run: Path, said: Said) -> None:
         f"{LLAMA.parameters:,} parameters: 2 layers, width 16, 4 heads, 2 of keys, vocabulary 31",
         "float32, seed 0, 2 sequences of 8 tokens a step",
         "counting, 500 tokens",
-        "not compared; --verify does",
+        "not compared; --verify compares them",
         "31 x 16",
         f"{31 * 16 * 4:,}",
         f"{2 * 31 * 16 * 4 + 4:,}",
@@ -200,15 +200,15 @@ def test_a_wrong_place_or_layout_is_said_before_anything_is_written(run: Path, s
             ([verb, run, "-o", path], f"cannot be written: {why}")
             for verb in ("convert", "export-hf")
             for path, why in (
-                (run.parent / ("o" * 300), "no folder can be made there (File name too long); give another one"),
-                ("/proc/model", "no folder can be made there (No such file or directory); give another one"),
+                (run.parent / ("o" * 300), "no folder can be created there (File name too long); give another one"),
+                ("/proc/model", "no folder can be created there (No such file or directory); give another one"),
                 (run / "latest" / "model", "there is no folder"),
-                ("..", "expected the name of a folder that is not there yet, or empty"),
-                ("/", "expected the name of a folder that is not there yet, or empty"),
+                ("..", "expected a new or empty folder"),
+                ("/", "expected a new or empty folder"),
             )
         ),
-        (["convert", run, "-o", run], "is there already: give a new folder, or an empty one"),
-        (["export-hf", run, "-o", run], "is there already: give a new folder, or an empty one"),
+        (["convert", run, "-o", run], "already exists: give a new or empty folder"),
+        (["export-hf", run, "-o", run], "already exists: give a new or empty folder"),
         (["convert", run, "-o", out / "in" / "nowhere"], "there is no folder"),
         (["convert", run, "-o", out, "--tensor-parallel-size", 3], "heads=4 is not divisible by tp=3"),
     ):

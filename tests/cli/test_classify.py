@@ -172,7 +172,7 @@ def test_random_weights_need_no_file_and_are_those_of_their_seed(run: Run) -> No
     words = ["photos", "--model", "resnet18", "--top", "1", "--random-weights"]
     status, out, err = run(*words, "3")
     assert (status, err) == (0, "")
-    assert out.splitlines()[-1] == "random weights: what is found means nothing"
+    assert out.splitlines()[-1] == "random weights: the results mean nothing"
     first, again, other = (json.loads(run(*words, seed, "--json", "-")[1]) for seed in "334")
     assert (first["seed"], first["weights"]) == (3, None)
     assert first == again
@@ -220,7 +220,7 @@ def test_names_of_files_are_shown_as_they_are(run: Run, files: dict[int, Path]) 
         (["half.png", "--model", "resnet18", "--weights", "THREE"], 2, "half.png cannot be read"),
         (["photos", "--model", "resnet5"], 2, "'resnet5' is not one of 'resnet18', 'resnet34', 'resnet50'"),
         (["photos", "--weights", "IMAGENET1K_V3"], 2, "did you mean IMAGENET1K_V2?"),
-        (["photos", "--weights", "mine.safetensors"], 2, "is neither a file here nor the name of published weights"),
+        (["photos", "--weights", "mine.safetensors"], 2, "is neither a file nor the name of published weights"),
         (["photos", "--weights", "photos"], 2, "is a folder"),
         (
             ["photos", "--weights", "THREE", "--random-weights", "0"],

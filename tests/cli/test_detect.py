@@ -49,7 +49,7 @@ WORDS = ("one", "two", "--random-weights", "3", "--threshold", "0", "--size", "6
 def test_objects_are_shown_written_and_drawn(run: Run) -> None:
     status, out, err = run(*WORDS, "-o", "found", "--json", "found.json")
     assert status == 0, err
-    assert "random weights: what is found means nothing" in out
+    assert "random weights: the results mean nothing" in out
     assert out.count("photo.png") == 2
     found = json.loads(Path("found.json").read_text())
     assert [photo["picture"] for photo in found["photographs"]] == ["found/photo.png", "found/photo-2.png"]

@@ -47,7 +47,7 @@ def test_what_is_optional_may_be_absent_or_broken(monkeypatch: pytest.MonkeyPatc
     optional = Finding("Warp", "broken", "warp-lang 1.9.0", "OSError", "pip install warp-lang", needed=False)
     result = doctor(monkeypatch, WORKS, ABSENT, optional)
     assert result.exit_code == 0
-    assert result.output.endswith("\nNothing that is needed is broken.\n")
+    assert result.output.endswith("\nEverything required works.\n")
     assert "✗  Warp" in result.output
 
 

@@ -193,9 +193,12 @@ def test_up_to_the_last_position_of_the_model(run: Run, folder: Path) -> None:
         (["--bytes"], "expected exactly one of --weights DIR|FILE and --random-weights SEED"),
         (["--weights", "{folder}", "--random-weights", "0"], "expected exactly one of --weights"),
         (["--random-weights", "0"], "expected --model NAME, one of gpt2, "),
-        (["--random-weights", "0", "--model", "gtp2"], "'gtp2' is not a model of text (did you mean gpt2?): there are"),
+        (
+            ["--random-weights", "0", "--model", "gtp2"],
+            "'gtp2' is not a language model (did you mean gpt2?): there are",
+        ),
         (["--weights", "nowhere"], "'nowhere' does not exist"),
-        (["--weights", "{folder}"], "tokenizer.json is not there: "),
+        (["--weights", "{folder}"], "tokenizer.json is missing:"),
         (["--weights", "{folder}", "--bytes", "--top-k", "3"], "expected --temperature as well, such as 1"),
         (["--weights", "{folder}", "--bytes", "--top-p", "0"], "0.0 is not in the range"),
         (
@@ -221,8 +224,8 @@ def test_wrong_calls(run: Run, folder: Path, words: list[str], message: str) -> 
 @pytest.mark.parametrize(
     ("started", "words", "message"),
     [
-        (1, ["--tensor-parallel-size", "2"], "needs 2 processes, but this process is by itself: start as many by "
-         "torchrun --nproc-per-node 2 -m rooftop generate ... --tensor-parallel-size 2, or leave the option out"),
+        (1, ["--tensor-parallel-size", "2"], "needs 2 processes, but this process is by itself: start "
+         "that number with torchrun --nproc-per-node 2 -m rooftop generate ... --tensor-parallel-size 2, or leave the option out"),
         (2, [], "--tensor-parallel-size 1 needs 1 process, but the launcher started 2 processes: start rooftop "
          "generate without the launcher, or give --tensor-parallel-size 2"),
         (4, ["--tensor-parallel-size", "2"], "needs 2 processes, but the launcher started 4 processes"),
@@ -309,7 +312,7 @@ def test_a_head_that_the_config_ties(run: Run, tmp_path: Path) -> None:
     assert status == 0
     assert torch.equal(model.head.output.weight, head)
     assert json.loads(out)["texts"][0]["tokens"] == generate(model, [list(b"roof")], 9)[0]
-    assert "the weights have a head of their own" in run(*words[:-2])[2]
+    assert "the weights have a separate head," in run(*words[:-2])[2]
 
 
 def test_more_tokens_than_positions(run: Run, folder: Path) -> None:
@@ -347,7 +350,7 @@ def test_the_folder_of_a_training(text: bool, run: Run, tmp_path: Path) -> None:
         bytes_ = ByteTokenizer()
         assert out == f"The roof{bytes_.decode(generate(model, [bytes_.encode('The roof')], 9)[0])}\n"
     status, _, err = run("--weights", tmp_path / "run", "--model", "gpt2", "--prompt", "a")
-    assert (status, "holds a training of a model other than gpt2" in err) == (2, True) or not text
+    assert (status, "was trained with another model than gpt2" in err) == (2, True) or not text
     (first / "rank-00000.safetensors").write_bytes(b"half")
     status, _, err = run("--weights", tmp_path / "run", "--bytes", "--prompt", "a", "--max-new-tokens", 1)
     assert status == 2

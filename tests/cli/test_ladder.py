@@ -95,7 +95,7 @@ def test_without_a_gpu_the_twins_run_through_the_interpreter(tmp_path: Path) -> 
     command = [sys.executable, "-m", "rooftop", "ladder", "indexing", "--size", "12", "--out", "f.json"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "so no speed is shown" in done.stdout
+    assert "so no speeds are shown" in done.stdout
     rungs = json.loads((tmp_path / "f.json").read_text())["rungs"]
     assert {rung["status"] for rung in rungs if rung["tool"] == "Triton"} == {"checked", "absent"}
     assert {rung["ms"] for rung in rungs} == {None}
@@ -115,7 +115,7 @@ def test_the_python_ladder_where_there_is_no_gpu(
 ) -> None:
     """Its table, when to stop, its figures and its chart, of a climb that is made up."""
     measured = SpeedOutcome(
-        "loops [a]", "Python", "one core", "measured", "a second is no matter", "", 12, 5.0, 0.1, 1.0, 4.0
+        "loops [a]", "Python", "one core", "measured", "a second does not matter", "", 12, 5.0, 0.1, 1.0, 4.0
     )
     found = SpeedClimb("a <work>", ("a CPU",), 2, 2, {"one core": 0.2}, (measured,), 0.0, ("a [remark]",))
     monkeypatch.chdir(tmp_path)
@@ -125,7 +125,7 @@ def test_the_python_ladder_where_there_is_no_gpu(
     out = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "loops [a] Python 5 ms 1 4.0% one core 12" in lines
-    assert "Python loops [a] a second is no matter" in lines
+    assert "Python loops [a] a second does not matter" in lines
     assert "a [remark]" in lines
     assert json.loads(Path("f.json").read_text())["rungs"][0]["copied_bytes"] == 12
     assert "ladder-python" in Path("c.html").read_text()

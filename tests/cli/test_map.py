@@ -68,7 +68,7 @@ def test_a_model_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     Image.new("RGB", (30, 20)).save("a.png")
     words = ["map", "resnet18", "a.png", "-o", "out.parquet", "--random-weights", "0", "--top", "2", "--device", "cpu"]
     assert main([*words, "--workers", "1"]) == 0
-    assert "random weights: what is found means nothing" in capsys.readouterr().out
+    assert "random weights: the results mean nothing" in capsys.readouterr().out
     (row,) = pq.read_table("out.parquet").to_pylist()
     assert len(row["labels"]) == 2
     assert main([*words[:-3], "1", "--device", "cpu"]) == 2
@@ -80,11 +80,11 @@ def test_wrong_calls_are_refused_before_anything_is_written(capsys: pytest.Captu
         (["my.py:upper", "a.txt"], "Missing option '-o'"),
         (["my.py:uper", "a.txt", "-o", "out"], "did you mean upper?"),
         (["my.py:upper", "b.txt", "-o", "out"], "b.txt does not exist"),
-        (["my.py:upper", "a.txt", "my.py", "-o", "out"], "give it with --as"),
+        (["my.py:upper", "a.txt", "my.py", "-o", "out"], "give the kind with --as"),
         (["my.py:upper", "a.txt", "-o", "out", "--as", "txet"], "did you mean text?"),
         (["my.py:upper", "a.txt", "-o", "out", "--weights", "w.pth"], "is your own target"),
         (["my.py:upper", "a.txt", "-o", "a.txt"], "a.txt is a file"),
-        (["my.py:upper", "a.txt", "-o", "out", "--workers", "1", "--scheduler", "tcp://h:1"], "workers of its own"),
+        (["my.py:upper", "a.txt", "-o", "out", "--workers", "1", "--scheduler", "tcp://h:1"], "its own workers"),
         (["my.py:upper", "a.txt", "-o", "out", "--json", "a.txt"], "a.txt"),
         (["resnet81", "a.png", "-o", "out"], "a.png does not exist"),
     ):

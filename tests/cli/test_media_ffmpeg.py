@@ -23,7 +23,7 @@ FOUND = FFmpegReport(
         FFmpegAbility("decode", "h264", "h264", "works"),
         FFmpegAbility("decode", "h264, 10 bits", "h264_cuvid", "fails", "Codec h264_cuvid is not supported"),
         FFmpegAbility("decode", "av1", "av1_cuvid", "not built in"),
-        FFmpegAbility("filter", "sobel_cuda", "", "not tried", "what it should give is not known here"),
+        FFmpegAbility("filter", "sobel_cuda", "", "not tried", "its expected output is unknown"),
     ),
 )
 
@@ -52,7 +52,7 @@ def test_each_trial_is_a_row(asked: list[object], capsys: pytest.CaptureFixture[
         "decode   ✓  h264           h264        works",
         "         ✗  h264, 10 bits  h264_cuvid  fails: Codec h264_cuvid is not supported",
         "         -  av1            av1_cuvid   not built in",
-        "filter   ?  sobel_cuda                 not tried: what it should give is not known here",
+        "filter ? sobel_cuda not tried: its expected output is unknown",
     ]
 
 
@@ -74,7 +74,7 @@ def test_without_ffmpeg_the_exit_status_is_1_and_of_a_wrong_path_2(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["media", "ffmpeg-check"]) == 1
-    assert "rooftop: error: there is no ffmpeg here; install it with" in capsys.readouterr().err
+    assert "rooftop: error: ffmpeg was not found; install it with" in capsys.readouterr().err
     assert main(["media", "ffmpeg-check", "--ffmpeg", str(tmp_path / "ffmpeg")]) == 2
     assert "is not a program" in capsys.readouterr().err
 
@@ -127,6 +127,6 @@ def test_a_failed_build_shows_the_end_of_its_log_and_a_line(
 
 def test_a_folder_that_is_no_source_is_a_wrong_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["media", "ffmpeg-build", "--source", str(tmp_path), "--prefix", str(tmp_path / "out")]) == 2
-    assert f"{tmp_path} is not a source of FFmpeg" in capsys.readouterr().err
+    assert f"{tmp_path} is not FFmpeg's source:" in capsys.readouterr().err
     assert main(["media", "ffmpeg-build", "--source", str(tmp_path)]) == 2
     assert list(tmp_path.iterdir()) == []

@@ -150,7 +150,7 @@ def test_random_weights_are_said_to_be_random_and_are_those_of_their_seed(run: R
     words = ("walk.mkv", "--frames", "2", "--context", "2", "--size", "6x6")
     status, out, err = run(*words, "--random-weights", "3")
     assert (status, err) == (0, "")
-    assert "weights: random, seed 3: the network is untrained, its prediction means nothing" in out
+    assert "weights: random, seed 3: the network is untrained, so its prediction means nothing" in out
     assert ", grey\n" in out
     first, again, other = (json.loads(run(*words, "--random-weights", seed, "--json")[1]) for seed in "334")
     assert (first["random_seed"], first["weights"]) == (3, None)
@@ -197,10 +197,10 @@ def _keras_layer(file: object, kind: str, number: int, inner: str, *tensors: tor
         (["walk.mkv", "--weights", "c.pth", "--random-weights", "0"], 2, "expected exactly one of"),
         (["missing.mp4", "--weights", "c.pth"], 2, "missing.mp4 does not exist"),
         (["text.mp4", "--weights", "c.pth"], 2, "text.mp4 is not a video that FFmpeg can read"),
-        (["walk.mkv", "--weights", "missing.pth"], 2, "'missing.pth' is neither a file here"),
+        (["walk.mkv", "--weights", "missing.pth"], 2, "'missing.pth' is neither a file"),
         (["walk.mkv", "--weights", "text.mp4"], 1, "text.mp4 is damaged or not a file of weights"),
         (["walk.mkv", "--weights", "other.pth"], 1, "other.pth: no weights of a network of the next frame"),
-        (["walk.mkv", "--weights", "part.pth"], 1, "part.pth is not of a network of the next frame"),
+        (["walk.mkv", "--weights", "part.pth"], 1, "part.pth is not from a network that predicts the next frame"),
         (["walk.mkv", "--weights", "bias.pth"], 1, "bias.pth (keys of rooftop) does not fit next_frame_network"),
         (["walk.mkv", "--weights", "nan.pth"], 1, "the weights are damaged"),
         (

@@ -98,7 +98,7 @@ def test_repairs_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["scene", "build", str(tmp_path / "two.obj"), "-o", str(tmp_path / "out.rtg")]) == 0
     said = capsys.readouterr().out
     assert "2 triangles" in said
-    assert "1 faces dropped that were there twice" in said
+    assert "1 duplicate faces dropped" in said
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_repairs_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["build", "ball.ply", "--normals", "odd"], 2, "normals"),
         (["build", "ball.ply", "--workers", "0"], 2, "workers"),
         (["info", "none.rtg"], 2, "no file"),
-        (["info", "ball.ply"], 1, "does not begin as a geometry file"),
+        (["info", "ball.ply"], 1, "does not begin like a geometry file"),
     ],
 )
 def test_wrong_calls_end_in_one_line(

@@ -279,17 +279,20 @@ def test_a_trace_is_one_that_chrome_reads(run: Run, tmp_path: Path) -> None:
         (["NET:pair", "--predict", "h200", "--trace", "t.json"], "nothing to compile or to trace"),
         (["NET:pair", "--predict", "h200", "--channels-last"], "--channels-last cannot be combined with --predict"),
         (["NET:pair", "--predict", "h200", "--device", "cpu"], "--device cannot be combined with --predict"),
-        (["NET:pair", "--predict", "h200", "--counters"], "--counters needs a model that one process runs"),
-        (["train.py", "--counters"], "--counters needs a model that one process runs"),
+        (
+            ["NET:pair", "--predict", "h200", "--counters"],
+            "--counters needs a model in one process: it excludes scripts, --predict and",
+        ),
+        (["train.py", "--counters"], "--counters needs a model in one process: it excludes scripts, --predict and"),
         (
             ["train.py", "--predict", "h200"],
-            "--predict needs a model, and a script runs unchanged: name a callable in it instead, train:NAME",
+            "--predict needs a model, but a script runs unchanged: name a callable in the script instead, train:NAME",
         ),
         (["train.py", "--compile"], "--compile needs a model"),
         (["train.py", "--train", "--input", "2x3"], "--input, --train: a script runs unchanged"),
         (
             ["train.py", "--dtype", "bf16"],
-            "--dtype: a script runs unchanged; name a callable in it instead, train:NAME",
+            "--dtype: a script runs unchanged; name a callable in the script instead, train:NAME",
         ),
         (["net.build"], "did you mean net:build?"),
         (["train.py", "--epochs", "1"], "put the script's own arguments after --: train.py -- --epochs"),
@@ -299,7 +302,7 @@ def test_a_trace_is_one_that_chrome_reads(run: Run, tmp_path: Path) -> None:
         (["NET:pair", "--dtype", "int64"], "'int64' is not one of 'bf16'"),
         (["NET:pair", "--json", "same", "-o", "./same"], "same is given for two outputs"),
         (["NET:pair", "--trace", "pipe"], "pipe is not a regular file"),
-        (["NET:pair", "--", "--epochs", "1"], "only scripts take arguments, got '--epochs 1'"),
+        (["NET:pair", "--", "--epochs", "1"], "only scripts accept arguments, got '--epochs 1'"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(words: list[str], message: str, run: Run, tmp_path: Path) -> None:

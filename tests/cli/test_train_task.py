@@ -175,7 +175,7 @@ def test_a_wrong_name_gets_the_nearest(name: str, answer: str, said: Said) -> No
         (["--set", "lr=1"], "expected SECTION.NAME=VALUE"),
         (["--config", "resnet50-v3"], "did you mean resnet50-v2?"),
         (["--repeats", "3"], "expected --ablate"),
-        (["--ablate", "mix.mixup,,ema.decay"], "expected switches with commas between"),
+        (["--ablate", "mix.mixup,,ema.decay"], "expected switches separated by commas,"),
         (["--ablate", "mix.cutmix"], "turn it on with --set mix.cutmix=VALUE"),
         (["--seed", "1", "--seed", "2"], "given 2 times"),
     ],
@@ -231,7 +231,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(said: Said, fit: FitInPlac
     assert main([*TRAIN, "--out", "first"]) == 0
     said()
     assert main([*TRAIN, "--out", "first"]) == 2
-    assert "first holds a run: expected --resume to go on with it, or another --out" in said()
+    assert "first already holds a run: expected --resume to continue it, or another --out" in said()
     assert len(fit.recipes) == 1
 
 
@@ -318,7 +318,7 @@ def test_only_rank_0_speaks_and_writes(said: Said, fit: FitInPlace, monkeypatch:
 def test_an_ablation_is_a_table_files_and_a_page(said: Said, fit: FitInPlace) -> None:
     assert main([*TRAIN, "--ablate", "mix.mixup, optimizer.lr=0.1", "--repeats", "2"]) == 0
     text = said()
-    assert "6 runs, 0 of them finished before, in runs/circle.py" in text
+    assert "6 runs, 0 of them already finished, in runs/circle.py" in text
     assert "without mix.mixup, seed 1: accuracy 0.8010 (1.0 s)" in text
     row = next(line.split() for line in text.splitlines() if line.startswith("mix.mixup"))
     assert row[:6] == ["mix.mixup", "0.2", "(0.0)", "0.8506", "0.8005", "+0.0501"]
@@ -331,13 +331,13 @@ def test_an_ablation_is_a_table_files_and_a_page(said: Said, fit: FitInPlace) ->
 def test_a_stopped_ablation_goes_on_where_it_was(said: Said, fit: FitInPlace) -> None:
     fit.reason = "stopped by SIGTERM"
     assert main([*TRAIN, "--ablate", "mix.mixup", "--repeats", "2"]) == 143
-    assert "rooftop train circle.py:build --out runs/circle.py --resume goes on" in said()
+    assert "rooftop train circle.py:build --out runs/circle.py --resume continues" in said()
     fit.reason = "done"
     assert main([*TRAIN, "--resume"]) == 0
     assert "helps" in said()
     assert len(fit.recipes) == 5
     assert main([*TRAIN, "--resume", "--repeats", "3"]) == 0
-    assert "6 runs, 4 of them finished before" in said()
+    assert "6 runs, 4 of them already finished," in said()
     assert len(fit.recipes) == 7
 
 
@@ -356,4 +356,4 @@ def test_a_task_of_ones_own_trains_and_resumes(said: Said) -> None:
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 4 + 2
     assert main([*TRAIN, "--device", "cpu"]) == 2
     assert main([*TRAIN, "--device", "cpu", "--resume"]) == 0
-    assert "going on after step 4" in said()
+    assert "continuing after step 4" in said()

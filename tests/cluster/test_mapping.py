@@ -206,8 +206,8 @@ def test_what_raises_hangs_differs_or_ends_its_process_is_an_error_of_its_item()
     assert [row["n"] for row in rows if row["error"] is None] == [0, 1, 2, 4, 6, 8, 10, 12, 13]
     assert errors[3] == "ValueError: three is bad"
     assert errors[5] == "took longer than the timeout of 10 s"
-    assert errors[7] == "other columns than the first result: without n and with m (expected n)"
-    assert errors[9] == "the worker process ended by signal SIGKILL while it worked on this item, 3 times"
+    assert errors[7] == "its columns differ from those of the first result: without n and with m (expected n)"
+    assert errors[9] == "the worker process ended by signal SIGKILL during this item, 3 times"
     assert errors[11] == "SystemExit: 3"
     assert (report.items, report.errors) == (14, 5)
     assert report.first_error == "lines.txt, 3: ValueError: three is bad"
@@ -339,7 +339,7 @@ def test_arguments_that_are_wrong() -> None:
         ({"batch": 0}, "batch is 0"),
         ({"device": "tpu"}, "expected auto, cpu or cuda"),
         ({"kind": "path", "out": "."}, "is in ., the folder of the results"),
-        ({"scheduler": "tcp://127.0.0.1:1", "workers": 2}, "workers of its own"),
+        ({"scheduler": "tcp://127.0.0.1:1", "workers": 2}, "its own workers"),
     ):
         with pytest.raises(InputError, match=said):
             map_items("my.py:number", ["lines.txt"], options.pop("out", "out.parquet"), **options)

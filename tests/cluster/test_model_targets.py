@@ -98,5 +98,5 @@ def test_models_and_options_that_do_not_go_together() -> None:
 
 
 def test_a_model_takes_photographs_only(photos: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="resnet18 takes photographs, not items of kind text"):
+    with pytest.raises(InputError, match="resnet18 accepts photographs, not items of kind text"):
         map_items(model_target("resnet18", seed=0), [photos], tmp_path / "out", kind="text")

@@ -87,7 +87,7 @@ def test_empty_lists_and_none_take_their_types_from_later_results() -> None:
 def test_other_columns_are_an_error_that_names_them() -> None:
     rows, errors, _ = rows_of([{"a": 1, "b": 2}, {"a": 1, "c": 2}, {"a": 3, "b": 4}])
     assert errors == 1
-    assert rows[1]["error"] == "other columns than the first result: without b and with c (expected a, b)"
+    assert rows[1]["error"] == "its columns differ from those of the first result: without b and with c (expected a, b)"
     assert [row["a"] for row in rows] == [1, None, 3]
 
 
@@ -103,7 +103,7 @@ def test_a_column_that_never_had_a_type() -> None:
     _, _, columns = rows_of([{"a": None}])
     rows, errors, _ = rows_of([{"a": 3}, {"a": None}], columns, learn=False)
     assert errors == 1
-    assert "no early result had a type" in rows[0]["error"]
+    assert "the first results showed no type" in rows[0]["error"]
 
 
 def test_first_results_that_no_table_can_have() -> None:

@@ -334,7 +334,7 @@ def test_auto_tries_each_way_and_delivers_the_same(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("rooftop.data.choosing.NEAR_LINEAR", float("inf"))
     expected = listed(Loader(Drawn(60), 4, shuffle=True, how="here").batches(2))
     with Loader(Drawn(60), 4, shuffle=True, workers=2, ahead=2) as loader:
-        assert loader.description == "not yet chosen: nothing was measured"
+        assert loader.description == "not chosen yet: nothing was measured"
         assert listed(loader.batches(2)) == expected
         assert loader._choice.seconds.keys() == {"here", "threads", "processes"}
         assert loader.chosen in loader_module.WAYS

@@ -144,7 +144,7 @@ def test_a_cache_that_cannot_be_written_loses_no_measurement(
     (tmp_path / "file").touch()
     monkeypatch.setenv("ROOFTOP_CACHE", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr("rooftop.hardware.measuring.probe", lambda *_: history_of(measured))
-    with pytest.warns(UserWarning, match="could not be kept in .*set ROOFTOP_CACHE"):
+    with pytest.warns(UserWarning, match="could not be stored in .*set ROOFTOP_CACHE"):
         assert measure_ceilings("cpu") == measured
 
 

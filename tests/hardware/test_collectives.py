@@ -34,7 +34,7 @@ def test_every_collective_at_every_size(count: int, left: Left) -> None:
 
 def test_processes_that_take_too_long_are_ended(left: Left) -> None:
     began = time.monotonic()
-    with pytest.raises(MeasurementError, match=r"process 0 of 2 was not done after 0\.1 s"):
+    with pytest.raises(MeasurementError, match=r"process 0 of 2 had not finished after 0\.1 s"):
         collective_rates(["cpu", "cpu"], CPU_SIZES, timeout_s=0.1)
     assert time.monotonic() - began < 60  # of a busy machine
     assert not left()

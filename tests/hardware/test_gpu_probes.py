@@ -96,7 +96,9 @@ def test_a_product_is_computed_as_it_says(
 
 def test_a_full_gpu_is_named(free_gibibytes: list[float]) -> None:
     free_gibibytes[0] = 0.01
-    with pytest.raises(MeasurementError, match="the fp32 rate of cpu needs 128 MiB of free memory, and there are 10"):
+    with pytest.raises(
+        MeasurementError, match="the fp32 rate of cpu needs 128 MiB of free memory, but only 10 are free"
+    ):
         gpu_matrices._Operands(CPU, "fp32")
 
 

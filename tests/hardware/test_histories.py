@@ -258,7 +258,7 @@ def test_what_raised_a_ceiling_is_kept_and_survives_a_refresh(cache: Path, probe
 def test_only_ceilings_of_this_machine_are_kept(cache: Path, probes: dict[str, float]) -> None:
     measure_ceilings("cpu")
     before = cache.read_text()
-    with pytest.raises(ValueError, match=r"those of NVIDIA H200 .*only what was measured on this machine is kept"):
+    with pytest.raises(ValueError, match=r"those of NVIDIA H200 .*only measurements of this machine are kept"):
         keep(ceilings_of("h200").raised("bf16", 1e15, "aten::mm"), "cpu")
     assert cache.read_text() == before
 

@@ -184,7 +184,7 @@ def test_advice_leads_out_of_a_launch_that_fails() -> None:
 
 def test_with_two_limits_no_single_change_may_help() -> None:
     assert occupancy(1024, 64, 227 * 1024, HOPPER).nearest_change() is None
-    assert "no change of one resource alone" in occupancy(1024, 64, 227 * 1024, HOPPER).advice
+    assert "changing one resource alone" in occupancy(1024, 64, 227 * 1024, HOPPER).advice
 
 
 @pytest.mark.parametrize(

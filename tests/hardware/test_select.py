@@ -88,7 +88,7 @@ def test_near_prefers_nvlink_then_direct_access_then_free_memory(monkeypatch: py
     expected = ["cuda:4", "cuda:3", "cuda:2", "cuda:1"]
     assert chosen(4, near="cuda:0") == chosen(4, near=0) == chosen(4, near=torch.device("cuda", 0)) == expected
     assert chosen(1, near=0, min_free_bytes=50 * GIB) == ["cuda:2"]
-    with pytest.raises(DeviceSelectionError, match=r"cuda:0 .*: the one that the others are to be near"):
+    with pytest.raises(DeviceSelectionError, match=r"cuda:0 .*: the GPU that the others should be near"):
         chosen(5, near=0)
     for wrong in ("cpu", "cuda:5", 7):
         with pytest.raises(ValueError, match="is not a GPU of this machine: torch can use 5"):
@@ -282,7 +282,7 @@ def test_arguments_of_any_structure_reach_each_model() -> None:
     ensemble = Ensemble([Model(), Model()], TWO_CPUS, combine=list)
     outputs = ensemble([(torch.ones(2), "a")], scale={"a": torch.tensor(3.0)})
     assert [output["a"].tolist() for output in outputs] == [[3.0, 3.0]] * 2
-    with pytest.raises(TypeError, match=r"model 0 gave a dict.*combine="):
+    with pytest.raises(TypeError, match=r"model 0 returned a dict.*combine="):
         Ensemble([Model(), Model()], TWO_CPUS)([], scale={})
 
 

@@ -429,7 +429,7 @@ def test_what_cannot_be_captured_runs_and_is_told_once() -> None:
     assert engine.report.refused == dict.fromkeys(("2x4 float32", "1x4 float32"), "RuntimeError: waits")
     assert engine.report.graphs == ()
     assert engine.report.eager_calls == 3
-    assert "no graph of 2x4 float32: RuntimeError: waits" in str(engine.report)
+    assert "no graph for 2x4 float32: RuntimeError: waits" in str(engine.report)
 
 
 def test_a_state_is_noticed() -> None:

@@ -78,7 +78,7 @@ def test_copies_are_counted(climbed: SpeedClimb) -> None:
     assert (rungs[PROCESSES, "share_memory_, compiled"].copied_bytes or 0) < 100 * climbed.processes
     assert (rungs[PROCESSES, "loops in a Pool"].copied_bytes or 0) > 2 * data
     assert rungs[PYTHON, "loops"].copied_bytes is None
-    assert any(remark.startswith("What copies cost") for remark in climbed.remarks)
+    assert any(remark.startswith("The cost of copies:") for remark in climbed.remarks)
 
 
 @starts_processes

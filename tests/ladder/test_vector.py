@@ -42,7 +42,7 @@ def test_without_numba_the_rung_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
 def test_wrong_launches_are_caught(cuda_on_cpu: Counter[str]) -> None:
     x = torch.randn(1000)
     refused, unfinished = wrong_launches(x, x, torch.empty(1000))
-    assert "500,000 threads, at most 1,024 can be" in refused
+    assert "500,000 threads, expected at most 1,024" in refused
     assert "232 of 1,000 elements are still the NaN" in unfinished
 
 

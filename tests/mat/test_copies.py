@@ -240,7 +240,7 @@ def test_what_is_no_mask(mask: np.ndarray, error: type[Exception], message: str)
         (([[1, 2], [3, 4]],), TypeError, r"np.array\(...\) makes an array"),
         ((5,), TypeError, "got 5"),
         ((2, 3, "CV_8U"), TypeError, "a type is a number such as CV_8UC3, got 'CV_8U'"),
-        ((2, 3, 31), ValueError, "31 is the code of no type"),
+        ((2, 3, 31), ValueError, "31 is not the code of a type"),
         ((np.zeros((2, 2)), 6, 7), TypeError, "takes an array and a type, got 3 arguments"),
     ],
 )

@@ -194,7 +194,7 @@ def test_two_devices_are_not_mixed_by_accident() -> None:
         m.setTo(1, np.eye(3, dtype=np.uint8))
     with pytest.raises(ValueError, match="one size, depth and device"):
         mat.merge([m, Mat.zeros(3, 3, CV_8U)])
-    with pytest.raises(ValueError, match=r"move one with to\(device\)"):
+    with pytest.raises(ValueError, match=r"move one of them with to\(device\)"):
         m.convertTo(CV_32FC1, dst=Mat.zeros(3, 3, CV_32FC1))
     m.push_back(Mat.zeros(2, 3, CV_8U))  # rows are copied over
     assert tuple(m.size) == (5, 3)

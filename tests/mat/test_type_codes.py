@@ -52,7 +52,7 @@ def test_codes_of_opencv_4() -> None:
         assert mat.from_opencv4(mat.type_code(type, opencv=4)) == type
     with pytest.raises(ValueError, match="OpenCV 4 has no CV_64SC1"):
         mat.type_code(mat.CV_64SC1, opencv=4)
-    with pytest.raises(ValueError, match="OpenCV 4: they are 0 to 4095"):
+    with pytest.raises(ValueError, match="OpenCV 4: codes are 0 to 4095"):
         mat.from_opencv4(4096)
 
 
@@ -77,7 +77,7 @@ def test_dtypes_are_types_and_back() -> None:
         (lambda: mat.CV_MAKETYPE(13, 1), "13 is not a depth"),
         (lambda: mat.CV_8UC(0), "1 to 512 channels, got 0"),
         (lambda: mat.CV_8UC(513), "1 to 512 channels, got 513"),
-        (lambda: mat.typeToString(31), "31 is the code of no type"),
+        (lambda: mat.typeToString(31), "31 is not the code of a type"),
         (lambda: mat.type_code(mat.CV_8U, opencv=3), "4 or 5, got 3"),
     ],
 )
@@ -91,7 +91,7 @@ def test_numbers_that_are_no_types(wrong: object, message: str) -> None:
     [
         (torch.complex64, "no depth holds torch.complex64"),
         (np.longdouble, r"no depth holds NumPy's float128: .*astype\('float32'\)"),
-        (np.dtype(">f4"), r"other order: array.astype\(array.dtype.newbyteorder\('='\)\)"),
+        (np.dtype(">f4"), r"other byte order: array.astype\(array.dtype.newbyteorder\('='\)\)"),
         ("a dtype", "a type, or a dtype of torch or NumPy was expected, got 'a dtype'"),
     ],
 )

@@ -121,7 +121,7 @@ def test_numbers_of_a_header() -> None:
     assert part.data is m.data
     cube = Mat((2, 3, 4), CV_8UC1)
     assert (cube.rows, cube.cols, cube.dims, cube.step) == (-1, -1, 3, (12, 4, 1))
-    with pytest.raises(ValueError, match="width and height are of at most two dimensions"):
+    with pytest.raises(ValueError, match="width and height exist for at most two dimensions"):
         cube.size()
     line = Mat((5,), CV_8U)
     assert (line.rows, line.cols, line.dims, line.size()) == (1, 5, 1, (5, 1))
@@ -265,13 +265,13 @@ def test_what_cannot_be_seen_so(call: object, message: str) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: m[-1], "index -1 of dimension 0 is out of range 0 to 3; from the end, take 3"),
+        (lambda m: m[-1], "index -1 of dimension 0 is out of range 0 to 3; to count from the end, use 3"),
         (lambda m: m[4], "index 4 of dimension 0 is out of range 0 to 3$"),
         (lambda m: m[0, 6], "index 6 of dimension 1"),
         (lambda m: m[0, 0, 0], "3 indices of 2 dimensions: .*channels are not indexed"),
         (lambda m: m[2:1], "range 2:1 of dimension 0 is not within 0:4"),
         (lambda m: m[0:5], "range 0:5 of dimension 0 is not within 0:4"),
-        (lambda m: m[:-1], "range 0:-1 .*nothing counts from the end here"),
+        (lambda m: m[:-1], "range 0:-1 .*negative numbers do not count from the end here"),
         (lambda m: m.row(4), "index 4 of row"),
         (lambda m: m.colRange(-2, 3), "range -2:3 of columns"),
         (lambda m: m.roi(4, 0, 3, 2), "range 4:7 of columns is not within 0:6"),
@@ -336,5 +336,5 @@ def test_values_are_assigned_to_regions() -> None:
     m[0:4, 0:5] = m[1:5, 1:6]  # overlapping: as if what is read was copied first
     expected[0:4, 0:5] = expected[1:5, 1:6].copy()
     assert np.array_equal(array, expected)
-    with pytest.raises(ValueError, match="sizes and types must be equal; convertTo"):
+    with pytest.raises(ValueError, match="sizes and types must be equal; use convertTo"):
         m[0:2, 0:2] = Mat(source).convertTo(CV_32FC1)

@@ -78,5 +78,5 @@ def test_threads_end_when_nobody_asks_any_more() -> None:
 def test_wrong_numbers_are_refused_at_once() -> None:
     assert usual_threads() >= 1
     for numbers in ({"threads": 0}, {"ahead": 0}, {"threads": -1}):
-        with pytest.raises(InputError, match="expected numbers from 1 on"):
+        with pytest.raises(InputError, match="expected 1 or more"):
             in_order(str, [1], **numbers)

@@ -154,8 +154,8 @@ def test_a_gpu_that_is_not_there_is_named_before_the_first_batch(
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"frames": 0}, "expected numbers from 1 on"),
-        ({"frames": 4, "step": 0}, "expected numbers from 1 on"),
+        ({"frames": 0}, "expected 1 or more"),
+        ({"frames": 4, "step": 0}, "expected 1 or more"),
         ({"frames": 31}, "the longest has 30"),
         ({"frames": 4, "resize": 7}, "expected \\(height, width\\)"),
         ({"frames": 4, "on_error": "ignore"}, 'expected "raise" or "skip"'),

@@ -219,7 +219,7 @@ def test_frames_that_change_their_size_need_one_to_be_named(tmp_path: Path) -> N
         frame.pts = 0
         content += b"".join(bytes(packet) for packet in [*context.encode(frame), *context.encode(None)])
     path.write_bytes(content)
-    with pytest.raises(InputError, match=r"change from 24 x 16 to 24 x 32 pixels: give VideoReader\(\.\.\., resize="):
+    with pytest.raises(InputError, match=r"change from 24 x 16 to 24 x 32 pixels: use VideoReader\(\.\.\., resize="):
         list(VideoReader(path))
     assert [frame.shape[1:] for frame in VideoReader(path, resize=(8, 12))] == [(8, 12), (8, 12)]
 

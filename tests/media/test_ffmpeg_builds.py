@@ -191,7 +191,7 @@ def test_a_failure_leaves_what_was_installed_as_it_was(
 
 def test_a_program_without_nvenc_is_not_installed(place: Place) -> None:
     place.write("small-7.1/fftools/ffmpeg.sh", PROGRAM.replace("hevc_nvenc", "libx265"))
-    with pytest.raises(FFmpegBuildError, match="what was built has no hevc_nvenc"):
+    with pytest.raises(FFmpegBuildError, match="the built program has no hevc_nvenc"):
         build_ffmpeg(place.source, place.prefix, headers=place.headers)
     assert not place.prefix.exists()
 
@@ -260,8 +260,8 @@ def test_wrong_folders_are_refused_before_anything_is_done(place: Place) -> None
     for source, prefix, said in (
         (spaced, place.prefix, "spaces or special characters"),
         (place.source, place.folder / "in stalled", "spaces or special characters"),
-        (place.folder, place.prefix, "is not a source of FFmpeg.*; .* is one"),
-        (other, place.prefix, "is not a source of FFmpeg"),
+        (place.folder, place.prefix, "is not FFmpeg's source.*; .* is one"),
+        (other, place.prefix, "is not FFmpeg's source:"),
         (other / "letter.txt", place.prefix, "is a file: unpack it"),
         (place.folder / "nowhere", place.prefix, "is not a folder"),
         (configured, place.prefix, "make -C .* distclean"),
@@ -277,7 +277,7 @@ def test_wrong_folders_are_refused_before_anything_is_done(place: Place) -> None
     assert place.record("configured") == []
     assert place.files(other) == {"letter.txt": "dear"}
     place.write("installed.build/letter.txt", "dear")
-    with pytest.raises(InputError, match="is not of such a build"):
+    with pytest.raises(InputError, match="is not a folder of such a build"):
         build_ffmpeg(place.source, place.prefix, headers=place.headers)
 
 

@@ -87,7 +87,7 @@ def test_without_a_driver_nothing_of_nvidia_works_and_each_failure_has_a_reason(
 @pytest.mark.gpu
 def test_on_a_gpu_the_driver_is_found_and_its_absent_ffmpeg_is_named() -> None:
     if FFMPEG is None:
-        with pytest.raises(MissingExtraError, match="there is no ffmpeg here"):
+        with pytest.raises(MissingExtraError, match="ffmpeg was not found;"):
             ffmpeg_abilities()
         return
     found = ffmpeg_abilities(codecs=["h264", "hevc"])
@@ -155,7 +155,7 @@ def test_a_silent_way_back_to_software_is_no_success(played: Played) -> None:
     clip, _ = trials.make_clip(MPEG4)
     assert clip is not None
     row = trials.decode_by_device(MPEG4, clip, "cuda", levels_of_picture(8))
-    assert (row.status, row.note) == ("fails", "cuda does not decode this here: FFmpeg goes back to software")
+    assert (row.status, row.note) == ("fails", "cuda does not decode this here: FFmpeg falls back to software")
 
 
 @needs_ffmpeg
@@ -185,10 +185,10 @@ def test_where_ffmpeg_has_no_encoder_or_decoder_pyav_makes_and_reads_the_clip(pl
     trials.decoders = ("mpeg4_cuvid",)
     clip, made = trials.make_clip(MPEG4)
     assert made.status == "not built in"
-    assert made.note.endswith("the clip is made by PyAV's mpeg4")
+    assert made.note.endswith("the clip was made by PyAV's mpeg4")
     assert clip is not None
     right, software = trials.decode_by_software(MPEG4, clip)
-    assert (software.status, software.note) == ("not built in", "mpeg4; the right frames are PyAV's")
+    assert (software.status, software.note) == ("not built in", "mpeg4; the reference frames are PyAV's")
     assert right is not None
     assert trials.decode_by_cuvid(MPEG4, clip, right).status == "works"
 
@@ -265,17 +265,17 @@ def test_a_trial_that_does_not_end_is_ended(tmp_path: Path) -> None:
     with closing(Trials(fake(tmp_path, LISTS + "exec sleep 60"), "7.1", timeout_s=60)) as trials:
         assert (trials.devices, trials.encoders) == (("cuda",), ("mpeg4",))
         trials.timeout_s = 0.3
-        assert trials.open_device("cuda").note == "it was not done after 0.3 s"
+        assert trials.open_device("cuda").note == "it did not finish within 0.3 s"
         clip, made = trials.make_clip(MPEG4)
     assert clip is None
-    assert (made.status, made.note) == ("fails", "it was not done after 0.3 s")
+    assert (made.status, made.note) == ("fails", "it did not finish within 0.3 s")
 
 
 def test_a_crash_is_a_failure_of_that_trial_alone(tmp_path: Path) -> None:
     found = ffmpeg_abilities(fake(tmp_path, LISTS + "kill -SEGV $$"), codecs=["mpeg4"])
     rows = {(each.part, each.what): each for each in found.abilities}
     assert rows["device", "cuda"].note == "it was ended by signal 11"
-    assert rows["decode", "mpeg4"].note == "there is no clip of it: it was ended by signal 11"
+    assert rows["decode", "mpeg4"].note == "no clip in this codec could be made: it was ended by signal 11"
     assert rows["filter", "scale_cuda"].status == "not built in"
 
 
@@ -283,7 +283,7 @@ def test_no_ffmpeg_is_said_with_the_command_that_installs_it(monkeypatch: pytest
     (tmp_path / "apt-get").write_text("#!/bin/sh\n")
     (tmp_path / "apt-get").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MissingExtraError, match=r"there is no ffmpeg here; install it: .*apt-get install -y ffmpeg"):
+    with pytest.raises(MissingExtraError, match=r"ffmpeg was not found; install it: .*apt-get install -y ffmpeg"):
         ffmpeg_abilities()
 
 

@@ -249,7 +249,7 @@ def test_jpegs_go_to_nvjpeg_and_what_it_refuses_to_pillow() -> None:
         assert decoder.by_pillow == {
             "PNG": 1,
             "JPEG in CMYK": 1,
-            "JPEG whose end is missing": 1,
+            "JPEG without its end": 1,
             "JPEG that NVJPEG refuses": 2,
         }
     jpegs = [FORMS["jpeg"], turned, refused, other_size]

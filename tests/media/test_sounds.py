@@ -183,7 +183,7 @@ def test_a_wav_file_that_was_streamed_and_names_no_length_is_whole(make_sound: M
 
 def test_times_that_jump_far_take_no_memory(make_sound: MakeSound) -> None:
     path = make_sound("jump.mkv", "pcm_f32le", gap_at=8000, gap=48_000 * 3600)
-    with pytest.raises(DamagedSoundError, match=r"times jump by 3600\.000 s; it is good up to 0\.167 s") as raised:
+    with pytest.raises(DamagedSoundError, match=r"times jump by 3600\.000 s; it is intact up to 0\.167 s") as raised:
         read_sound(path)
     assert torch.equal(raised.value.sound.samples, noise()[:, :8000])
 
@@ -200,7 +200,7 @@ def test_what_has_no_sound_is_named(make_sound: MakeSound, tmp_path: Path) -> No
     with pytest.raises(InputError, match="does not exist"):
         read_sound(tmp_path / "missing.wav")
     path = make_sound("one.wav", "pcm_s16le")
-    with pytest.raises(InputError, match=r"track 1 of .*: it has 1 of sound, 0 to 0"):
+    with pytest.raises(InputError, match=r"track 1 of .*: it has 1 audio tracks, 0 to 0"):
         read_sound(path, track=1)
     for start_s, end_s in ((-1.0, None), (2.0, 1.0), (float("nan"), None)):
         with pytest.raises(InputError, match="expected a start of 0 or later"):

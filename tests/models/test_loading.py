@@ -219,7 +219,7 @@ def test_wrong_calls(file: Path) -> None:
         load("resnet18", file, classes=3)
     with pytest.raises(InputError, match=r"is a folder; resnet18 has DEFAULT, IMAGENET1K_V1, or give a file"):
         load("resnet18", file.parent)
-    with pytest.raises(InputError, match="is neither a file here nor"):
+    with pytest.raises(InputError, match="is neither a file nor"):
         load("resnet18", file.with_name("none.safetensors"))
 
 

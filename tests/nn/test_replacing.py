@@ -132,7 +132,7 @@ def hooked_norm() -> nn.Module:
     [
         (nn.Embedding(4, 2, max_norm=1.0), "it uses max_norm"),
         (nn.Embedding(4, 2, sparse=True, scale_grad_by_freq=True), "it uses scale_grad_by_freq and sparse"),
-        (nn.Softmax(), "it does not say its dimension"),
+        (nn.Softmax(), "its dimension is unknown"),
         (hooked_norm(), "its forward was replaced"),
         (nn.RMSNorm(4, dtype=torch.complex64), "weight is torch.complex64 on cpu"),
     ],

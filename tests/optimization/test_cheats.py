@@ -202,7 +202,7 @@ def test_slower_in_the_model_is_no_gain() -> None:
 
     _, verdict, reason = tried(slower)
     assert verdict == "no gain"
-    assert "which is not above noise and 2%" in reason
+    assert "which does not exceed the noise and 2%" in reason
 
 
 def fixed_to_four_rows(call: Call, candidate: Candidate) -> Call:
@@ -283,5 +283,5 @@ def test_only_the_same_bits_where_they_are_asked_for() -> None:
     assert tried(other_order)[1] == "kept"
     _, verdict, reason = tried(other_order, exact=True)
     assert verdict == "refused"
-    assert reason.endswith("only the same bits were asked for")
+    assert reason.endswith("only bit-identical results were requested")
     assert tried(lambda call, candidate: quick(candidate), exact=True)[1] == "kept"

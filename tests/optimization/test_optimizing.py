@@ -135,7 +135,7 @@ def test_rules_by_plan_are_applied_without_a_search(tmp_path: Path) -> None:
         ("", "is not a plan of rooftop.optimize"),
         ("[]", "is not a plan of rooftop.optimize"),
         ('{"version": 9, "rules": []}', "version 9, expected 1"),
-        ('{"version": 1, "rules": ["magic"]}', "'magic', which this version of Rooftop has not"),
+        ('{"version": 1, "rules": ["magic"]}', "'magic', which this version of Rooftop does not"),
     ],
 )
 def test_what_is_no_plan_is_refused(text: str, words: str, tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_a_scheduler_comes_after() -> None:
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     found = rooftop.optimize(model, torch.randn(2, 6), train=True, optimizer=optimizer, rules=["fused-optimizer"])
     (change,) = found.changes
-    assert "optimize before one is made" in change.reason
+    assert "optimize before you create one" in change.reason
 
 
 def test_names_of_rules_are_different_and_docs_name_each() -> None:

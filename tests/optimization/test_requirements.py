@@ -78,16 +78,19 @@ class Named(Nothing):
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "compiled": (lambda: rooftop.optimize(torch.compile(linear()), X), "this model is compiled"),
     "compiled in place": (lambda: rooftop.optimize(compiled_in_place(), X), "this model is compiled"),
-    "scripted": (lambda: rooftop.optimize(torch.jit.trace(linear(), X), X), "give the model that it was made of"),
-    "data parallel": (lambda: rooftop.optimize(nn.DataParallel(linear()), X), "give the model in this DataParallel"),
-    "lazy": (lambda: rooftop.optimize(nn.LazyLinear(3), X), "call the model once before"),
+    "scripted": (lambda: rooftop.optimize(torch.jit.trace(linear(), X), X), "pass the model that it was made from"),
+    "data parallel": (
+        lambda: rooftop.optimize(nn.DataParallel(linear()), X),
+        "pass the model inside this DataParallel",
+    ),
+    "lazy": (lambda: rooftop.optimize(nn.LazyLinear(3), X), "call the model once first"),
     "meta": (lambda: rooftop.optimize(linear().to("meta"), X), "meta device"),
     "inference tensors": (lambda: rooftop.optimize(of_inference_mode(), X), "do not count their changes"),
     "autocast": (under_autocast, "autocast is on"),
     "global hooks": (under_global_hooks, "hooks on all modules"),
     "a subclass": (
         lambda: rooftop.optimize(linear(), X.as_subclass(type("Image", (Tensor,), {}))),
-        "tensors must be plain ones, got a .*Image",
+        "tensors must be plain tensors, got a .*Image",
     ),
     "nested": (lambda: rooftop.optimize(linear(), torch.nested.nested_tensor([X, X])), "got a nested tensor"),
     "a hidden result": (lambda: rooftop.optimize(Hiding(), X), "a result may hide tensors.*use_cache=False"),
@@ -105,7 +108,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a name of ours": (lambda: rooftop.optimize(linear(), X, rules=[Named()]), "two rules are named 'compile'"),
     "a plan and rules": (
         lambda: rooftop.optimize(linear(), X, plan="plan.json", rules=["compile"]),
-        "pass only rules of your own beside it",
+        "pass only your own rules beside it",
     ),
 }
 
@@ -127,7 +130,7 @@ def test_the_callers_modes_of_autograd_do_not_matter(proven: Proven, off: Callab
             return "no gradients"
 
     model = linear().train()
-    with off(), pytest.warns(RuntimeWarning, match="the plan does not hold here: .*no gradient of"):
+    with off(), pytest.warns(RuntimeWarning, match="the plan does not work here: .*no gradient of"):
         found = proven(model, X, train=True, rule=Detached())
     assert found.changes[0].verdict == "refused"
     assert found.kept == []

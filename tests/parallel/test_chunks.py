@@ -56,7 +56,7 @@ def test_wrong_chunks_are_refused() -> None:
     with pytest.raises(ValueError, match="a size of 3 does not divide the 8 positions"):
         Chunks(8, 3, (0,))
     for places in [(1, 0), (0, 0), (4,), (-1,)]:
-        with pytest.raises(ValueError, match="expected ascending places from 0 to 3"):
+        with pytest.raises(ValueError, match="expected increasing places from 0 to 3"):
             Chunks(8, 2, places)
     with pytest.raises(ValueError, match="must be a multiple of 4, two chunks for each rank; pad"):
         Chunks.zigzag(6, 0, 2)

@@ -590,7 +590,9 @@ def test_scatter_copies_what_has_no_dimensions_and_hands_on_what_is_no_tensor() 
 
 
 def test_scatter_refuses_what_cannot_be_one_batch() -> None:
-    with pytest.raises(ValueError, match=r"one size there, got the shapes \(4, 2\), \(1, 2\): expand .*, or make them"):
+    with pytest.raises(
+        ValueError, match=r"have the same size there, got the shapes \(4, 2\), \(1, 2\): expand .*, or make them"
+    ):
         scatter({"x": torch.ones(4, 2), "mask": torch.ones(1, 2)}, TWO)
     with pytest.raises(ValueError, match=r"along dim 1, which a tensor of shape \(4,\) lacks"):
         scatter(torch.ones(4), TWO, dim=1)
@@ -620,8 +622,8 @@ def test_gather_makes_vectors_of_scalars_and_keeps_their_gradients() -> None:
         ([torch.ones(2), torch.ones(())], ValueError, r"\(2,\) torch.float32, \(\) torch.float32"),
         ([{"a": 1}, {"b": 1}], ValueError, r"replica 1 gave a dict with the keys \['b'\], replica 0 one with \['a'\]"),
         ([[1], [1, 2]], ValueError, "replica 1 gave a list of 2, replica 0 one of 1"),
-        ([[1], (1,)], TypeError, "replica 1 gave a tuple where replica 0 gave a list"),
-        ([None, torch.ones(1)], TypeError, "replica 1 gave a Tensor where replica 0 gave a NoneType"),
+        ([[1], (1,)], TypeError, "replica 1 returned a tuple where replica 0 returned a list"),
+        ([None, torch.ones(1)], TypeError, "replica 1 returned a Tensor where replica 0 returned a NoneType"),
         (["a", "b"], ValueError, "different values, 'a', 'b'"),
         ([object(), object()], TypeError, "outputs of the type builtins.object cannot be gathered"),
     ],

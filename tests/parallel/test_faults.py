@@ -193,7 +193,7 @@ def starts(book: Path) -> list[tuple[int, int]]:
     """(ranks, the step after which they went on) of each start."""
     said = "".join(path.read_text() for path in sorted(book.glob("out?")))
     parts = re.split(r"float32 on (\d) x cpu", said)[1:]
-    gone_on = (re.search(r"going on after step (\d+) of", part) for part in parts[1::2])
+    gone_on = (re.search(r"continuing after step (\d+) of", part) for part in parts[1::2])
     return [(int(size), int(found[1]) if found else 0) for size, found in zip(parts[::2], gone_on, strict=True)]
 
 

@@ -202,7 +202,7 @@ def test_a_signal_at_one_rank_stops_all_after_the_same_step(on_ranks: Run, tmp_p
     one, other = on_ranks(2, stopped, str(tmp_path), joined=False)
     assert one[:2] == other[:2] == ("stopped by SIGTERM", 4)
     saved = tmp_path / "checkpoints" / "step-00000004"
-    assert one[2] == [f"stopped by SIGTERM after step 4; saved in {saved}: --resume goes on from there"]
+    assert one[2] == [f"stopped by SIGTERM after step 4; saved in {saved}: --resume continues from there"]
     assert other[2] == []
     assert (saved / "training.json").is_file()
 

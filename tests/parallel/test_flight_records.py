@@ -115,7 +115,7 @@ def test_which_rank_lacks_which_collective_in_one_line() -> None:
 
 def test_a_collective_that_all_have_launched_is_said_to_be_stuck() -> None:
     stuck = unfinished([dump(entry(GATHER, "1", 9, "started", 7, [8]))], {})
-    said = "no rank lacks the all_gather of 8 bfloat16 (number 9 of ranks 2-3), and yet ranks 2-3 await it"
+    said = "every rank has called the all_gather of 8 bfloat16 (number 9 of ranks 2-3), and yet ranks 2-3 await it"
     assert lacking({2: stuck, 3: stuck}) == said
 
 

@@ -249,7 +249,7 @@ def refused() -> list[str]:
 def test_without_data_ranks_there_is_nothing_to_share(on_ranks: Run) -> None:
     for said in on_ranks(2, refused):
         assert "there are no data parallel ranks" in said[0]
-        assert "has pp ranks: this splits a model along dp, tp and cp" in said[1]
+        assert "has pp ranks, but this function splits a model along dp, tp and cp" in said[1]
 
 
 def refused_models() -> list[str]:
@@ -273,7 +273,7 @@ def refused_models() -> list[str]:
 def test_what_cannot_be_shared_is_refused(on_ranks: Run) -> None:
     expected = [
         *("got torch.bfloat16 and torch.float32", "got none", "units that are modules in the model"),
-        *("units that are modules in the model", "a unit is given twice", "only modules that are among the units"),
+        *("units that are modules in the model", "a unit is given twice", "to contain only units"),
     ]
     for said in on_ranks(2, refused_models):
         assert all(words in text for words, text in zip(expected, said, strict=True)), said

@@ -254,7 +254,7 @@ def test_format_1_without_pieces_is_gone_on_with_by_as_many_ranks_alone(on_ranks
     expected = on_ranks(4, saved_as_before, training, "tp=4", tmp_path, 1, True)
     assert on_ranks(4, gone_on, training, "tp=4", tmp_path, 1, tmp_path / "again") == expected
     with pytest.raises(
-        InputError, match="4 tensor parallel ranks, of a format that does not record the pieces of each rank"
+        InputError, match="4 tensor parallel ranks, in a format that does not record the pieces of each rank"
     ):
         read_alone(training, tmp_path)
 

@@ -567,7 +567,7 @@ def test_a_wrong_layout_is_refused_on_every_rank(on_ranks: Run) -> None:
         "feed_forward=23 is not divisible by tp=2",
         "vocabulary=1 is less than tp=2",
         "it has 4 ranks and the world 2",
-        "this splits a model along dp, tp and cp",
+        "this function splits a model along dp, tp and cp",
         "parallel_gpt fills it",
     ]
     for said, part in zip(first, parts, strict=False):

@@ -224,7 +224,7 @@ def test_a_dry_run_draws_the_schedule_and_begins_nothing(data: Path, tmp_path: P
     words = [*WORDS, "--data-path", str(data), "--pipeline-parallel-size", "2", "--micro-batch-size", "2", "--dry-run"]
     status, out, err = called([*words, "--metrics", str(tmp_path / "metrics.jsonl")])
     assert (status, err) == (0, "")
-    said = "stages of 1, 1 layers, 4 micro-batches; ranks wait for 20% of a step if stages take equally long"
+    said = "stages of 1, 1 layers, 4 micro-batches; ranks wait for 20% of a step if all stages take the same time"
     assert out.splitlines() == [
         "7,216 parameters on 2 ranks: dp=1 tp=1 pp=2 cp=1",
         f"pipeline 1f1b: {said}",
@@ -244,7 +244,7 @@ def test_a_step_without_targets_is_said(tmp_path: Path) -> None:
     status, out, err = called(words)
     assert status == 0
     assert "loss 0.000000" in out
-    assert "step 1 has no target to learn: all its tokens are --eod-token" in err
+    assert "step 1 has no targets: all its tokens are --eod-token" in err
 
 
 def instead(words: list[str], change: list[str]) -> list[str]:
@@ -365,7 +365,7 @@ WRONG = {
         ["--pipeline-parallel-size", "2", "--pipeline-schedule", "zbv"],
         "2 layers cannot be divided among 4 stages",
     ),
-    "schedule alone": (["--pipeline-schedule", "1f1b"], "are for pipeline ranks, and the layout dp=2 tp=1 pp=1 cp=1"),
+    "schedule alone": (["--pipeline-schedule", "1f1b"], "are for pipeline ranks, but the layout dp=2 tp=1 pp=1 cp=1"),
     "interleaved": (
         ["--pipeline-parallel-size", "2", "--pipeline-schedule", "interleaved"],
         "needs at least 2 stages a rank",
@@ -394,7 +394,7 @@ WRONG = {
     ),
     "exchanged heads": (
         ["--context-parallel-size", "2", "--cp-comm-type", "a2a", "--num-attention-heads", "1"],
-        "among 2 ranks, which do not divide 1 query heads and 1 key heads",
+        "among 2 ranks, which does not divide 1 query heads and 1 key heads",
     ),
     "neighbours": (
         ["--context-parallel-size", "2", "--cp-comm-type", "a2a+p2p"],

@@ -187,7 +187,11 @@ def test_the_nearest_layouts_have_pipelines_and_context_ranks_where_the_given_on
             {"batch": 6, "micro_batch": 2},
             "batch=6 is not divisible by 4, that is dp=2 times micro_batch=2",
         ),
-        (Layout(), {"batch": 6, "micro_batch": 4}, "by micro_batch=4. One rank has no other layout: change what does"),
+        (
+            Layout(),
+            {"batch": 6, "micro_batch": 4},
+            "by micro_batch=4. One rank has no other layout: change the sizes that do",
+        ),
         (Layout(tp=4), {"world_size": 8}, "it has 4 ranks and the world 8. Nearest for 8 ranks: dp=2 tp=4 pp=1 cp=1"),
     ],
 )
@@ -204,7 +208,7 @@ def test_all_that_does_not_fit_is_said_at_once() -> None:
 def test_a_model_that_no_layout_fits() -> None:
     with pytest.raises(ValueError, match="No layout of 7 ranks fits"):
         Layout(tp=7).check(7, heads=4, batch=3, sequence=4, layers=2)
-    with pytest.raises(ValueError, match="kv_heads=3: all KV heads serve the same number of heads"):
+    with pytest.raises(ValueError, match="kv_heads=3: all KV heads must serve the same number of heads"):
         Layout().check(heads=8, kv_heads=3)
     with pytest.raises(ValueError, match="layers=0: expected a positive integer"):
         Layout().check(layers=0)

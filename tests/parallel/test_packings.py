@@ -170,13 +170,13 @@ def test_documents_end_with_their_token() -> None:
 
 
 def test_what_is_wrong_is_said() -> None:
-    with pytest.raises(ValueError, match="must follow each other from 0 to 4, none of them empty"):
+    with pytest.raises(ValueError, match="must cover 0 to 4 in order, none of them empty"):
         Documents(4, (((0, 2), (3, 4)),))
-    with pytest.raises(ValueError, match="must follow each other"):
+    with pytest.raises(ValueError, match="must cover"):
         Documents.of_ends(4, [[2, 2]])
     with pytest.raises(ValueError, match=r"expected tokens \(B, S\), got \(3,\)"):
         Documents.of_tokens(torch.zeros(3), 0)
-    with pytest.raises(ValueError, match="the documents are of 4 positions, the sequences of 8"):
+    with pytest.raises(ValueError, match="the documents have 4 positions, the sequences 8"):
         Packing.of(8, 2, Documents.of_ends(4, [[]]))
     with pytest.raises(ValueError, match="must be a multiple of 4"):
         Packing.of(6, 2, Documents.of_ends(6, [[3]]))
@@ -198,8 +198,8 @@ def test_what_is_wrong_is_said() -> None:
         (lambda: Chunks.whole(8).part(-1, 4), "expected a rank from 0 to 3 of at least one, got -1 of 4"),
         (lambda: Chunks.zigzag(8, 0, 0), "got 0 of 0"),
         (lambda: Chunks.whole(8).of(torch.zeros(2, 9), 1), r"expected a tensor with all 8 positions .* got \(2, 9\)"),
-        (lambda: Documents(8, [[(0, 8)]]), "expected of each sequence a tuple"),  # type: ignore[arg-type]
-        (lambda: Documents.of_tokens(torch.zeros(1, 4), 0.5), "must be a token, an int, got 0.5"),  # type: ignore[arg-type]
+        (lambda: Documents(8, [[(0, 8)]]), "expected for each sequence a tuple"),  # type: ignore[arg-type]
+        (lambda: Documents.of_tokens(torch.zeros(1, 4), 0.5), "must be a token (an int), got 0.5"),  # type: ignore[arg-type]
         (lambda: Exchange(8, 0, 64, 1024, 2), "must be positive, got"),
     ],
 )

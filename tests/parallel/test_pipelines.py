@@ -451,8 +451,8 @@ def refusals() -> list[str]:
 def test_what_does_not_fit_a_pipeline_is_refused(on_ranks: Run) -> None:
     first, second = on_ranks(2, refusals)
     assert first == second
-    assert "is for 3 ranks, the group has 2" in first[0]
-    assert "give the deferral that rooftop.parallel.defer_weight_gradients(model) makes" in first[1]
+    assert "is for 3 ranks, but the group has 2" in first[0]
+    assert "give the deferral from rooftop.parallel.defer_weight_gradients(model)" in first[1]
 
 
 def of_another_shape() -> None:

@@ -65,7 +65,7 @@ def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
     ("change", "said"),
     [
         ({"RANK": None}, "has WORLD_SIZE, MASTER_ADDR, MASTER_PORT but not RANK"),
-        ({"MASTER_PORT": None, "MASTER_ADDR": None}, "but not MASTER_ADDR, MASTER_PORT: start the processes by"),
+        ({"MASTER_PORT": None, "MASTER_ADDR": None}, "but not MASTER_ADDR, MASTER_PORT: start the processes with"),
         ({"RANK": "-1"}, "RANK='-1' in the environment: expected a number"),
         ({"RANK": "8"}, "rank 8 of 8"),
         ({"WORLD_SIZE": "0"}, "rank 3 of 0"),
@@ -94,7 +94,7 @@ def test_a_process_by_itself_needs_no_group() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpu_that_is_not_there() -> None:
-    with pytest.raises(RankError, match="process 0 on its machine, which shows 0 GPUs"), join(device="cuda"):
+    with pytest.raises(RankError, match="process 0 on a machine with 0 visible GPUs"), join(device="cuda"):
         pass
 
 
@@ -201,7 +201,7 @@ def with_settings(different: int) -> None:
 def test_ranks_with_other_settings_are_named_with_their_values(on_ranks: Run, ranks_failed: type[Exception]) -> None:
     errors = errors_of(on_ranks, ranks_failed, 4, with_settings, 3)
     said = "RankError: the ranks have different settings: seed is 1 at ranks 0-2, 2 at rank 3; bias is True at rank 0, "
-    assert errors == dict.fromkeys(range(4), said + "not given at ranks 1-3. Start all of them with the same")
+    assert errors == dict.fromkeys(range(4), said + "not given at ranks 1-3. Start all ranks with the same")
 
 
 def patient(patience_s: float, folder: Path, present: int) -> None:

@@ -202,9 +202,9 @@ def test_wrong_arguments() -> None:
         stream.normal_(torch.empty(2, 16), "w", [Box.whole((8,)), Box.whole((24,))])
     with pytest.raises(ValueError, match="d: the tensor has shape"):
         stream.dropout(torch.ones(3), "d", 0.5, 0, [whole, whole])
-    with pytest.raises(ValueError, match=r"no rule matches embedding.weight: add one; there are \*.bias"):
+    with pytest.raises(ValueError, match=r"no rule matches embedding.weight: add one; the rules are \*.bias"):
         init_on_meta(Model, RULES[:1], seed=0)
-    with pytest.raises(ValueError, match=r"boxes for layers.9.bias, of which the module has none on meta"):
+    with pytest.raises(ValueError, match=r"got boxes for layers.9.bias, but the module has no such tensors on meta"):
         init_on_meta(Model, RULES, seed=0, boxes={"layers.9.bias": whole})
     with pytest.raises(ValueError, match=r"layers.0.gate.weight has shape \(16, 16\), which is neither"):
         init_on_meta(Model, RULES, seed=0, boxes={"layers.0.gate.weight": whole})

@@ -90,7 +90,7 @@ def test_attributes_of_mappings_are_cut_with_their_items() -> None:
 
 
 def test_a_mapping_that_cannot_be_made_anew_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"Frozen has more than its items, which would be lost: use a dict"):
+    with pytest.raises(TypeError, match="Frozen has attributes besides its items, which would be lost: use a dict"):
         scatter(Frozen({"x": torch.ones(4)}, version=7), TWO)
     settings = Frozen({"a": 1}, version=7)  # nothing in it is cut
     assert all(share[1] is settings for share in scatter((torch.ones(4), settings), TWO))
@@ -134,7 +134,9 @@ def test_one_item_for_each_sample_may_hold_tensors_of_any_size() -> None:
 
 def test_lists_of_tensors_that_could_be_read_both_ways_are_refused() -> None:
     x, states = torch.ones(2, 3), [torch.ones(2, 4), torch.zeros(2, 4)]
-    with pytest.raises(ValueError, match=r"a list of 2 beside 2 samples .* Pass a tuple to have each split; stack"):
+    with pytest.raises(
+        ValueError, match=r"a list of 2 beside 2 samples .* Pass a tuple to split each tensor; otherwise stack"
+    ):
         scatter((x, states), TWO)
     with pytest.raises(ValueError, match="a list of 2 beside 2 samples"):
         scatter({"x": x, "targets": [{"boxes": torch.ones(2, 4)} for _ in range(2)]}, TWO)
@@ -203,7 +205,7 @@ def test_dataclasses_keep_what_stands_in_them() -> None:
         assert (share[1].count, share[1].label) == (len(rows), "label")
     whole = gather([share[1] for share in shares], "cpu")
     assert (whole.count, whole.later.tolist(), whole.label) == (5, [0, 1, 2, 3, 4], "label")
-    with pytest.raises(TypeError, match=r"Halved cannot be made of other values: its __post_init__ changes x"):
+    with pytest.raises(TypeError, match="Halved cannot be rebuilt with other values: its __post_init__ changes x"):
         scatter(Halved(torch.ones(4)), TWO)
 
 
@@ -238,11 +240,14 @@ class Slots:
         (lambda x: Holder(x).method, "builtins.method holds tensors"),
         (lambda x: x.add, "builtins.builtin_function_or_method holds tensors"),
         (lambda x: torch.distributions.Normal(x, 1), "Normal holds tensors"),
-        (lambda x: (row for row in x), r"builtins.generator cannot be split, and all replicas would read it: pass a l"),
+        (
+            lambda x: (row for row in x),
+            "builtins.generator cannot be split, because all replicas would read the same iterator: pass a l",
+        ),
         (lambda x: zip(x, x, strict=True), "builtins.zip cannot be split"),
         (lambda x: pack_sequence([x]), r"PackedSequence cannot be split: its rows are sorted by time\. Pass the padde"),
         (lambda x: pack_sequence([x, x[:2]]), "PackedSequence cannot be split"),
-        (lambda x: x.to_sparse(), r"a tensor of the layout torch\.sparse_coo cannot be split: pass a dense one"),
+        (lambda x: x.to_sparse(), r"a tensor of the layout torch\.sparse_coo cannot be split: pass a dense tensor"),
         (lambda x: torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged), "a nested tensor cannot be split"),
     ],
 )
@@ -263,7 +268,7 @@ def test_objects_without_tensors_functions_and_modules_are_handed_on() -> None:
 
 def test_sizes_are_compared_before_anything_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "narrow", lambda *args: pytest.fail("a share was made"))
-    with pytest.raises(ValueError, match=r"one size there, got the shapes \(4,\), \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"have the same size there, got the shapes \(4,\), \(3, 2\)"):
         scatter((torch.ones(4), [torch.ones(3, 2)]), TWO)
 
 

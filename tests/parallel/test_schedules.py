@@ -212,7 +212,7 @@ def test_what_is_at_the_wrong_rank_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("1f1B", 2, 2), "there is no pipeline schedule '1f1B': expected one of gpipe, 1f1b"),
+        (("1f1B", 2, 2), "'1f1B' is not a pipeline schedule: expected one of gpipe, 1f1b"),
         (("1f1b", 0, 2), "needs ranks of at least 1, got 0"),
         (("1f1b", 2, 0), "needs micro_batches of at least 1, got 0"),
         (("interleaved", 2, 2), "needs at least 2 stages a rank, got None"),
@@ -245,8 +245,8 @@ def test_names_and_sizes_of_another_type_are_refused(arguments: tuple[Any, ...],
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"seconds": {"F": 1}}, ValueError, "1f1b has instructions of the kinds B, whose seconds are not given"),
-        ({"seconds": {"F": 1, "X": 2}}, ValueError, r"there is no kind of instruction 'X': expected .* F \(forward\)"),
+        ({"seconds": {"F": 1}}, ValueError, "1f1b has instructions of the kinds B, but their seconds are missing:"),
+        ({"seconds": {"F": 1, "X": 2}}, ValueError, r"'X' is not a kind of instruction: expected .* F \(forward\)"),
         ({"seconds": {"F": -1, "B": 2}}, ValueError, "seconds of F must be a finite number of .* or more, got -1"),
         ({"seconds": {"F": "1", "B": 2}}, ValueError, "seconds of F must be a finite number .* got '1'"),
         ({"seconds": {"F": math.nan, "B": 2}}, ValueError, "seconds of F must be .* got nan"),
@@ -268,7 +268,7 @@ def test_what_is_no_schedule_is_not_simulated() -> None:
     for units in ({"F": 1.5, "B": 2}, {"F": "1", "B": 2}):
         with pytest.raises(ValueError, match="units must be integers, the columns of the picture; got 'F'"):
             schedule_of("1f1b", 2, 3).drawn(units)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="kinds B, whose seconds are not given"):
+    with pytest.raises(ValueError, match="kinds B, but their seconds are missing:"):
         schedule_of("1f1b", 2, 3).drawn({"F": 1})
 
 

@@ -238,7 +238,7 @@ def test_errors_say_what_would_fit(on_ranks: Run) -> None:
         "heads=3 must divide width=16",
         "features=9 cannot be split among 2 ranks",
         "add it after a row layer",
-        "takes no residual: add it to the result",
+        "does not accept a residual: add it to the result",
         "dimension -2 of (1, 3, 8) cannot be split among 2 ranks",
         "token 5 of a vocabulary of 5",
     ]

@@ -36,7 +36,7 @@ def test_what_is_chosen_can_do_it(exchange: Exchange) -> None:
 def test_the_table_comes_first_and_then_the_formula() -> None:
     assert choose_transport(LLAMA).reason == "fastest by the table"
     longer = choose_transport(replace(LLAMA, ranks=4))
-    assert longer.reason.startswith("exposes least, by the formula")
+    assert longer.reason.startswith("exposes the least communication, by the formula")
     assert longer.exposed_s[longer.transport] == min(longer.exposed_s.values())
 
 

@@ -114,9 +114,7 @@ def test_a_rank_that_ends_too_early_is_named(
     errors = errors_of(on_ranks, ranks_failed, 3, sums, 1, what, tmp_path / "vmstat")
     assert errors.pop(1) == "died"
     (error,) = set(errors.values())
-    memory = (
-        "; meanwhile the kernel of this machine has killed a process for lack of memory" if what == "memory" else ""
-    )
+    memory = "; in the meantime this machine's kernel killed a process for lack of memory" if what == "memory" else ""
     assert error.startswith(f"RankError: rank 1 of 3 is gone without an error (its process has ended{memory}); ")
     assert "; ranks 0, 2 await the all_reduce of 3 float32 (ranks 0-2)" in error
     assert re.search(r"; rank 1 was last at step \d, parallel/test_watching.py:\d+, in \w+$", error), error
@@ -130,7 +128,7 @@ def test_a_rank_that_loses_the_network_ends_all(on_ranks: Run, ranks_failed: typ
     assert len(own) == 1, errors  # of the rank that was the first to say it
     (line,) = heard
     said = r"RankError: rank \d of 3 failed: RuntimeError: .*(Connection (closed|reset)|Broken pipe).*"
-    assert re.match(f"{said}; all ranks are alive: see to the network between them$", line), line
+    assert re.match(f"{said}; all ranks are alive: check the network between them$", line), line
 
 
 @pytest.mark.parametrize("what", ["hang in Python", "hang in a loader"])

@@ -69,7 +69,7 @@ def test_a_model_that_raises_leaves_the_order_as_it_was() -> None:
 def test_it_says_when_there_is_nothing_to_gain() -> None:
     rule = AttentionBackend("flash")
     assert rule.absent(times_with("mm")) == "the model does not call scaled_dot_product_attention"
-    assert rule.absent(times_with("mm", "_scaled_dot_product_flash_attention")) == "it is used already"
+    assert rule.absent(times_with("mm", "_scaled_dot_product_flash_attention")) == "it is already used"
     assert rule.absent(times_with("_scaled_dot_product_efficient_attention")) is None
     both = times_with("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention")
     assert rule.absent(both) is None

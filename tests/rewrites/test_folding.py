@@ -262,7 +262,7 @@ LEFT: dict[type[Wired], str] = {
     NormFirst: "follows x, not a convolution",
     WeightRead: "the tensors of conv are read by other code",
     Unused: "no trace shows which module it follows",
-    Sized: "conv is called with more than its input",
+    Sized: "conv is called with other arguments besides its input",
     TwoNames: "conv has 2 names",
     Optional: "the model cannot be traced: TypeError: its argument plain may be left out",
 }

@@ -238,7 +238,7 @@ def test_what_conv_act_cannot_compute_is_left() -> None:
         assert left.keys() == ({"a", "b"} if options else {"b"})
         assert "'same'" in left["b"]
     model = Net(given_out, bias=False)
-    assert fuse_convolutions(model).left == {"a": "there is nothing to compute with it"}
+    assert fuse_convolutions(model).left == {"a": "nothing follows that could be computed with it"}
     replaced = Net(lambda m, x: m.relu(m.a(x)))
     replaced.a.forward = lambda x: x  # type: ignore[method-assign]
     assert fuse_convolutions(replaced).left == {"a": "its forward was replaced"}

@@ -27,7 +27,7 @@ AHEAD = Camera.look_at((0, 0, 0.5), (5, 0, 0), width=40, height=30)
         (lambda: Material(("1", "0", "0")), "color=.*expected red, green and blue"),  # type: ignore[arg-type]
         (lambda: Material([10**400] * 3), "color=.*expected red, green and blue"),
         (lambda: Material(wrap=5), "wrap=5: expected one of repeat, clamp, mirror"),  # type: ignore[arg-type]
-        (lambda: Material(texture=np.zeros((0, 0, 3), np.uint8)), "the texture is 0 x 0: it has no texel"),
+        (lambda: Material(texture=np.zeros((0, 0, 3), np.uint8)), "the texture is 0 x 0: it has no texels"),
         (lambda: Renderer(Scene(), "cpu", pixel_error=10**400), "pixel_error=1000.*expected a number of pixels"),
         (lambda: Renderer(Scene(), "cpu").render_each([], outputs="depth"), "outputs='depth': expected a list"),
     ],

@@ -376,7 +376,7 @@ def test_a_tree_that_names_clusters_outside_of_a_page_is_found_with_the_page(pat
     at = (node * layouts.NODE_CHILDREN + child) * layouts.CHILD_WORDS + layouts.CHILD_FIRST
     struct.pack_into("<i", data, sections(bytes(data))["nodes"][0] + 4 * at, 100000)
     opened = Geometry.open(damaged(tmp_path, resealed(data, "nodes")))
-    with pytest.raises(GeometryFileError, match="clusters that it does not have"):
+    with pytest.raises(GeometryFileError, match="clusters that do not exist"):
         opened.page(int(nodes[node, child, layouts.CHILD_AT]))
 
 
@@ -410,7 +410,7 @@ def test_a_description_that_lacks_something_is_refused(path: Path, tmp_path: Pat
 
 def test_other_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "ball.stl").write_bytes(b"solid ball" * 20)
-    with pytest.raises(GeometryFileError, match="does not begin as a geometry file"):
+    with pytest.raises(GeometryFileError, match="does not begin like a geometry file"):
         Geometry.open(tmp_path / "ball.stl")
     with pytest.raises(FileNotFoundError):
         Geometry.open(tmp_path / "none.rtg")
@@ -451,7 +451,7 @@ def test_a_file_that_is_another_than_the_pickled_one_is_refused(path: Path, tmp_
     shutil.copy(path, target)
     pickled = pickle.dumps(Geometry.open(target))
     scene.build(np.eye(3), np.array([[0, 1, 2]]), target)
-    with pytest.raises(InputError, match=r"mesh.rtg holds another mesh than when it was pickled"):
+    with pytest.raises(InputError, match=r"mesh.rtg has changed since the object was pickled"):
         pickle.loads(pickled)
     target.unlink()
     with pytest.raises(FileNotFoundError):

@@ -52,7 +52,7 @@ def with_one(values: NDArray[Any], at: Any, value: Any) -> NDArray[Any]:
         ((POINTS * 1e30, FACES), ValueError, "float32"),
         ((POINTS * 1e-30, FACES), ValueError, "scale it"),
         ((POINTS, FACES, None, None, None, 1e-9), ValueError, "precision 1e-09 is too fine"),
-        ((POINTS, FACES, None, None, None, 5.0), ValueError, "more than the whole mesh"),
+        ((POINTS, FACES, None, None, None, 5.0), ValueError, "exceeds the length of the whole mesh"),
         ((POINTS, FACES, None, None, None, 0.0), ValueError, "precision"),
     ],
 )
@@ -226,7 +226,7 @@ def test_normals_and_uv_of_a_file_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
-        ("notes.txt", b"hello", "in no format"),
+        ("notes.txt", b"hello", "not in a supported format"),
         ("bad.ply", b"ply\nxx", "cannot be read"),
         ("points.xyz", b"1 2 3\n4 5 6\n7 8 9\n", "no triangles"),
     ],

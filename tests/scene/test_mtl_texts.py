@@ -117,7 +117,7 @@ def test_options_place_an_image(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", ["-mm 0.5 2", "-t 0.1", "-cc on", "-imfchan r"])
 def test_options_that_would_change_the_picture_are_told(tmp_path: Path, option: str) -> None:
     image(tmp_path)
-    with pytest.warns(UserWarning, match=rf"a\.mtl, line 2: material brick: {option} of map_Kd is left out"):
+    with pytest.warns(UserWarning, match=rf"a\.mtl, line 2: material brick: {option} of map_Kd is ignored"):
         assert is_brick(only(read(tmp_path, f"newmtl brick\nmap_Kd {option} brick.png\n")))
 
 
@@ -149,7 +149,7 @@ def test_each_material_of_several_files(tmp_path: Path) -> None:
 
 
 def test_missing_files_of_materials_are_told(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"a\.obj names gone\.mtl, which is not there: its materials are left out"):
+    with pytest.warns(UserWarning, match=r"a\.obj names gone\.mtl, which does not exist: its materials are ignored"):
         assert read(tmp_path, None, library="gone.mtl").table is None
 
 
@@ -175,7 +175,7 @@ def test_missing_and_damaged_images_are_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", ["d 0.5", "Tr 0.5", "map_d leaf.png", "d -halo 0.2"])
 def test_transparency_is_told(tmp_path: Path, words: str) -> None:
-    with pytest.warns(UserWarning, match=r"(d|Tr|map_d) of material brick: nothing is transparent here"):
+    with pytest.warns(UserWarning, match="(d|Tr|map_d) of material brick: transparency is not supported"):
         read(tmp_path, f"newmtl brick\nKd 1 0 0\n{words}\n")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

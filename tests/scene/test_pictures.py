@@ -101,7 +101,7 @@ def test_each_view_has_its_picture() -> None:
     assert first.shape == (1, 2, 3)
     assert (first[0, 1].tolist(), second[0, 0].tolist()) == ([*NIGHT], [*NIGHT])
     assert np.array_equal(scene.picture(frame, "instance", -1), second)
-    with pytest.raises(IndexError, match="view 2 of a frame that has 2"):
+    with pytest.raises(IndexError, match="view 2 does not exist: the frame has 2"):
         scene.picture(frame, "instance", 2)
     for name in ("depth", "stats", "nothing"):
         with pytest.raises(KeyError, match="was not rendered"):

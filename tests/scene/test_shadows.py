@@ -303,7 +303,7 @@ def test_six_maps_of_a_point_hold_every_direction() -> None:
 
 
 WRONG: dict[str, Callable[[], Any]] = {
-    "expected a direction, not zeros": lambda: DirectionalLight((0, 0, 0)),
+    "expected a direction that is not all zeros": lambda: DirectionalLight((0, 0, 0)),
     "direction=.*: expected three finite numbers": lambda: DirectionalLight((0, 0, float("nan"))),
     "cascades=9: expected an integer from 1 to 8": lambda: DirectionalLight((0, 0, 1), cascades=9),
     "at least 16 texels": lambda: DirectionalLight((0, 0, 1), size=8),
@@ -312,7 +312,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "angle_degrees=180": lambda: SpotLight((0, 0, 1), (0, 0, 1), angle_degrees=180),
     "range=0": lambda: SpotLight((0, 0, 1), (0, 0, 1), range=0),
     "expected a scene.DirectionalLight, SpotLight or PointLight": lambda: Scene().add_light("sun"),  # type: ignore[arg-type]
-    "there are none yet, add_light returns their numbers": lambda: Scene().set_light(0, PointLight((0, 0, 0))),
+    "there are none yet; add_light returns their numbers": lambda: Scene().set_light(0, PointLight((0, 0, 0))),
     "a scene has at most 32 lights": lambda: [scene.add_light(PointLight((0, 0, 0))) for scene in [Scene()] * 33],
     "position=.*: expected three finite numbers": lambda: PointLight((0, 0)),
 }

@@ -95,7 +95,7 @@ def test_sums_on_the_same_sites() -> None:
     assert torch.equal((x + x.features).features, 2 * x.features)
     with pytest.raises(ValueError, match=r"have different indices.*functional\.sparse_add"):
         x + SparseConvTensor(x.features, INDICES.clone(), GRID, 2)
-    with pytest.raises(AttributeError, match=r"features cannot be set: take x = x\.replace_feature"):
+    with pytest.raises(AttributeError, match=r"features cannot be set: use x = x\.replace_feature"):
         x.features = y.features
 
 

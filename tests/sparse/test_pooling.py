@@ -175,7 +175,7 @@ def test_what_is_no_such_tensor(pool: Any) -> None:
     with pytest.raises(TypeError, match=f"{type(pool).__name__} takes a rooftop.sparse.SparseConvTensor, got Tensor"):
         pool(torch.zeros(3, 4))
     if isinstance(pool, SparsePool):
-        with pytest.raises(ValueError, match="takes grids of 3 dimensions, got SparseConvTensor"):
+        with pytest.raises(ValueError, match="expects grids of 3 dimensions, got SparseConvTensor"):
             pool(a_tensor(2))
 
 

@@ -178,7 +178,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"spatial_shape": [0, 4]}, ValueError, "spatial_shape must be at least 1"),
     ({"spatial_shape": [3.7, 4]}, TypeError, r"spatial_shape must be an integer in each dimension, got 3\.7"),
     ({"spatial_shape": "34"}, TypeError, "spatial_shape must be an integer in each dimension, got '3'"),
-    ({"spatial_shape": [2**31, 2**31]}, ValueError, r"times batch_size 3 is beyond 2\^63 cells"),
+    ({"spatial_shape": [2**31, 2**31]}, ValueError, r"times batch_size 3 exceeds 2\^63 cells"),
     ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
     ({"batch_size": 2.5}, TypeError, r"batch_size must be an integer, got 2\.5"),
     ({"batch_size": None}, TypeError, "batch_size must be an integer, got None"),
@@ -197,7 +197,7 @@ def test_wrong_calls() -> None:
         a_tensor().replace_feature(torch.zeros(4, 2))
     with pytest.raises(ValueError, match="one of sum, mean, max, min, got 'median'"):
         a_tensor().coalesce("median")
-    with pytest.raises(TypeError, match=r"floating point numbers, got torch\.int64: convert with"):
+    with pytest.raises(TypeError, match=r"needs floating-point features, got torch\.int64: convert with"):
         a_tensor().replace_feature(torch.ones(3, 1, dtype=torch.int64)).coalesce()
     with pytest.raises(ValueError, match=r"\(batch, 1 to 4 dimensions, channels\), got \(3, 4\)"):
         SparseConvTensor.from_dense(torch.zeros(3, 4))

@@ -285,12 +285,12 @@ def test_gradients_of_voxelize(reduce: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"vsize_xyz": [0.5, 0.25]}, "a range of twice as many numbers"),
+        ({"vsize_xyz": [0.5, 0.25]}, "the range as twice as many numbers"),
         ({"vsize_xyz": []}, "in 1 to 4 dimensions"),
         ({"vsize_xyz": [0.5, 0.0, 1.0]}, "must be positive in each dimension"),
         ({"coors_range_xyz": [0, 0, 0, 1, -1, 1]}, "low ends below its high ends"),
         ({"coors_range_xyz": [0, 0, 0, 1, math.inf, 1]}, "must be finite"),
-        ({"vsize_xyz": [9.0, 0.25, 1.0]}, "it must have a cell in each dimension"),
+        ({"vsize_xyz": [9.0, 0.25, 1.0]}, "cells in each dimension"),
         ({"vsize_xyz": [1e-10, 1, 1]}, "at most 2"),
         ({"vsize_xyz": [1e-60, 1, 1]}, "at most 2"),
         ({"vsize_xyz": [1e-7] * 3}, "fewer than 2"),
@@ -307,7 +307,9 @@ def test_what_cannot_be_voxels(arguments: dict[str, Any], message: str) -> None:
 
 def test_what_are_no_sizes() -> None:
     for size, ends in ((0.5, RANGE), (SIZE, [[0, 0, 0], [1, 1, 1]]), ("abc", RANGE)):
-        with pytest.raises(TypeError, match="as a number for each dimension, and a range as twice as many in one row"):
+        with pytest.raises(
+            TypeError, match="as one number per dimension, and the range as twice as many numbers in one row"
+        ):
             voxelize(torch.zeros(3, 4), size, ends)
 
 

@@ -438,7 +438,7 @@ def test_wrong_scales_and_sparse_gradients_leave_all_as_it_was() -> None:
     optimizer = AdamW([{"params": [dense]}, {"params": embedding.parameters()}])
     (dense.sum() + embedding(torch.tensor([1])).sum()).backward()
     before = embedding.weight.detach().clone()
-    with pytest.raises(TypeError, match="scale must be a tensor, as scale_for gives it, got float"):
+    with pytest.raises(TypeError, match="scale must be a tensor, as returned by scale_for, got float"):
         optimizer.step(scale=0.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"scale must be one number, got \(3,\)"):
         optimizer.step(scale=torch.ones(3))
@@ -453,7 +453,7 @@ def test_wrong_scales_and_sparse_gradients_leave_all_as_it_was() -> None:
 def test_a_gradient_of_another_shape_is_no_gradient() -> None:
     weights = MainWeights(nn.Linear(3, 4, bias=False), NARROW, keep_narrow=True)
     for wrong in (torch.ones(1, 3), torch.ones(4, 3, dtype=torch.int64)):
-        with pytest.raises(ValueError, match=r"must be floating and \(4, 3\) as its weight is, got"):
+        with pytest.raises(ValueError, match=r"must be floating-point with its weight's shape \(4, 3\), got"):
             weights.add(weights.named["weight"], wrong)
 
 

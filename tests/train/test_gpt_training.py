@@ -207,7 +207,10 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path, monkeypatch: pyte
 
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint_writing, "write_file", torn)
-        with pytest.raises(OSError, match=r"could not be written to .*; is there room for it\? .* \(no space left\)"):
+        with pytest.raises(
+            OSError,
+            match=r"could not be written to .*; is there enough room\? Earlier .* \(no space left\)",
+        ):
             save_training(tmp_path, one)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
     found, step = find_training(tmp_path, TRAINING)
@@ -253,7 +256,7 @@ def test_a_folder_that_holds_no_training_says_so(damage: str, tmp_path: Path) ->
     with pytest.raises(InputError, match="is not a file of rooftop train --save"):
         find_training(tmp_path, TRAINING)
     (tmp_path / "latest").write_text("\0")
-    with pytest.raises(InputError, match="but there is no such step; complete steps are step-"):
+    with pytest.raises(InputError, match="but this step does not exist; complete steps are step-"):
         find_training(tmp_path, TRAINING)
 
 
@@ -522,7 +525,7 @@ def test_a_model_begins_from_no_training(tmp_path: Path, capsys: pytest.CaptureF
             GptTrainer(TRAINING, COUNTING, Layout(), Layout().process_groups(), CPU, initial=str(tmp_path / folder))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    with pytest.raises(InputError, match="is a model's of Hugging Face: a training begins from one by --init-from"):
+    with pytest.raises(InputError, match="belongs to a Hugging Face model: start a training from it with --init-from"):
         find_training(tmp_path / "model", TRAINING)
 
 

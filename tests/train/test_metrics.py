@@ -62,7 +62,7 @@ def test_of_a_step_made_twice_the_last_line_counts(tmp_path: Path) -> None:
 def test_lines_of_others_are_refused_and_stay(content: bytes, line: int, tmp_path: Path) -> None:
     path = tmp_path / "m"
     path.write_bytes(content)
-    with pytest.raises(InputError, match=f"line {line} has no step: move it away"), metrics_file(path, 1):
+    with pytest.raises(InputError, match=f"line {line} has no step: move the file away"), metrics_file(path, 1):
         pass
     assert path.read_bytes() == content
 

@@ -69,7 +69,7 @@ def test_one_row_alone_is_as_without_a_mixture() -> None:
 
 def test_rows_that_do_not_go_together_are_refused() -> None:
     text = Tokens([np.frombuffer(b"abc" * 9, np.uint8)], "a.txt", text=True)
-    with pytest.raises(InputError, match=r"a\.txt is text, whose tokens are bytes, but long has other tokens"):
+    with pytest.raises(InputError, match=r"a\.txt is text, so its tokens are bytes, but long has other tokens"):
         Mixture([LONG, text])
     with pytest.raises(InputError, match=r"different vocabularies \(65 in a, 70 in b\)"):
         Mixture([Tokens([np.arange(9)], name, vocabulary=size) for name, size in (("a", 65), ("b", 70))])

@@ -192,7 +192,9 @@ def test_a_file_that_is_cut_off_missing_or_of_another_save_is_said(two_files: Pa
         opened(two_files).check_files()
     file.write_bytes(content)
     index.write_text(text.replace('"step":3', '"step":4'))
-    with pytest.raises(InputError, match=r"index\.json was changed: its checksum is not that of the training"):
+    with pytest.raises(
+        InputError, match=r"index\.json was changed: its checksum differs from the one in the training's record;"
+    ):
         opened(two_files)
     index.unlink()
     with pytest.raises(InputError, match=r"index\.json cannot be read \(No such file"):

@@ -216,7 +216,7 @@ def test_a_latest_that_names_no_step_is_said_with_those_that_are_there(name: str
         pass
     (tmp_path / "latest").write_text(f"{name}\n")
     with pytest.raises(
-        InputError, match=r"there is no such step; complete steps are step-00000001, step-00000002: give one"
+        InputError, match="this step does not exist; complete steps are step-00000001, step-00000002: give one"
     ):
         read_record(tmp_path)
     assert read_record(tmp_path / "step-00000002").step == 2
@@ -313,7 +313,7 @@ def test_a_full_disk_leaves_the_last_one_and_is_said(asynchronous: bool, tmp_pat
         expected = tensors(tmp_path)
         one.advance()
         # The copy is in a file in memory, which is there already.
-        with largest_file(20_000), pytest.raises(OSError, match=r"could not be written .* is there room for it"):
+        with largest_file(20_000), pytest.raises(OSError, match=r"could not be written .* is there enough room"):
             goes_on(saver, one, 1000)
         assert same(tensors(tmp_path), expected)
         assert names(tmp_path) == ["latest", "step-00000001"]

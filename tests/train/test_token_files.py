@@ -72,7 +72,7 @@ def test_the_width_of_a_large_file_is_found_by_places_all_over_it(kind: str, tmp
         (RANDOM.integers(0, 65, 10_000).astype(np.uint8).tobytes(), "look like bytes"),
         (gzip.compress(RANDOM.bytes(1000)), "compressed by gzip"),
         (b"LITPKDS" + struct.pack("<QBQ", 1, 8, 1000) + bytes(2000), "LitGPT's packed data set"),
-        (b"\x93NUMPY\x01\x00" + RANDOM.bytes(2000), "call it .npy"),
+        (b"\x93NUMPY\x01\x00" + RANDOM.bytes(2000), "a NumPy array: rename it to .npy"),
     ],
 )
 def test_what_cannot_be_told_is_refused(content: bytes, words: str, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_megatrons_index_says_the_dtype(kind: str, name: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("index", "words"),
     [
-        (index_of("int32", magic=b"TNTIDX\0\0\0"), "before Megatron's memory-mapped one"),
+        (index_of("int32", magic=b"TNTIDX\0\0\0"), "that preceded Megatron's memory-mapped one"),
         (index_of("int32", magic=b"SOMETHING"), "is not an index of Megatron-LM"),
         (b"", "is not an index of Megatron-LM"),
         (index_of("int32", version=2), "has version 2, expected 1"),
@@ -138,7 +138,7 @@ def test_megatrons_index_says_the_dtype(kind: str, name: str, tmp_path: Path) ->
         (index_of("int32", code=9), "of the unknown code 9"),
         (index_of("int32")[:20], "is cut off after 20 bytes"),
         (index_of("int32")[:-8], r"bytes, 4 sequences and 5 document entries need 122"),
-        (index_of("int32", [3, 5, 0, 3]), "has 40 bytes, .* describes 44: are they of different runs"),
+        (index_of("int32", [3, 5, 0, 3]), "has 40 bytes, .* describes 44: are they from different runs"),
         (index_of("uint16"), "has 40 bytes, .* describes 20"),
         (index_of("int32", starts=np.array([0, 20, 0, 32])), "do not lie one after another"),
     ],
@@ -159,7 +159,7 @@ def test_a_dtype_that_the_file_contradicts_is_refused(tmp_path: Path) -> None:
     for name, words in (
         ("text.bin", "int32 tokens, as the index text.idx says: --token-dtype uint16 does not fit"),
         ("a.npy", "int64 tokens, as its header says"),
-        ("a.txt", "--token-dtype uint16 is for .bin files"),
+        ("a.txt", "--token-dtype uint16 is only for .bin files"),
     ):
         with pytest.raises(InputError, match=words):
             open_tokens(tmp_path / name, "uint16")

@@ -83,7 +83,7 @@ def test_what_is_no_row_is_refused(datasets: Any, tmp_path: Path) -> None:
 def test_splits_are_not_mixed(datasets: Any, tmp_path: Path) -> None:
     data = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
     datasets.DatasetDict({"train": data, "test": data}).save_to_disk(str(tmp_path / "both"))
-    with pytest.raises(InputError, match=r"has the splits train, test: name one, as .*both/train"):
+    with pytest.raises(InputError, match=r"has the splits train, test: name one of them, such as .*both/train"):
         open_tokens(tmp_path / "both")
     assert len(open_tokens(tmp_path / "both" / "train")) == 2
 

@@ -125,9 +125,7 @@ class _Folder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and self.count:
-            click.echo(
-                f"{self.count} frames that were written to {click.format_filename(self.path)} are kept", err=True
-            )
+            click.echo(f"{self.count} frames written to {click.format_filename(self.path)} are kept", err=True)
 
 
 class _Array:

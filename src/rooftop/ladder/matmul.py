@@ -64,7 +64,7 @@ def _ordinary_roof(size: int, ceilings: Ceilings | None) -> Sequence[str]:
         return ()
     most = 100 * ceilings.peak("fp32") / ceilings.peak("fp16")
     ms = 1e3 * 2 * size**3 / ceilings.peak("fp32")
-    return (f"Rungs on the float32 cores cannot take less than {ms:.3g} ms: {most:.3g}% of the roof.",)
+    return (f"Rungs on the float32 cores take at least {ms:.3g} ms: {most:.3g}% of the roof.",)
 
 
 def in_cuda(a: Tensor, b: Tensor, c: Tensor) -> tuple[Rung, ...]:

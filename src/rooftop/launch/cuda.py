@@ -198,7 +198,7 @@ class Kernel:
         for kind, sizes, limits in (("block", threads, BLOCK_LIMITS), ("grid", blocks, GRID_LIMITS)):
             for axis, size, limit in zip("xyz", sizes, limits, strict=True):
                 if size > limit:
-                    raise ValueError(f"{what}: the {kind} {sizes} has {size:,} in {axis}, at most {limit:,} can be")
+                    raise ValueError(f"{what}: the {kind} {sizes} has {size:,} in {axis}, expected at most {limit:,}")
         self._check_shared_memory(shared_bytes)
         if cluster is not None:
             self._check_cluster(blocks, _three(what, "cluster", cluster, least=1))
@@ -208,8 +208,8 @@ class Kernel:
         count, most = math.prod(threads), self.max_threads_per_block
         why = f" with {self.binary.registers} registers each" if most < BLOCK_LIMITS[0] else ""
         return (
-            f"kernel {self.name}: a block of {threads} has {count:,} threads, at most {most:,} can be{why}: "
-            f"for {count:,} threads launch a grid of {-(-count // 256):,} blocks of 256"
+            f"kernel {self.name}: a block of {threads} has {count:,} threads, expected at most {most:,}{why}: for "
+            f"{count:,} threads launch a grid of {-(-count // 256):,} blocks of 256"
         )
 
     def _check_shared_memory(self, dynamic: int) -> None:
@@ -324,8 +324,8 @@ class Kernel:
         most = int(self._driver(driver.cuKernelGetAttribute(limit, handle, number)))
         if threads > most:
             raise ValueError(
-                f"kernel {self.name}: a block has {threads:,} threads, at most {most:,} can be with its registers and "
-                "__launch_bounds__"
+                f"kernel {self.name}: a block has {threads:,} threads, but its registers and __launch_bounds__ allow "
+                f"at most {most:,}"
             )
         if shared_bytes + (self.binary.static_shared_bytes or 0) > DEFAULT_SHARED_BYTES:
             dynamic = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -181,7 +181,7 @@ class Trials:
         try:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=self.timeout_s)
         except subprocess.TimeoutExpired:
-            return Ran(b"", f"it was not done after {self.timeout_s:g} s")
+            return Ran(b"", f"it did not finish within {self.timeout_s:g} s")
         log = done.stderr.decode(errors="replace")
         return Ran(done.stdout, reason_in(log, done.returncode) if done.returncode else "")
 

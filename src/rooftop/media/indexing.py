@@ -135,7 +135,8 @@ def _index_by_frames(decoder: Decoder) -> FrameIndex:
             if decoder.clocked and not goes_back and frame.pts is not None and ticks and frame.pts < ticks[-1]:
                 by_s = float((ticks[-1] - frame.pts) * decoder.time_base)
                 goes_back = (
-                    f"the clock goes back by {by_s:.3f} s after frame {len(ticks) - 1}: from there on times follow "
+                    f"the clock goes back by {by_s:.3f} s after frame {len(ticks) - 1}: later times continue from "
+                    "there "
                 )
                 goes_back += "the frame rate"
             ticks.append(pts)

@@ -84,7 +84,7 @@ def too_small(height: int, width: int) -> str | None:
     """Why the CPU decodes a video of this size if both are available; None if it does not."""
     if height * width >= WORTH_PIXELS:
         return None
-    return f"{width} x {height} pixels are few: NVDEC is known to be faster from {WORTH_PIXELS:,} on"
+    return f"{width} x {height} pixels are few: NVDEC is known to be faster from {WORTH_PIXELS:,} pixels on"
 
 
 def odd(height: int, width: int) -> str | None:

@@ -145,7 +145,7 @@ class _Track:
 
     def _damaged(self, broken: _Broken, sound: Sound) -> DamagedSoundError:
         last = None if self.position is None else float(Fraction(self.position, self.rate))
-        until = "none of it can be decoded" if last is None else f"it is good up to {last:.3f} s"
+        until = "none of it can be decoded" if last is None else f"it is intact up to {last:.3f} s"
         return DamagedSoundError(f"the sound of {self.name} cannot be decoded: {broken}; {until}", last, sound)
 
     def _samples(self, part: _Part) -> Tensor:

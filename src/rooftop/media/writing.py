@@ -351,8 +351,8 @@ class VideoWriter:
         for tick, each in zip(ticks, seconds, strict=True):
             if rate == self.fps and abs(tick / rate - Fraction(each)) > AVI_SLACK_S:
                 raise InputError(
-                    f"a frame at {each:.6f} s: AVI has frames at multiples of 1/{float(rate):.6g} s only, by fps. "
-                    "Choose another fps, or another suffix, as .mp4"
+                    f"a frame at {each:.6f} s: AVI has frames only at multiples of 1/{float(rate):.6g} s, set by "
+                    "fps. Choose another fps, or another suffix such as .mp4"
                 )
             if tick <= before:
                 raise InputError(

@@ -147,7 +147,7 @@ def _rules(given: Sequence[str | Rule] | None) -> list[Rule]:
     if any(not isinstance(name, str) or not name for name in names):
         raise TypeError("optimize: your own rules must have names")
     if twice := [name for name in names if name in by_name or names.count(name) > 1]:
-        raise ValueError(f"optimize: two rules are named {twice[0]!r}: give each a name of its own")
+        raise ValueError(f"optimize: two rules are named {twice[0]!r}: give each its own name")
     named = [rule for rule in RULES if rule.name in given or rule in given]
     return [*named, *(rule for rule in given if isinstance(rule, Rule) and rule not in RULES)]
 

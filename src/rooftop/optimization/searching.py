@@ -203,7 +203,7 @@ class Search:
             gain, share, sure = self._gain(candidate)
             change = replace(change, measured_ms=gain)
             if not sure:
-                reason = f"{share:+.1%}, which is not above noise and {self.min_gain:.0%}"
+                reason = f"{share:+.1%}, which does not exceed the noise and {self.min_gain:.0%}"
                 return replace(change, verdict="no gain", reason=reason)
             change = replace(change, error=self._proven(candidate, self._gate_of(rules)))
             self._nothing_changed()

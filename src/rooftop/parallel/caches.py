@@ -85,7 +85,7 @@ def _attribute(name: str, owner: Any, values: list[Any], device: torch.device, j
         return device
     if any(map(holds_tensors, values)):
         raise TypeError(
-            f"outputs of the type {full_name(owner)} cannot be gathered: where the samples are in its attribute "
-            f"{name!r} is not known. Call the module with use_cache=False"
+            f"outputs of the type {full_name(owner)} cannot be gathered: the position of the samples in its "
+            f"attribute {name!r} is unknown. Call the module with use_cache=False"
         )
     return first if isinstance(first, type) else join(values, 0)

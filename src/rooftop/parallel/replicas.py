@@ -81,8 +81,8 @@ def _check(module: nn.Module, home: torch.device) -> None:
         for key, tensor in chain(child._parameters.items(), child._buffers.items()):
             if tensor is not None and tensor.device != home:
                 raise ValueError(
-                    f"{name}{'.' if name else ''}{key} is on {tensor.device}, and the first device is {home}: move the "
-                    f"module there before, with module.to({str(home)!r})"
+                    f"{name}{'.' if name else ''}{key} is on {tensor.device}, but the first device is {home}: move "
+                    f"the module there first, with module.to({str(home)!r})"
                 )
         bound = "compiled" if _is_compiled(child) else "scripted" if isinstance(child, torch.jit.ScriptModule) else None
         if bound:

@@ -253,7 +253,7 @@ def _checked_seconds(
         )
     for kind, time in seconds.items():
         if kind not in KINDS:
-            raise ValueError(f"simulate: there is no kind of instruction {kind!r}: expected seconds of {kinds}")
+            raise ValueError(f"simulate: {kind!r} is not a kind of instruction: expected seconds of {kinds}")
         _check_time(f"seconds of {kind}", time)
     missing = {each.kind for own in schedule.instructions for each in own} - seconds.keys()
     if missing:
@@ -505,8 +505,8 @@ def schedule_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int 
         )
     if name not in SCHEDULES:
         raise ValueError(
-            f"there is no pipeline schedule {name!r}: expected one of {', '.join(SCHEDULES)}"
-            f"{did_you_mean(name, SCHEDULES)}"
+            f"{name!r} is not a pipeline schedule: expected one of "
+            f"{', '.join(SCHEDULES)}{did_you_mean(name, SCHEDULES)}"
         )
     for what, number in (("ranks", ranks), ("micro_batches", micro_batches), ("stages_per_rank", stages_per_rank)):
         if number is None and what == "stages_per_rank":

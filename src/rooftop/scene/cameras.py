@@ -52,8 +52,8 @@ class Camera:
         turn = matrix[:3, :3]
         if not abs(turn @ turn.T - np.eye(3)).max() <= 1e-4 or turn[0] @ _cross(turn[1], turn[2]) < 0:
             raise ValueError(
-                "world_to_camera must be a rotation and a shift: its upper left 3 x 3 scales, shears or mirrors; put a "
-                "scale into the instances' transforms"
+                "world_to_camera must be a rotation and a shift: its upper left 3 x 3 part scales, shears or "
+                "mirrors; put scales into the transforms of instances"
             )
         matrix.setflags(write=False)  # the next frame needs this camera's position
         object.__setattr__(self, "world_to_camera", matrix)
@@ -199,7 +199,8 @@ def same_size(cameras: Sequence[Camera]) -> tuple[int, int]:
         raise ValueError("no cameras: expected at least one")
     if len(sizes) > 1:
         raise ValueError(
-            f"cameras of one batch have the same size; these have {sorted(sizes)}: Renderer.render_each takes any"
+            f"cameras of one batch must have the same size, these have {sorted(sizes)}: use Renderer.render_each for "
+            "different sizes"
         )
     return sizes.pop()
 
@@ -212,7 +213,7 @@ def _looking(eye: ArrayLike, target: ArrayLike, up: ArrayLike) -> NDArray[np.flo
             raise ValueError(f"{name}={point!r}: expected three finite numbers")
     forward = points["target"] - points["eye"]
     if abs(forward).max() < LEAST:
-        raise ValueError(f"eye and target are the same point, {points['eye'].tolist()}: there is nowhere to look")
+        raise ValueError(f"eye and target are the same point, {points['eye'].tolist()}: the view has no direction")
     forward = forward / np.linalg.norm(forward)
     right = _cross(forward, points["up"] / (abs(points["up"]).max() or 1.0))
     if np.linalg.norm(right) <= 1e-9:

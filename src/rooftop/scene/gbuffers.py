@@ -135,6 +135,6 @@ class GBuffer:
         value = getattr(self, name) if name in OUTPUTS else None
         if value is None:
             there = ", ".join(each.name for each in fields(self)[1:] if getattr(self, each.name) is not None)
-            raise KeyError(f"{name!r} was not rendered (outputs= names what is); there are: {there}")
+            raise KeyError(f"{name!r} was not rendered (outputs= selects what is rendered); available: {there}")
         assert isinstance(value, Tensor)
         return value

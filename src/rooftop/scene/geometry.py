@@ -153,7 +153,7 @@ class Geometry:
             GeometryFileError: its checksum or its structure is wrong.
         """
         if not 0 <= page < self.pages:
-            raise IndexError(f"page {page} of {self.path}, which has {self.pages} (0 to {self.pages - 1})")
+            raise IndexError(f"page {page} does not exist: {self.path} has {self.pages} (0 to {self.pages - 1})")
         start, length = int(self.page_offsets[page]), int(self.page_lengths[page])
         words: Words = np.frombuffer(self._data, "<i4", length // 4, start)
         self.check_page(page, words)
@@ -169,7 +169,7 @@ class Geometry:
         start = int(self.page_offsets[page])
         wrong = wrong_in_page(words, self.attributes, self.meta["groups"])
         if not wrong and words[layouts.PAGE_CLUSTERS] < self.page_reach[page]:
-            wrong = "the tree names clusters that it does not have"
+            wrong = "the tree names clusters that do not exist"
         if wrong:
             raise GeometryFileError(self.path, f"page {page}: {wrong}", start)
 
@@ -238,7 +238,7 @@ class Geometry:
     def place(self, cluster: int) -> tuple[int, int]:
         """The page of a cluster, and its index in the page."""
         if not 0 <= cluster < self.meta["clusters"]:
-            raise IndexError(f"cluster {cluster} of {self.path}, which has {self.meta['clusters']}")
+            raise IndexError(f"cluster {cluster} does not exist: {self.path} has {self.meta['clusters']}")
         first = self.first_clusters()
         page = int(np.searchsorted(first, cluster, side="right")) - 1
         return page, cluster - int(first[page])
@@ -367,7 +367,7 @@ class Geometry:
 def _opened_again(path: Path, content: int) -> Geometry:
     found = Geometry.open(path)
     if found._content != content:
-        raise InputError(f"{path} holds another mesh than when it was pickled: pickle the object again")
+        raise InputError(f"{path} has changed since the object was pickled: pickle the object again")
     return found
 
 
@@ -381,7 +381,7 @@ def _sections(path: Path, data: mmap.mmap) -> tuple[int, dict[str, tuple[int, in
     """The version; offset and length of each section. Pages and images are checked when they are read."""
     magic, version, count, length, checksum, zero = struct.unpack_from(layouts.HEADER, data, 0)
     if magic != layouts.MAGIC:
-        raise GeometryFileError(path, "it does not begin as a geometry file does", 0)
+        raise GeometryFileError(path, "it does not begin like a geometry file", 0)
     if version not in layouts.VERSIONS:
         raise GeometryFileError(
             path, f"it has version {version}, and this program reads 1 to {layouts.VERSIONS[-1]}", 8
@@ -405,7 +405,7 @@ def _sections(path: Path, data: mmap.mmap) -> tuple[int, dict[str, tuple[int, in
             raise GeometryFileError(path, f"the checksum of section {text} does not match", start)
         sections[text] = (start, size)
     if ("needs" in sections) != (version >= 3):
-        raise GeometryFileError(path, f"version {version} and section needs do not go together", 8)
+        raise GeometryFileError(path, f"version {version} and section needs do not match", 8)
     for text, unit in (
         ("meta", 1),
         ("nodes", 4 * layouts.NODE_CHILDREN * layouts.CHILD_WORDS),

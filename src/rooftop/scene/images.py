@@ -102,7 +102,7 @@ class Texture:
             raise InputError(f"{self.name} cannot be decoded ({what}); it may be damaged") from error
         if found.shape[:2] != (self.height, self.width):
             is_, said = f"{found.shape[1]} x {found.shape[0]}", f"{self.width} x {self.height}"
-            raise InputError(f"{self.name} is {is_}, and {said} was said of it; it may be damaged")
+            raise InputError(f"{self.name} is {is_}, but its file states {said}; it may be damaged")
         return found
 
 
@@ -128,7 +128,7 @@ def _opened(content: bytes, name: str) -> Image.Image:
 def _check_size(size: tuple[int, int], name: str) -> None:
     width, height = size
     if min(size) < 1:
-        raise InputError(f"{name} is {width} x {height}: it has no texel")
+        raise InputError(f"{name} is {width} x {height}: it has no texels")
     if max(size) > MOST_SIDE or width * height > MOST_TEXELS:
         raise InputError(f"{name} is {width} x {height}; {_LIMIT}")
 
@@ -158,14 +158,14 @@ def _of_array(image: Any) -> Bytes:
     if array.ndim == 2:
         array = array[:, :, None]
     if array.ndim != 3 or array.shape[2] not in (1, 3, 4):
-        raise ValueError(f"a texture has shape (H, W), (H, W, 3) or (H, W, 4), not {np.asarray(detached).shape}")
+        raise ValueError(f"a texture must have shape (H, W), (H, W, 3) or (H, W, 4), not {np.asarray(detached).shape}")
     _check_size((array.shape[1], array.shape[0]), "the texture")
     array = array[:, :, :3]
     if array.dtype.kind == "f":
         if not np.isfinite(array).all() or array.min() < 0 or array.max() > 1:
-            raise ValueError("texels are finite numbers from 0 to 1, or uint8")
+            raise ValueError("texels must be finite numbers from 0 to 1, or uint8")
         array = np.rint(255 * array.astype(np.float64))
     elif array.dtype != np.uint8:
-        raise TypeError(f"texels are uint8, or floats from 0 to 1, not {array.dtype}")
+        raise TypeError(f"texels must be uint8, or floats from 0 to 1, not {array.dtype}")
     # Copied: the caller may reuse the array.
     return np.array(np.broadcast_to(array, (*array.shape[:2], 3)), np.uint8, order="C")

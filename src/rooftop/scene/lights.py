@@ -223,7 +223,7 @@ def _direction(name: str, value: ArrayLike) -> tuple[float, ...]:
     vector = np.array(_point(name, value))
     length = np.linalg.norm(vector / (abs(vector).max() or 1.0))
     if length == 0:
-        raise ValueError(f"{name}={short(value)}: expected a direction, not zeros")
+        raise ValueError(f"{name}={short(value)}: expected a direction that is not all zeros")
     return tuple((vector / abs(vector).max() / length).tolist())
 
 
@@ -244,5 +244,5 @@ def _color(value: ArrayLike) -> tuple[float, ...]:
 def _map_size(value: object) -> int:
     size = whole_pixels("size", value)
     if size < 16:
-        raise ValueError(f"size={short(value)}: a shadow map has at least 16 texels along an edge")
+        raise ValueError(f"size={short(value)}: a shadow map needs at least 16 texels along an edge")
     return size

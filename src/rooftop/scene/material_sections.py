@@ -54,10 +54,10 @@ def read_materials(
         textures = [_texture(path, data, sections, number, each) for number, each in enumerate(table["images"])]
         found = tuple(_material(row, textures) for row in table["materials"])
     except (KeyError, IndexError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        what = f"section {TABLE} says what cannot be ({type(error).__name__}: {error})"
+        what = f"section {TABLE} has impossible contents ({type(error).__name__}: {error})"
         raise GeometryFileError(path, what, start) from error
     if not isinstance(numbers, int) or len(found) < numbers:
-        what = f"section {TABLE} has {len(found)} materials, and faces name {numbers}"
+        what = f"section {TABLE} has {len(found)} materials, but faces use {numbers}"
         raise GeometryFileError(path, what, start)
     return found
 

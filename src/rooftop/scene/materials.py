@@ -54,7 +54,7 @@ class Material:
         numbers = real_numbers(color, "color", "red, green and blue, from 0 to 1 each")
         if numbers.shape != (3,) or not np.isfinite(numbers).all() or numbers.min() < 0 or numbers.max() > 1:
             raise ValueError(
-                f"color={short(color)}: expected red, green and blue, from 0 to 1 each; nothing is transparent"
+                f"color={short(color)}: expected red, green and blue, from 0 to 1 each; transparency is not supported"
             )
         both = tuple(wrap) if isinstance(wrap, Sequence) and not isinstance(wrap, str) else (wrap, wrap)
         if len(both) != 2 or any(each not in WRAPS for each in both):
@@ -103,8 +103,8 @@ def checked_materials(materials: Sequence[Material], numbers: int, whose: str) -
         )
     if len(given) < numbers:
         raise ValueError(
-            f"{whose} has faces with the material number {numbers - 1}, and there are {len(given)} materials: expected "
-            f"{numbers} or more, the first for number 0"
+            f"{whose} has faces with the material number {numbers - 1}, but there are {len(given)} materials: "
+            f"expected {numbers} or more, the first for number 0"
         )
     return given
 

@@ -59,7 +59,7 @@ def wrong_in_page(page: Words, attributes: int, all_groups: int) -> str | None:
     before = layouts.PAGE_WORDS + groups * layouts.GROUP_WORDS + clusters * a_head
     fits = group_word == expected and length == len(page) and groups >= 1 and first >= 0 and before < length
     if not fits or not 1 <= clusters <= layouts.MOST_CLUSTERS:
-        return "its head is wrong"
+        return "its header is wrong"
     heads = heads_of(page, attributes).astype(np.int64)
     counts = heads[:, layouts.CLUSTER_COUNTS] & 0xFFFFFFFF
     triangles, vertices, reference_bits = (counts & 255) + 1, (counts >> 8 & 255) + 1, counts >> 16 & 255
@@ -76,24 +76,24 @@ def wrong_in_page(page: Words, attributes: int, all_groups: int) -> str | None:
     needed = needed + np.where(mixed, (layouts.MATERIAL_BITS * triangles + 31) // 32, 0)
     start = heads[:, layouts.CLUSTER_STREAMS]
     if (triangles > layouts.MAX_TRIANGLES).any() or (start < before).any() or (start + needed >= length).any():
-        return "the streams of a cluster would lie outside of it"
+        return "the streams of a cluster would lie outside of the page"
     if (extent >= 1 << 31).any() or (uv_extent >= 1 << 31).any():
         return "a cluster is wider than 31 bits can say"
     if (vertices > 3 * triangles).any() or (reference_bits > layouts.MOST_REFERENCE_BITS).any():
         return "a cluster has more vertices than corners, or longer references than it has vertices"
     if not _masks_fit(page, heads, triangles, vertices, references):
-        return "the masks of a cluster do not go together with its vertices and references"
+        return "the masks of a cluster do not match its vertices and references"
     if not attributes & layouts.SHORT_HEADS:
         owner = heads[:, layouts.CLUSTER_GROUP]
         if (owner < 0).any() or (owner >= groups).any():
-            return "a cluster is of a group that is not in it"
+            return "a cluster belongs to a group that is not in the page"
     source = heads[:, layouts.CLUSTER_SOURCE]
     if (source < -1).any() or (source >= all_groups).any():
         return "a cluster replaces a group that is not in the file"
     records = groups_of(page).astype(np.int64)
     group_first, group_count = records[:, layouts.GROUP_FIRST], records[:, layouts.GROUP_COUNT]
     if (group_first < 0).any() or (group_count < 1).any() or (group_first + group_count > clusters).any():
-        return "a group has clusters that are not in it"
+        return "a group has clusters that are not in the page"
     return None
 
 

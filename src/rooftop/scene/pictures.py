@@ -68,7 +68,7 @@ def picture(frame: GBuffer, name: str, view: int = 0) -> Bytes:
     """
     output = frame[name]
     if not -len(output) <= view < len(output):
-        raise IndexError(f"view {view} of a frame that has {len(output)}")
+        raise IndexError(f"view {view} does not exist: the frame has {len(output)}")
     colors: Bytes = colored(name, output[view]).cpu().numpy()
     return colors
 

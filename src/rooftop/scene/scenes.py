@@ -69,7 +69,9 @@ class Scene:
         if materials is not None:
             chosen = checked_materials(materials, int(opened.meta.get("materials", 1)), str(opened.path))
             if not opened.meta["has_uv"] and any(each.texture is not None for each in chosen):
-                raise ValueError(f"{opened.path} has no texture coordinates: build it with uv=, or give no texture")
+                raise ValueError(
+                    f"{opened.path} has no texture coordinates: build it with uv=, or leave the texture out"
+                )
         self._meshes.append(opened)
         self._materials.append(chosen)
         return len(self._meshes) - 1
@@ -92,8 +94,8 @@ class Scene:
         matrices = _checked(transforms)
         if self.placed.count + len(matrices) > MAX_INSTANCES:
             raise ValueError(
-                f"{self.placed.count + len(matrices):,} instances: a scene has at most {MAX_INSTANCES:,}, those that "
-                "were removed among them; begin a new scene"
+                f"{self.placed.count + len(matrices):,} instances: a scene has at most {MAX_INSTANCES:,}, including "
+                "removed ones; begin a new scene"
             )
         return self.placed.add(mesh, matrices)
 
@@ -147,11 +149,11 @@ class Scene:
         numbers = given.astype(np.int64)
         gone = numbers[self.placed.mesh_of[numbers] == REMOVED]
         if len(gone):
-            raise ValueError(f"instance={gone[0]} was removed from the scene: add_instance gives a new number")
+            raise ValueError(f"instance={gone[0]} was removed from the scene: add_instance returns a new number")
         if (np.diff(numbers) <= 0).any():
             found, times = np.unique(numbers, return_counts=True)
             if len(found) < len(numbers):
-                raise ValueError(f"instance={found[times.argmax()]} is named {times.max()} times: expected each once")
+                raise ValueError(f"instance={found[times.argmax()]} is given {times.max()} times: expected each once")
         return numbers
 
     @property
@@ -199,7 +201,7 @@ class Scene:
             ValueError: there are no instances.
         """
         if not len(self):
-            raise ValueError("the scene has no instances: add_instance puts a mesh into it")
+            raise ValueError("the scene has no instances: add a mesh with add_instance")
         return self._bounds.of(self.placed, self.meshes)
 
 
@@ -210,7 +212,7 @@ def _given_by(method: str, name: str, number: object, count: int) -> int:
         ValueError: it is not one of them.
     """
     if not count:
-        raise ValueError(f"{name}={short(number)}: there are none yet, {method} returns their numbers")
+        raise ValueError(f"{name}={short(number)}: there are none yet; {method} returns their numbers")
     return whole_number(name, number, 0, count - 1, f"what {method} returned,")
 
 
@@ -235,7 +237,9 @@ def _checked(transforms: ArrayLike) -> NDArray[np.float64]:
         )
     if abs(matrices).max(initial=0) > MOST_SCALE:
         at = int(np.argwhere(abs(matrices) > MOST_SCALE)[0, 0])
-        raise ValueError(f"transform {at} has entries beyond {MOST_SCALE:g}, which no float32 can be multiplied with")
+        raise ValueError(
+            f"transform {at} has entries beyond {MOST_SCALE:g}, which is too large for products in float32"
+        )
     flat = first_flat(matrices[:, :3, :3], 1e-7, 1 / MOST_SCALE)
     if flat is not None:
         raise ValueError(f"transform {flat} makes the mesh flat: its 3 x 3 part cannot be inverted")

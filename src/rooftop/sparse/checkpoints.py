@@ -113,8 +113,8 @@ def convert_state_dict(
         if not found:
             raise ValueError(
                 f"{key} is {tuple(state_dict[key].shape)}: that is {wanted[key]}, (out, *kernel, in), in "
-                f"{'no layout of spconv' if layout is None else f'another layout than {layout}'}; "
-                "check that the network is the one that was saved"
+                f"{'no layout of spconv' if layout is None else f'another layout than {layout}'}; check that the "
+                "network is the one that was saved"
             )
     certain = {found[0] for found in fits.values() if len(found) == 1}
     layouts = {}
@@ -122,8 +122,8 @@ def convert_state_dict(
         left = found if len(found) == 1 else [each for each in found if each in certain]
         if len(left) != 1:
             raise ValueError(
-                f"{key} of shape {tuple(state_dict[key].shape)} may be in the layout {' or '.join(left or found)}, and "
-                "no other weight decides: pass layout="
+                f"{key} of shape {tuple(state_dict[key].shape)} may be in the layout {' or '.join(left or found)}, "
+                "and no other weight settles it: pass layout="
             )
         layouts[key] = left[0]
     changed = {key: as_krsc(state_dict[key], each).contiguous() for key, each in layouts.items()}

@@ -182,11 +182,11 @@ class SparseConvolution(SparseModule):
     def _check_input(self, x: SparseConvTensor) -> None:
         if not isinstance(x, SparseConvTensor):
             raise TypeError(
-                f"{type(self).__name__} takes a rooftop.sparse.SparseConvTensor, got {type(x).__name__}: within "
-                "torch.nn.Sequential it gets features alone, use SparseSequential"
+                f"{type(self).__name__} takes a rooftop.sparse.SparseConvTensor, got {type(x).__name__}: "
+                "torch.nn.Sequential passes only features, so use SparseSequential"
             )
         if x.dims != self.ndim:
-            raise ValueError(f"{type(self).__name__} takes grids of {self.ndim} dimensions, got {x}")
+            raise ValueError(f"{type(self).__name__} expects grids of {self.ndim} dimensions, got {x}")
         if x.features.shape[1] != self.in_channels:
             raise ValueError(f"{type(self).__name__} takes {self.in_channels} channels, got {x}")
 
@@ -211,7 +211,7 @@ class SparseConvolution(SparseModule):
             elif layouts:
                 error_msgs.append(
                     f"{key} of shape {tuple(weight.shape)} may be in spconv's layout {' or '.join(layouts)}: load it "
-                    "with rooftop.sparse.load_spconv_state_dict, to which the other weights or layout= say which"
+                    "with rooftop.sparse.load_spconv_state_dict, which decides by the other weights or by layout="
                 )
                 if tuple(weight.shape) == shape:
                     state_dict[key] = self.weight  # otherwise it would be written before the error is raised

@@ -228,8 +228,8 @@ def indice_subm_conv(
     """
     if num_activate_out != len(features):
         raise ValueError(
-            f"a submanifold convolution has as many outputs as inputs: num_activate_out must be {len(features)}, "
-            f"got {num_activate_out}"
+            "a submanifold convolution has equally many outputs and inputs: num_activate_out must be "
+            f"{len(features)}, got {num_activate_out}"
         )
     return indice_conv(features, filters, indice_pairs, indice_pair_num, num_activate_out, bias)
 
@@ -270,13 +270,13 @@ def sparse_add(*tensors: SparseConvTensor) -> SparseConvTensor:
         if not isinstance(each, SparseConvTensor):
             raise TypeError(f"sparse_add takes rooftop.sparse.SparseConvTensors, got {type(each).__name__}")
     if not tensors:
-        raise ValueError("sparse_add takes at least one tensor, got none")
+        raise ValueError("sparse_add needs at least one tensor, got none")
     first, *others = tensors
     for other in others:
         if (other.spatial_shape, other.batch_size) != (first.spatial_shape, first.batch_size):
-            raise ValueError(f"sparse_add takes tensors of one grid and batch, got {first} and {other}")
+            raise ValueError(f"sparse_add needs tensors with the same grid and batch, got {first} and {other}")
         if other.features.shape[1] != first.features.shape[1]:
-            raise ValueError(f"sparse_add takes tensors with the same channels, got {first} and {other}")
+            raise ValueError(f"sparse_add needs tensors with the same channels, got {first} and {other}")
     features = torch.cat([each.features for each in tensors])
     indices = torch.cat([each.indices for each in tensors])
     return SparseConvTensor(features, indices, first.spatial_shape, first.batch_size).coalesce("sum")

@@ -70,7 +70,7 @@ def geometry(
     pad, spread = _sizes("padding", padding, dims, 0), _sizes("dilation", dilation, dims, 1)
     more = _sizes("out_padding", out_padding, dims, 0)
     if math.prod(kernel) > MAX_ROWS:
-        raise ValueError(f"a kernel of {kernel} has more offsets than int32 can number: take a smaller one")
+        raise ValueError(f"a kernel of {kernel} has more offsets than int32 can number: use a smaller kernel")
     if any(more) and not transpose:
         raise ValueError(f"out_padding {more} is for transposed convolutions only: leave it 0")
     if subm:
@@ -83,8 +83,8 @@ def geometry(
         )
     if min(out_shape) < 1:
         raise ValueError(
-            f"a kernel of {kernel} (dilation {spread}, padding {pad}) does not fit into spatial_shape {shape}: "
-            f"the output would be {out_shape}; add padding or take a smaller kernel"
+            f"a kernel of {kernel} (dilation {spread}, padding {pad}) does not fit into spatial_shape {shape}: the "
+            f"output would be {out_shape}; add padding or use a smaller kernel"
         )
     check_cells("spatial_shape", shape, batch_size)
     check_cells("the output's shape", out_shape, batch_size)
@@ -95,7 +95,7 @@ def _check_submanifold(ksize: tuple[int, ...], stride: tuple[int, ...], transpos
     if transpose:
         raise ValueError("a convolution is submanifold or transposed, not both: pass subm=False or transpose=False")
     if any(k % 2 == 0 for k in ksize):
-        raise ValueError(f"the kernel of a submanifold convolution has a centre: ksize must be odd, got {ksize}")
+        raise ValueError(f"the kernel of a submanifold convolution needs a centre: ksize must be odd, got {ksize}")
     if any(s != 1 for s in stride):
         raise ValueError(f"a submanifold convolution keeps its sites: stride must be 1, got {stride}")
 
@@ -104,8 +104,8 @@ def check_cells(what: str, shape: Sequence[int], batch_size: int) -> None:
     """Raise `ValueError` for a grid with more cells than keys can number."""
     if batch_size * math.prod(shape) > NO_KEY:
         raise ValueError(
-            f"{what} {tuple(shape)} times batch_size {batch_size} is beyond 2^63 cells, which int64 keys cannot "
-            "number: shift the coordinates to start near 0 and pass the shape that they need"
+            f"{what} {tuple(shape)} times batch_size {batch_size} exceeds 2^63 cells, more than int64 keys can "
+            "number: shift the coordinates to start near 0 and pass the smallest shape that holds them"
         )
 
 

@@ -124,7 +124,7 @@ def _table(keys: int, device: torch.device) -> Tensor:
     """An empty table that `keys` keys fill at most by half."""
     slots = 1 << (2 * max(keys, 1) - 1).bit_length()
     if slots > MAX_SLOTS:
-        raise ValueError(f"a table of {keys} sites is beyond {MAX_SLOTS // 2}, the most there can be: split the batch")
+        raise ValueError(f"a table of {keys} sites exceeds the limit of {MAX_SLOTS // 2}: split the batch")
     return torch.full((slots,), EMPTY, dtype=torch.int64, device=device)
 
 

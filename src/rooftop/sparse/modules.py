@@ -82,15 +82,15 @@ class SparseSequential(SparseModule):
                 x = batch_normalized(module, x)
             elif isinstance(module, BATCH_NORMS) and not _is_plain(module) and module.training and x.padded:
                 raise ValueError(
-                    f"module {name!r}, {type(module).__name__}, would count rows of {x} that are not sites: take a "
+                    f"module {name!r}, {type(module).__name__}, would count rows of {x} that are not sites: use a "
                     "BatchNorm1d, or no num_out_act_bound before it"
                 )
             else:
                 features = module(x.features)  # type: ignore[misc]
                 if not isinstance(features, Tensor):
                     raise TypeError(
-                        f"module {name!r}, {type(module).__name__}, made {type(features).__name__} of the features: "
-                        "derive it from SparseModule to give it the sparse tensor"
+                        f"module {name!r}, {type(module).__name__}, returned {type(features).__name__} for the "
+                        "features: derive it from SparseModule so that it gets the sparse tensor"
                     )
                 x = x.replace_feature(features)
         return x

@@ -93,7 +93,7 @@ class SparsePool(SparseModule):
         """
         _check_input(self, x)
         if x.dims != self.ndim:
-            raise ValueError(f"{type(self).__name__} takes grids of {self.ndim} dimensions, got {x}")
+            raise ValueError(f"{type(self).__name__} expects grids of {self.ndim} dimensions, got {x}")
         shape = layer_geometry(x, self.kernel_size, self.stride, self.padding, self.dilation, subm=self.subm)
         rulebook = layer_rulebook(x, shape, self.indice_key, self.num_out_act_bound)
         pool = sparse_avg_pool if self.average else sparse_max_pool
@@ -231,6 +231,6 @@ class SparseGlobalAvgPool(SparseModule):
 def _check_input(module: SparseModule, x: Any) -> None:
     if not isinstance(x, SparseConvTensor):
         raise TypeError(
-            f"{type(module).__name__} takes a rooftop.sparse.SparseConvTensor, got {type(x).__name__}: within "
-            "torch.nn.Sequential it gets features alone, use SparseSequential"
+            f"{type(module).__name__} takes a rooftop.sparse.SparseConvTensor, got {type(x).__name__}: "
+            "torch.nn.Sequential passes only features, so use SparseSequential"
         )

@@ -35,7 +35,7 @@ def rows_of_outputs(num_out_act_bound: int | None) -> int | None:
         return None
     rows = whole_number("num_out_act_bound", num_out_act_bound)
     if rows < 0:
-        raise ValueError(f"num_out_act_bound must be at least 0, or None for as many as there are, got {rows}")
+        raise ValueError(f"num_out_act_bound must be at least 0, or None for no bound, got {rows}")
     return rows
 
 
@@ -76,24 +76,25 @@ def layer_rulebook(
         return build_rulebook(x.indices, shape, num_out_act_bound)
     if found.shape is not shape and not _same(found.shape, shape):  # cached, so most often the same object
         raise ValueError(
-            f"indice_key {indice_key!r} has the rulebook of another layer: {_told(found.shape)}; "
-            f"this one is {_told(shape)}. Give it an indice_key of its own"
+            f"indice_key {indice_key!r} has the rulebook of another layer: {_told(found.shape)}; this layer is "
+            f"{_told(shape)}. Give it its own indice_key"
         )
     if found.inverse or found.in_indices is not x.indices:
         raise ValueError(
             f"indice_key {indice_key!r} has a rulebook of other sites, {len(found.in_indices)} rows of indices; this "
-            f"layer's input has {len(x.indices)}. Give the layer an indice_key of its own, or keep the tensor of "
-            "indices from layer to layer with replace_feature"
+            f"layer's input has {len(x.indices)}. Give the layer its own indice_key, or keep the tensor of indices "
+            "from layer to layer with replace_feature"
         )
     if found.version is not None and found.version != version_of(x.indices):
         raise ValueError(
-            f"indice_key {indice_key!r} has a rulebook of indices that were changed in place afterwards: make a new "
-            "tensor of them, and a SparseConvTensor of that"
+            f"indice_key {indice_key!r} has a rulebook of indices that were later changed in place: create a new "
+            "tensor of indices, and a SparseConvTensor from it"
         )
     if num_out_act_bound is not None and not shape.subm and num_out_act_bound != found.out_indices.shape[0]:
         raise ValueError(
             f"indice_key {indice_key!r} has a rulebook of {len(found.out_indices)} output rows; this layer's "
-            f"num_out_act_bound is {num_out_act_bound}. Give both layers the same bound, or this one its own key"
+            f"num_out_act_bound is {num_out_act_bound}. Give both layers the same bound, or give this layer its own "
+            "key"
         )
     return found  # type: ignore[no-any-return]
 
@@ -109,13 +110,13 @@ def inverse_rulebook(x: SparseConvTensor, ksize: Sizes, indice_key: str) -> Rule
     if found is None:
         known = ", ".join(map(repr, x.indice_dict)) or "none"
         raise ValueError(
-            f"no layer left a rulebook under indice_key {indice_key!r} (there: {known}): give the strided layer that "
-            "this one inverts the same key. Kernels of 1 with stride 1 leave none"
+            f"no layer left a rulebook under indice_key {indice_key!r} (there: {known}): give the same key to the "
+            "strided layer that this one inverts. Kernels of size 1 with stride 1 leave no rulebook"
         )
     if found.subm:
         raise ValueError(
             f"indice_key {indice_key!r} has the rulebook of a submanifold convolution, which keeps its sites: an "
-            "inverse convolution takes the key of a strided convolution or of pooling"
+            "inverse convolution needs the key of a strided convolution or of pooling"
         )
     if ksize != found.ksize:
         raise ValueError(
@@ -124,8 +125,8 @@ def inverse_rulebook(x: SparseConvTensor, ksize: Sizes, indice_key: str) -> Rule
         )
     if found.out_indices is not x.indices:
         raise ValueError(
-            f"the layer of indice_key {indice_key!r} led to other sites, {len(found.out_indices)} rows, than this "
-            f"input has, {len(x.indices)}: an inverse convolution starts from its outputs"
+            f"the outputs of the layer with indice_key {indice_key!r} have other sites ({len(found.out_indices)} "
+            f"rows) than this input ({len(x.indices)} rows): an inverse convolution starts from those outputs"
         )
     return found.swapped()  # type: ignore[no-any-return]
 

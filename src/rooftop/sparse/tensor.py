@@ -75,7 +75,7 @@ class SparseConvTensor:
         Indices are int32, sorted. Waits for the device.
         """
         if x.dim() < 3:
-            raise ValueError(f"from_dense takes (batch, 1 to 4 dimensions, channels), got {tuple(x.shape)}")
+            raise ValueError(f"from_dense needs (batch, 1 to 4 dimensions, channels), got {tuple(x.shape)}")
         active = (x != 0).any(-1)
         return cls(x[active], active.nonzero().int(), x.shape[1:-1], x.shape[0])
 
@@ -90,7 +90,7 @@ class SparseConvTensor:
 
     @features.setter
     def features(self, value: Tensor) -> None:
-        raise AttributeError("features cannot be set: take x = x.replace_feature(features), which makes a new tensor")
+        raise AttributeError("features cannot be set: use x = x.replace_feature(features), which returns a new tensor")
 
     @property
     def dims(self) -> int:
@@ -136,8 +136,8 @@ class SparseConvTensor:
             return self.replace_feature(self.features + other)
         if other.indices is not self.indices:
             raise ValueError(
-                f"{self} + {other} have different indices: add tensors that layers made of the same sites, or add any "
-                "tensors with rooftop.sparse.functional.sparse_add"
+                f"{self} + {other} have different indices: add tensors with the same sites, or use "
+                "rooftop.sparse.functional.sparse_add"
             )
         return self.replace_feature(self.features + other.features)
 
@@ -200,7 +200,7 @@ class SparseConvTensor:
             )
         dtype = self.features.dtype
         if not dtype.is_floating_point:
-            raise TypeError(f"coalesce takes features of floating point numbers, got {dtype}: convert with .float()")
+            raise TypeError(f"coalesce needs floating-point features, got {dtype}: convert with .float()")
         check_range(self.indices, self.batch_size, self.spatial_shape)
         sites = self.indices.long()
         rows = (sites[:, 0] >= 0).nonzero().squeeze(1)

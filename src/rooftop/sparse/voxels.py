@@ -63,14 +63,14 @@ def grid_of(voxel_size: Sequence[float], coordinate_range: Sequence[float], as_s
         sizes, ends = tuple(map(float, voxel_size)), tuple(map(float, coordinate_range))
     except (TypeError, ValueError) as error:
         raise TypeError(
-            "expected the size of a voxel as a number for each dimension, and a range as twice as many in one row, "
-            f"got {voxel_size!r} and {coordinate_range!r}"
+            "expected the voxel size as one number per dimension, and the range as twice as many numbers in one "
+            f"row, got {voxel_size!r} and {coordinate_range!r}"
         ) from error
     dims = len(sizes)
     if not 1 <= dims <= MAX_DIMS or len(ends) != 2 * dims:
         raise ValueError(
-            f"expected the size of a voxel in 1 to {MAX_DIMS} dimensions and a range of twice as many numbers, first "
-            f"the low ends, then the high ones; got {list(sizes)} and {list(ends)}"
+            f"expected the voxel size in 1 to {MAX_DIMS} dimensions, and the range as twice as many numbers, first "
+            f"the low ends, then the high ends; got {list(sizes)} and {list(ends)}"
         )
     low, high = ends[:dims], ends[dims:]
     if not all(0 < size < math.inf for size in sizes):
@@ -84,8 +84,8 @@ def grid_of(voxel_size: Sequence[float], coordinate_range: Sequence[float], as_s
         counts = [_covering((b - a) / size) for a, b, size in zip(low, high, sizes, strict=True)]
     if not all(1 <= count <= MOST_CELLS for count in counts) or math.prod(counts) >= NO_KEY:
         raise ValueError(
-            f"voxels of {list(sizes)} in the range {list(ends)} make a grid of {counts}: it must have a cell in each "
-            "dimension, at most 2^31, and fewer than 2^63 in all"
+            f"voxels of {list(sizes)} in the range {list(ends)} make a grid of {counts}: it must have 1 to 2^31 "
+            "cells in each dimension, and fewer than 2^63 in all"
         )
     return Grid(low, sizes, tuple(map(int, counts)), None if as_spconv else high)
 
@@ -364,6 +364,6 @@ def _check_batch(points: Tensor, batch: Tensor | None, cells: int) -> None:
         )
     if cells >= 2**32 and batch.numel() and (int(batch.max()) + 1) * cells >= NO_KEY:
         raise ValueError(
-            f"voxelize: batch elements up to {int(batch.max())} of {cells} cells each are 2^63 or more, which int64 "
-            "keys cannot number: take larger voxels or a smaller range"
+            f"voxelize: batch elements up to {int(batch.max())} of {cells} cells each are 2^63 or more, too many for "
+            "int64 keys: use larger voxels or a smaller range"
         )

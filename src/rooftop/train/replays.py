@@ -43,7 +43,7 @@ class Replayed:
         self, function: Callable[..., tuple[Tensor, ...]], device: torch.device, warm_up: int = WARM_UP
     ) -> None:
         if device.type != "cuda":
-            raise ValueError(f"Replayed: a CUDA graph needs a GPU, got {device}: call the function itself there")
+            raise ValueError(f"Replayed: a CUDA graph needs a GPU, got {device}: call the function directly instead")
         if warm_up < 0:
             raise ValueError(f"Replayed: warm_up must be 0 or more calls, got {warm_up}")
         self._function, self._device, self._left = function, device, warm_up
@@ -106,8 +106,8 @@ class Replayed:
         captured, given = _described(self._inputs), _described(inputs)
         if captured != given:
             raise ValueError(
-                f"Replayed: captured with {captured}, got {given}: call it with the same shapes and dtypes, or make "
-                "another Replayed"
+                f"Replayed: captured with {captured}, got {given}: call it with the same shapes and dtypes, or "
+                "create another Replayed"
             )
         for place, tensor in zip(self._inputs, inputs, strict=True):
             place.copy_(tensor.detach(), non_blocking=True)

@@ -278,7 +278,11 @@ PAGES, LENGTHS = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([1, 6])
         ({"query": QUERY[..., :7]}, ValueError, r"keys and values of one shape \(N, H_k, P, 7\)"),
         ({"query": QUERY[:, :3]}, ValueError, "the 2 heads of keys must divide the 3 of query"),
         ({"lengths": LENGTHS[:1]}, ValueError, r"expected pages \(2, W\) and lengths \(2,\)"),
-        ({"lengths": torch.tensor([1, 7])}, ValueError, "from 0 to 6, what 2 pages of 3 positions hold, got 1 to 7"),
+        (
+            {"lengths": torch.tensor([1, 7])},
+            ValueError,
+            "from 0 to 6, the capacity of 2 pages of 3 positions, got 1 to 7",
+        ),
         ({"lengths": torch.tensor([-1, 2])}, ValueError, "got -1 to 2"),
         ({"pages": torch.tensor([[0, 1], [5, 0]])}, ValueError, "pages must be from 0 to 4, got 5"),
         ({"scale": "x"}, TypeError, "scale must be a number or None"),

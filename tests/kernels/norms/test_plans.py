@@ -149,7 +149,7 @@ def forward_plan(columns: int, apart: int = 0, **facts: Any) -> NormPlan:
         (4097, {}, "clusters", "4097 to 8184 elements that are not whole groups of 16 bytes"),
         (4100, {}, "tiles", "multiples of 8 bytes"),
         (16_388, {}, "clusters", "13305 to 24568"),
-        (16_388, {"rms": True}, "tiles", "up to 24568 elements are faster held"),
+        (16_388, {"rms": True}, "tiles", "up to 24568 elements are faster in registers"),
         (32_768, {}, "tiles", "up to 32768 elements"),
         (32_776, {}, "clusters", "32769 to 65536 elements of whole groups of 16 bytes"),
         (32_776, {"device": H200._replace(cuda=8)}, "tiles", "whole groups of 16 bytes: 32 warps"),
@@ -172,13 +172,13 @@ def test_the_reason_names_what_decided(columns: int, facts: dict[str, Any], back
 @pytest.mark.parametrize(
     ("facts", "refusal"),
     [
-        ({"adds": True}, "a sum stands in front"),
+        ({"adds": True}, "a sum precedes"),
         ({"result": SINGLE}, "another dtype than the rows"),
-        ({"bias": SINGLE}, "weight and bias have two dtypes"),
+        ({"bias": SINGLE}, "weight and bias differ in dtype"),
         ({"weight": torch.float64, "bias": None}, "float64"),
         ({"dtype": SINGLE, "result": SINGLE}, "not of half precision"),
         ({"aligned": False}, "multiple of 16 bytes"),
-        ({"apart": 1}, "lie apart"),
+        ({"apart": 1}, "are not contiguous"),
         ({"rows": 0}, "no rows"),
         ({"device": H200._replace(cuda=8)}, "compute capability 9"),
         ({"device": H200._replace(shared_bytes=10_000)}, "shared memory"),
@@ -239,7 +239,7 @@ def test_the_public_plan_is_that_of_the_arguments(monkeypatch: pytest.MonkeyPatc
     assert (plan.backend, plan.reason, plan.launches) == ("reference", "no kernels for the CPU", ())
     monkeypatch.setattr(plans, "device_facts", lambda device: H200)
     assert layer_norm_plan(x, 4097, weight).backend == "clusters"
-    assert layer_norm_plan(x, 4097, weight, residual=x).refused == {"clusters": "a sum stands in front of the norm"}
+    assert layer_norm_plan(x, 4097, weight, residual=x).refused == {"clusters": "a sum precedes the norm"}
     added = layer_norm_plan(x, 4097, weight, residual=x, rms=True, direction="backward")
     assert added.refused == {"clusters": "another gradient is added"}
     assert layer_norm_plan(x, 4097, direction="backward").refused == {

@@ -80,8 +80,8 @@ def test_a_part_can_be_cut_again() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Box((4, 4), (0,), (4, 4)), "as many dimensions as each other"),
-        (lambda: Box((4,), (2,), (3,)), "3 elements from 2, 1 apart, are not within a dimension of 4"),
+        (lambda: Box((4, 4), (0,), (4, 4)), "the same number of dimensions,"),
+        (lambda: Box((4,), (2,), (3,)), "3 elements from 2, 1 apart, exceed a dimension of 4"),
         (lambda: Box((4,), (0,), (3,), (2,)), "3 elements from 0, 2 apart"),
         (lambda: Box((4,), (-1,), (2,)), "2 elements from -1"),
         (lambda: Box((4,), (0,), (2,), (0,)), "0 apart"),

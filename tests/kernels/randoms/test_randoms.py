@@ -298,9 +298,17 @@ X = torch.zeros(2, 3)
         (lambda: random_uniform((3,), 0, high=math.inf), ValueError, "both finite"),
         (lambda: random_normal((3,), 0, std=-1.0), ValueError, "std not negative"),
         (lambda: random_normal((3,), 0, mean=math.nan), ValueError, "must be finite"),
-        (lambda: random_normal((3,), 0, low=5.0), ValueError, "almost nothing of mean 0.0 and std 1.0 is between 5.0"),
-        (lambda: random_normal((3,), 0, low=1.0, high=0.0), ValueError, "almost nothing"),
-        (lambda: random_normal(FIVE, 0), ValueError, "5 dimensions after merging, at most 4: cut it in several"),
+        (
+            lambda: random_normal((3,), 0, low=5.0),
+            ValueError,
+            "a normal distribution with mean 0.0 and std 1.0 has almost no values between 5.0",
+        ),
+        (lambda: random_normal((3,), 0, low=1.0, high=0.0), ValueError, "has almost no values"),
+        (
+            lambda: random_normal(FIVE, 0),
+            ValueError,
+            "5 dimensions after merging, expected at most 4: cut it into several",
+        ),
         (lambda: counter_dropout([1.0], 0.5, 0), TypeError, "x must be a tensor, got list"),  # type: ignore[arg-type]
         (lambda: counter_dropout(X.to_sparse(), 0.5, 0), TypeError, "x must be dense"),
         (lambda: counter_dropout(X.int(), 0.5, 0), TypeError, "x must be bfloat16"),

@@ -110,7 +110,7 @@ BACKWARD: list[tuple[str, Dims, Dims, torch.dtype, tuple[str, ...], str]] = [
     ("amax", (8, 32_769), (1,), SINGLE, ("reduce_tiles", "spread_gradient"), "no tile holds all 32769 elements"),
     ("amin", (64, 512, 1024), (1,), HALF, ("share_gradient",), "all 512 elements"),
     ("amin", (64, 513, 1024), (1,), HALF, ("reduce_tiles", "spread_gradient"), "no tile holds all 513 elements"),
-    ("norm_inf", (3, 4, 5), (0, 2), SINGLE, ("reduce_tiles", "spread_gradient"), "two dimensions of memory"),
+    ("norm_inf", (3, 4, 5), (0, 2), SINGLE, ("reduce_tiles", "spread_gradient"), "two dimensions in memory"),
     ("amax", (2, 3, 4, 5, 6), (1, 3), SINGLE, ("share_gradient",), "more than two kept or two reduced"),
     ("amax", (4, 5), (1,), torch.float64, (), "float64"),
 ]

@@ -605,13 +605,13 @@ LISTS = (torch.zeros(2, 3, 3, dtype=torch.int32), torch.zeros(3, dtype=torch.int
         ({"neighbours": LINE[:2], "features": torch.zeros(3, 4, requires_grad=True)}, ValueError, "give reverse"),
         ({"neighbours": LINE + 1}, ValueError, "neighbours must be from 0 to 2, .* got 0 to 3"),
         ({"neighbours": LINE - 1}, ValueError, "neighbours must be from 0 to 2, .* got -2 to 1"),
-        ({"order": torch.tensor([0, 2, 2])}, ValueError, "order must have each row from 0 to 2 once"),
+        ({"order": torch.tensor([0, 2, 2])}, ValueError, "order must contain each row from 0 to 2 once"),
         ({"order": torch.zeros(5, 3)}, TypeError, "order must be int32, got torch.float32"),
         ({"order": torch.zeros(4, 3).int()}, ValueError, r"expected order of shape \(5, 3\), got \(4, 3\)"),
-        ({"order": torch.zeros(5, 3).int()}, ValueError, "order must have each row from 0 to 2 once"),
+        ({"order": torch.zeros(5, 3).int()}, ValueError, "order must contain each row from 0 to 2 once"),
         ({"order": sorted_table(LINE.flip(0), torch.arange(3))}, ValueError, "order must belong to these neighbours"),
         ({"neighbours": None, "order": torch.arange(3)}, TypeError, "neighbours must be a tensor, got NoneType"),
-        ({"neighbours": None, "order": torch.zeros(5, 3).int()}, ValueError, "order must have each row from 0 to 2"),
+        ({"neighbours": None, "order": torch.zeros(5, 3).int()}, ValueError, "order must contain each row from 0 to 2"),
         (
             {"neighbours": None, "order": sorted_table(LINE + 1, torch.arange(3))},
             ValueError,
@@ -643,7 +643,7 @@ def test_an_order_of_the_other_direction_that_does_not_fit(reverse: Tensor | Non
     good = sorted_table(LINE.flip(1), torch.arange(3))
     without_masks = torch.cat((good[:1], torch.zeros_like(good[:1]), good[2:]))
     twice = torch.cat((torch.zeros_like(good[:1]), good[1:]))
-    each_once = "reverse_order must have each row from 0 to 2 once"
+    each_once = "reverse_order must contain each row from 0 to 2 once"
     for wrong, message in (
         (torch.tensor([0, 2, 2]), each_once),
         (twice, each_once),

@@ -412,8 +412,8 @@ def test_a_reverse_table_of_another_rulebook(reverse: Tensor | None) -> None:
         ({"batch": torch.zeros(3).int().to("meta")}, ValueError, "features is on cpu, batch on meta"),
         ({"batch": torch.tensor([0, 2, 1])}, ValueError, "batch must be from 0 to 1, or -1 .* got 0 to 2"),
         ({"batch": torch.tensor([0, -2, 1])}, ValueError, "got -2 to 1"),
-        ({"batch_size": 0}, ValueError, "batch_size must be a number of batch elements from 1 on, got 0"),
-        ({"batch_size": 1.5}, ValueError, "batch_size must be a number of batch elements from 1 on, got 1.5"),
+        ({"batch_size": 0}, ValueError, "batch_size must be a number of batch elements, 1 or more, got 0"),
+        ({"batch_size": 1.5}, ValueError, "batch_size must be a number of batch elements, 1 or more, got 1.5"),
     ],
 )
 @pytest.mark.parametrize("pool", GLOBAL)

@@ -169,10 +169,10 @@ def test_the_reason_names_what_decided(columns: int, facts: dict[str, Any], back
         ({"mask": 2}, "there is a mask"),
         ({"normal": False}, "not a normal float32"),
         ({"made": SINGLE}, "another dtype than the rows"),
-        ({"lead": 1}, "other distances from multiples of 16 bytes"),
-        ({"apart": 1}, "other distances from multiples of 16 bytes"),
+        ({"lead": 1}, "have different alignments within 16 bytes"),
+        ({"apart": 1}, "have different alignments within 16 bytes"),
         ({"device": H200._replace(cuda=8)}, "compute capability 9"),
-        ({"device": H200._replace(shared_bytes=2048)}, "does not have the room"),
+        ({"device": H200._replace(shared_bytes=2048)}, "has no room"),
     ],
 )
 def test_a_refusal_of_clusters_names_what_they_cannot_take(facts: dict[str, Any], refusal: str) -> None:

@@ -272,7 +272,7 @@ def test_autocast_keeps_the_cell_in_float32() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strides": 2, "dilation_rate": 2}, "strides > 1 and dilation_rate > 1 do not go together"),
+        ({"strides": 2, "dilation_rate": 2}, "strides > 1 and dilation_rate > 1 cannot be combined:"),
         ({"kernel_size": (3, 3, 3)}, "kernel_size must be a positive integer or two of them"),
         ({"kernel_size": 0}, "kernel_size must be"),
         ({"kernel_size": 3.0}, "kernel_size must be a positive integer or two of them, got 3.0"),
@@ -309,7 +309,7 @@ def test_wrong_inputs(arguments: tuple[Any, ...], message: str) -> None:
     ("arguments", "message"),
     [
         (([1.0],), "frames must be a tensor, got list"),
-        ((frames(1, 2, 5, 5, 2).byte(),), "frames must be of floating point numbers, got torch.uint8"),
+        ((frames(1, 2, 5, 5, 2).byte(),), "frames must have a floating-point dtype, got torch.uint8"),
         ((frames(1, 2, 5, 5, 2), (frames(1, 3, 3, 3), None)), r"two tensors, .*, got \['Tensor', 'NoneType'\]"),
         ((frames(1, 2, 5, 5, 2), 3), "initial_state must be None or two tensors, .*, got 3"),
         ((frames(1, 2, 5, 5, 2), None, [[True, False]]), "mask must be a tensor, got list"),
@@ -441,7 +441,7 @@ def test_files_that_do_not_fit(keras_models: dict[bool, Any], tmp_path: Path) ->
         archive.writestr("config.json", "{}")
     (tmp_path / "cut.keras").write_bytes(path.read_bytes()[:5000])
     for name in ("bytes.h5", "empty.keras", "cut.keras"):
-        with pytest.raises(WeightsError, match="is damaged or no file of Keras's weights"):
+        with pytest.raises(WeightsError, match="is damaged or not a file of Keras weights"):
             load_keras_weights(ours_of(True), tmp_path / name)
 
 

@@ -295,7 +295,7 @@ def test_with_a_cache_a_text_may_come_in_pieces(config: GptConfig) -> None:
 
 def test_what_a_cache_refuses() -> None:
     model, tokens = small(LLAMA), text(LLAMA)
-    with pytest.raises(ValueError, match=r"without gradients: call the model under torch\.no_grad"):
+    with pytest.raises(ValueError, match=r"a cache supports no gradients: call the model under torch\.no_grad"):
         model(tokens, cache=Cache(40))
     with torch.no_grad():
         memory = Cache(20)
@@ -454,9 +454,9 @@ def test_wrong_stages() -> None:
         with pytest.raises(ValueError, match="one after another"):
             Gpt(GPT, layers=layers)
     last, first = Gpt(GPT, pre_process=False), Gpt(GPT, post_process=False)
-    with pytest.raises(ValueError, match=r"what the stage before gave, \(B, S, 48\), got \(2, 21\)"):
+    with pytest.raises(ValueError, match=r"the output of the previous stage, \(B, S, 48\), got \(2, 21\)"):
         last(text(GPT))
-    with pytest.raises(ValueError, match="targets belong to the last stage"):
+    with pytest.raises(ValueError, match="give targets to the last stage"):
         first(text(GPT), text(GPT))
     with pytest.raises(ValueError, match="expected a whole model, got a stage"):
         continue_greedily(first.eval(), text(GPT), 1)

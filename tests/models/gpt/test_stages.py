@@ -88,7 +88,9 @@ def test_the_rank_with_the_head_has_fewer_layers_in_all() -> None:
 
 
 def test_too_few_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match="4 layers cannot be divided among 5 stages, each of which needs one"):
+    with pytest.raises(
+        ValueError, match="4 layers cannot be divided among 5 stages, because each stage needs a layer:"
+    ):
         layers_of_stages(GPT, [[0], [1, 2], [3, 4]], 8)
 
 

@@ -68,7 +68,7 @@ def test_spaces_between_tokens_are_those_of_the_whole_text(spaces: str, tmp_path
 
 
 def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"tokenizer.json is not there: .*--bytes"):
+    with pytest.raises(InputError, match=r"tokenizer.json is missing: .*--bytes"):
         FileTokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match=r"tokenizer.json is damaged"):

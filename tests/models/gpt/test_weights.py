@@ -137,7 +137,7 @@ def test_keys_of_older_files(what: str, tmp_path: Path) -> None:
     assert "2 of the file are not needed" in str(report)
     wrong = short | {key: -tensor if tensor.is_floating_point() else ~tensor}
     safetensors.save_file(wrong, tmp_path / "wrong.safetensors")
-    with pytest.warns(UserWarning, match=f"{key} is left out, and is not what the config says"):
+    with pytest.warns(UserWarning, match=f"{key} is left out, although it differs from what the config defines"):
         gpt_state_dict(wrong, config)
     with pytest.warns(UserWarning, match=rf"wrong\.safetensors: {key} of the file are left out"):
         report = load_gpt_weights(other, tmp_path / "wrong.safetensors")
@@ -214,7 +214,7 @@ def test_a_tied_weight_under_the_heads_name_alone(
 def test_heads_of_tied_models_that_do_not_fit(config: GptConfig, tmp_path: Path) -> None:
     head = torch.ones(config.vocabulary + 1, config.width)
     folder = folder_with(lambda tensors: tensors.update({"lm_head.weight": head}), config, tmp_path / "model")
-    with pytest.raises(WeightsError, match=rf"lm_head.weight is of shape \({config.vocabulary + 1}, 24\)"):
+    with pytest.raises(WeightsError, match=rf"lm_head.weight has shape \({config.vocabulary + 1}, 24\)"):
         load_gpt(folder)
     model = made_up(config)
     state = model.state_dict()
@@ -258,10 +258,10 @@ WRONG: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "missing": (_without, "1 missing: model.layers.2.mlp.up_proj.weight"),
     "unexpected": (lambda t: t | {"model.extra": torch.ones(1)}, "1 unexpected: model.extra"),
     "twice": (lambda t: t | {"norm.weight": torch.ones(24)}, "are both model.norm.weight"),
-    "shape": (lambda t: t | {"lm_head.weight": torch.ones(32, 24)}, r"lm_head.weight is of shape \(32, 24\)"),
+    "shape": (lambda t: t | {"lm_head.weight": torch.ones(32, 24)}, r"lm_head.weight has shape \(32, 24\)"),
     "part": (
         lambda t: t | {"model.layers.0.self_attn.k_proj.weight": torch.ones(24, 24)},
-        r"k_proj.weight is of shape \(24, 24\), the config expects \(12, 24\)",
+        r"k_proj.weight has shape \(24, 24\), the config expects \(12, 24\)",
     ),
     "quantized": (
         lambda t: t | {"model.norm.weight": torch.ones(24, dtype=torch.int8)},

@@ -308,12 +308,12 @@ def test_a_sign_belongs_to_one_dialect_of_all(dialects: tuple[Dialect, ...]) -> 
 def test_keys_that_do_not_go_together() -> None:
     zeros = torch.zeros(2)
     both = {"patch_embed.proj.weight": zeros, "head.fc.bias": zeros, "head.bias": zeros}
-    with pytest.raises(WeightsError, match=r"head\.fc\.bias and head\.bias of the file are both head\.bias"):
+    with pytest.raises(WeightsError, match=r"head\.fc\.bias and head\.bias of the file both belong to head\.bias"):
         converted(both, SWIN, "a Swin Transformer")
     with pytest.raises(
         WeightsError, match=r"no weights of a ResNet: the keys are none\. Expected torchvision or timm's"
     ):
         converted({}, RESNET, "a ResNet")
     packed = {"layers.0.blocks.0.attn.q_bias": zeros, "layers.0.blocks.0.attn.qkv.bias": zeros}
-    with pytest.raises(WeightsError, match=r"q_bias and .*qkv\.bias of the file are both features"):
+    with pytest.raises(WeightsError, match=r"q_bias and .*qkv\.bias of the file both belong to features"):
         converted({"patch_embed.proj.weight": zeros, **packed}, SWIN, "a Swin Transformer")

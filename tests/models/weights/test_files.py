@@ -198,12 +198,12 @@ def test_what_torchvision_has_downloaded_serves(server: Server, cache: Path, pub
     [
         (not_found, "the server answered 404 Not Found"),
         (cut_short, f"the connection closed after {len(BODY) // 2:,} of {len(BODY):,} bytes"),
-        (cut_short_without_a_length, "the server sent another file, whose SHA-256 begins with"),
+        (cut_short_without_a_length, "the server sent a different file, whose SHA-256 begins with"),
         (another_file, f"begins with {hashlib.sha256(b'<html>').hexdigest()[:8]}"),
         (nonsense, "'many'"),
         (no_http, "220 ready"),
         (breaks_off, "reset by peer"),
-        (stalls, "nothing came for 2 s, after 1,000 bytes"),
+        (stalls, "no data arrived for 0.2 s, after 1,000 bytes"),
     ],
 )
 def test_a_download_that_fails_leaves_nothing_and_can_be_repeated(
@@ -366,11 +366,11 @@ def test_a_model_that_does_not_fit_is_not_changed(tmp_path: Path) -> None:
     ("weights", "message"),
     [
         ("IMAGENET1K_V3", r"did you mean IMAGENET1K_V1\?.*resnet18 has DEFAULT, IMAGENET1K_V1"),
-        ("default", r"neither a file here nor the name.*resnet18 has DEFAULT"),
-        (Path("DEFAULT"), "neither a file here"),
-        ("no/such/file.pth", r"'no/such/file\.pth' is neither a file here"),
+        ("default", "neither a file nor the name.*resnet18 has DEFAULT"),
+        (Path("DEFAULT"), "neither a file"),
+        ("no/such/file.pth", r"'no/such/file\.pth' is neither a file"),
         (".", "is a folder"),
-        ("model.safetensors", r"'model\.safetensors' is neither a file here"),
+        ("model.safetensors", r"'model\.safetensors' is neither a file"),
     ],
 )
 def test_what_is_neither_a_name_nor_a_file(weights: str | Path, message: str, server: Server) -> None:

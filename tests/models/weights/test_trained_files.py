@@ -73,8 +73,8 @@ def test_a_header_that_is_damaged(tmp_path: Path) -> None:
     file = written(
         tmp_path / "x.safetensors", torch.nn.Linear(1, 1), {"model": "resnet18", "preprocessing": {"crop": 3}}
     )
-    with pytest.raises(WeightsError, match=r"'rooftop' in its header is not what rooftop train writes \(KeyError"):
+    with pytest.raises(WeightsError, match=r"'rooftop' in its header was not written by rooftop train \(KeyError"):
         trained_file(file)
     file.write_bytes(b"not safetensors")
-    with pytest.raises(WeightsError, match="is damaged or no safetensors file"):
+    with pytest.raises(WeightsError, match="is damaged or not a safetensors file"):
         trained_file(file)

@@ -370,7 +370,7 @@ def test_beyond_loopback_names_of_the_machine_count(world: scene.Scene, monkeypa
         ({"size": [8, 8], "view": {"eye": [1, 2, 1e999], "target": [0, 0, 0]}}, "expected 3 finite numbers"),
         ({"size": [8, 8], "view": {"eye": [1, 2, "3"], "target": [0, 0, 0]}}, "view: eye is"),
         ({"size": [8, 8], "view": {"eye": [0, 0, 0], "target": [0, 0, 0]}}, "the same point"),
-        ({"size": [8, 8], "view": VIEW, "move": {"fly": [1e30, 1e30, 1e30]}}, "no camera can be there"),
+        ({"size": [8, 8], "view": VIEW, "move": {"fly": [1e30, 1e30, 1e30]}}, "this camera is not possible:"),
         ({"size": [8, 8], "move": {"jump": [1]}}, "move 'jump' is not known"),
         ({"size": [8, 8], "light": [0, 0, 0]}, "light is 0, 0, 0: expected a direction"),
         ({"size": [8, 8], "light": [1, 0]}, "light is"),

@@ -209,8 +209,8 @@ def test_what_is_no_move_is_refused(content: object, words: str) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ([], "recorded, with rooftop_path and views"),
-        ({"views": [EYES]}, "recorded, with rooftop_path and views"),
+        ([], "view`, with rooftop_path and views"),
+        ({"views": [EYES]}, "view`, with rooftop_path and views"),
         ({"rooftop_path": 2, "views": []}, "rooftop_path is 2, expected 1"),
         ({"rooftop_path": 1, "views": []}, "expected views, a list of 1 to"),
         ({"rooftop_path": 1, "views": "ab"}, "expected views, a list"),

@@ -99,8 +99,9 @@ def test_a_nan_ends_the_training_and_names_the_first_module(interval: int, tmp_p
     how = recipe()
     what = task(Breaks(lambda call: call >= 4))
     words = (
-        r"step 4: the loss is nan, the norm of its gradient nan; first not finite: the output of 1 \(Breaks\)\. "
-        r".*step-00000003 is the last checkpoint\. A smaller optimizer\.lr may help; faults\.not_finite=skip leaves"
+        "step 4: the loss is nan, and its gradient's norm is nan; first not finite: the output of 1 "
+        r"\(Breaks\)\. .*step-00000003 is the last checkpoint\. A smaller optimizer\.lr may "
+        r"help; faults\.not_finite=skip skips"
     )
     with pytest.raises(ModelRunError, match=words):
         fit(what, how, device="cpu", out=tmp_path, interval=interval, save_every=3)
@@ -203,7 +204,7 @@ def test_out_of_memory_is_one_line_that_says_what_helps() -> None:
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB"
         )
 
-    words = r"out of memory in step 1 \(CUDA out of memory\. Tried to allocate 2\.00 GiB\): take a smaller run\.batch"
+    words = r"out of memory in step 1 \(CUDA out of memory\. Tried to allocate 2\.00 GiB\): use a smaller run\.batch"
     with pytest.raises(ModelRunError, match=words):
         fit(task(loss=loss), recipe(), device="cpu")
 
@@ -307,7 +308,7 @@ def test_a_step_without_a_readable_sample_ends_the_training_and_says_so() -> Non
             raise OSError(f"picture {index} is cut off")
 
     with pytest.raises(
-        InputError, match=r"step 1 has no readable sample on rank 0; .* cut off.*take a larger run.batch"
+        InputError, match=r"step 1 has no readable sample on rank 0; .* cut off.*use a larger run.batch"
     ):
         fit(task(train=Unreadable()), recipe(6, faults={"damaged": "skip"}), device="cpu")
 

@@ -315,7 +315,7 @@ def test_training_ends_where_it_gets_no_better(tmp_path: Path) -> None:
     )
     how = recipe(run={"epochs": 9}, evaluation={"patience": 2})
     done, seen = fitted(what, how, out=tmp_path)
-    assert done.reason == "no better for 2 evaluations"
+    assert done.reason == "no improvement for 2 evaluations"
     assert done.steps == 18
     assert settled == [True]  # and evaluated again
     assert len(seen.evaluations) == 4
@@ -326,7 +326,9 @@ def test_training_ends_where_it_gets_no_better(tmp_path: Path) -> None:
 
 
 def test_a_best_metric_that_is_not_there_is_named() -> None:
-    with pytest.raises(InputError, match=r"best metric is 'acuracy', but the evaluation has loss, accuracy \(did you"):
+    with pytest.raises(
+        InputError, match=r"best metric is 'acuracy', but the evaluation returned loss, accuracy \(did you"
+    ):
         fitted(task(best="acuracy"), recipe())
 
 
@@ -351,7 +353,7 @@ def test_a_signal_ends_the_step_and_saves(number: signal.Signals, name: str, tmp
     assert done.steps in (8, 9)  # in mid-epoch; the signal comes while the eighth step is told
     saved = out / "checkpoints" / f"step-{done.steps:08d}"
     assert seen.notes == [
-        f"stopped by {name} after step {done.steps}; saved in {saved}: --resume goes on from there",
+        f"stopped by {name} after step {done.steps}; saved in {saved}: --resume continues from there",
     ]
     assert not (out / "last.safetensors").exists()
     done, later = fitted(task(**{**what, "model": network(0.3, norm=True)}), how, out=out, resume=True)
@@ -458,7 +460,7 @@ def test_killed_three_times_it_ends_with_the_same_bits(fork: Any, tmp_path: Path
 
 def test_another_training_is_refused_with_what_differs(tmp_path: Path) -> None:
     fit(task(), recipe(run={"epochs": 1}), device="cpu", out=tmp_path)
-    with pytest.raises(InputError, match=r"holds a training already \(step-00000006\): resume it, or give another"):
+    with pytest.raises(InputError, match=r"already holds a training \(step-00000006\): resume it, or give another"):
         fit(task(), recipe(run={"epochs": 1}), device="cpu", out=tmp_path)
     for what, how, words in (
         (

@@ -33,7 +33,7 @@ def task(model: nn.Module | None = None, **fields: Any) -> Task:
     [
         ({"model": {"frozen": ["layr1"]}}, r"'layr1' matches no module.*layer1"),
         ({"model": {"frozen": ["*"]}}, r"left to train: leave some modules out of model\.frozen"),
-        ({"mix": {"cutmix": 1.0}}, r"mix\.cutmix mixes .* this task does not mix: set mix\.cutmix=0$"),
+        ({"mix": {"cutmix": 1.0}}, r"mix\.cutmix mixes .* which this task does not support: set mix\.cutmix=0$"),
         ({"mix": {"mixup": 0.1, "cutmix": 1.0}}, r"set mix\.mixup=0 and mix\.cutmix=0$"),
         ({"run": {"batch": 10, "accumulate": 4}}, r"run\.batch is 10.*multiple of 4, e\.g\. 8"),
         ({"schedule": {"name": "wsd", "warmup": 0.9}}, r"schedule\.warmup \(0\.9\).*at most 1"),
@@ -49,7 +49,7 @@ def test_what_does_not_fit(values: dict[str, Any], message: str) -> None:
 
 
 def test_layer_decay_needs_layers() -> None:
-    with pytest.raises(InputError, match=r"no layers.*optimizer\.layer_decay=1"):
+    with pytest.raises(InputError, match=r"no consecutive layers.*optimizer\.layer_decay=1"):
         check_recipe(Recipe.of({"optimizer": {"layer_decay": 0.5}}), task(nn.Linear(3, 2)))
 
 

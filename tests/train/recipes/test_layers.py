@@ -111,7 +111,7 @@ def test_what_comes_first_must_be_known() -> None:
     small = {"num_classes": 2, "width": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 1}
     with pytest.raises(InputError, match=r"several parts \(backbone.*layer_decay=1"):
         layers_of(detr_resnet50(**{**small, "encoder_layers": 2, "decoder_layers": 2, "feed_forward": 16}))
-    with pytest.raises(InputError, match=r"Linear has no layers.*layer_decay=1"):
+    with pytest.raises(InputError, match=r"Linear has no consecutive layers.*layer_decay=1"):
         layers_of(nn.Linear(3, 2))
 
 

@@ -76,10 +76,10 @@ def test_a_users_model_by_its_own_keys(tmp_path: Path) -> None:
 def test_what_is_no_start(tmp_path: Path) -> None:
     model = resnet(7)
     before = model.conv1.weight.detach().clone()
-    with pytest.raises(WeightsError, match=r"does not fit ResNet: .*in the file.*Only a head"):
+    with pytest.raises(WeightsError, match=r"does not fit ResNet: .*in the file.*Only the head"):
         start_from(model, saved(resnet(7, 1, Bottleneck), tmp_path / "other.pth"), 7)
     with pytest.raises(WeightsError, match=r"layer1\.0\.conv1\.weight is missing"):
         start_from(model, saved(resnet(7), tmp_path / "part.pth", "layer1."), 7)
-    with pytest.raises(InputError, match="is neither a file here nor the name"):
+    with pytest.raises(InputError, match="is neither a file nor the name"):
         start_from(model, "IMAGENET", 7, name="resnet18")
     assert torch.equal(model.conv1.weight, before)

@@ -111,9 +111,9 @@ def test_off_is_the_default_or_the_value_that_is_given() -> None:
     [
         (["mix.mixpu"], r"--ablate mix\.mixpu: expected a switch of the recipe.*did you mean mix\.mixup"),
         (["mixup"], "SECTION.NAME"),
-        (["run.seed"], "each repeat has a seed of its own"),
+        (["run.seed"], "each repeat has its own seed;"),
         (["mix.mixup", "mix.mixup"], "given 2 times, expected once"),
-        (["mix.cutmix"], r"mix\.cutmix=0\.0 already: turn it on with --set mix\.cutmix=VALUE"),
+        (["mix.cutmix"], r"mix.cutmix=0.0: turn it on with --set mix\.cutmix=VALUE"),
         (["mix.mixup=0.2"], r"mix\.mixup=0\.2 already"),
         (["mix.mixup=lots"], "expected a number"),
     ],
@@ -125,7 +125,7 @@ def test_what_is_no_switch_is_refused_before_any_run(names: list[str], said: str
 
 def test_finished_runs_are_not_made_again(tmp_path: Path, train: Trained, made: list[str]) -> None:
     first = ablated(tmp_path, train, repeats=1, names=NAMES[:1])
-    assert [worth.verdict for worth in first.worths] == ["one repeat shows no noise"]
+    assert [worth.verdict for worth in first.worths] == ["the noise needs more than one repeat"]
     ablated(tmp_path, train, repeats=2, names=NAMES[:2])
     assert made == [
         *("recipe, seed 7", "without mix.mixup, seed 7"),
@@ -190,8 +190,8 @@ def test_the_interval_is_students() -> None:
 def test_equal_differences_prove_nothing() -> None:
     """Of 100 samples, three runs differ by the same sample by chance."""
     assert worth_of(0.01, 0.01, 0.01).verdict == "equal in all repeats: too few to tell"
-    assert worth_of(0.0, 0.0, 0.0).verdict == "changed nothing: does the task use it?"
-    assert worth_of(0.01).verdict == "one repeat shows no noise"
+    assert worth_of(0.0, 0.0, 0.0).verdict == "no effect: does the task use it?"
+    assert worth_of(0.01).verdict == "the noise needs more than one repeat"
     assert worth_of(0.01, float("nan")).verdict == "not finite"
 
 

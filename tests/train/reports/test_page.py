@@ -150,7 +150,7 @@ def test_a_report_that_fails_is_told_of_once_and_the_training_goes_on(page: Page
     fitted = scripted.fit(scripted.task(), RECIPE, [Shielded(page, "the page", lines.append)])
     assert fitted.reason == "done"
     assert len(lines) == 1
-    assert lines[0].startswith("note: the page ends here, the training goes on: ")
+    assert lines[0].startswith("note: the page ends here, and the training continues:")
 
 
 # ---- the roof --------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_without_validation_data_each_epoch_has_its_line(said_by: Said) -> None:
 
 def test_a_resumed_training_tells_of_its_own_steps(said_by: Said) -> None:
     lines, bar = said_by(before=10)
-    assert "going on after step 10" in lines
+    assert "continuing after step 10" in lines
     assert [line.split()[1] for line in lines if line.startswith("epoch")] == ["2/3", "3/3"]
     assert bar == [("step 20 of 30", 2 / 3), ("step 30 of 30", 1.0)]
 

@@ -49,7 +49,7 @@ def test_rooms_are_learned(task: Task) -> None:
     assert 0 < figures["mIoU"] <= 1
     assert "IoU floor" in figures
     ((caption, picture),) = task.examples(task.model, torch.device("cpu"))
-    assert "labelled rightly" in caption
+    assert "labelled correctly" in caption
     assert picture.width > picture.height / 2
 
 

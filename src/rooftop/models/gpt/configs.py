@@ -247,7 +247,7 @@ def _refuse(given: Mapping[str, Any], **expected: Any) -> None:
     for name, value in expected.items():
         found = given.get(name)
         if found is not None and found != value:
-            raise ValueError(f"{name} is {found!r}, which is not modelled here: expected {value!r}")
+            raise ValueError(f"{name} is {found!r}, which is not supported: expected {value!r}")
 
 
 def hugging_face_kind(config: GptConfig) -> str:

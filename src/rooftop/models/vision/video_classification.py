@@ -70,7 +70,9 @@ class SampledVideo:
         if not (isfinite(every) and every > 0):
             raise InputError(f"a frame every {every} s: expected a number of seconds above 0")
         if preprocessing.interpolation not in MODES:
-            raise InputError(f"{preprocessing.interpolation!r} is not known of frames: expected BILINEAR or BICUBIC")
+            raise InputError(
+                f"{preprocessing.interpolation!r} is not supported for frames: expected BILINEAR or BICUBIC"
+            )
         self.preprocessing = preprocessing
         with VideoReader(path_or_bytes) as first:
             short = min(first.height, first.width)

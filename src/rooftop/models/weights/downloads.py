@@ -90,7 +90,7 @@ def _received(url: str, name: str) -> Generator[bytes]:
     except URLError as error:
         raise _Failure(f"the server cannot be reached ({error.reason})") from error
     except TimeoutError as error:
-        raise _Failure(f"nothing came for {STALL_S:g} s, after {received:,} bytes") from error
+        raise _Failure(f"no data arrived for {STALL_S:g} s, after {received:,} bytes") from error
     except ValueError as error:
         raise _Failure(f"{error} (ROOFTOP_WEIGHTS_URL takes http://, https:// and file:/// addresses)") from error
     except (OSError, HTTPException) as error:  # a connection that broke

@@ -65,7 +65,7 @@ def trained_file(weights: str | Path) -> TrainedFile | None:
         said = json.loads(header.get(KEY, "{}"))
         return _read(said) if isinstance(said.get("model"), str) else None  # checkpoints say other things there
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise WeightsError(f"{path}: {KEY!r} in its header is not what rooftop train writes ({error!r})") from error
+        raise WeightsError(f"{path}: {KEY!r} in its header was not written by rooftop train ({error!r})") from error
 
 
 def plain_preprocessing(preprocessing: Preprocessing) -> dict[str, Any]:

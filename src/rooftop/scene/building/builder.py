@@ -208,7 +208,7 @@ def _sections(
         if each.texture is not None:
             if not has_uv:
                 raise ValueError(
-                    f"material {each.name!r} has a texture, and the mesh has no uv to look it up at: give uv="
+                    f"material {each.name!r} has a texture, but the mesh has no texture coordinates: give uv="
                 )
             each.texture.texels()
     return material_sections(checked)

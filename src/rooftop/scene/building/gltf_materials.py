@@ -84,7 +84,7 @@ class GltfMaterials:
         if number is None:
             kinds = ", ".join(extensions) or "no image"
             raise InputError(
-                f"{self._path}: the texture of {called} is in {kinds}, which is not read here: convert it to PNG or "
+                f"{self._path}: the texture of {called} is in {kinds}, which is not supported: convert it to PNG or "
                 f"JPEG, or {WITHOUT}"
             )
         if number not in self._images:

@@ -84,7 +84,7 @@ def _parts(path: Path) -> tuple[Document, tuple[int, int]]:
             file.seek(place)
             size, kind = struct.unpack("<II", file.read(8))
             if place + 8 + size > size_bytes:
-                raise ValueError(f"it ends {place + 8 + size - size_bytes:,} bytes too early")
+                raise ValueError(f"it is {place + 8 + size - size_bytes:,} bytes too short")
             if kind == _JSON:
                 document = dict(json.loads(file.read(size)))
             elif kind == _BINARY and binary == (0, 0):
@@ -96,10 +96,12 @@ def _parts(path: Path) -> tuple[Document, tuple[int, int]]:
 def _refuse_extensions(document: Document, path: Path) -> None:
     for name in (*document.get("extensionsRequired", ()), *document.get("extensionsUsed", ())):
         if name in _REFUSED:
-            raise InputError(f"{path} has meshes in {name}, which is not read here: convert it, as by {_REFUSED[name]}")
+            raise InputError(
+                f"{path} has meshes in {name}, which is not supported: convert it, for example with {_REFUSED[name]}"
+            )
     for name in document.get("extensionsRequired", ()):
         if name not in _UNDERSTOOD and not name.startswith(_OF_NO_GEOMETRY):
-            raise InputError(f"{path} requires {name}, which is not known here: export it without that extension")
+            raise InputError(f"{path} requires {name}, which is not supported: export it without that extension")
 
 
 class _Plain:
@@ -142,7 +144,7 @@ class _Plain:
                     self._make_plain(primitive)
         if left_out:
             counted = ", ".join(f"{count} of {kind}" for kind, count in left_out.items())
-            warnings.warn(f"{self._path}: parts that are not surfaces are left out ({counted})", stacklevel=4)
+            warnings.warn(f"{self._path}: parts that are not surfaces are ignored ({counted})", stacklevel=4)
         return self._glb() if self._changed else None
 
     def _make_plain(self, primitive: Document) -> None:
@@ -225,7 +227,7 @@ class _Plain:
         view = self._document["bufferViews"][number]
         begin, content = view.get("byteOffset", 0), self._content(view["buffer"])
         if begin + view["byteLength"] > len(content):
-            raise ValueError(f"view {number} ends behind its buffer")
+            raise ValueError(f"view {number} ends beyond its buffer")
         return content[begin : begin + view["byteLength"]]
 
     def _content(self, number: int) -> bytes:

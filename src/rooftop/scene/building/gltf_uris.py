@@ -27,5 +27,7 @@ def content_of(uri: str, document: Path, what: str) -> bytes:
     if not Path(file).is_relative_to(folder):
         raise InputError(f"{what} {short(uri)}, which leads out of the folder: put the file beside the document")
     if not os.path.isfile(file):  # also for a name that is too long
-        raise InputError(f"{what} {uri if len(uri) < 200 else short(uri)}, which is not a file beside it: put it there")
+        raise InputError(
+            f"{what} {uri if len(uri) < 200 else short(uri)}, which is not a file beside the document: put it there"
+        )
     return Path(file).read_bytes()

@@ -154,7 +154,7 @@ def checked_mesh(
     directions = None
     if isinstance(normals, str):
         if normals != "smooth":
-            raise ValueError(f"normals is {normals!r}; it is an array, 'smooth' or None")
+            raise ValueError(f"normals is {normals!r}: expected an array, 'smooth' or None")
         directions = smooth_normals(points, triangles, workers)
     elif normals is not None:
         directions = _numbers("normals", normals, 3, len(points))
@@ -201,7 +201,8 @@ def checked_mesh(
             return checked_mesh(positions, faces, normals, uv, materials, math.ldexp(1.0, finer), colors, workers)
     if flat.all():
         raise ValueError(
-            f"none of the mesh's {len(flat):,} faces has an area on its grid; give a finer precision if they are meant"
+            f"none of the mesh's {len(flat):,} faces has an area on its grid; if these faces are intended, give a "
+            "finer precision"
         )
     repairs = Repairs(
         degenerate_faces=int(flat.sum()) - len(small),
@@ -268,10 +269,10 @@ def _octahedral(directions: Floats, workers: Workers) -> npt.NDArray[np.int32]:
 def _numbers(name: str, values: npt.ArrayLike, width: int, count: int | None = None) -> Floats:
     array = np.asarray(values)
     if array.dtype.kind not in "fiu":
-        raise TypeError(f"{name} are numbers, not {array.dtype}")
+        raise TypeError(f"{name} must be numbers, not {array.dtype}")
     if array.ndim != 2 or array.shape[1] != width or count not in (None, len(array)):
         expected = f"({'V' if count is None else f'{count:,}'}, {width})"
-        raise ValueError(f"{name} have shape {expected}, one row for each vertex, not {array.shape}")
+        raise ValueError(f"{name} must have shape {expected}, one row for each vertex, not {array.shape}")
     return array.astype(np.float64, copy=False)
 
 
@@ -295,10 +296,10 @@ def _integers(name: str, values: npt.ArrayLike, shape: tuple[int | None, ...]) -
     if array.size == 0 and array.ndim == 1 and len(shape) == 2:
         array = np.empty((0, 3), np.int64)  # an empty list
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{name} are integers, not {array.dtype}")
+        raise TypeError(f"{name} must be integers, not {array.dtype}")
     if array.ndim != len(shape) or any(b not in (None, a) for a, b in zip(array.shape, shape, strict=True)):
         expected = "(F, 3)" if len(shape) == 2 else f"({shape[0]:,},), one for each face"
-        raise ValueError(f"{name} have shape {expected}, not {array.shape}")
+        raise ValueError(f"{name} must have shape {expected}, not {array.shape}")
     return array.astype(np.int64, copy=False)
 
 
@@ -343,15 +344,17 @@ def _grid_exponent(
         wanted = math.floor(math.log2(min(edge / STEPS_PER_EDGE, largest / STEPS)))
         return max(wanted, least), wanted < least
     if not (math.isfinite(precision) and precision > 0):
-        raise ValueError(f"precision is the greatest step of the grid in object units, more than 0, not {precision}")
+        raise ValueError(
+            f"precision, the greatest step of the grid in object units, must be more than 0, not {precision}"
+        )
     wanted = math.floor(math.log2(precision))
     if wanted < least:
         raise ValueError(
-            f"precision {precision:g} is too fine for a mesh {largest:g} units long: it can be "
+            f"precision {precision:g} is too fine for a mesh {largest:g} units long: expected "
             f"{math.ldexp(1.0, least):g} or more"
         )
     if math.ldexp(1.0, wanted) > largest:
-        raise ValueError(f"precision {precision:g} is more than the whole mesh is long ({largest:g} units)")
+        raise ValueError(f"precision {precision:g} exceeds the length of the whole mesh ({largest:g} units)")
     return wanted, False
 
 

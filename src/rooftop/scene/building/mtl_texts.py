@@ -80,7 +80,7 @@ def _libraries(names: str, path: Path) -> list[Path]:
     for name in names.split():
         file = _beside(name, path.parent)
         if file is None:
-            warnings.warn(f"{path} names {name}, which is not there: its materials are left out", stacklevel=6)
+            warnings.warn(f"{path} names {name}, which does not exist: its materials are ignored", stacklevel=6)
         else:
             found.append(file)
     return found
@@ -128,8 +128,8 @@ def _material(
     place = _beside(image, file.parent)
     if place is None:
         raise InputError(
-            f"{file}: material {name} names the image {image or 'of an empty name'}, which is not there: put it beside "
-            f"the file, or {WITHOUT}"
+            f"{file}: material {name} names the image {image or 'of an empty name'}, which does not exist: put it "
+            f"beside the file, or {WITHOUT}"
         )
     try:
         if place not in images:
@@ -149,7 +149,7 @@ def _color(words: dict[str, tuple[int, str]], file: Path, name: str) -> tuple[fl
     number, rest = words["kd"]
     parts = rest.split()
     if parts and parts[0].lower() in ("spectral", "xyz"):
-        warnings.warn(f"{file}: Kd {parts[0]} of material {name} is not read; it is white", stacklevel=6)
+        warnings.warn(f"{file}: Kd {parts[0]} of material {name} is not supported; the material is white", stacklevel=6)
         return 1.0, 1.0, 1.0
     try:
         given = [float(part) for part in parts[:3]]
@@ -178,7 +178,7 @@ def _image_and_options(text: str, where: str) -> tuple[str, dict[str, list[str]]
         option, _, after = rest.partition(" ")
         option, rest = option.lower(), after.lstrip()
         if option not in _NUMBERS and option not in _WORDS:
-            raise InputError(f"{where} has the option {option} of map_Kd, which is not known here: take it out")
+            raise InputError(f"{where} has the option {option} of map_Kd, which is unknown: remove it")
         options[option] = []
         for _ in range(_NUMBERS.get(option) or _WORDS[option]):
             word, _, after = rest.partition(" ")
@@ -187,7 +187,7 @@ def _image_and_options(text: str, where: str) -> tuple[str, dict[str, list[str]]
             options[option].append(word)
             rest = after.lstrip()
         if option not in _HARMLESS and option not in ("-s", "-o", "-clamp") and not _changes_nothing(options, option):
-            warnings.warn(f"{where}: {option} {' '.join(options[option])} of map_Kd is left out", stacklevel=7)
+            warnings.warn(f"{where}: {option} {' '.join(options[option])} of map_Kd is ignored", stacklevel=7)
     return rest.strip().strip('"'), options
 
 

@@ -150,7 +150,7 @@ def _lines(text: str, name: str) -> list[str]:
     points = np.array(vertices, np.float64).reshape(-1, 3)
     for place, corners, at in faces:
         if at and max(at) >= len(points):
-            raise InputError(f"{name}: {found[place]!r} names vertex {max(at) + 1}, and there are {len(points):,}")
+            raise InputError(f"{name}: {found[place]!r} names vertex {max(at) + 1}, but there are only {len(points):,}")
         if len(corners) > 3:
             found[place] = "\n".join(f"f {corners[a]} {corners[b]} {corners[c]}" for a, b, c in _cut(points[at]))
     return found

@@ -74,9 +74,7 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
     except ImportError as error:
         raise MissingExtraError(f"reading {path} needs another package: {error}") from error
     except NotImplementedError as error:
-        raise InputError(
-            f"{path} is in no format that can be read here ({error}); try .glb, .obj, .ply or .stl"
-        ) from error
+        raise InputError(f"{path} is not in a supported format ({error}); try .glb, .obj, .ply or .stl") from error
     except Exception as error:  # a reader may raise anything for a damaged file
         raise InputError(f"{path} cannot be read ({type(error).__name__}: {error}); it may be damaged") from error
     placed = []
@@ -89,7 +87,7 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
     number = {name: index for index, name in enumerate(dict.fromkeys(name for name, _, _ in placed))}
     if len(number) > MOST_MATERIALS:
         raise InputError(
-            f"{path} has {len(number):,} parts, and a mesh has at most {MOST_MATERIALS:,} materials: join some"
+            f"{path} has {len(number):,} parts, but a mesh has at most {MOST_MATERIALS:,} materials: join some parts"
         )
 
     counts = [len(part.vertices) for _, _, part in placed]
@@ -112,37 +110,41 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
         table[number[name]] = material
     if see_through := sorted({look.see_through for look in named if look.see_through}):
         more = f" and {len(see_through) - 1} more" if len(see_through) > 1 else ""
-        warnings.warn(f"{path}: {see_through[0]}{more}: nothing is transparent here, it is drawn opaque", stacklevel=2)
+        warnings.warn(
+            f"{path}: {see_through[0]}{more}: transparency is not supported, so it is drawn opaque", stacklevel=2
+        )
     try:
         colors = [_colors(part) for _, _, part in placed]
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     if any(part.visual.kind == "face" for _, _, part in placed):
-        warnings.warn(f"{path}: colours of its faces are left out; those of vertices are read", stacklevel=2)
+        warnings.warn(f"{path}: colours of its faces are ignored; only vertex colours are read", stacklevel=2)
     if path.suffix.lower() == ".ply" and (kind := _wide_colors(path)):
         warnings.warn(
-            f"{path}: its colours are of type {kind} and are left out; uchar and float are read", stacklevel=2
+            f"{path}: its colours have type {kind} and are ignored; only uchar and float are read", stacklevel=2
         )
         colors = [None] * len(placed)
     if path.suffix.lower() == ".ply" and (image := _named_image(path)):
         warnings.warn(
-            f"{path}: its texture {image} is left out; textures are read of glTF and OBJ: save it as one of these",
+            f"{path}: its texture {image} is ignored; only textures of glTF and OBJ are read: save the mesh as one "
+            "of these",
             stacklevel=2,
         )
     if path.suffix.lower() == ".obj" and (most := brightest(path.read_bytes())) is not None:
         if all(each is None for each in colors):
             warnings.warn(
-                f"{path}: colours of its vertices are left out: they are read if all have one and none has uv",
+                f"{path}: colours of its vertices are ignored: they are read only if all vertices have one and none "
+                "has uv",
                 stacklevel=2,
             )
         elif not most <= 1:  # trimesh has made them white
             raise InputError(
-                f"{path}: colours of its vertices go up to {most:g}, and an OBJ file has them from 0 to 1: divide them "
-                f"by {255 if most > 2 else most:g}, or take them out"
+                f"{path}: colours of its vertices go up to {most:g}, but an OBJ file has colours from 0 to 1: divide "
+                f"them by {255 if most > 2 else most:g}, or remove them"
             )
     if any(each is not None and (each[:, 3:] < 255).any() for each in colors):
         warnings.warn(
-            f"{path}: alpha of the colours of vertices is left out; nothing is transparent here", stacklevel=2
+            f"{path}: alpha of vertex colours is ignored, because transparency is not supported", stacklevel=2
         )
     white = [np.full((count, 3), 255, np.uint8) for count in counts]
     colored = any(each is not None for each in colors)
@@ -254,7 +256,7 @@ def _colors(part: Any) -> npt.NDArray[np.uint8] | None:
         return None
     found = np.asarray(found)
     if found.ndim != 2 or found.shape[1] not in (3, 4):
-        raise InputError(f"colours of vertices have 3 or 4 numbers each, not an array of shape {found.shape}")
+        raise InputError(f"vertex colours must have 3 or 4 numbers each, not an array of shape {found.shape}")
     if found.dtype.kind == "f" and not np.isfinite(found).all():
         raise InputError("colours of vertices are not all finite")
     if found.dtype.kind == "f":

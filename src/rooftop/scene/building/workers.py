@@ -378,7 +378,7 @@ class _Processes:
         os.close(worker.commands)
         code = os.waitstatus_to_exitcode(os.waitpid(worker.process, 0)[1])
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        why = " The system ends processes when memory is short: give fewer workers." if code == -signal.SIGKILL else ""
+        why = " The system kills processes when memory runs out: use fewer workers." if code == -signal.SIGKILL else ""
         return BuildError(
             f"worker {worker.number + 1} of {self.count} (process {worker.process}) {how} while {what}; "
             f"nothing was written.{why}"

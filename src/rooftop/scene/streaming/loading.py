@@ -178,14 +178,14 @@ def _open(mesh: Geometry) -> int:
     try:
         file = os.open(mesh.path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError as error:
-        what = "it is not there any more, and its pages are read when they are needed"
+        what = "it no longer exists, but its pages are read on demand"
         raise GeometryFileError(mesh.path, what, int(mesh.page_offsets[0])) from error
     except OSError as error:
         what = f"it cannot be opened to read its pages ({error.strerror}; each file of a scene stays open: ulimit -n)"
         raise GeometryFileError(mesh.path, what, int(mesh.page_offsets[0])) from error
     if identity_of(file) != mesh.identity:
         os.close(file)
-        what = "it was changed or replaced since it was opened"
+        what = "it has been changed or replaced since it was opened"
         raise GeometryFileError(mesh.path, what, int(mesh.page_offsets[0]))
     return file
 

@@ -186,7 +186,7 @@ def slots_of(graph: PageGraph, pool_bytes: int) -> int:
     roots, count = int(graph.roots.sum()), pool_bytes // layouts.PAGE_BYTES
     if count < roots:
         raise InputError(
-            f"pool_bytes={pool_bytes:,}: the root pages of the scene's meshes are always resident, and take {roots:,} "
+            f"pool_bytes={pool_bytes:,}: the root pages of the scene's meshes are always resident and need {roots:,} "
             f"slots of {layouts.PAGE_BYTES:,} bytes: give at least {roots * layouts.PAGE_BYTES:,}"
         )
     return min(count, graph.count)

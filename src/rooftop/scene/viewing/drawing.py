@@ -171,7 +171,7 @@ class Drawing:
             view = view.framed(self._outline, asked.window) if asked.framed else view
             view.camera(asked.size, self.scene_size)
         except ValueError as error:
-            raise InputError(f"no camera can be there: {error}") from None
+            raise InputError(f"this camera is not possible: {error}") from None
         return view
 
     def _draw(self, asked: Asked, view: Viewpoint) -> Drawn:

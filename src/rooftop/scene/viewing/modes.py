@@ -64,11 +64,11 @@ def _triangles(frame: GBuffer, _: Pages) -> Tensor:
 MODES = {
     "color": Mode("shaded", "Lit by one distant light, which you can move.", ("color",)),
     "normal": Mode("normals", "In the world: x is red, y green, z blue.", ("normal",)),
-    "depth": Mode("depth", "The nearest point of this picture is light, the farthest dark.", ("depth",)),
+    "depth": Mode("depth", "The nearest point of the picture is light, the farthest is dark.", ("depth",)),
     "instance": Mode("instances", "A colour for each instance.", ("instance",)),
     "cluster": Mode("clusters", "A colour for each cluster of up to 128 triangles.", ("cluster",)),
     "triangle": Mode("triangles", "A colour for each triangle.", ("cluster", "triangle"), numbers=_triangles),
-    "level": Mode("levels of detail", "The level of each cluster; 0 is the mesh as it is.", ("level",)),
+    "level": Mode("levels of detail", "The level of each cluster; 0 is the original mesh.", ("level",)),
     "overdraw": Mode("overdraw", "How many of the drawn triangles cover the pixel.", ("overdraw",)),
     "page": Mode(
         "pages",
@@ -78,7 +78,7 @@ MODES = {
     ),
     "material": Mode("materials", "A colour for each material.", ("material",)),
     "base_color": Mode("base colours", "Colours, textures and vertex colours, not lit.", ("base_color",)),
-    "vertex_color": Mode("vertex colours", "As the mesh has them, not lit.", ("vertex_color",), "has_colors"),
+    "vertex_color": Mode("vertex colours", "The mesh's own vertex colours, not lit.", ("vertex_color",), "has_colors"),
     "uv": Mode("texture coordinates", "u is red, v is green.", ("uv",), "has_uv"),
 }
 

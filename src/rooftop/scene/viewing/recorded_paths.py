@@ -73,12 +73,10 @@ class RecordedPath:
             InputError: it is not a path; `where` begins the message.
         """
         if not isinstance(content, Mapping) or "rooftop_path" not in content:
-            raise InputError(
-                f"{where}: expected a path that `rooftop scene view` recorded, with rooftop_path and views"
-            )
+            raise InputError(f"{where}: expected a path recorded by `rooftop scene view`, with rooftop_path and views")
         if content["rooftop_path"] != FORMAT:
             raise InputError(
-                f"{where}: rooftop_path is {content['rooftop_path']!r:.80}, expected {FORMAT}; record anew"
+                f"{where}: rooftop_path is {content['rooftop_path']!r:.80}, expected {FORMAT}; record the path again"
             )
         views = content.get("views")
         if not isinstance(views, Sequence) or isinstance(views, str) or not 1 <= len(views) <= MOST_VIEWS:

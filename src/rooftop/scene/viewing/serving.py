@@ -233,7 +233,9 @@ class _Handler(BaseHTTPRequestHandler):
             sentence = f"the Host header is {host!r:.80}: expected localhost or 127.0.0.1, as in the printed address"
             raise _RefusedError(HTTPStatus.FORBIDDEN, sentence)
         if origin is not None and origin != f"http://{host}":
-            raise _RefusedError(HTTPStatus.FORBIDDEN, f"the Origin header is {origin!r:.80}: other pages may not ask")
+            raise _RefusedError(
+                HTTPStatus.FORBIDDEN, f"the Origin header is {origin!r:.80}: requests from other pages are refused"
+            )
         if token is None:
             token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):

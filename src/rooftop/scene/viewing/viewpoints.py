@@ -142,7 +142,7 @@ class Viewpoint:
         extra = sorted(set(content) - set(KEYS))
         if missing or extra:
             problem = f"{missing[0]} is missing" if missing else f"{extra[0]!r} is not known"
-            raise InputError(f"{where}: {problem}; expected eye and target, and perhaps up and fov_y_degrees")
+            raise InputError(f"{where}: {problem}; expected eye and target, and optionally up and fov_y_degrees")
         x, y, z = finite_numbers(content.get("up", (0.0, 0.0, 1.0)), 3, f"{where}: up")
         (fov,) = finite_numbers([content.get("fov_y_degrees", FOV_Y_DEGREES)], 1, f"{where}: fov_y_degrees")
         eye, target = (_vector(finite_numbers(content[name], 3, f"{where}: {name}")) for name in ("eye", "target"))

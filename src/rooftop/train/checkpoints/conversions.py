@@ -89,10 +89,10 @@ def check_new(out: Path) -> None:
         InputError: it is not empty, its parent does not exist, or it cannot be made.
     """
     if out.name in ("", ".."):
-        raise InputError(f"{out} cannot be written: expected the name of a folder that is not there yet, or empty")
+        raise InputError(f"{out} cannot be written: expected a new or empty folder")
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise InputError(f"{out} is there already: give a new folder, or an empty one")
+            raise InputError(f"{out} already exists: give a new or empty folder")
         folder = out.resolve().parent
         if not folder.is_dir():
             raise InputError(f"{out} cannot be written: there is no folder {folder}")
@@ -103,7 +103,7 @@ def check_new(out: Path) -> None:
         probe.rmdir()
     except OSError as error:
         raise InputError(
-            f"{out} cannot be written: no folder can be made there ({error.strerror}); give another one"
+            f"{out} cannot be written: no folder can be created there ({error.strerror}); give another one"
         ) from error
 
 

@@ -147,11 +147,11 @@ def read_header(path: Path) -> tuple[bytes, dict[str, Any]]:
         start = file.read(8)
         length = int.from_bytes(start, "little")
         if len(start) < 8 or length > path.stat().st_size:
-            raise ValueError("it does not begin as a safetensors file does")
+            raise ValueError("it does not begin like a safetensors file")
         text = file.read(length)
     found = json.loads(text)
     if len(text) < length or not isinstance(found, dict):
-        raise ValueError("it does not begin as a safetensors file does")
+        raise ValueError("it does not begin like a safetensors file")
     return start + text, found
 
 

@@ -114,7 +114,7 @@ def last_step(folder: Path) -> Path | None:
     name = (folder / LATEST).read_text(encoding="utf-8").strip()
     if steps and (not name or folder / name not in {path for _, path in steps}):
         raise InputError(
-            f"{folder / LATEST} names {name!r}, but there is no such step; complete steps are "
+            f"{folder / LATEST} names {name!r}, but this step does not exist; complete steps are "
             f"{', '.join(path.name for _, path in steps)}: give one of these folders, such as {steps[-1][1]}"
         )
     return folder / name

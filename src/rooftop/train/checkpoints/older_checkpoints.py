@@ -63,8 +63,8 @@ class OlderTensors:
                 part = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
                 if own is None and "shards" not in part and ranks > 1:
                     raise InputError(
-                        f"a training of {ranks} tensor parallel ranks, of a format that does not record the pieces of "
-                        "each rank: resume it with as many ranks, and save it again"
+                        f"a training of {ranks} tensor parallel ranks, in a format that does not record the pieces "
+                        "of each rank: resume it with the same number of ranks, and save it again"
                     )
                 self._add(part, _as_first(own[1]) if own is not None else shards_from(part.get("shards", {})))
         except InputError:
@@ -111,4 +111,4 @@ def _as_first(shards: Mapping[str, Shard]) -> dict[str, Shard]:
 
 def _damaged(path: Path, error: BaseException) -> InputError:
     kind = type(error).__name__  # torch's message is a page
-    return InputError(f"{path} cannot be read as a part of a training ({kind}); is it whole?")
+    return InputError(f"{path} cannot be read as a part of a training ({kind}); is it complete?")

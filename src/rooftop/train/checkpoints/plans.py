@@ -99,7 +99,7 @@ def _check_complete(holders: Mapping[FilePiece, object], wholes: Mapping[str, tu
         there[piece.name] += prod(piece.size)
     for name, (_, shape) in wholes.items():
         if there[name] != prod(shape):
-            raise ValueError(f"the ranks together hold {there[name]} elements of {name}, which has {prod(shape)}")
+            raise ValueError(f"the ranks together hold {there[name]} elements of {name}, but it has {prod(shape)}")
 
 
 def _cut(piece: FilePiece, holders: int, most: int) -> list[FilePiece]:

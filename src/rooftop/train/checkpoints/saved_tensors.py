@@ -41,7 +41,7 @@ DTYPES = {
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 BATCH_BYTES = 64 << 20
 """Rows of so many bytes are read at a time: what a reader needs beside the tensor that it fills."""
-AGAIN = "go on with another step of this folder, or with a copy"
+AGAIN = "continue with another step of this folder, or with a copy"
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def entry_of(saved: Readable, folder: Path, name: str, dtype: torch.dtype, shape
         there, here = (
             f"{str(kind).removeprefix('torch.')} {size}" for kind, size in ((found.dtype, found.shape), (dtype, shape))
         )
-        raise InputError(f"{folder} does not fit: {name} is {there} there and {here} here")
+        raise InputError(f"{folder} does not fit: {name} is {there} in the checkpoint and {here} in the model")
     return found
 
 
@@ -149,7 +149,9 @@ class SavedTensors:
         except OSError as error:
             raise InputError(f"{folder / INDEX} cannot be read ({error.strerror}): {AGAIN}") from error
         if checksum(text) != index_checksum:
-            raise InputError(f"{folder / INDEX} was changed: its checksum is not that of the training; {AGAIN}")
+            raise InputError(
+                f"{folder / INDEX} was changed: its checksum differs from the one in the training's record; {AGAIN}"
+            )
         said: dict[str, Any] = json.loads(text)
         self.step: int = said["step"]
         self.block_bytes: int = said["block_bytes"]
@@ -218,7 +220,9 @@ class SavedTensors:
                 else:
                     copied += place.copy_(rows).numel()
         if copied != prod(box.size):
-            raise InputError(f"{self.folder} has {copied} of the {prod(box.size)} elements of {name} from {box.start}")
+            raise InputError(
+                f"{self.folder} has only {copied} of the {prod(box.size)} elements of {name} from {box.start}"
+            )
 
     def _rows(self, name: str, entry: Entry, piece: Stored, first: int, last: int) -> Tensor:
         """Read rows of a piece, and compare the checksums of their blocks."""
@@ -251,8 +255,8 @@ class SavedTensors:
             if checksum(block) != piece.checksums[number]:
                 at = piece.offset + number * self.block_bytes
                 raise InputError(
-                    f"{path} is damaged: a byte of {name} has changed, among the {block.nbytes:,} bytes from byte "
-                    f"{at:,} on; {AGAIN}"
+                    f"{path} is damaged: a byte of {name} has changed in the {block.nbytes:,} bytes from byte "
+                    f"{at:,}; {AGAIN}"
                 )
         return content
 

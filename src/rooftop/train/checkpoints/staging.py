@@ -51,9 +51,9 @@ class Staging:
         status = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0)
         if int(status):
             raise OSError(
-                f"{self.device} cannot use {self.size:,} bytes of host memory, into which checkpoints are copied "
-                f"(CUDA error {int(status)}): raise the limit (ulimit -l, the container's memory), or give "
-                "--no-async-save"
+                f"{self.device} cannot pin the {self.size:,} bytes of host memory that receive the copies of "
+                f"checkpoints (CUDA error {int(status)}): raise the limit (ulimit -l, the container's memory), or "
+                "use --no-async-save"
             )
         self._pinned = True
 

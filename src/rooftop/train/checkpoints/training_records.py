@@ -120,7 +120,9 @@ def read_record(folder: str | Path) -> TrainingRecord:
         missing = folder if not folder.exists() else error.filename
         hint = ""
         if (folder / HUGGING_FACE).is_file():
-            hint = f"; {folder / HUGGING_FACE} is a model's of Hugging Face: a training begins from one by --init-from"
+            hint = (
+                f"; {folder / HUGGING_FACE} belongs to a Hugging Face model: start a training from it with --init-from"
+            )
         raise InputError(
             f"no training was saved in {folder}: {missing} is missing; expected a folder of rooftop train --save{hint}"
         ) from error
@@ -139,7 +141,7 @@ def check_same(record: TrainingRecord, training: GptTraining) -> None:
     """
     then = NEWER | dict(record.training)
     differing = [
-        f"{name} is {then.get(name)!r} there, {value!r} here"
+        f"{name} is {then.get(name)!r} in the checkpoint and {value!r} now"
         for name, value in plain_training(training).items()
         if name not in MAY_CHANGE and then.get(name) != value
     ]

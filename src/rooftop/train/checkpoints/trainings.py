@@ -87,7 +87,7 @@ def other_data(found: str | Path, tokens: Tokens | Mixture) -> str | None:
         return None
     return (
         f"{found} was trained on {saved.get('source')}, {saved.get('tokens', 0):,} tokens, and resumes on "
-        f"{tokens.source}, {len(tokens):,} tokens: its sequences differ from here on"
+        f"{tokens.source}, {len(tokens):,} tokens: its sequences differ from this step on"
     )
 
 

@@ -76,7 +76,9 @@ class WritingProcess:
             raise OSError(said.strip())
         if self._process.returncode:
             last = (errors.strip().splitlines() or ["it said nothing"])[-1]
-            raise RuntimeError(f"the process that writes {self.path} ended with {self._process.returncode}: {last}")
+            raise RuntimeError(
+                f"the process that writes {self.path} ended with status {self._process.returncode}: {last}"
+            )
         self.seconds = time.perf_counter() - began
 
     def give_up(self) -> None:

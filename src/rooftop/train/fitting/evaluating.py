@@ -112,7 +112,7 @@ class Evaluator:
     def _checked(self, values: dict[str, float]) -> dict[str, float]:
         if self.task.best not in values:
             raise InputError(
-                f"the task's best metric is {self.task.best!r}, but the evaluation has {', '.join(values) or 'none'}"
-                f"{did_you_mean(self.task.best, values)}"
+                f"the task's best metric is {self.task.best!r}, but the evaluation returned "
+                f"{', '.join(values) or 'none'}{did_you_mean(self.task.best, values)}"
             )
         return values

@@ -23,7 +23,7 @@ from rooftop.train.fitting.feeding import Part
 from rooftop.train.fitting.stepping import Stepper
 
 MEMORY_ADVICE = (
-    "take a smaller run.batch, more parts with run.accumulate, or run.precision=bf16; --debug shows what holds it"
+    "use a smaller run.batch, more parts with run.accumulate, or run.precision=bf16; --debug shows what uses the memory"
 )
 
 

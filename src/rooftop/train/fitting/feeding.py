@@ -88,8 +88,8 @@ class Feed:
         last = self.loader.skipped[-1]
         count = len(self.loader.skipped)
         return (
-            f"step {step} has no readable sample on rank {self.rank}; {count} were skipped so far, the last is "
-            f"sample {last.sample}: {last.reason}. Mend the data, or take a larger run.batch"
+            f"step {step} has no readable sample on rank {self.rank}; {count} were skipped so far, the last one is "
+            f"sample {last.sample}: {last.reason}. Repair the data, or use a larger run.batch"
         )
 
     def _go_to(self, step: int) -> None:

@@ -93,7 +93,7 @@ def fit(
         if value is not None and value < 1:
             raise InputError(f"{name} is {value}: expected 1 or more")
     if resume and out is None:
-        raise InputError("resume needs out, the folder of the training that goes on")
+        raise InputError("resume needs out, the folder of the training to continue")
     recipe.check()
     identity = identity_of(task, recipe)
     settings = {"training": identity, "out": str(out), "resume": resume, "save_every": save_every}
@@ -236,7 +236,7 @@ class _Fitting:
         saved = self.folder.load(self.identity) if resume else None
         if not resume and (there := self.folder.last()) is not None:
             raise InputError(
-                f"{self.folder.out} holds a training already ({there.name}): resume it, or give another folder"
+                f"{self.folder.out} already holds a training ({there.name}): resume it, or give another folder"
             )
         if saved is not None:
             report(f"loading {saved.folder}")
@@ -312,7 +312,7 @@ class _Fitting:
             if stopping:
                 if saving:
                     self._tell(
-                        "noted", f"{self.reason} after step {step:,}; saved in {saved}: --resume goes on from there"
+                        "noted", f"{self.reason} after step {step:,}; saved in {saved}: --resume continues from there"
                     )
                 return step
             if evaluating or saving:
@@ -379,15 +379,17 @@ class _Fitting:
 
     def _words_of_fault(self, step: int, row: list[float]) -> str:
         """One line on a step whose numbers are not finite, with the first thing in it that is not."""
-        words = f"step {step}: the loss is {row[LOSS]:g}, the norm of its gradient {row[NORM]:g}"
+        words = f"step {step}: the loss is {row[LOSS]:g}, and its gradient's norm is {row[NORM]:g}"
         found = self.agreement.gathered(first_not_finite(self.stepper, step, self.feed.parts(step)))
         first = min((each for each in found if each is not None), default=None)
         words += (
-            f"; first not finite: {first[1]}" if first is not None else "; each part of it is finite, their sum is not"
+            f"; first not finite: {first[1]}"
+            if first is not None
+            else "; each part of it is finite, but their sum is not"
         )
         saved = None if self.folder is None else self.folder.last()
         words += f". {saved} is the last checkpoint" if saved is not None else ""
-        return f"{words}. A smaller optimizer.lr may help; faults.not_finite=skip leaves such steps out"
+        return f"{words}. A smaller optimizer.lr may help; faults.not_finite=skip skips such steps"
 
     def _tell_of_data(self) -> None:
         if loading := self._loading():
@@ -412,7 +414,7 @@ class _Fitting:
             if ended:
                 self.reason = DONE
             elif patience and self.worse >= patience:
-                self.reason = f"no better for {patience} evaluations"
+                self.reason = f"no improvement for {patience} evaluations"
                 if self.task.settle is not None:
                     self.task.settle(self.task.model)
                     improved |= self._judge(step)

@@ -126,7 +126,7 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any], path: str = "
         if isinstance(one, Mapping) and isinstance(other, Mapping):
             found += differences(one, other, where)
         elif one != other:
-            found.append(f"{where} is {json.dumps(one)} here and {json.dumps(other)} there")
+            found.append(f"{where} is {json.dumps(one)} now and {json.dumps(other)} in the checkpoint")
     return found
 
 
@@ -179,7 +179,7 @@ class RunFolder:
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             before = self.last()
-            kept = "there is none before" if before is None else f"{before} is kept"
+            kept = "there is no earlier one" if before is None else f"{before} is kept"
             raise OSError(
                 f"the checkpoint of step {step} could not be written to {self.checkpoints} "
                 f"({error.strerror or error}); {kept}: make room, then --resume"
@@ -198,7 +198,7 @@ class RunFolder:
             described = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
             if described.get("kind") != KIND:
                 raise InputError(
-                    f"{folder} is no checkpoint of this kind: a GPT is resumed by rooftop train gpt --load"
+                    f"{folder} is a checkpoint of another kind: resume a GPT with rooftop train gpt --load"
                 )
             index = str(described["index_crc32"])
         except (OSError, ValueError, KeyError) as error:

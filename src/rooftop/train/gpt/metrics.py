@@ -32,7 +32,8 @@ def kept_lines(path: Path, step: int) -> list[str]:
         made = _step_of(line)
         if made is None and line.strip() and number <= len(whole):
             raise InputError(
-                f"{path} was not written by --metrics: line {number} has no step: move it away, or give another name"
+                f"{path} was not written by --metrics: line {number} has no step: move the file away, or give "
+                "another name"
             )
         if made is not None and made <= step:
             found[made] = line.decode("utf-8")

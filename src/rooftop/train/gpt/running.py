@@ -135,8 +135,8 @@ def _told(trainer: GptTrainer, numbers: list[list[float]], seconds: float, roof:
     for step, (loss, norm) in enumerate(numbers, trainer.step - len(numbers) + 1):
         if not torch.tensor([loss, norm]).isfinite().all():
             raise ModelRunError(
-                f"the loss of step {step} is {loss}, its gradient's norm {norm}: training cannot continue; a smaller "
-                "learning rate may help"
+                f"the loss of step {step} is {loss} and its gradient's norm is {norm}: training cannot continue; a "
+                "smaller learning rate may help"
             )
         reports.append(
             StepReport(

@@ -120,7 +120,7 @@ class GptTraining:
         if self.halves and self.micro_batch % 2:
             raise ValueError(
                 f"GptTraining: a micro_batch of {self.micro_batch} cannot be halved (halves, --tp-comm-overlap): use "
-                "an even one, or leave halves out"
+                "an even number, or leave halves out"
             )
         if granularity_of(self.recompute, "GptTraining") and self.halves:
             raise ValueError(
@@ -135,12 +135,12 @@ class GptTraining:
             Context(None, self.transport)  # it is one
         end = self.document_end
         if end is not None and (isinstance(end, bool) or not isinstance(end, int)):
-            raise ValueError(f"GptTraining: document_end must be a token, an int, got {end!r}")
+            raise ValueError(f"GptTraining: document_end must be a token (an int), got {end!r}")
         if end is None:
             if self.reset_positions or self.mask_ends:
                 raise ValueError(
                     "GptTraining: reset_positions and mask_ends (--reset-position-ids, --eod-mask-loss) need "
-                    "documents: give document_end (--eod-token), the token that ends one"
+                    "documents: give document_end (--eod-token), the token that ends a document"
                 )
             return
         if not 0 <= end < self.config.vocabulary:
@@ -199,7 +199,7 @@ class GptTraining:
             if name is not None or layers is not None:
                 raise ValueError(
                     "pipeline_schedule and layers_per_virtual_stage (--pipeline-schedule, "
-                    f"--num-layers-per-virtual-pipeline-stage) are for pipeline ranks, and the layout {layout} has "
+                    f"--num-layers-per-virtual-pipeline-stage) are for pipeline ranks, but the layout {layout} has "
                     "none: leave them out, or give --pipeline-parallel-size"
                 )
             return None
@@ -333,7 +333,7 @@ class GptTraining:
         if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
             raise ValueError(
                 f"the transport {transport} (--cp-comm-type) divides the heads of a tensor parallel rank among "
-                f"{ranks} ranks, which do not divide {heads} query heads and {kv_heads} key heads: use p2p or "
+                f"{ranks} ranks, which does not divide {heads} query heads and {kv_heads} key heads: use p2p or "
                 "all_gather"
             )
 

@@ -83,8 +83,8 @@ class AdamW(torch.optim.AdamW):
             _check(parameter)
             if self.weights is not None and not any(parameter is each for each in self.weights.named.values()):
                 raise ValueError(
-                    f"AdamW: a parameter {tuple(parameter.shape)} is not in weights.named: pass those, not the "
-                    "model's parameters"
+                    f"AdamW: a parameter {tuple(parameter.shape)} is not in weights.named: pass the parameters from "
+                    "weights.named, not the model's"
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ class AdamW(torch.optim.AdamW):
                 self._plans.clear()  # somebody has replaced states
             held = [self._held(group["params"]) for group in self.param_groups]
             if not {gradient.layout for gradients in held for gradient in gradients if gradient is not None} <= DENSE:
-                raise RuntimeError("AdamW: a gradient is sparse: make the embedding with sparse=False")
+                raise RuntimeError("AdamW: a gradient is sparse: create the embedding with sparse=False")
             for number, group in enumerate(self.param_groups):
                 self._step_of(number, group, held[number], scale)
             self._known = [*self.state.values()]
@@ -194,7 +194,7 @@ class AdamW(torch.optim.AdamW):
 
 def _check_scale(scale: Tensor | None) -> None:
     if scale is not None and not isinstance(scale, Tensor):
-        raise TypeError(f"AdamW: scale must be a tensor, as scale_for gives it, got {type(scale).__name__}")
+        raise TypeError(f"AdamW: scale must be a tensor, as returned by scale_for, got {type(scale).__name__}")
     if scale is not None and scale.numel() != 1:
         raise ValueError(f"AdamW: scale must be one number, got {tuple(scale.shape)}")
 
@@ -241,8 +241,8 @@ def _complete(parameter: Tensor, state: dict[str, Any]) -> None:
         held = state.get(name)
         if held is not None and held.shape != parameter.shape:
             raise ValueError(
-                f"AdamW: the state of a parameter {tuple(parameter.shape)} has the shape {tuple(held.shape)}: make a "
-                "new optimizer for the new shape"
+                f"AdamW: the state of a parameter {tuple(parameter.shape)} has the shape {tuple(held.shape)}: create "
+                "a new optimizer for the new shape"
             )
         if held is None or local_of(held).stride() != local_of(parameter).stride():
             state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)

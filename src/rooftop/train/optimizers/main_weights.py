@@ -79,8 +79,8 @@ class MainWeights:
         for name, main in self.named.items():
             if self._gradients.was_written(main) and self._gradients.model_was_written(main, self._model_has[main]):
                 raise RuntimeError(
-                    f"MainWeights.publish: both {name} of the model and its copy were changed: load before backward, "
-                    "or call adopt() after loading"
+                    f"MainWeights.publish: {name} was changed both in the model and in its copy: load before "
+                    "backward, or call adopt() after loading"
                 )
         torch._foreach_copy_(self._every, [*self.named.values()])
         self.synchronized()
@@ -158,7 +158,7 @@ class MainWeights:
         """
         if gradient.shape != main.shape or not gradient.is_floating_point():
             raise ValueError(
-                f"MainWeights: a gradient must be floating and {tuple(main.shape)} as its weight is, got "
+                f"MainWeights: a gradient must be floating-point with its weight's shape {tuple(main.shape)}, got "
                 f"{gradient.dtype} {tuple(gradient.shape)}"
             )
         self._gradients.add(main, gradient)

@@ -27,7 +27,7 @@ def check_recipe(recipe: Recipe, task: Task, *, ranks: int = 1) -> None:
     if recipe.ema.decay == 1:
         raise InputError("ema.decay is 1: the mean would never follow the weights; set it below 1, e.g. 0.999")
     if recipe.evaluation.patience and task.valid is None:
-        raise InputError("evaluation.patience needs validation data, which the task has not: set evaluation.patience=0")
+        raise InputError("evaluation.patience needs validation data, but the task has none: set evaluation.patience=0")
 
 
 def _check_batch(recipe: Recipe, ranks: int) -> None:
@@ -46,11 +46,11 @@ def _check_mix(recipe: Recipe, task: Task, ranks: int) -> None:
         return
     if task.alter is None:
         off = " and ".join(f"mix.{name}=0" for name in on)
-        raise InputError(f"mix.{on[0]} mixes images and their classes, and this task does not mix: set {off}")
+        raise InputError(f"mix.{on[0]} mixes images and their classes, which this task does not support: set {off}")
     part = recipe.run.batch // (ranks * recipe.run.accumulate)
     if part % 2:
         raise InputError(
-            f"mix.{on[0]} mixes pairs of samples, and one forward pass has {part}: set run.batch to a multiple of "
+            f"mix.{on[0]} mixes pairs of samples, but one forward pass has {part}: set run.batch to a multiple of "
             f"{2 * ranks * recipe.run.accumulate}"
         )
 

@@ -71,7 +71,7 @@ def layers_of(model: nn.Module) -> list[list[str]]:
     layers = _merged(list(_units(model, "", divides, inside=divides(model)))) if parents else []
     if len(layers) < 2:
         raise InputError(
-            f"{type(model).__name__} has no layers one after another, i.e. no nn.Sequential or nn.ModuleList of them: "
+            f"{type(model).__name__} has no consecutive layers, i.e. no nn.Sequential or nn.ModuleList of layers: "
             "set optimizer.layer_decay=1"
         )
     return layers

@@ -42,7 +42,7 @@ class MeanWeights:
     def __init__(self, model: nn.Module, decay: float, every: int = 1) -> None:
         if not 0 <= decay < 1:
             raise InputError(
-                f"ema.decay is {decay:g}: the mean would not follow the weights; expected a number below 1"
+                f"ema.decay is {decay:g}: the mean would never follow the weights; expected a number below 1"
             )
         self.decay, self.every = decay, every
         kept = {id(tensor): (name, tensor) for name, tensor in _tensors(model).items()}  # shared ones once

@@ -44,7 +44,7 @@ def mixer(mix: Mix, classes: int) -> Alter | None:
         return None
     if classes < 2:
         raise InputError(
-            f"mix.mixup and mix.cutmix mix the targets of classes, and there {'is' if classes == 1 else 'are'} "
+            f"mix.mixup and mix.cutmix mix the targets of classes, but there {'is' if classes == 1 else 'are'} "
             f"{max(classes, 0)}: set both to 0"
         )
 
@@ -88,7 +88,7 @@ def smoothed_cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: flo
 
 def _check(images: Tensor, mix: Mix) -> None:
     if not images.is_floating_point():
-        raise InputError(f"images are {images.dtype}, and mixing needs floating point: convert them in the transform")
+        raise InputError(f"images are {images.dtype}, but mixing needs floating point: convert them in the transform")
     if mix.cutmix and images.dim() < 3:
         raise InputError(f"samples are {tuple(images.shape[1:])}, without height and width: set mix.cutmix=0")
 

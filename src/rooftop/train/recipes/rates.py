@@ -59,8 +59,8 @@ def check_parts(schedule: Schedule) -> None:
     """
     if schedule.name == "wsd" and schedule.warmup + schedule.decay > 1:
         raise InputError(
-            f"schedule.warmup ({schedule.warmup:g}) and schedule.decay ({schedule.decay:g}) are parts of one run: make "
-            "their sum at most 1"
+            f"schedule.warmup ({schedule.warmup:g}) and schedule.decay ({schedule.decay:g}) are fractions of one "
+            "run: make their sum at most 1"
         )
 
 

@@ -347,7 +347,7 @@ def _between(low: float, high: float) -> tuple[Any, str]:
 
 
 def _from(low: float) -> tuple[Any, str]:
-    return (lambda value: low <= value < float("inf")), f"a number from {low:g} on"
+    return (lambda value: low <= value < float("inf")), f"a number of at least {low:g}"
 
 
 _RULES: list[tuple[str, Any, str]] = [
@@ -360,7 +360,7 @@ _RULES: list[tuple[str, Any, str]] = [
     ("optimizer.name", *_among("sgd", "adamw", "muon")),
     ("optimizer.lr", *_from(0)),
     ("optimizer.momentum", *_between(0, 1)),
-    ("optimizer.betas", lambda value: all(0 <= each < 1 for each in value), "two numbers from 0 up to 1"),
+    ("optimizer.betas", lambda value: all(0 <= each < 1 for each in value), "two numbers from 0 to below 1"),
     ("optimizer.eps", *_from(0)),
     ("optimizer.weight_decay", *_from(0)),
     ("optimizer.norm_weight_decay", *_from(0)),
@@ -413,7 +413,8 @@ def _published(name: Path) -> Path:
     named = published_recipes()
     if str(name) not in named:
         raise InputError(
-            f"{name} is neither a file nor a published recipe{did_you_mean(name, named)}: there are {', '.join(named)}"
+            f"{name} is neither a file nor a published recipe{did_you_mean(name, named)}: expected a file or one of "
+            f"{', '.join(named)}"
         )
     return named[str(name)]
 

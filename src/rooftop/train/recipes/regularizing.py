@@ -95,9 +95,7 @@ def _set_stochastic_depth(model: nn.Module, highest: float) -> int:
         if own:
             blocks.append(own)
     if not blocks:
-        raise InputError(
-            f"{type(model).__name__} has no residual blocks that could be left out: set model.stochastic_depth=0"
-        )
+        raise InputError(f"{type(model).__name__} has no residual blocks to skip: set model.stochastic_depth=0")
     for number, parts in enumerate(blocks):
         p = highest * number / max(1, len(blocks) - 1)
         for part in parts:

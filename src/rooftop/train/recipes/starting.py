@@ -75,8 +75,8 @@ def start_from(model: nn.Module, weights: str | Path, num_classes: int, *, name:
     if wrong or not report.used:
         raise WeightsError(
             f"{report.path} (keys of {report.origin}) does not fit {type(model).__name__}: "
-            f"{'; '.join(wrong[:3]) or 'it has none of its keys'}{'; and so on' if len(wrong) > 3 else ''}. "
-            f"Only a head for another number of classes may differ: {num_classes} were asked for"
+            f"{'; '.join(wrong[:3]) or 'it has none of its keys'}{'; and so on' if len(wrong) > 3 else ''}. Only the "
+            f"head may differ, for another number of classes: {num_classes} were requested"
         )
     model.load_state_dict({key: tensors[key] for key in report.used}, strict=False)
     in_order = tuple(key for key in model.state_dict() if key in renewed)

@@ -104,9 +104,9 @@ class Worth:
         if not math.isfinite(self.mean):
             return "not finite"
         if not any(self.differences):
-            return "changed nothing: does the task use it?"
+            return "no effect: does the task use it?"
         if interval is None:
-            return "one repeat shows no noise"
+            return "the noise needs more than one repeat"
         if interval == 0:
             return "equal in all repeats: too few to tell"
         if abs(self.mean) <= interval:
@@ -190,14 +190,14 @@ def switches_of(recipe: Recipe, texts: Sequence[str]) -> list[Switch]:
             near = did_you_mean(name, known) or ", e.g. mix.mixup"
             raise InputError(f"--ablate {name}: expected a switch of the recipe, SECTION.NAME{near}")
         if name == "run.seed":
-            raise InputError("--ablate run.seed: each repeat has a seed of its own; give a switch of the recipe")
+            raise InputError("--ablate run.seed: each repeat has its own seed; give a switch of the recipe")
         if names.count(name) > 1:
             raise InputError(f"--ablate {name}: given {names.count(name)} times, expected once")
         without = recipe.with_values([text]) if "=" in text else Recipe()
         on, off = _value_of(recipe, name), _value_of(without, name)
         if on == off:
             raise InputError(
-                f"--ablate {text}: the recipe has {name}={json.dumps(off)} already: turn it on with --set "
+                f"--ablate {text}: the recipe already has {name}={json.dumps(off)}: turn it on with --set "
                 f"{name}=VALUE, or give another value to compare with, --ablate {name}=VALUE"
             )
         found.append(Switch(name, on, off))
@@ -232,7 +232,7 @@ def results_of(runs: Sequence[Run]) -> dict[Path, float]:
             result = json.loads(path.read_text(encoding="utf-8"))
             recipe, value = result["recipe"], float(result["value"])
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path} is not a result of a training: remove it, and the run is made again") from error
+            raise InputError(f"{path} is not a result of a training: remove it, and the run is repeated") from error
         if recipe != _as_json(run.recipe):
             raise InputError(f"{run.folder} holds a run of another recipe: expected another --out for this one")
         found[run.folder] = value

@@ -32,7 +32,7 @@ def curves(history: History) -> list[dict[str, Any]]:
         ("learning_rate", "learning rate", {"zero": True}),
         ("grad_norm", "norm of the gradient", {}),
         ("samples_per_s", f"{unit} per second", {"zero": True}),
-        ("waiting", "part of the time that waits for data", {"zero": True, "percent": True}),
+        ("waiting", "share of the time spent waiting for data", {"zero": True, "percent": True}),
     ):
         series = _of_steps(title, steps, attrgetter(name))
         charts.append(_chart(name, title, [series], **options))

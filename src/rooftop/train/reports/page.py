@@ -125,7 +125,7 @@ class Page:
         if pace is not None:
             unit = task.unit if task is not None else "samples"
             figures.append((f"{pace.samples_per_s:,.0f}", f"{unit} per second"))
-            figures.append((percent_text(100 * pace.waiting), "of the steps' time waits for data"))
+            figures.append((percent_text(100 * pace.waiting), "of the steps' time spent waiting for data"))
             if isinstance(self._roof, TaskRoof) and pace.samples_per_s > 0 and history.facts is not None:
                 busy = pace.samples_per_s / history.facts.ranks / max(1e-9, 1 - pace.waiting)
                 figures.append((percent_text(self._roof.percent(busy)), "of the roof of a step, without waiting"))
@@ -203,7 +203,11 @@ def _span_rows(history: History) -> list[Mapping[str, Any]]:
         return []
     parts = (
         ("steps", spans.steps, "forward, backward and the optimizer"),
-        ("waiting for data", spans.waiting, "more workers, smaller pictures on disk or less augmentation shorten it"),
+        (
+            "waiting for data",
+            spans.waiting,
+            "more workers, smaller pictures on disk or less augmentation shorten this wait",
+        ),
         ("the rest", spans.rest, "evaluation, saving, and the time before the first step"),
     )
     return [

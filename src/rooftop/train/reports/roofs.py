@@ -77,7 +77,7 @@ def task_roof(task: Any, model: nn.Module, recipe: Recipe, facts: Facts) -> Task
     device = next(model.parameters()).device
     history = ceilings_history(device)
     if history is None:
-        raise InputError("the ceilings of this machine are not measured yet: rooftop ceilings measures them once")
+        raise InputError("the ceilings of this machine are not measured yet: run rooftop ceilings once")
     passed = max(1, min(recipe.run.batch, facts.samples) // (facts.ranks * recipe.run.accumulate))
     batch = task.collate([sample(task.train, 0, recipe.run.seed, 0)] * passed)
     batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)

@@ -43,4 +43,4 @@ class Shielded:
             getattr(self._observer, what)(*arguments)
         except Exception as error:
             self._observer = None
-            self._warn(f"note: {self._name} ends here, the training goes on: {type(error).__name__}: {error}")
+            self._warn(f"note: {self._name} ends here, and the training continues: {type(error).__name__}: {error}")

@@ -86,7 +86,7 @@ def heading(facts: Facts, unit: str, batch: int) -> list[str]:
     if facts.loading:
         lines.append(f"loading: {facts.loading}")
     if facts.before:
-        lines.append(f"going on after step {facts.before:,}")
+        lines.append(f"continuing after step {facts.before:,}")
     return lines
 
 

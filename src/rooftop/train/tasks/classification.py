@@ -192,20 +192,22 @@ def _digits(recipe: Recipe) -> _Images:
 def _folder(folder: Path, recipe: Recipe) -> _Images:
     if not folder.is_dir():
         raise InputError(
-            f"--data {folder} is not a folder: expected digits, or a folder with train/ and val/ or with a folder of "
-            "images for each class"
+            f"--data {folder} is not a folder: expected digits, a folder with train/ and val/, or a folder with one "
+            "subfolder of images per class"
         )
     parted = (folder / "train").is_dir()
     roots = (folder / "train", folder / "val") if parted else (folder, folder)
     if parted and not roots[1].is_dir():
-        raise InputError(f"{folder} has train/ but no val/: name the folder of held-out images val")
+        raise InputError(f"{folder} has train/ but no val/: call the folder of held-out images val")
     transforms = _transforms(recipe, _usual_size(ImageFolder(roots[0])))
     train, valid = (ImageFolder(root, transform) for root, transform in zip(roots, transforms, strict=True))
     if len(train.classes) < 2:
-        raise InputError(f"{roots[0]} has one class, {train.classes[0]}: expected a folder of images for each class")
+        raise InputError(f"{roots[0]} has one class, {train.classes[0]}: expected one subfolder of images per class")
     if tuple(train.classes) != tuple(valid.classes):
         differing = sorted(set(train.classes) ^ set(valid.classes))
-        raise InputError(f"{roots[0]} and {roots[1]} have other classes: {', '.join(differing[:5])} only in one")
+        raise InputError(
+            f"{roots[0]} and {roots[1]} have different classes: only one of them has {', '.join(differing[:5])}"
+        )
     parts: tuple[Samples, Samples] = (train, valid)
     if not parted:
         numbers = held_out(train.labels)

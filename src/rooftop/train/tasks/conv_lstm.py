@@ -259,7 +259,7 @@ def _network(recipe: Recipe, options: dict[str, Any]) -> tuple[TrainedNetwork, d
     """The network, and what its file of weights will say."""
     name = "next_frame_network" if options["every_frame"] else "colour_next_frame_network"
     if recipe.model.name not in ("", name):
-        raise InputError(f"model.name is {recipe.model.name!r}: these data are for {name}, leave it out")
+        raise InputError(f"model.name is {recipe.model.name!r}: these data are for {name}, so leave it out")
     try:
         network = TrainedNetwork(**options)
     except (TypeError, ValueError) as error:
@@ -282,7 +282,12 @@ def _examples(videos: Samples, model: nn.Module, device: torch.device) -> list[t
         come = video[:, context:]
         rolled = predict_frames(model, video[:, :context], come.shape[1])
         following = torch.cat([predict_frames(model, video[:, :t], 1) for t in range(context, video.shape[1])], 1)
-        shown.append(("what came, the next frame, rolled out", in_rows((come[0], following[0], rolled[0]))))
+        shown.append(
+            (
+                "actual frames, next frame predicted, several frames predicted",
+                in_rows((come[0], following[0], rolled[0])),
+            )
+        )
     return shown
 
 

@@ -72,9 +72,7 @@ def _task_of_model(name: str) -> str:
     if task in TASKS:
         return str(task)
     near = did_you_mean(name, [*TASKS, *builtin_models()])
-    raise TargetError(
-        f"there is no task {name!r}{near}: expected {', '.join(TASKS)}, or a function of yours, e.g. {OWN}"
-    )
+    raise TargetError(f"there is no task {name!r}{near}: expected {', '.join(TASKS)}, or your own function, e.g. {OWN}")
 
 
 def _defaults(name: str, module: ModuleType, data: str | None, cuda: bool) -> Values:
@@ -106,8 +104,8 @@ def _checked(name: str, build: Build) -> Build:
             raise ModelRunError(f"{name} raised {type(error).__name__}: {error}") from error
         if not isinstance(built, Task):
             raise TargetError(
-                f"{name!r} returned {type(built).__name__}: expected a rooftop.train.tasks.Task, with model, train and "
-                "loss at least"
+                f"{name!r} returned {type(built).__name__}: expected a rooftop.train.tasks.Task, with at least "
+                "model, train and loss"
             )
         return built
 

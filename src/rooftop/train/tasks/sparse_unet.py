@@ -326,7 +326,7 @@ def _examples(scans: Scans, model: nn.Module, device: torch.device) -> list[tupl
     for scan in scans.scans[:SHOWN]:
         said = labelled(model, scan.cloud(), scans.voxel_m, device)
         right = (said.cpu() == scan.labels).double().mean().item()
-        shown.append((f"{right:.1%} of the points are labelled rightly", drawn(scan.cloud(), said, scans.setting)))
+        shown.append((f"{right:.1%} of the points are labelled correctly", drawn(scan.cloud(), said, scans.setting)))
     return shown
 
 

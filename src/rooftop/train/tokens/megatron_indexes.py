@@ -26,7 +26,7 @@ from rooftop.errors import InputError
 MAGIC, OLD_MAGIC, VERSION = b"MMIDIDX\0\0", b"TNTIDX\0\0", 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
-AGAIN = "write both again with Megatron's tools/preprocess_data.py"
+AGAIN = "create both files again with Megatron's tools/preprocess_data.py"
 
 
 def index_beside(path: Path) -> Path | None:
@@ -46,9 +46,11 @@ def indexed_dtype(index: Path, data: Path) -> np.dtype:
     with index.open("rb") as file:
         start = file.read(HEADER.size)
     if start.startswith(OLD_MAGIC):
-        raise InputError(f"{index} has the format before Megatron's memory-mapped one (TNTIDX): {AGAIN}")
+        raise InputError(f"{index} has the format that preceded Megatron's memory-mapped one (TNTIDX): {AGAIN}")
     if not start.startswith(MAGIC):
-        raise InputError(f"{index} is not an index of Megatron-LM: move it away if {data} has no index, else {AGAIN}")
+        raise InputError(
+            f"{index} is not an index of Megatron-LM: move it away if {data} has no index, otherwise {AGAIN}"
+        )
     if len(start) < HEADER.size:
         raise InputError(f"{index} is cut off after {size} bytes: {AGAIN}")
     _, version, code, sequences, documents = HEADER.unpack(start)
@@ -60,7 +62,8 @@ def indexed_dtype(index: Path, data: Path) -> np.dtype:
     expected = HEADER.size + sequences * (4 + 8) + documents * 8
     if size not in (expected, expected + sequences):
         raise InputError(
-            f"{index} has {size} bytes, {sequences} sequences and {documents} document entries need {expected}: {AGAIN}"
+            f"{index} has {size} bytes, but {sequences} sequences and {documents} document entries need {expected}: "
+            f"{AGAIN}"
         )
     dtype = np.dtype(name).newbyteorder("<")
     _check_places(index, data, dtype, sequences, documents)
@@ -79,7 +82,7 @@ def _check_places(index: Path, data: Path, dtype: np.dtype, sequences: int, docu
     total, there = int(ends[-1]) if sequences else 0, data.stat().st_size
     if there != total:
         raise InputError(
-            f"{data} has {there} bytes, but {index} describes {total}: are they of different runs? {AGAIN}"
+            f"{data} has {there} bytes, but {index} describes {total}: are they from different runs? {AGAIN}"
         )
     if documents and (starts[0] != 0 or starts[-1] != sequences or (np.diff(starts) < 0).any()):
-        raise InputError(f"{index} has documents that are not its {sequences} sequences: {AGAIN}")
+        raise InputError(f"{index} has documents that do not match its {sequences} sequences: {AGAIN}")

@@ -49,7 +49,7 @@ class Mixture:
         if any(row.text != self.text for row in rows):
             text, others = ([row.source for row in rows if row.text == kind] for kind in (True, False))
             raise InputError(
-                f"{', '.join(text)} is text, whose tokens are bytes, but {', '.join(others)} has other tokens: "
+                f"{', '.join(text)} is text, so its tokens are bytes, but {', '.join(others)} has other tokens: "
                 "tokenize the text first"
             )
         known = {row.vocabulary: row.source for row in rows if row.vocabulary is not None}
@@ -161,7 +161,7 @@ def _pairs(words: Sequence[str]) -> tuple[list[Path], list[str] | None]:
     if given != [True, False] * (len(words) // 2):
         at = next(n for n, weight in enumerate(given) if not weight and (n == 0 or not given[n - 1]))
         raise InputError(
-            f"{said}: {words[at]} has no weight, but other paths have: expected one before each path, as 0.7 A 0.3 B, "
-            "or none"
+            f"{said}: {words[at]} has no weight, but other paths have: expected a weight before each path, as in 0.7 "
+            "A 0.3 B, or none"
         )
     return [Path(word) for word in words[1::2]], [*words[::2]]

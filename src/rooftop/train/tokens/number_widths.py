@@ -43,7 +43,7 @@ def found_kind(path: Path) -> str:
     size = path.stat().st_size
     sample = _sample(path, size)
     if _is_text(sample):
-        raise InputError(f"{path} is text, not numbers: call it .txt, or give --token-dtype if these are tokens")
+        raise InputError(f"{path} is text, not numbers: rename it to .txt, or give --token-dtype if these are tokens")
     if size % 2:
         raise InputError(
             f"{path} has {size} bytes, which is not a whole number of 16-bit tokens: expected tokens of 16, 32 or 64 "
@@ -80,8 +80,8 @@ def _mean_ratio(halves: NDArray[Any], path: Path, candidates: str) -> float:
         return upper / lower
     what = "all of it is 0" if not (lower or upper) else "it may be big-endian" if upper > lower else "too few or mixed"
     raise InputError(
-        f"{path} has no header, and its numbers could be {candidates} ({what}): say which with --token-dtype, as one "
-        f"of {', '.join(KINDS)}, little-endian"
+        f"{path} has no header, and its numbers could be {candidates} ({what}): choose one with --token-dtype: "
+        f"{', '.join(KINDS)}, little-endian"
     )
 
 
@@ -109,6 +109,6 @@ def _check_bytes(sample: NDArray[np.uint8], path: Path) -> None:
     shares = [np.bincount(half, minlength=256) / len(half) for half in (lower, upper)]
     if np.abs(shares[0] - shares[1]).sum() / 2 < SAME and upper.any():
         raise InputError(
-            f"{path} has no header, and its numbers look like bytes: say --token-dtype uint8, or uint16 if they are of "
-            "16 bits"
+            f"{path} has no header, and its numbers look like bytes: give --token-dtype uint8, or uint16 if they "
+            "have 16 bits"
         )

@@ -42,9 +42,9 @@ CONTAINERS = {
     b"\xfd7zXZ\0": "compressed by xz",
     b"BZh": "compressed by bzip2",
     b"PK\x03\x04": "a zip archive (.npz, or what torch.save writes)",
-    b"\x93NUMPY": "NumPy's: call it .npy",
-    b"PAR1": "a table: call it .parquet",
-    b"ARROW1": "a table: call it .arrow",
+    b"\x93NUMPY": "a NumPy array: rename it to .npy",
+    b"PAR1": "a table: rename it to .parquet",
+    b"ARROW1": "a table: rename it to .arrow",
     b"LITPKDS": "LitGPT's packed data set, in chunks",
     b"GGUF": "a model of llama.cpp",
 }
@@ -132,7 +132,7 @@ def _refuse_containers(path: Path) -> None:
         start = file.read(8)
     for magic, what in CONTAINERS.items():
         if start.startswith(magic):
-            raise InputError(f"{path} is {what}: expected numbers alone, or a header of llm.c")
+            raise InputError(f"{path} is {what}: expected only numbers, or a header of llm.c")
 
 
 def _llmc_numbers(path: Path, kind: str | None) -> Numbers | None:
@@ -147,7 +147,7 @@ def _llmc_numbers(path: Path, kind: str | None) -> Numbers | None:
         raise InputError(f"{path} has {LLMC_OTHERS[magic]} of llm.c in it ({magic}): expected tokens")
     expected, name = LLMC_TOKENS[magic]
     if len(header) < LLMC_HEADER_BYTES // 4:
-        raise InputError(f"{path} begins with llm.c's header ({magic}), and is cut off after {size} bytes")
+        raise InputError(f"{path} begins with llm.c's header ({magic}), but is cut off after {size} bytes")
     version, count = int(header[1]), int(header[2])
     if version != expected:
         raise InputError(f"{path} has llm.c's header {magic} of version {version}: expected version {expected}")

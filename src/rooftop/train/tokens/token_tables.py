@@ -51,7 +51,9 @@ def table_rows(path: Path) -> Rows:
     splits = path / SAVED_SPLITS
     if splits.is_file():
         names = json.loads(splits.read_text(encoding="utf-8")).get("splits", [])
-        raise InputError(f"{path} has the splits {', '.join(names)}: name one, as {path / (names or ['train'])[0]}")
+        raise InputError(
+            f"{path} has the splits {', '.join(names)}: name one of them, such as {path / (names or ['train'])[0]}"
+        )
     files = [path] if path.is_file() else [] if (path / SAVED).is_file() else sorted(_files(path))
     _check_one_split(path, files)
     try:

@@ -117,7 +117,7 @@ class Tokens:
                         )
                     )
                 done += len(chunk)
-                progress("looking at the tokens", done / len(self))
+                progress("checking the tokens", done / len(self))
 
 
 def open_tokens(path: Path, kind: str | None = None) -> Tokens:
@@ -144,7 +144,7 @@ def open_tokens(path: Path, kind: str | None = None) -> Tokens:
     if not path.exists():
         raise InputError(f"{path} does not exist: {EXPECTED}")
     if kind is not None:
-        raise InputError(f"--token-dtype {kind} is for .bin files, and {path} is none: leave it out")
+        raise InputError(f"--token-dtype {kind} is only for .bin files, not for {path}: leave it out")
     if is_table(path):
         rows = table_rows(path)
         if not rows.parts:
@@ -170,7 +170,7 @@ def _text_of_folder(folder: Path) -> Tokens:
     numbers = [path for path in files if path.suffix in (*NUMBERS, ".idx")]
     if numbers:  # train.bin and val.bin may lie in one folder: together they are not one row to train on
         names = ", ".join(str(path.relative_to(folder)) for path in numbers[:4])
-        raise InputError(f"the folder {folder} has files of tokens ({names}): name those to train on one by one")
+        raise InputError(f"the folder {folder} has files of tokens ({names}): list the files to train on")
     parts = [mapped(path, np.dtype(np.uint8)) for path in files if _is_text(path)]
     if not parts:
         raise InputError(f"the folder {folder} has no text in it")
