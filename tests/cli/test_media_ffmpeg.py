@@ -52,7 +52,7 @@ def test_each_trial_is_a_row(asked: list[object], capsys: pytest.CaptureFixture[
         "decode   ✓  h264           h264        works",
         "         ✗  h264, 10 bits  h264_cuvid  fails: Codec h264_cuvid is not supported",
         "         -  av1            av1_cuvid   not built in",
-        "filter ? sobel_cuda not tried: its expected output is unknown",
+        "filter   ?  sobel_cuda                 not tried: its expected output is unknown",
     ]
 
 

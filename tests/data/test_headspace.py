@@ -73,10 +73,10 @@ RATES = {"disk": 9000.0, "decode": 1000.0, "augment": 3000.0, "collate": 8000.0,
         ({}, "decode", "decode is 69% of the workers' time"),  # 1 of 1 + 1/3 + 1/9
         ({"model": 350.0}, "model", "the loader can supply 2.0 times as many samples as the model uses"),
         ({"model": 1400.0}, "decode", "decode is 69% of the workers' time, and the model waits 50% of the time"),
-        ({"copy": 300.0, "model": 500.0}, "copy", "given only 300 samples/s, and the model waits 40% of the time"),
+        ({"copy": 300.0, "model": 500.0}, "copy", "gets only 300 samples/s, and the model waits 40% of the time"),
         ({"copy": 300.0}, "copy", "the device gets only 300 samples/s"),
         ({"disk": 200.0}, "disk", "disk is 79% of the workers' time"),
-        ({"collate": 650.0, "loader": 600.0}, "collate", "one thread collates"),
+        ({"collate": 650.0, "loader": 600.0}, "collate", "the one thread that collates"),
     ],
 )
 def test_what_bounds(changes: dict[str, float], bounds: str, why: str) -> None:

@@ -130,7 +130,7 @@ def test_allocators_that_give_something_else() -> None:
     with pytest.raises(ValueError, match="got device meta and an allocator of cpu"):
         Mat(2, 2, CV_8U, device="meta", allocator=mat.getStdAllocator())
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match=r"no CUDA device here .*: take device='cpu'"):
+        with pytest.raises(ValueError, match=r"no CUDA device here .*: use device='cpu'"):
             Mat.zeros(2, 2, CV_8U).cuda()
     with pytest.raises(TypeError, match="apply to new memory, but this Mat shares the memory of its argument"):
         Mat(np.zeros((2, 2)), device="cpu")

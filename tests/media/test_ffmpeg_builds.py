@@ -267,7 +267,7 @@ def test_wrong_folders_are_refused_before_anything_is_done(place: Place) -> None
         (configured, place.prefix, "make -C .* distclean"),
         (place.source, other, "has other files"),
         (place.source, other / "letter.txt", "is a file: expected a new folder"),
-        (place.source, place.source / "installed", "in each other"),
+        (place.source, place.source / "installed", "contains the other"),
     ):
         with pytest.raises(InputError, match=said):
             build_ffmpeg(source, prefix, headers=place.headers)

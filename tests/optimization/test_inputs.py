@@ -72,7 +72,7 @@ class Wrong(Rule):
 
 
 def refusal(proven: Proven, model: nn.Module, x: Tensor, make: Callable[[Candidate], Callable[..., Any]]) -> str:
-    with pytest.warns(RuntimeWarning, match="the plan does not hold here"):
+    with pytest.warns(RuntimeWarning, match="the plan does not work here"):
         found = proven(model.eval(), x, rule=Wrong(make))
     assert found.kept == []
     return found.changes[0].reason

@@ -85,7 +85,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "lazy": (lambda: rooftop.optimize(nn.LazyLinear(3), X), "call the model once first"),
     "meta": (lambda: rooftop.optimize(linear().to("meta"), X), "meta device"),
-    "inference tensors": (lambda: rooftop.optimize(of_inference_mode(), X), "do not count their changes"),
+    "inference tensors": (lambda: rooftop.optimize(of_inference_mode(), X), "do not record changes"),
     "autocast": (under_autocast, "autocast is on"),
     "global hooks": (under_global_hooks, "hooks on all modules"),
     "a subclass": (
@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "does not take inputs of 2x5 float32, which shapes= names",
     ),
     "no tuple": (lambda: rooftop.optimize(linear(), X, draw=lambda: X), "draw must give a tuple of arguments"),
-    "a closure": (with_lbfgs, "a step of LBFGS needs a closure"),
+    "a closure": (with_lbfgs, "LBFGS needs a closure"),
     "losses": (lambda: train(linear(), loss=lambda y: y.sum(0)), "a tensor of one element .*, got 4 elements"),
     "a number": (lambda: train(linear(), loss=lambda y: y.sum().item()), "got a float"),
     "detached": (lambda: train(linear(), loss=lambda y: y.detach().sum()), "without a gradient"),

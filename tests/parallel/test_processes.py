@@ -201,7 +201,7 @@ def with_settings(different: int) -> None:
 def test_ranks_with_other_settings_are_named_with_their_values(on_ranks: Run, ranks_failed: type[Exception]) -> None:
     errors = errors_of(on_ranks, ranks_failed, 4, with_settings, 3)
     said = "RankError: the ranks have different settings: seed is 1 at ranks 0-2, 2 at rank 3; bias is True at rank 0, "
-    assert errors == dict.fromkeys(range(4), said + "not given at ranks 1-3. Start all ranks with the same")
+    assert errors == dict.fromkeys(range(4), said + "not given at ranks 1-3. Start all ranks with the same settings")
 
 
 def patient(patience_s: float, folder: Path, present: int) -> None:

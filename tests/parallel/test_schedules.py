@@ -217,8 +217,8 @@ def test_what_is_at_the_wrong_rank_is_refused() -> None:
         (("1f1b", 2, 0), "needs micro_batches of at least 1, got 0"),
         (("interleaved", 2, 2), "needs at least 2 stages a rank, got None"),
         (("interleaved", 2, 2, 1), "needs at least 2 stages a rank, got 1"),
-        (("1f1b", 2, 2, 2), "has 1 stage a rank, got 2: take interleaved or zbv"),
-        (("zbv", 2, 2, 3), "has 2 stages a rank, got 3: take interleaved"),
+        (("1f1b", 2, 2, 2), "has 1 stage a rank, got 2: use interleaved or zbv"),
+        (("zbv", 2, 2, 3), "has 2 stages a rank, got 3: use interleaved"),
     ],
 )
 def test_what_a_schedule_does_not_have_is_refused(arguments: tuple[str, int, int], said: str) -> None:

@@ -223,5 +223,5 @@ def test_damaged_files_say_so(tmp_path: Path) -> None:
         read_mesh(tmp_path / "cut.glb")
     path = gltf.saved(tmp_path, "file")
     (tmp_path / "a b.bin").unlink()
-    with pytest.raises(InputError, match=r"names a%20b\.bin, which is not a file beside it"):
+    with pytest.raises(InputError, match=r"names a%20b\.bin, which is not a file beside the document"):
         read_mesh(path)

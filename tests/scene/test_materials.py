@@ -272,7 +272,7 @@ def test_a_damaged_image_in_a_file_is_found_when_it_is_read(tmp_path: Path) -> N
 
 def test_materials_that_do_not_fit_a_mesh_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.rtg"
-    with pytest.raises(ValueError, match="material number 4, and there are 2 materials: expected 5"):
+    with pytest.raises(ValueError, match="material number 4, but there are 2 materials: expected 5"):
         build(path, Material(), Material(), materials=[0, 4])
     with pytest.raises(ValueError, match="no texture coordinates: give uv="):
         build(path, Material(texture=RGB), uv=None)

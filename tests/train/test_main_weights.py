@@ -308,7 +308,7 @@ def test_the_command_begins_from_a_folder(
     Path("a.txt").write_text("text " * 50)
     for change, said in (
         ({"a.bin": "a.txt"}, "a.txt is text, so its tokens would be bytes"),
-        ({str(folder): "no"}, "is not there"),
+        ({str(folder): "no"}, "does not exist"),
     ):
         assert main([change.get(word, word) for word in words]) == 2
         assert said in capsys.readouterr().err

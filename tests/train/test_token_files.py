@@ -137,7 +137,7 @@ def test_megatrons_index_says_the_dtype(kind: str, name: str, tmp_path: Path) ->
         (index_of("int32", code=7), "its numbers are float32: expected integers"),
         (index_of("int32", code=9), "of the unknown code 9"),
         (index_of("int32")[:20], "is cut off after 20 bytes"),
-        (index_of("int32")[:-8], r"bytes, 4 sequences and 5 document entries need 122"),
+        (index_of("int32")[:-8], r"bytes, but 4 sequences and 5 document entries need 122"),
         (index_of("int32", [3, 5, 0, 3]), "has 40 bytes, .* describes 44: are they from different runs"),
         (index_of("uint16"), "has 40 bytes, .* describes 20"),
         (index_of("int32", starts=np.array([0, 20, 0, 32])), "do not lie one after another"),

@@ -119,7 +119,7 @@ def _why_nothing(found: Optimized) -> str:
     if not found.changes:
         return "the plan has no changes"
     waiting = sum(change.verdict == "not tried" for change in found.changes)
-    return f"nothing was kept, and {counted(waiting, 'rule')} were not tried" if waiting else "nothing pays here"
+    return f"nothing was kept, and {counted(waiting, 'rule')} not tried" if waiting else "nothing pays here"
 
 
 def _row(change: Change) -> list[str]:

@@ -264,7 +264,7 @@ class ImageDecoder:
         for file in files:
             pixels = decoded.get(id(file))
             if isinstance(file, _File) and pixels is None:
-                self.by_pillow[file.against or "a JPEG that NVJPEG refuses"] += 1
+                self.by_pillow[file.against or "JPEG that NVJPEG refuses"] += 1
                 found.append(_or_error(self._moved, file))
             else:
                 found.append(file if isinstance(file, InputError) else pixels)  # type: ignore[arg-type]

@@ -251,6 +251,6 @@ def _local_shape(name: str, tensor: Tensor, box: Boxes | None) -> tuple[int, ...
     if len(boxes) == 1 and boxes[0].shape == shape:
         return boxes[0].size
     raise ValueError(
-        f"materialize: {name} has shape {shape}, which is the shape neither of a part nor of the whole of its box "
+        f"materialize: {name} has shape {shape}, which is neither that of a part nor that of the whole of its box "
         f"{', '.join(map(str, boxes))}"
     )

@@ -137,7 +137,7 @@ def forward_plan(columns: int, apart: int = 0, **facts: Any) -> NormPlan:
     [
         (1, {}, "tiles", "up to 128 elements"),
         (128, {}, "tiles", "up to 128 elements"),
-        (129, {}, "shifted", "odd addresses"),
+        (129, {}, "shifted", "unaligned addresses"),
         (129, {"rows": 7}, "tiles", "up to 256 elements"),
         (129, {"dtype": SINGLE, "result": SINGLE}, "tiles", "up to 256 elements"),
         (255, {"apart": 1}, "tiles", "up to 256 elements"),
@@ -173,7 +173,7 @@ def test_the_reason_names_what_decided(columns: int, facts: dict[str, Any], back
     ("facts", "refusal"),
     [
         ({"adds": True}, "a sum precedes"),
-        ({"result": SINGLE}, "another dtype than the rows"),
+        ({"result": SINGLE}, "differ in dtype"),
         ({"bias": SINGLE}, "weight and bias differ in dtype"),
         ({"weight": torch.float64, "bias": None}, "float64"),
         ({"dtype": SINGLE, "result": SINGLE}, "not of half precision"),
@@ -203,11 +203,11 @@ def backward_plan(columns: int, **facts: Any) -> NormPlan:
     [
         (128, {}, "tiles", "up to 128 elements", ""),
         (130, {}, "tiles", "pairs of elements", ""),
-        (131, {}, "shifted", "odd addresses", ""),
+        (131, {}, "shifted", "unaligned addresses", ""),
         (4097, {}, "clusters", "4097 to 8184", ""),
-        (4097, {"sums": (False, False)}, "shifted", "odd addresses", "no gradient of weight or bias"),
-        (4097, {"added": BFLOAT16}, "shifted", "odd addresses", "another gradient is added"),
-        (4097, {"slope": SINGLE}, "tiles", "up to 6144", "another dtype than the rows"),
+        (4097, {"sums": (False, False)}, "shifted", "unaligned addresses", "no gradient of weight or bias"),
+        (4097, {"added": BFLOAT16}, "shifted", "unaligned addresses", "another gradient is added"),
+        (4097, {"slope": SINGLE}, "tiles", "up to 6144", "differ in dtype"),
         (8192, {}, "tiles", "up to 8192", ""),
         (8200, {}, "clusters", "8193 to 16384 elements of whole groups", ""),
         (65_544, {}, "long", "no program holds a row of 65544 elements", ""),

@@ -168,7 +168,7 @@ def test_the_reason_names_what_decided(columns: int, facts: dict[str, Any], back
         ({"mask": 1}, "there is a mask"),
         ({"mask": 2}, "there is a mask"),
         ({"normal": False}, "not a normal float32"),
-        ({"made": SINGLE}, "another dtype than the rows"),
+        ({"made": SINGLE}, "differ in dtype"),
         ({"lead": 1}, "have different alignments within 16 bytes"),
         ({"apart": 1}, "have different alignments within 16 bytes"),
         ({"device": H200._replace(cuda=8)}, "compute capability 9"),
@@ -203,7 +203,7 @@ def test_the_public_plan_is_that_of_the_arguments(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(plans, "device_facts", lambda device: H200)
     assert softmax_plan(x).backend == softmax_plan(x, direction="backward").backend == "clusters"
     assert softmax_plan(x, 1).sizes == (2 * 4999, 3, 3)
-    assert softmax_plan(x, dtype=SINGLE).refused == {"clusters": "the result has another dtype than the rows"}
+    assert softmax_plan(x, dtype=SINGLE).refused == {"clusters": "the result has differ in dtype"}
     assert softmax_plan(x, scale=0.0).refused == {"clusters": "the scale is not a normal float32"}
     keep = torch.ones(4999, dtype=torch.bool)
     assert softmax_plan(x, mask=keep, direction="backward").refused == {"clusters": "there is a mask"}

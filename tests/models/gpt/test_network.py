@@ -451,7 +451,7 @@ def test_wrong_calls(call: Callable[[Gpt], object], error: type[Exception], mess
 
 def test_wrong_stages() -> None:
     for layers in (range(2, 4), range(0, 3, 2), range(-1, 1)):
-        with pytest.raises(ValueError, match="one after another"):
+        with pytest.raises(ValueError, match="consecutive layers"):
             Gpt(GPT, layers=layers)
     last, first = Gpt(GPT, pre_process=False), Gpt(GPT, post_process=False)
     with pytest.raises(ValueError, match=r"the output of the previous stage, \(B, S, 48\), got \(2, 21\)"):

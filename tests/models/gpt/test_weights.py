@@ -287,7 +287,7 @@ def test_tensors_that_do_not_fit(what: str, tmp_path: Path) -> None:
 
 def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
     model = made_up(LLAMA)
-    with pytest.raises(InputError, match=r"config\.json is not there"):
+    with pytest.raises(InputError, match=r"config\.json does not exist"):
         load_gpt(tmp_path)
     with pytest.raises(InputError, match=r"is not a \.safetensors file, nor a folder"):
         load_gpt_weights(model, tmp_path / "nowhere")
@@ -315,7 +315,7 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
 def test_what_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note").write_text("mine")
-    with pytest.raises(InputError, match="is there already"):
+    with pytest.raises(InputError, match="already exists"):
         save_gpt(made_up(GPT), tmp_path / "full")
     with pytest.raises(ValueError, match="expected a whole model, got a stage"):
         save_gpt(Gpt(GPT, pre_process=False), tmp_path / "stage")

@@ -466,7 +466,7 @@ def test_another_training_is_refused_with_what_differs(tmp_path: Path) -> None:
         (
             task(),
             recipe(run={"epochs": 1}, optimizer={"lr": 0.3}),
-            r"recipe\.optimizer\.lr is 0\.3 here and 0\.2 there",
+            r"recipe\.optimizer\.lr is 0\.3 now and 0\.2 in the checkpoint",
         ),
         (task(count=40), recipe(run={"epochs": 1}), r"data\.train\.samples is 40 here and 48 there"),
         (task(valid=Points(13, noise=0.5)), recipe(run={"epochs": 1}), r"data\.valid\.content is .* here and .* there"),
