@@ -1,7 +1,7 @@
 """Batch norms over ranks: statistics of the whole batch, on GPUs and, unlike torch.nn.SyncBatchNorm, on CPUs.
 
     with batch_norms_over_ranks(model, group):
-        ...  # each BatchNorm1d, 2d, 3d of it takes statistics over the batches of all ranks
+        ...  # each BatchNorm1d, 2d, 3d of it uses statistics over the batches of all ranks
 
 The module stays the same object with the same parameters and buffers; only its class changes, to a subclass, until the
 block ends. On a GPU the arithmetic is that of torch.nn.SyncBatchNorm.
@@ -35,10 +35,10 @@ KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 @contextmanager
 def batch_norms_over_ranks(model: nn.Module, group: Group) -> Iterator[list[str]]:
-    """Within the block, the batch norms of a model take statistics over the ranks of a group, in training.
+    """Within the block, the training batch norms of a model use statistics over the ranks of a group.
 
-    All ranks must call the same norms in the same order, each with at least one sample. Norms in evaluation mode, also
-    those of frozen parts, use their running statistics as always. Without a group nothing changes.
+    All ranks must call the same norms in the same order, each with at least one sample. Norms in evaluation mode,
+    including those of frozen parts, use their running statistics as usual. Without a group nothing changes.
 
     Yields:
         Names of these norms.
@@ -83,7 +83,7 @@ _CLASSES = {kind: type(kind.__name__, (_OverRanks, kind), {}) for kind in KINDS}
 
 
 class _Normalized(torch.autograd.Function):
-    """x of (N, C, ...), normalized by the statistics of all ranks; in the dtype of x, statistics at least float32."""
+    """Normalize x, (N, C, ...), by the statistics of all ranks, in the dtype of x; statistics are at least float32."""
 
     @staticmethod
     def forward(

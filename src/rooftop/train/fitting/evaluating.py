@@ -1,4 +1,4 @@
-"""The validation: means over all samples, each counted once, over all ranks."""
+"""Validation: means over the samples of all ranks, each counted once."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Evaluator:
     """Evaluates a model on the validation data of its task.
 
     Args:
-        batch: samples of a batch, over all ranks.
+        batch: batch size, over all ranks.
         autocast: the context of the model's precision.
-        gathered: gives a value of each rank, by rank; all ranks call it.
+        gathered: gathers a value from each rank, in the order of ranks; all ranks call it.
 
     Attributes:
         loader: of the validation data.
@@ -60,7 +60,7 @@ class Evaluator:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """The mean loss and the metrics, the same on all ranks; the model is left in evaluation mode.
+        """Return the mean loss and the metrics, the same on all ranks. Leaves the model in evaluation mode.
 
         Raises:
             InputError: the task's best metric is not among them.
@@ -84,7 +84,7 @@ class Evaluator:
         return self._checked({**self._means(sums, counts), **self._judged()})
 
     def _whole_or_uncompiled(self, count: int) -> AbstractContextManager[Any]:
-        """A model is compiled for whole batches only: another size would compile it again."""
+        """Use the compiled model only for whole batches, because another size would compile it again."""
         smaller = self.recipe.run.compile and count * self.world.size < self.batch
         return torch.compiler.set_stance("force_eager") if smaller else nullcontext()
 

@@ -1,4 +1,4 @@
-"""Weights for use: a safetensors file, with what the task says of them in its header.
+"""Exported weights: a safetensors file, with the task's description of them in its header.
 
 export_weights(out / "best.safetensors", model, {"model": "resnet18", "classes": ["cat", "dog"]})
 exported_metadata(out / "best.safetensors")["model"]
@@ -22,13 +22,13 @@ TEMPORARY = ".unfinished"
 
 
 def export_weights(path: Path, model: nn.Module, metadata: Mapping[str, Any]) -> None:
-    """Write the state dict of a model, whole or not at all.
+    """Write the state dict of a model, completely or not at all.
 
     Args:
         metadata: JSON values; in the header's metadata, under "rooftop".
 
     Raises:
-        OSError: it cannot be written; a file that was there before is as it was.
+        OSError: it cannot be written; an existing file stays unchanged.
         MissingExtraError: safetensors is not installed.
     """
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
@@ -48,10 +48,10 @@ def export_weights(path: Path, model: nn.Module, metadata: Mapping[str, Any]) ->
 
 
 def exported_metadata(path: Path) -> dict[str, Any]:
-    """What `export_weights` wrote beside the tensors; empty for a file of another origin.
+    """Return the metadata that `export_weights` wrote; empty for files from elsewhere.
 
     Raises:
-        InputError: the file cannot be read, or is no safetensors file.
+        InputError: the file cannot be read, or is not a safetensors file.
     """
     try:
         _, header = read_header(path)

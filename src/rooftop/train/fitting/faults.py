@@ -1,6 +1,6 @@
-"""What a fault was: the first module that gives a number that is not finite; what fills the memory of the GPU.
+"""Explanations of faults: the first module whose output is not finite; the contents of the GPU's memory.
 
-Both are found by running the batch of the step again, since looking for them costs time in every step.
+Both are found by running the batch of the failed step again, because checking every step would cost time.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ MEMORY_ADVICE = (
 
 
 def first_not_finite(stepper: Stepper, number: int, parts: Iterable[Part]) -> tuple[int, str] | None:
-    """Run the batch of a step again; find the first thing that is not finite.
+    """Run the batch of a step again, and find the first value that is not finite.
 
-    Weights, optimizer and buffers stay as they are; gradients do not.
+    Weights, optimizer and buffers stay unchanged; gradients do not.
 
     Returns:
-        (how many things were looked at before, by which ranks compare; what it is, in words); None: all is finite.
+        (number of values checked before it, which orders the ranks; its description); None if all are finite.
     """
     found: list[tuple[int, str]] = []
     looked = count()
@@ -90,11 +90,11 @@ def _batch_in_words(part: Part) -> str:
 
 @contextmanager
 def memory_explained(stepper: Stepper, number: int, again: Callable[[], Iterable[Part]] | None) -> Iterator[None]:
-    """Turn an out-of-memory error of a step into one line, with a note of what holds the memory.
+    """Turn an out-of-memory error of a step into one line, with a note that lists what holds the memory.
 
     Args:
-        again: gives the parts of the step again, which is then run once more under `explained_memory`, to know modules
-            and lines; None: it is not run again, because other ranks would have to.
+        again: yields the parts of the step again. The step then runs once more under `explained_memory`, to find
+        modules and lines. None: it does not run again, because other ranks would have to take part.
 
     Raises:
         ModelRunError: memory ran out.

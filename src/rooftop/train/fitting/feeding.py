@@ -1,7 +1,7 @@
-"""Batches of each step, from the loader: which epoch, from which batch on, in which parts.
+"""The batches of each step: which epoch, which batches of the loader, in which parts.
 
-A step of `parts` forward and backward passes takes that many consecutive batches of the loader. So the samples of a
-step, and their places in it, are the same for any number of parts and ranks.
+A step of `parts` forward and backward passes takes that many consecutive batches of the loader. So a step has the same
+samples, in the same places, for any number of parts and ranks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rooftop.train.tasks.task import Task
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank computes in one forward and backward pass.
+    """The samples of one forward and backward pass of a rank.
 
     Attributes:
         batch: on the device.
         places: (N,) int64 on the CPU; places of the samples in the whole batch of the step.
         indices: (N,) int64 on the CPU; numbers of the samples in the data.
-        weight: of the mean over these samples in the mean over the whole batch.
+        weight: weight of these samples' mean in the mean over the whole batch.
     """
 
     batch: Any
@@ -99,7 +99,7 @@ class Feed:
         self._next = 0
 
     def close(self) -> None:
-        """End what reads ahead, and its processes."""
+        """End the reading ahead and its processes."""
         self._end_reading()
         self.loader.close()
 
@@ -111,7 +111,7 @@ class Feed:
 
 
 def in_memory_format(batch: Any, memory_format: torch.memory_format) -> Any:
-    """A batch with its images, (N, C, H, W) floating, in a memory format."""
+    """Convert the images of a batch, (N, C, H, W) floating point, to a memory format."""
     return torch.utils._pytree.tree_map_only(
         Tensor,
         lambda each: each.to(memory_format=memory_format) if each.dim() == 4 and each.is_floating_point() else each,

@@ -1,4 +1,4 @@
-"""How long a training is: steps of an epoch and of the run, and after which steps it is evaluated and saved."""
+"""The length of a training: steps per epoch and in total, and the steps after which it is evaluated and saved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Lengths:
     Attributes:
         batch: samples of a step, over all ranks: the recipe's, or all samples if there are fewer.
         parts: forward and backward passes of a step.
-        per_epoch: steps of an epoch; samples that fill no batch wait for the next epoch's order.
+        per_epoch: steps per epoch; samples that do not fill a batch are left to the next epoch's order.
         steps: of the run.
         between_evaluations, between_saves: steps.
     """
@@ -29,7 +29,7 @@ class Lengths:
 
     @classmethod
     def of(cls, recipe: Recipe, samples: int, ranks: int, save_every: int | None = None) -> Lengths:
-        """Lengths of a training on so many samples.
+        """Lengths of a training on a number of samples.
 
         Raises:
             InputError: there are no samples for each rank, or a batch cannot be split evenly.
@@ -61,7 +61,7 @@ class Lengths:
         return divmod(step - 1, self.per_epoch)
 
     def epochs_after(self, step: int) -> float:
-        """Passes over the data until after a step."""
+        """Passes over the data up to and including a step."""
         return step / self.per_epoch
 
     def evaluates(self, step: int) -> bool:

@@ -3,11 +3,11 @@
     fitted = fit(task, Recipe.of({"run": {"epochs": 5}}), out=Path("runs/first"))
 
 `stepping.Stepper` makes each step. This file decides when losses are read, when the model is evaluated, when the state
-is saved, and when training ends. What a step computed is read from the device once every `interval` steps, and before
+is saved, and when training ends. Results of steps are read from the device once every `interval` steps, and before
 anything is saved.
 
-After a kill, `resume=True` goes on from the last checkpoint with the same bits (on a GPU with run.deterministic).
-Order, augmentation and dropout depend on seed, epoch, step and place only.
+After a kill, `resume=True` continues from the last checkpoint with the same bits (on a GPU with run.deterministic).
+Order, augmentation and dropout depend only on seed, epoch, step and place.
 
 With accumulation each part has its own batch-norm statistics, over all ranks. Dropout differs with the number of ranks.
 """
@@ -70,23 +70,24 @@ def fit(
     """Train a task by a recipe. Under torchrun every rank calls it.
 
     Args:
-        task: its model is moved to the device, and has the trained weights in the end, not their mean.
+        task: its model is moved to the device. At the end it has the trained weights, not their mean.
         device: "cuda" or "cpu"; a GPU if there is one.
         out: folder for checkpoints, metrics and weights, which all ranks see; None: nothing is written.
-        resume: go on from the last checkpoint in `out`; without one the training starts at its first step.
-        observers: are told on rank 0.
+        resume: continue from the last checkpoint in `out`; without a checkpoint the training starts at its first step.
+        observers: are notified on rank 0.
         save_every: steps between checkpoints; None: an epoch.
         keep_last: number of checkpoints kept.
-        interval: steps that are read from the device and told together; None: 10 on a GPU, 1 on a CPU.
-        stop: its `requested` ends the training after a step, on all ranks. None: with `out`, SIGTERM and Ctrl-C do.
+        interval: number of steps that are read from the device and reported together; None: 10 on a GPU, 1 on a CPU.
+        stop: its `requested` ends the training after a step, on all ranks. None: SIGTERM and Ctrl-C end it, if `out` is
+        given.
 
     Returns:
-        How it ended. A stopped training is saved.
+        The result. A stopped training is saved.
 
     Raises:
         InputError: the recipe does not fit the task or the ranks, or `out` holds another training.
         ModelRunError: a number is not finite, or memory ran out.
-        OSError: a checkpoint cannot be written; the one before is there.
+        OSError: a checkpoint cannot be written; the previous one is kept.
         RankError: another rank failed.
     """
     for name, value in (("save_every", save_every), ("keep_last", keep_last), ("interval", interval)):
@@ -109,7 +110,7 @@ def fit(
 
 @contextmanager
 def _settings_of_torch(recipe: Recipe, device: torch.device) -> Iterator[None]:
-    """Deterministic algorithms, or the fastest convolutions; generators of random numbers are as before afterwards."""
+    """Use deterministic algorithms or fast convolutions; random number generators are restored afterwards."""
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     if recipe.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
@@ -127,8 +128,8 @@ def _settings_of_torch(recipe: Recipe, device: torch.device) -> Iterator[None]:
 def _compiled(model: torch.nn.Module) -> Iterator[None]:
     """Within the block, calls of the model are compiled. Its attributes and the names of its tensors stay.
 
-    A function of this file calls it, since the compiler leaves calls out that begin in torch.nn: `Module.compile` does
-    nothing for a torch.nn.Sequential.
+    A function of this file makes the call, because the compiler skips calls that begin in torch.nn: `Module.compile`
+    has no effect on a torch.nn.Sequential.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -208,7 +209,7 @@ class _Fitting:
     # ---- before the first step -------------------------------------------------------------------------------------
 
     def _prepare(self, model: torch.nn.Module, resume: bool) -> list[str]:
-        """Change the model as the recipe says, and move it to the device; all ranks begin with the weights of rank 0.
+        """Change the model by the recipe, and move it to the device; all ranks begin with the weights of rank 0.
 
         Returns:
             What was changed.
@@ -222,13 +223,13 @@ class _Fitting:
         return notes
 
     def _share(self, tensors: Iterator[Tensor]) -> None:
-        """Give all ranks the tensors of rank 0."""
+        """Copy the tensors of rank 0 to all ranks."""
         if self.world.size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor.detach(), 0)
 
     def _open(self, resume: bool, ending: ExitStack) -> None:
-        """Make the folder of the run, or read its last checkpoint."""
+        """Create the folder of the run, or read its last checkpoint."""
         self.lines: MetricLines | None = None
         if self.folder is None:
             return
@@ -320,7 +321,7 @@ class _Fitting:
         return self.before
 
     def _stopping(self) -> bool:
-        """Whether a rank was asked to stop, the same on all ranks; of several, what was asked a step ago."""
+        """Whether a rank was asked to stop; the same on all ranks. With several ranks, the answer is one step old."""
         if self.world.size == 1:
             return self.stop.requested
         return bool(self.agreement.exchange([-int(self.stop.requested)])[0])
@@ -329,10 +330,10 @@ class _Fitting:
         return next((by for by in self.agreement.gathered(self.stop.by) if by), "the program")
 
     def _read(self, step: int) -> None:
-        """Read what the last steps computed, and tell it.
+        """Read the results of the last steps, and report them.
 
         Raises:
-            ModelRunError: a number was not finite, and the recipe says to stop, or has skipped too often.
+            ModelRunError: a number was not finite, and the recipe stops there, or too many steps were skipped.
         """
         rows = torch.stack(self._unread).tolist()  # waits for the device
         self._unread.clear()
@@ -378,7 +379,7 @@ class _Fitting:
         )
 
     def _words_of_fault(self, step: int, row: list[float]) -> str:
-        """One line on a step whose numbers are not finite, with the first thing in it that is not."""
+        """Describe a step whose numbers are not finite in one line, with the first value that is not finite."""
         words = f"step {step}: the loss is {row[LOSS]:g}, and its gradient's norm is {row[NORM]:g}"
         found = self.agreement.gathered(first_not_finite(self.stepper, step, self.feed.parts(step)))
         first = min((each for each in found if each is not None), default=None)
@@ -404,7 +405,7 @@ class _Fitting:
     # ---- evaluations and checkpoints ---------------------------------------------------------------------------------
 
     def _evaluate(self, step: int, ended: bool) -> None:
-        """Evaluate, with the mean weights if there are any; write the weights that are the best, or the last ones."""
+        """Evaluate, with the mean weights if there are any, and write the best or last weights."""
         self._share(self.task.model.buffers())
         with self.stepper.mean_weights():
             if ended and self.task.settle is not None:

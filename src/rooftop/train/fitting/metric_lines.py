@@ -3,8 +3,8 @@
     {"step": 3, "epoch": 0.1, "loss": 2.1, "grad_norm": 1.4, "learning_rate": 0.1, ...}
     {"step": 30, "epoch": 1.0, "values": {"loss": 1.2, "accuracy": 0.8}, "best": true}
 
-A resumed training repeats the steps after its checkpoint, so their lines are cut off, and with them what a killed
-process left of a line.
+A resumed training repeats the steps after its checkpoint. So the old lines of these steps are removed, and so is a
+partial line of a killed process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MetricLines:
         self._path, self._file = path, path.open("ab", buffering=0)  # nothing waits to be written
 
     def add(self, records: list[StepRecord] | list[EvaluationRecord]) -> None:
-        """Write lines, so that they are there before the next checkpoint.
+        """Write lines, so that they are on the disk before the next checkpoint.
 
         Raises:
             OSError: they cannot be written.
@@ -55,7 +55,7 @@ class MetricLines:
 
 
 def read_metrics(path: Path, until: int | None = None) -> tuple[list[StepRecord], list[EvaluationRecord]]:
-    """The records of a file, each step once; of a step that was made twice, the last.
+    """Return the records of a file, one per step: the last one, if a step was made twice.
 
     Args:
         until: the last step of interest; None: all.

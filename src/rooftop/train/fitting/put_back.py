@@ -1,11 +1,11 @@
-"""Tensors that are put back to what they were, where a flag on the device says so: the host reads nothing.
+"""Restores tensors if a flag on the device says so, without a read by the host.
 
     kept = PutBack()
     kept.take(tensors)       # copies
     ...                      # they are changed
-    kept.put_back(skip)      # a bool tensor, (): where it is true, they are as they were
+    kept.put_back(skip)      # a bool tensor, (): if true, the tensors get their earlier values
 
-A step whose numbers are not finite leaves no trace that way, whatever the optimizer. Tensors of one dtype are copied
+So a step whose numbers are not finite leaves no trace, whatever the optimizer. Tensors of one dtype are copied
 together: three launches for each dtype, not for each tensor.
 """
 
@@ -19,14 +19,14 @@ from torch import Tensor
 
 
 class PutBack:
-    """Copies of tensors, in memory that is allocated once: twice that of the tensors."""
+    """Copies of tensors, in memory that is allocated once: twice the size of the tensors."""
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[torch.dtype, torch.device], _Room] = {}
 
     @torch.no_grad()
     def take(self, tensors: Iterable[Tensor]) -> None:
-        """Copy tensors as they are now."""
+        """Copy the current values of tensors."""
         sorted_in: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in tensors:
             sorted_in.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -61,7 +61,7 @@ class _Room:
         )
 
     def fits(self, tensors: list[Tensor]) -> bool:
-        """Whether these have the shapes of those before; takes them in their place."""
+        """Whether these tensors have the same shapes as the previous ones; if so, they replace them."""
         same = [each.shape for each in tensors] == [each.shape for each in self.tensors]
         if same:
             self.tensors = tensors

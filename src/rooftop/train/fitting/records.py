@@ -1,4 +1,4 @@
-"""What a training reports: to the terminal, to TensorBoard, to the page, to metrics.jsonl."""
+"""The reports of a training, for the terminal, TensorBoard, the page and metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known before the first step.
+    """The facts known before the first step.
 
     Attributes:
         parameters: of the model; trained: of these, those that are not frozen.
         samples: of the training data; held_out: of the validation data.
         steps: of the whole run; steps_per_epoch: of one pass.
-        before: steps that a checkpoint already had.
+        before: steps that the checkpoint already contains.
         ranks, device: where it runs.
         loading: how samples are read, in words, with what was measured; "" if the ways are still to be timed: a note
             tells the choice.
@@ -42,10 +42,10 @@ class StepRecord:
         step: from 1. epoch: passes over the data so far, with a fraction.
         loss: mean over the whole batch, before the step. grad_norm: before clipping.
         learning_rate: the highest of all groups.
-        samples_per_s: of all ranks, and waiting: part of the time in which the loop waited for data, from 0 to 1; both
-            over the steps that were read together.
+        samples_per_s: of all ranks, and waiting: fraction of the time in which the loop waited for data; both over the
+        steps that were read together.
         peak_bytes: of this rank so far.
-        skipped: whether the weights stayed as they were, because a number was not finite.
+        skipped: whether the weights stayed unchanged, because a number was not finite.
     """
 
     step: int
@@ -79,7 +79,7 @@ class Fitted:
     """A training that has ended.
 
     Attributes:
-        steps: made in all. seconds: of this run.
+        steps: total number of steps. seconds: of this run.
         reason: "done", "no better for N evaluations", "stopped by SIGTERM", "stopped by Ctrl-C".
         last, best: the last and the best evaluation; None without validation data.
         out: folder of the run; None: nothing was written.
@@ -94,7 +94,7 @@ class Fitted:
 
 
 class Observer(Protocol):
-    """Is told what happens, on rank 0."""
+    """Receives the reports of a training, on rank 0."""
 
     def began(self, facts: Facts, task: Any) -> None: ...
 
@@ -103,7 +103,7 @@ class Observer(Protocol):
     def evaluated(self, record: EvaluationRecord) -> None: ...
 
     def noted(self, note: str) -> None:
-        """Something to know: what the recipe changed in the model, or a sample or a step that was skipped."""
+        """Receive a note: a change of the model by the recipe, or a skipped sample or step."""
 
     def ended(self, fitted: Fitted, model: Any) -> None:
-        """`model` is what is exported as the last weights, in evaluation mode."""
+        """The training has ended; `model` has the exported last weights, in evaluation mode."""

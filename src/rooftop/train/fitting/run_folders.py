@@ -1,16 +1,16 @@
-"""The folder of a run: what is trained, and its checkpoints.
+"""The folder of a run: a description of the training, and its checkpoints.
 
     OUT/
       recipe.toml
       metrics.jsonl
-      best.safetensors, last.safetensors    weights for use, as they were evaluated
+      best.safetensors, last.safetensors    exported weights, as they were evaluated
       checkpoints/
         latest                              as in `rooftop.train.checkpoints.folders`
         step-00000100/
-          training.json                     recipe, task and data; how far it is; the state, but for its tensors
+          training.json                     recipe, task and data; progress; the state without its tensors
           index.json, rank-00000.safetensors    the tensors, with checksums
 
-A data parallel training has the same state on all ranks, so rank 0 writes it, and any number of ranks may go on.
+A data parallel training has the same state on all ranks, so rank 0 writes it, and any number of ranks may resume it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Saved:
 
     Attributes:
         folder: of the step.
-        progress: how far the training was; JSON values.
+        progress: progress of the training; JSON values.
         state: of the stepper.
     """
 
@@ -75,7 +75,7 @@ class Saved:
 
 
 def identity_of(task: Task, recipe: Recipe) -> dict[str, Any]:
-    """What a training is: its recipe, task and data, as JSON values by section and name."""
+    """The identity of a training: its recipe, task and data, as JSON values by section and name."""
     named = [*task.model.named_parameters(), *task.model.named_buffers()]
     shapes = {name: [str(each.dtype).removeprefix("torch."), *each.shape] for name, each in named}
     plain = {
@@ -101,7 +101,7 @@ def _described(samples: Samples | None) -> dict[str, Any] | None:
 
 
 def _content(samples: Samples, index: int) -> int | str:
-    """A checksum of a sample, as far as its parts are numbers and texts."""
+    """A checksum of the numbers and texts in a sample."""
     try:
         leaves = pytree.tree_leaves(sample(samples, index, 0, 0))
     except Exception as error:  # a damaged sample is reported when its turn comes
@@ -118,7 +118,7 @@ def _content(samples: Samples, index: int) -> int | str:
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any], path: str = "") -> list[str]:
-    """What differs between two identities, as "recipe.optimizer.lr is 0.2 here and 0.1 there"."""
+    """The differences between two identities, such as "recipe.optimizer.lr is 0.2 here and 0.1 there"."""
     found = []
     for name in dict.fromkeys([*here, *there]):
         one, other = here.get(name), there.get(name)
@@ -146,7 +146,7 @@ class RunFolder:
         self.checkpoints = out / CHECKPOINTS
 
     def begin(self, recipe: Recipe) -> None:
-        """Make the folder and write the recipe; remove what killed trainings left behind."""
+        """Create the folder and write the recipe; remove leftovers of killed trainings."""
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         remove_unfinished(self.checkpoints)
         write_whole(self.out / RECIPE, recipe.toml() + "\n")
@@ -156,10 +156,10 @@ class RunFolder:
         return last_step(self.checkpoints)
 
     def save(self, step: int, identity: Mapping[str, Any], progress: Mapping[str, Any], state: Any) -> Path:
-        """Write a checkpoint, whole or not at all, and remove older ones.
+        """Write a checkpoint, completely or not at all, and remove older ones.
 
         Raises:
-            OSError: it cannot be written; the one before is there.
+            OSError: it cannot be written; the previous one is kept.
         """
         tensors: dict[str, Tensor] = {}
         described = {
@@ -189,7 +189,7 @@ class RunFolder:
         """Read the last checkpoint; None: there is none.
 
         Raises:
-            InputError: it is damaged, or of another training; the message has what differs.
+            InputError: it is damaged, or belongs to another training; the message lists the differences.
         """
         folder = self.last()
         if folder is None:

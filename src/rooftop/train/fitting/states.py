@@ -1,9 +1,9 @@
-"""Nested states (`state_dict()` of anything) as named tensors and JSON, which no pickle has to carry.
+"""Nested states (`state_dict()` of anything) as named tensors and JSON, without pickle.
 
     {"state": {0: {"step": tensor(3.), "momentum_buffer": tensor(...)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
 
 becomes the tensors "optimizer.state.0.step" and "optimizer.state.0.momentum_buffer", and JSON in which each of them is
-{"tensor": name}. JSON keeps floats exactly, but neither keys that are numbers nor tuples: these are marked.
+{"tensor": name}. JSON keeps floats exactly, but neither numeric keys nor tuples, so these are marked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def taken_apart(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """Describe a state as JSON, and add its tensors to `tensors`.
 
     Args:
-        name: what the names of its tensors begin with.
+        name: prefix of the names of its tensors.
 
     Raises:
         TypeError: it has a value that is neither a tensor, a number, a text, nor a container of these.
@@ -50,7 +50,7 @@ def _under(name: str, key: object) -> str:
 
 
 def put_together(described: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The state of which `taken_apart` made this."""
+    """Rebuild the state from the result of `taken_apart`."""
     if isinstance(described, list):
         return [put_together(each, tensors) for each in described]
     if not isinstance(described, dict):

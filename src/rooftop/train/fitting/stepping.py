@@ -1,13 +1,13 @@
 """One optimizer step: gradients of all parts and ranks, clipped, applied if they are finite. The host reads nothing.
 
-Gradients are summed over ranks after the last backward pass, by `rooftop.parallel.sums`, and not by
-DistributedDataParallel: the task's loss gets the model itself, with its attributes, and may call it several times; a
-parameter that a batch does not reach is no error, but has a gradient of zeros; parts need no mode of their own. It
-costs the overlap of the sums with the backward pass. The loss is summed with the gradients, so that each rank's device
-has that of the whole batch.
+Gradients are summed over ranks after the last backward pass, by `rooftop.parallel.sums` instead of
+DistributedDataParallel. This has three advantages: the task's loss gets the model itself, with its attributes, and may
+call it several times; a parameter that a batch does not reach gets a gradient of zeros instead of an error; parts need
+no special mode. The price is that the sums do not overlap with the backward pass. The loss is summed with the
+gradients, so that each rank's device has the loss of the whole batch.
 
-Whether the numbers are finite is decided on the device, and all ranks decide alike, since a sum with one number that is
-not finite is not finite. A step that is left out changes neither weights, optimizer, nor buffers.
+Whether the numbers are finite is decided on the device, and all ranks decide alike, because one number that is not
+finite makes the sum not finite. A skipped step changes neither weights, nor optimizer, nor buffers.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Stepper:
 
     Args:
         steps: of the whole run, for the learning rate.
-        group: of the ranks; None: this one is alone.
+        group: of the ranks; None: there is only one.
 
     Attributes:
-        optimizer, scaler: the scaler does nothing but in fp16.
+        optimizer, scaler: the scaler is active only in fp16.
         mean: the mean weights; None: the recipe has none.
     """
 
@@ -65,7 +65,7 @@ class Stepper:
 
         Returns:
             (4,) float64 on the device: the loss of the whole batch, the norm of its gradient before clipping, whether
-            the step was left out, and whether that is a fault (an overflow of float16 is none).
+            the step was skipped, and whether that is a fault (an overflow of float16 is not).
         """
         set_rates(self.optimizer, rate_factor(self.recipe.schedule, number, self.steps))
         self._buffers.take(self.task.model.buffers())
@@ -93,7 +93,7 @@ class Stepper:
         """Add up the gradients of this rank's parts, in `.grad`.
 
         Returns:
-            (2,) float64: its part of the loss; its part of the whole batch.
+            (2,) float64: this rank's part of the loss; this rank's part of the whole batch.
         """
         self.task.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -112,7 +112,7 @@ class Stepper:
 
     @contextmanager
     def buffers_kept(self) -> Iterator[None]:
-        """After the block the buffers are as before."""
+        """Restore the buffers after the block."""
         self._buffers.take(self.task.model.buffers())
         try:
             yield
@@ -120,7 +120,7 @@ class Stepper:
             self._buffers.put_back(torch.ones_like(self._stuck))
 
     def altered(self, number: int, part: Part) -> Any:
-        """The batch as the model gets it."""
+        """Return the batch after mixing."""
         batch = part.batch
         if self.task.alter is not None:
             batch = self.task.alter(batch, part.places, generator_of(self.recipe.run.seed, number))
@@ -149,7 +149,7 @@ class Stepper:
         return gradients
 
     def _judged(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """(whether the step is left out, whether its numbers are a fault), bool on the device."""
+        """Return (whether the step is skipped, whether its numbers are a fault), bool on the device."""
         wrong_loss = ~loss.isfinite()
         wrong = wrong_loss | ~norm.isfinite()
         fault = wrong_loss if self.scaler.is_enabled() else wrong
@@ -178,7 +178,7 @@ class Stepper:
                 new.copy_(torch.where(skip, torch.zeros_like(new), new))
 
     def _stepped(self) -> Iterator[Tensor]:
-        """What the optimizer changes on the device."""
+        """The tensors on the device that the optimizer changes."""
         yield from self.trained
         for state in self.optimizer.state.values():
             yield from (each for each in state.values() if isinstance(each, Tensor) and each.device == self.device)
@@ -186,7 +186,7 @@ class Stepper:
     # ---- the state -------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """All that the next steps depend on."""
+        """Everything that the next steps depend on."""
         return {
             "model": dict(self.task.model.state_dict()),
             "optimizer": self.optimizer.state_dict(),
@@ -195,7 +195,7 @@ class Stepper:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take a state over."""
+        """Load a state."""
         self.task.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.mean is not None:
@@ -208,7 +208,7 @@ class Stepper:
 
 
 def dropout_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of torch's generators in a step of a rank: other masks in each, and the same when resumed."""
+    """The seed of torch's generators: it differs between steps and ranks, and is the same after a resume."""
     return int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 

@@ -1,1 +1,1 @@
-"""A GPT trained by the same numbers in every layout of ranks: what is trained, the trainer, the loop."""
+"""Training of a GPT with the same numbers in every layout of ranks: the description, the trainer, the loop."""

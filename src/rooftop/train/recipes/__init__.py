@@ -1,4 +1,4 @@
-"""How a model is trained, as data, and what carries it out: optimizers, schedules, means of weights, mixed batches."""
+"""Recipes of trainings as data, and their implementation: optimizers, schedules, means of weights, mixed batches."""
 
 from rooftop.train.recipes.checks import check_recipe
 from rooftop.train.recipes.freezing import freeze

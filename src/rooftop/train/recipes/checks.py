@@ -1,4 +1,4 @@
-"""Whether a recipe fits a task, before the first step: every error at once costs no training."""
+"""Checks whether a recipe fits a task before the first step, so that no training time is lost."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rooftop.train.tasks.task import Task
 
 
 def check_recipe(recipe: Recipe, task: Task, *, ranks: int = 1) -> None:
-    """Check what the values of a recipe need of a task. Changes nothing.
+    """Check that a task supports the values of a recipe. Changes nothing.
 
     Raises:
-        InputError: something does not fit; the message names the switch and the value that would.
+        InputError: something does not fit; the message names the switch and a value that fits.
     """
     _check_batch(recipe, ranks)
     _check_mix(recipe, task, ranks)

@@ -1,4 +1,4 @@
-"""Parts of a model that training leaves as they are."""
+"""Parts of a model that training leaves unchanged."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rooftop.train.recipes.parameter_kinds import is_norm
 def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Freeze modules and parameters whose names match a shell pattern, e.g. "layer1", "features.[0-3]", "*norm*".
 
-    Frozen parameters need no gradient. Norms in frozen modules stay in evaluation, also after `model.train()`, so their
-    statistics stay too. Call it after `convert_sync_batchnorm`, which makes norms anew.
+    Frozen parameters need no gradient. Norms in frozen modules stay in evaluation mode, even after `model.train()`, so
+    their statistics stay too. Call it after `convert_sync_batchnorm`, which replaces norms.
 
     Returns:
-        The names that matched, in the model's order, without those within others.
+        The names that matched, in the model's order, without names nested in others.
 
     Raises:
         InputError: a pattern matches nothing.
@@ -35,7 +35,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """The names that `freeze` would return; changes nothing. Raises its errors."""
+    """Return the names that `freeze` would return, without changes. Raises the errors of `freeze`."""
     modules, parameters = _names(model)
     matched: set[str] = set()
     for pattern in patterns:
@@ -68,5 +68,5 @@ def _freeze_module(module: nn.Module) -> None:
 
 
 def _stay(norm: nn.Module, mode: bool = True) -> nn.Module:
-    """What `train` does to a frozen norm: nothing. A copy of the model has it too, and it can be pickled."""
+    """Replacement for `train` of a frozen norm, which does nothing. It survives copying and pickling."""
     return norm

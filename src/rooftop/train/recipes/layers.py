@@ -1,4 +1,4 @@
-"""Which layer of a model each parameter belongs to, counted from the input.
+"""Assigns each parameter to a layer of the model, counted from the input.
 
 Layers are found from the structure of modules: a chain is an `nn.Sequential` or `nn.ModuleList` of blocks. Everything
 before the first block is one layer (the stem), each block is one, and everything after the last is one (the head with
@@ -11,7 +11,8 @@ the norm before it). A module between two chains, such as a patch merging of Swi
 | ViT | embeddings, blocks, norm and head |
 | `nn.Sequential(Linear, ReLU, Linear)` | each of its members that has parameters; a norm belongs to the one before it |
 
-So count Bao et al. 2021, "BEiT" (arXiv:2106.08254), and Xie et al. 2022, "SimMIM" (arXiv:2111.09886), for Swin.
+This counting follows Bao et al. 2021, "BEiT" (arXiv:2106.08254), and Xie et al. 2022, "SimMIM" (arXiv:2111.09886), for
+Swin.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ _Test = Callable[[nn.Module], bool]
 
 @dataclass(frozen=True)
 class _Unit:
-    """A module that no border of layers divides, or parameters that a divided module has itself.
+    """A module without a layer boundary inside, or the direct parameters of a divided module.
 
     Attributes:
         names: of its parameters.
         chained: whether it is a member of a chain.
-        between: whether it is a member of a chain, before a chain in the same one.
+        between: whether it is a member of a chain and precedes another chain inside the same chain.
         leaf: whether it has no modules of its own.
         norm, own: whether it is a norm, or parameters of a divided module.
     """
@@ -56,7 +57,7 @@ def layers_of(model: nn.Module) -> list[list[str]]:
     """Names of the parameters of each layer, first layer first.
 
     Raises:
-        InputError: the model has no chain of layers, or several in parts whose order is not known.
+        InputError: the model has no chain of layers, or has several in parts whose order is unknown.
     """
     for divides in (_is_chain, _is_sequence):
         parents = {path.rpartition(".")[0] for path in _outermost_chains(model, "", divides)}
@@ -103,7 +104,7 @@ def _outermost_chains(module: nn.Module, path: str, divides: _Test) -> Iterator[
 
 
 def _is_divided(module: nn.Module, divides: _Test, inside: bool) -> bool:
-    """Whether a module has layers in it: a stage of a chain has blocks, the parts of a block are no layers."""
+    """Whether a module contains layers: a stage of a chain contains blocks, but the parts of a block are not layers."""
     if divides(module):
         return True
     for name, child in module.named_children():

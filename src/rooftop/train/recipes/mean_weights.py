@@ -1,4 +1,4 @@
-"""An exponential mean of a model's weights and buffers, which is what is evaluated and exported.
+"""An exponential moving average of a model's weights and buffers, used for evaluation and export.
 
     mean = MeanWeights(model, decay=0.999)
     mean.update(step)          # after each optimizer step, from 1
@@ -7,8 +7,8 @@
 
     mean <- d * mean + (1 - d) * weights, with d = min(decay, (1 + n) / (10 + n)) at update n
 
-Polyak and Juditsky 1992; Tarvainen and Valpola 2017, "Mean teachers" (arXiv:1703.01780). The rising d is that of
-TensorFlow's ExponentialMovingAverage with `num_updates`: the initial weights are soon forgotten, also in a short run.
+Polyak and Juditsky 1992; Tarvainen and Valpola 2017, "Mean teachers" (arXiv:1703.01780). The rising d follows
+TensorFlow's ExponentialMovingAverage with `num_updates`, which forgets the initial weights soon, even in a short run.
 
 Means are kept in float32 at least: in bfloat16, a change of 1 - decay would be rounded away. Integer buffers are
 copied. `torch.optim.swa_utils.AveragedModel` makes a second module, in the model's dtype; the arithmetic here is its
@@ -28,7 +28,7 @@ from rooftop.errors import InputError
 
 
 class MeanWeights:
-    """The mean of what is in the model's state dict.
+    """The mean of all tensors in the model's state dict.
 
     Args:
         model: on its device; its tensors must stay the same objects, as they do in training.
@@ -36,7 +36,7 @@ class MeanWeights:
         every: steps between two updates.
 
     Raises:
-        InputError: a decay of 1, with which the mean would never move.
+        InputError: the decay is 1, so the mean would never change.
     """
 
     def __init__(self, model: nn.Module, decay: float, every: int = 1) -> None:
@@ -53,7 +53,7 @@ class MeanWeights:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take the weights of a step into the mean, if it is one of every `every`."""
+        """Add the weights of a step to the mean, once every `every` steps."""
         if step % self.every:
             return
         number = step // self.every
@@ -67,7 +67,7 @@ class MeanWeights:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Give the model the mean, and its own weights back at the end, bit for bit."""
+        """Give the model the mean within the block; afterwards its own weights are restored, bit for bit."""
         own = {name: tensor.clone() for name, tensor in {**self._live, **self._copied}.items()}
         try:
             self._give({**self._mean, **self._copies})
@@ -76,12 +76,12 @@ class MeanWeights:
             self._give(own)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The mean by the model's names, as tensors that later updates change."""
+        """The mean by the model's names; later updates change these tensors."""
         return {**self._mean, **self._copies}
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave.
+        """Load the result of `state_dict`.
 
         Raises:
             InputError: names or shapes are not those of the model.
@@ -108,7 +108,7 @@ class MeanWeights:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Everything in the state dict, as the very tensors of the model."""
+    """All tensors of the state dict, without copies."""
     return model.state_dict(keep_vars=True)
 
 

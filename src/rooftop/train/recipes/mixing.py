@@ -1,15 +1,16 @@
 """Mixup and cutmix of pairs of samples, and the loss for their targets.
 
-    alter = mixer(recipe.mix, classes=10)        # for Task.alter; None where both are off
+    alter = mixer(recipe.mix, classes=10)        # for Task.alter; None if both are off
     images, targets = alter((images, labels), places, generator_of)
     loss = smoothed_cross_entropy(model(images), targets, recipe.mix.label_smoothing)
 
 Mixup (Zhang et al. 2018, arXiv:1710.09412): the mean of two images with the weights lam and 1 - lam, and the same of
 their targets, lam from Beta(alpha, alpha). Cutmix (Yun et al. 2019, arXiv:1905.04899): a box of the second image is put
-into the first, and lam is the part of the first that is left. With both, each pair takes one of them with equal chance.
+into the first, and lam is the remaining part of the first. With both, each pair uses one of them with equal
+probability.
 
-The pairs are the samples at places 2k and 2k + 1 of the whole batch. Each pair draws from a generator of its own, so
-the result does not depend on the number of ranks. The two of a pair mix with each other, with the same lam and box.
+The pairs are the samples at places 2k and 2k + 1 of the whole batch. Each pair has its own generator, so the result
+does not depend on the number of ranks. The two samples of a pair are mixed with each other, with the same lam and box.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ Alter = Callable[[Any, Tensor, GeneratorOf], tuple[Tensor, Tensor]]
 
 
 def mixer(mix: Mix, classes: int) -> Alter | None:
-    """What mixes a batch (images (N, C, H, W) floating, labels (N,) int64), on any device; None: nothing is mixed.
+    """Return a function that mixes batches (images (N, C, H, W) floating, labels (N,) int64); None: no mixing.
 
     It returns images of the same kind and targets (N, classes) in float32. A sample whose partner is not in the batch
-    stays as it is.
+    stays unchanged.
 
     Raises:
         InputError: fewer than two classes; by the result, images that are not floating point, or have no height and
@@ -77,7 +78,7 @@ def smoothed_cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: flo
     Args:
         logits: (N, C).
         targets: (N,) int64 class numbers, or (N, C) probabilities.
-        label_smoothing: part of each target that is spread evenly over all classes (Szegedy et al. 2016, section 7,
+        label_smoothing: fraction of each target that is spread evenly over all classes (Szegedy et al. 2016, section 7,
             arXiv:1512.00567).
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
@@ -94,7 +95,7 @@ def _check(images: Tensor, mix: Mix) -> None:
 
 
 def _partners(places: list[int]) -> list[int]:
-    """For each sample, where in this batch its partner is; itself, if it is not here."""
+    """For each sample, the position of its partner in this batch; its own position if the partner is absent."""
     rows = {place: row for row, place in enumerate(places)}
     return [rows.get(place ^ 1, row) for row, place in enumerate(places)]
 
@@ -102,7 +103,7 @@ def _partners(places: list[int]) -> list[int]:
 def _draws(
     mix: Mix, places: list[int], partners: list[int], size: tuple[int, int], generator_of: GeneratorOf
 ) -> tuple[list[float], list[tuple[int, int, int, int] | None]]:
-    """Of each sample, the weight of itself, and the box of cutmix; None: mixup."""
+    """For each sample, its own weight and the box of cutmix; None: mixup."""
     own: list[float] = [1.0] * len(places)
     boxes: list[tuple[int, int, int, int] | None] = [None] * len(places)
     for row, (place, partner) in enumerate(zip(places, partners, strict=True)):

@@ -2,7 +2,7 @@
 
 Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks" (https://kellerjordan.github.io/posts/muon):
 the momentum of a matrix is made nearly orthogonal before it is added. The weight of a convolution is the matrix of its
-output channels by everything else. Embeddings, the last layer, norms and biases are AdamW's, as the authors advise.
+output channels by everything else. AdamW updates embeddings, the last layer, norms and biases, as the authors advise.
 An update of Muon is scaled to the mean square of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training", section
 2.2, arXiv:2502.16982), so one learning rate and one weight decay serve both.
 """
@@ -23,12 +23,12 @@ from rooftop.train.recipes.recipe import Optimizer
 class MuonAndAdamW(torch.optim.Optimizer):
     """`torch.optim.Muon` and `torch.optim.AdamW` over the groups of one model.
 
-    `state` holds what both keep of the model's parameters, each in its parameter's shape, so that a `state_dict` does
+    `state` holds the state of both for the model's parameters, in each parameter's shape, so that a `state_dict` does
     not depend on memory formats. The groups of Muon have `muon=True`.
 
     Args:
-        model: whose hidden matrices Muon steps.
-        groups: as `parameter_groups` makes them; they are divided further.
+        model: the model whose hidden matrices Muon updates.
+        groups: result of `parameter_groups`; they are divided further.
         given: momentum and nesterov are Muon's, betas and eps AdamW's.
         how: `fused` or `foreach` for AdamW.
 
@@ -88,7 +88,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 self._adopt(parameter, flat)
 
     def _join(self) -> None:
-        """Let AdamW have the groups and the state of this optimizer."""
+        """Share the groups and the state of this optimizer with AdamW."""
         if self._adamw is not None:
             self._adamw.param_groups = self._groups(muon=False)
             self._adamw.state = self.state
@@ -101,7 +101,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return {"params": flat, "lr": group["lr"], "weight_decay": group["weight_decay"]}
 
     def _follow(self, parameter: Tensor, flat: nn.Parameter) -> None:
-        """Let the matrix be the parameter's memory, which may have moved, and its gradient."""
+        """Make the matrix a view of the parameter's memory, which may have moved, and of its gradient."""
         order = _order(parameter)
         flat.data = _flattened(parameter.detach(), order)
         if order != self._orders[parameter]:
@@ -112,7 +112,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             flat.grad = parameter.grad.permute(order).reshape(flat.shape)
 
     def _adopt(self, parameter: Tensor, flat: nn.Parameter) -> None:
-        """Give Muon the momentum that `state` has."""
+        """Give Muon the momentum in `state`."""
         momentum = self.state[parameter]["momentum_buffer"].permute(self._orders[parameter]).reshape(flat.shape)
         self._muon.state[flat] = {"momentum_buffer": momentum.contiguous()}
         self._show(parameter, self._muon.state[flat]["momentum_buffer"])
@@ -143,7 +143,7 @@ def _sides(parameter: Tensor) -> tuple[int, int]:
 
 
 def _order(parameter: Tensor) -> tuple[int, ...]:
-    """Its dimensions as they lie in memory, rows first; the order of columns does not matter to Muon."""
+    """Its dimensions in memory order, rows first; the order of columns does not matter to Muon."""
     columns = sorted(range(1, parameter.dim()), key=lambda axis: -parameter.stride()[axis])
     return (0, *columns)
 

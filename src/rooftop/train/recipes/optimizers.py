@@ -1,4 +1,4 @@
-"""The optimizer of a recipe: torch.optim's SGD, AdamW or Muon, with one kernel for many parameters where there is one.
+"""The optimizer of a recipe: torch.optim's SGD, AdamW or Muon, with one kernel for many parameters if available.
 
 optimizer = optimizer_of(model, recipe)  # after the model is on its device
 """
@@ -20,7 +20,7 @@ FUSED_ON = ("cuda", "cpu")
 
 
 def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """The optimizer of the parameters that are not frozen, with its groups.
+    """Create the optimizer of the parameters that are not frozen, with its groups.
 
     Raises:
         InputError: nothing is left to train, or the recipe does not fit the model.
@@ -41,7 +41,7 @@ def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
 
 
 def check_momentum(given: Optimizer) -> None:
-    """Whether Nesterov's momentum has a momentum.
+    """Check that Nesterov's momentum has a momentum.
 
     Raises:
         InputError: it has none.

@@ -1,4 +1,4 @@
-"""Parameter groups of a recipe: each has a weight decay and a learning rate of its own.
+"""Parameter groups of a recipe: each has its own weight decay and learning rate.
 
     groups = parameter_groups(model, recipe.optimizer)  # for any torch.optim optimizer
 
@@ -19,10 +19,10 @@ from rooftop.train.recipes.recipe import Optimizer
 
 
 def parameter_groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The groups of all parameters that are not frozen; each also says its `kind` and its `layer`, None without decay.
+    """The groups of all parameters that are not frozen, each with its `kind` and `layer` (None without layer decay).
 
     Raises:
-        InputError: layer_decay, and a model whose layers are not known (`layers_of`).
+        InputError: layer_decay is set, but the model's layers are unknown (`layers_of`).
     """
     decays = {
         "weight": optimizer.weight_decay,

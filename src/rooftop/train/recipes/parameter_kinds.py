@@ -1,6 +1,6 @@
-"""Kinds of parameters, which decay by different factors: weights, norms' parameters, and biases.
+"""Kinds of parameters with different weight decay: weights, norms' parameters, and biases.
 
-Networks train better where only weights decay (He et al. 2019, "Bag of Tricks for Image Classification with
+Networks train better if only weights decay (He et al. 2019, "Bag of Tricks for Image Classification with
 Convolutional Neural Networks", section 3.1, arXiv:1812.01187). Tables of positions and tokens, scales, and every other
 parameter of one dimension count as biases, as in the recipes of Swin and DeiT.
 """

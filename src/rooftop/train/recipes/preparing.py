@@ -1,4 +1,4 @@
-"""What the section `model` of a recipe does to a model that a task has built."""
+"""Applies the section `model` of a recipe to a model that a task has built."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def prepare_model(task: Task, recipe: Recipe, *, ranks: int = 1, begins: bool = 
     """Check the recipe, then load weights to start from, switch on dropout and stochastic depth, and freeze parts.
 
     Args:
-        task: its model is changed. Its metadata say the model's name and number of classes.
-        begins: whether this is the first run; one that goes on has its weights in a checkpoint.
+        task: its model is changed. Its metadata have the model's name and number of classes.
+        begins: whether this is the first run; a resumed run has its weights in a checkpoint.
 
     Returns:
-        What was done, in words, for the user.
+        A description of the changes, for the user.
 
     Raises:
         InputError: the recipe does not fit the task.
@@ -39,6 +39,6 @@ def prepare_model(task: Task, recipe: Recipe, *, ranks: int = 1, begins: bool = 
 
 
 def classes_of(task: Task, recipe: Recipe) -> int:
-    """Classes of the model, as the task or the recipe says; 0 if neither does."""
+    """Number of classes of the model, from the task or the recipe; 0 if neither has it."""
     options = task.metadata.get("options", {})
     return int(options.get("num_classes") or recipe.model.num_classes or len(task.metadata.get("classes", ())))

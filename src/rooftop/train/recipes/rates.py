@@ -6,9 +6,9 @@
 |---|---|
 | constant | 1 |
 | cosine | half a wave from 1 down to `least` (Loshchilov and Hutter 2017, "SGDR", arXiv:1608.03983) |
-| wsd | 1, and a line from 1 to `least` in the last part (Hu et al. 2024, "MiniCPM", section 4, arXiv:2404.06395) |
+| wsd | 1, then linear from 1 to `least` in the last part (Hu et al. 2024, "MiniCPM", section 4, arXiv:2404.06395) |
 
-The warm-up rises in a line; its last step has the factor 1 (Goyal et al. 2017, arXiv:1706.02677). The descent would
+The warm-up is linear; its last step has the factor 1 (Goyal et al. 2017, arXiv:1706.02677). The descent would
 reach `least` one step after the last one, as in torch.optim.lr_scheduler: no step is wasted on a rate of 0.
 """
 
@@ -26,12 +26,12 @@ def rate_factor(schedule: Schedule, step: int, steps: int) -> float:
     """Factor of the highest rate.
 
     Args:
-        schedule: its parts of the run are rounded to whole steps.
+        schedule: its fractions of the run are rounded to whole steps.
         step: from 1 to `steps`.
         steps: of the whole run.
 
     Raises:
-        ValueError: a step that is not of the run.
+        ValueError: the step is not one of the run.
         InputError: warm-up and decay of "wsd" take more than the run.
     """
     if not 1 <= step <= steps:
@@ -52,7 +52,7 @@ def rate_factor(schedule: Schedule, step: int, steps: int) -> float:
 
 
 def check_parts(schedule: Schedule) -> None:
-    """Whether the parts of a schedule fit into the run.
+    """Check that the parts of a schedule fit into the run.
 
     Raises:
         InputError: they do not.
@@ -65,7 +65,7 @@ def check_parts(schedule: Schedule) -> None:
 
 
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Give each group its highest rate times a factor. A rate that is a tensor, as CUDA graphs need it, is filled."""
+    """Give each group its highest rate times a factor. Rates that are tensors (for CUDA graphs) change in place."""
     for group in optimizer.param_groups:
         rate = group["initial_lr"] * factor
         if isinstance(group["lr"], torch.Tensor):

@@ -3,7 +3,7 @@
     recipe = Recipe.of({"run": {"epochs": 20}, "optimizer": {"name": "adamw", "lr": 1e-3}})
     recipe = recipe.with_values(["mix.mixup=0.2", "ema.decay=0.999"])
 
-A switch that is off costs nothing: its default is the value at which it does nothing.
+A switch that is off costs nothing: its default is the value without effect.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ PUBLISHED = Path(__file__).parent / "published"
 
 @dataclass(frozen=True)
 class Run:
-    """How long, and in what.
+    """Length, batch and precision of a training.
 
     Attributes:
         epochs: passes over the training data.
-        steps: optimizer steps; above 0 it counts in place of epochs.
+        steps: optimizer steps; if above 0, it replaces epochs.
         batch: samples of an optimizer step, over all ranks.
         accumulate: forward and backward passes of a step; each takes batch / (ranks x accumulate) samples.
-        seed: of initial values, order and augmentation.
+        seed: seed of initial values, order and augmentation.
         precision: "fp32", "bf16" (autocast), or "fp16" (autocast with a gradient scaler).
             Source: Micikevicius et al. 2018, arXiv:1710.03740.
         channels_last: memory format of the model and of image batches.
         compile: torch.compile of the model.
-        sync_norms: batch norms take statistics of the whole batch of all ranks.
+        sync_norms: batch norms use statistics of the whole batch over all ranks.
             Source: Peng et al. 2018, "MegDet", arXiv:1711.07240.
         deterministic: PyTorch's deterministic algorithms; slower on a GPU.
     """
@@ -54,15 +54,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Who steps the weights.
+    """The optimizer of the weights.
 
     Attributes:
         name: "sgd", "adamw", or "muon" (matrices of hidden layers by torch.optim.Muon, the rest by AdamW).
             Source: AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101; Muon: Jordan et al. 2024,
             https://kellerjordan.github.io/posts/muon.
         lr: the highest learning rate.
-        momentum: of SGD and Muon; Muon's authors take 0.95.
-        nesterov: Nesterov's momentum, of SGD and Muon; Muon's authors take it.
+        momentum: of SGD and Muon; Muon's authors use 0.95.
+        nesterov: Nesterov's momentum, for SGD and Muon; Muon's authors use it.
             Source: Sutskever et al. 2013.
         betas: of AdamW.
         eps: of AdamW.
@@ -92,12 +92,12 @@ class Schedule:
     """The learning rate over the run.
 
     Attributes:
-        name: "constant", "cosine" or "wsd" (warm up, stay, decay by a line).
+        name: "constant", "cosine" or "wsd" (warm up, stay constant, decay linearly).
             Source: cosine: Loshchilov and Hutter 2017, arXiv:1608.03983; wsd: Hu et al. 2024, arXiv:2404.06395.
-        warmup: part of all steps in which the rate rises from 0, by a line.
+        warmup: fraction of all steps in which the rate rises linearly from 0.
             Source: Goyal et al. 2017, arXiv:1706.02677.
-        decay: part of all steps of the final decay of "wsd".
-        least: rate at the end of the decay, as a part of the highest.
+        decay: fraction of all steps for the final decay of "wsd".
+        least: rate at the end of the decay, as a fraction of the highest.
     """
 
     name: str = "cosine"
@@ -111,10 +111,10 @@ class Mix:
     """Changes to a batch and its targets.
 
     Attributes:
-        label_smoothing: part of a target that is spread over all classes.
+        label_smoothing: fraction of a target that is spread over all classes.
             Source: Szegedy et al. 2016, arXiv:1512.00567.
         mixup: alpha of the Beta distribution of mixup; 0: off. Source: Zhang et al. 2018, arXiv:1710.09412.
-        cutmix: alpha of cutmix; 0: off. With both, each pair of samples takes one of them, drawn.
+        cutmix: alpha of cutmix; 0: off. With both, each pair of samples uses one of them at random.
             Source: Yun et al. 2019, arXiv:1905.04899.
     """
 
@@ -128,9 +128,10 @@ class Augment:
     """Changes to one image, drawn for each sample and epoch.
 
     Attributes:
-        crop: least area of a random crop, as a part of the image; 1: off. Source: Szegedy et al. 2015, arXiv:1409.4842.
+        crop: least area of a random crop, as a fraction of the image; 1: off. Source: Szegedy et al. 2015,
+        arXiv:1409.4842.
         flip: probability of a horizontal flip. Source: Krizhevsky et al. 2012.
-        shift: largest random shift, as a part of the side; 0: off.
+        shift: largest random shift, as a fraction of the side; 0: off.
         rand_augment: number of operations of RandAugment; 0: off. Source: Cubuk et al. 2020, arXiv:1909.13719.
         magnitude: of RandAugment, from 0 to 10.
         erase: probability of random erasing. Source: Zhong et al. 2020, arXiv:1708.04896.
@@ -151,15 +152,16 @@ class Augment:
 
 @dataclass(frozen=True)
 class Model:
-    """What is in the model.
+    """The model and its options.
 
     Attributes:
-        name: which model of the task; "": the task's usual one.
+        name: which model of the task; "": the task's default.
         weights: a file of weights or a published name to start from; "": random ones.
-        num_classes: classes of the model; 0: as the data have.
-        frozen: names of modules whose parameters stay as they are and whose norms stay in evaluation; shell patterns.
-        dropout: probability, where the model has it, or before its last layer. Source: Srivastava et al. 2014.
-        stochastic_depth: probability that the last block is left out; it falls by a line to 0 at the first.
+        num_classes: classes of the model; 0: the number in the data.
+        frozen: modules whose parameters are frozen and whose norms stay in evaluation mode; shell patterns.
+        dropout: probability, in the model's own dropout layers, or else before its last layer. Source: Srivastava et
+        al. 2014.
+        stochastic_depth: probability that the last block is skipped; it falls linearly to 0 at the first block.
             Source: Huang et al. 2016, arXiv:1603.09382.
         options: further arguments of the model's builder.
     """
@@ -175,10 +177,11 @@ class Model:
 
 @dataclass(frozen=True)
 class Ema:
-    """Exponential mean of the weights, which is what is evaluated and exported.
+    """Exponential moving average of the weights, used for evaluation and export.
 
     Attributes:
-        decay: of the mean; 0: off. Source: Polyak and Juditsky 1992; Tarvainen and Valpola 2017, arXiv:1703.01780.
+        decay: decay of the mean; 0: off. Source: Polyak and Juditsky 1992; Tarvainen and Valpola 2017,
+        arXiv:1703.01780.
         every: steps between two updates.
     """
 
@@ -192,7 +195,7 @@ class Evaluation:
 
     Attributes:
         every: epochs between two evaluations; the last epoch is always evaluated.
-        patience: evaluations without a better one after which training ends; 0: never. Source: Prechelt 1998.
+        patience: evaluations without improvement after which training ends; 0: never. Source: Prechelt 1998.
         batch: samples of a batch; 0: as in training.
     """
 
@@ -203,7 +206,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Faults:
-    """What happens at faults.
+    """Reactions to faults.
 
     Attributes:
         not_finite: at a loss or gradient that is not finite: "stop", or "skip" the step.
@@ -222,7 +225,7 @@ class Loading:
 
     Attributes:
         how: "here" (in the loop), "threads", "processes", or "auto": the fastest of these, measured at the start.
-        workers: threads or processes of a rank; 0: by the CPUs.
+        workers: threads or processes of a rank; 0: from the number of CPUs.
         ahead: batches that are made in advance.
     """
 
@@ -257,10 +260,10 @@ class Recipe:
 
     @classmethod
     def read(cls, path: Path, before: Recipe | None = None) -> Recipe:
-        """The recipe in a TOML file, over `before` or the defaults; or the published one of that name, which is whole.
+        """The recipe in a TOML file, over `before` or the defaults; or a published recipe, which is complete.
 
         Raises:
-            InputError: the file cannot be read, is no TOML, or has a value that does not fit.
+            InputError: the file cannot be read, is not TOML, or has a value that does not fit.
         """
         if not path.exists() and not path.suffix:
             path, before = _published(path), None
@@ -326,10 +329,10 @@ class Recipe:
         )
 
     def check(self, source: str = "recipe") -> None:
-        """Whether the values are in their ranges and fit each other.
+        """Check that the values are in their ranges and fit each other.
 
         Raises:
-            InputError: one is not; the message has what was expected.
+            InputError: a value is wrong; the message says what was expected.
         """
         for path, test, expected in _RULES:
             section, name = path.split(".")

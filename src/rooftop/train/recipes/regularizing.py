@@ -1,10 +1,10 @@
-"""Dropout and stochastic depth, switched on in a model that is built already.
+"""Dropout and stochastic depth, switched on in an existing model.
 
-    regularize(model, recipe.model)  # a probability of 0 leaves the model as it was built
+    regularize(model, recipe.model)  # a probability of 0 leaves the model unchanged
 
-Dropout (Srivastava et al. 2014) is set in all layers of it that the model has; a model without any, such as a ResNet,
-gets it before its last linear layer. Stochastic depth (Huang et al. 2016, arXiv:1603.09382): the last residual block is
-left out with the given probability, the first one never, and the probabilities between lie on a line (section 3).
+Dropout (Srivastava et al. 2014) is set in all dropout layers of the model; a model without any, such as a ResNet, gets
+dropout before its last linear layer. Stochastic depth (Huang et al. 2016, arXiv:1603.09382): the last residual block is
+skipped with the given probability, the first one never, and the probabilities in between rise linearly (section 3).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DROPPING = {"StochasticDepth": "p", "DropPath": "drop_prob"}
 
 
 def regularize(model: nn.Module, section: Model) -> list[str]:
-    """Switch on what the section has above 0. Twice is the same as once.
+    """Switch on everything that the section sets above 0. A second call has no further effect.
 
     Returns:
         What was set, in words.
