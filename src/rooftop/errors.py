@@ -1,4 +1,4 @@
-"""The errors that are Rooftop's own; everything else is a `ValueError` or a `TypeError`.
+"""Rooftop's own errors; all others are `ValueError` or `TypeError`.
 
 Each message says what was given, what was expected and how to fix it.
 The command line prints it as one line: exit status 2 for a wrong call, 1 for a failure.
@@ -55,7 +55,7 @@ class LaunchError(RooftopError, RuntimeError):
 
 
 class SchedulerError(RooftopError, RuntimeError):
-    """No scheduler answers at the address, or it went away and did not come back; finished results are kept."""
+    """No scheduler answers at the address, or it disappeared and did not come back; finished results are kept."""
 
 
 class BuildError(RooftopError, RuntimeError):
@@ -86,7 +86,7 @@ MOST_MEANT = 3
 
 
 def did_you_mean(given: object, names: Iterable[str]) -> str:
-    """ " (did you mean resnet50?)", with the nearest of the names, to end a message with; "" if none is near."""
+    """ " (did you mean resnet50?)", with the nearest of the names, as the end of a message; "" if none is near."""
     near = nearest(given, names)
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 

@@ -1,8 +1,8 @@
 """The numerics gate that every operator passes.
 
 Against a float64 reference, the error must be at most twice that of PyTorch in the same dtype, plus one rounding of the
-output. Both the worst element and the root mean square are held to it, so neither one bad element nor a small bias over
-all of them passes. And other tools for tests of GPU code.
+output. This limit applies to the worst element and to the root mean square, so neither one bad element nor a small bias
+over all elements passes. The file also has other tools for tests of GPU code.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 
 def assert_as_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, what: str = "result") -> None:
-    """Assert that `actual` is as accurate as `eager` PyTorch, both judged by `exact`.
+    """Assert that `actual` is as accurate as `eager` PyTorch, both compared with `exact`.
 
     Args:
-        actual: what is judged.
+        actual: the result to test.
         eager: PyTorch's result in the same dtype (TF32 and reduced-precision reductions off).
-        exact: the same in float64.
-        what: named in the message.
+        exact: the exact result, in float64.
+        what: name for the message.
 
     Raises:
         AssertionError: other shape or dtype, NaN or infinity where `exact` has none (or the other way round), or an

@@ -1,6 +1,6 @@
 """Objects of the user's own code, by name: `package.module:name`, or `package/module.py:name`.
 
-The current folder is looked in first, so that a package beside which a command is run needs no installation.
+The current folder is searched first, so a package in it needs no installation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST_SHOWN = 8  # names of a module, in a message
 
 
 def named_object(text: str, example: str) -> Any:
-    """The object that a text names.
+    """Return the object that a text names.
 
     Args:
         text: `package.module:name` or `package/module.py:name`.
@@ -56,7 +56,7 @@ def found_in(module: ModuleType, text: str) -> Any:
     """The object in a module that the text names after its colon.
 
     Raises:
-        TargetError: there is none; the message has what the module has.
+        TargetError: it does not exist; the message lists the module's contents.
     """
     attribute = text.rpartition(":")[2]
     found = getattr(module, attribute, None)

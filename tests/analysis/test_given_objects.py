@@ -260,7 +260,7 @@ def test_iterators_threads_and_training_go_on() -> None:
 
 
 def test_the_state_of_pytorch_itself_is_none_of_the_programs() -> None:
-    """Its registries and caches would be taken back as well."""
+    """Its registries and caches would be restored as well."""
 
     def program(x: Tensor) -> Any:
         return checkpoint(lambda y: flex_attention(y, y, y), x), torch.cond, torch.compile
@@ -325,7 +325,7 @@ def test_an_argument_that_cannot_be_copied_is_refused_only_if_it_holds_tensors(c
             return super().forward(x)
 
     rooftop.predict(Ignores(8, 8), torch.ones(2, 8), Uncopyable(None), ceilings=ceilings)
-    with pytest.raises(InputError, match=r"cannot pickle '_thread.lock' object.*analyze it on a machine"):
+    with pytest.raises(InputError, match=r"cannot pickle '_thread.lock' object.*analyze it on a real machine"):
         rooftop.predict(Ignores(8, 8), torch.ones(2, 8), Uncopyable(torch.ones(1)), ceilings=ceilings)
 
 
@@ -528,7 +528,7 @@ def test_what_could_not_be_copied_is_named_if_the_step_writes_to_it(ceilings: Ce
         return x + sparse.to_dense() + other.to_dense()
 
     def notes_of(target: Callable[..., Tensor], *arguments: Tensor) -> list[str]:
-        return [n for n in rooftop.analyze(target, *arguments, ceilings=ceilings).notes if "taken back" in n]
+        return [n for n in rooftop.analyze(target, *arguments, ceilings=ceilings).notes if "restored" in n]
 
     notes = notes_of(step, torch.ones(3, 3), written, read)
     assert len(notes) == 1

@@ -139,7 +139,7 @@ def test_an_interruption_is_the_users(tmp_path: Path, ceilings: Ceilings) -> Non
 def test_nothing_to_report(tmp_path: Path, ceilings: Ceilings) -> None:
     with pytest.raises(InputError, match="no operator of PyTorch ran"):
         run(tmp_path, "print('nothing')", ceilings)
-    with pytest.raises(InputError, match="there is no such script"):
+    with pytest.raises(InputError, match="no such script"):
         analyze_script(tmp_path / "missing.py", ceilings=ceilings)
 
 

@@ -134,7 +134,7 @@ def test_photographs_are_an_input(run: Run, tmp_path: Path) -> None:
         (["NET:nothing"], 2, "returned NoneType"),
         (["NET:build"], 2, "give their shapes"),
         ([":build"], 2, "expected package.module:callable"),
-        (["model.py"], 2, "there is no such script"),
+        (["model.py"], 2, "no such script"),
         (["NET:broken"], 1, "no such file: weights.bin"),
         (["NET:needs"], 1, "missing 1 required positional argument"),
         (["NET:Raises", "--input", "2x2"], 1, "Raises raised KeyError for inputs 2x2:float32: 'missing feature'"),

@@ -86,7 +86,7 @@ def test_a_picture_frames_the_scene_and_a_table_says_what_it_took(run: Run, ball
 
 
 def test_a_picture_of_nothing_says_so(run: Run, ball: Path) -> None:
-    assert "nothing in view" not in run(ball, "-o", "ball.png", *SMALL)[1]
+    assert "nothing is in view" not in run(ball, "-o", "ball.png", *SMALL)[1]
     status, out, err = run(ball, "-o", "ball.png", "--eye", "100,0,0", "--target", "200,0,0", *SMALL)
     assert status == 0, err
     assert "nothing is in view in one of the pictures: look elsewhere" in out

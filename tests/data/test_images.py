@@ -215,7 +215,7 @@ def test_a_damaged_photograph_is_named(folder: Path) -> None:
 def test_folders_without_photographs(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is not a folder"):
         ImageFolder(tmp_path / "none")
-    with pytest.raises(InputError, match="one for each class"):
+    with pytest.raises(InputError, match="one folder of photographs for each class"):
         ImageFolder(tmp_path)
     (tmp_path / "cat").mkdir()
     with pytest.raises(InputError, match=r"cat holds no photographs"):

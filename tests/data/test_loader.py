@@ -325,7 +325,7 @@ def test_samples_of_several_shapes_are_an_error(how: str, workers: int) -> None:
         def __getitem__(self, index: int) -> Tensor:
             return torch.zeros(2 if index < 2 else 3)
 
-    with pytest.raises(InputError, match=r"the shapes \(2,\) and \(3,\) make no batch"):
+    with pytest.raises(InputError, match=r"of shapes \(2,\) and \(3,\) cannot form a batch"):
         list(Loader(Ragged(KeyError()), 4, how=how, workers=workers))
 
 

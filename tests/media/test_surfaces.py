@@ -163,8 +163,8 @@ def test_a_frame_of_one_colour_stays_it_at_any_size(device: str) -> None:
         ({"normalize": ((0, 0, 0), (1, 1, 1))}, "needs a floating dtype"),
         ({"dtype": torch.float32, "normalize": ((0, 0, 0), (1, 0, 1))}, "std above 0"),
         ({"dtype": torch.float32, "normalize": (0.5, 0.5)}, "three numbers each"),
-        ({"output": "nv12", "resize": (4, 4)}, "takes no resize"),
-        ({"output": "nv12", "dtype": torch.float32}, "takes no resize"),
+        ({"output": "nv12", "resize": (4, 4)}, "leave out resize"),
+        ({"output": "nv12", "dtype": torch.float32}, "leave out resize"),
     ],
 )
 def test_what_frames_cannot_be_is_refused(given_form: dict[str, Any], said: str) -> None:

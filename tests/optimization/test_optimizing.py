@@ -204,10 +204,10 @@ def test_a_model_that_raises_says_its_own_error() -> None:
 
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no module": (lambda: rooftop.optimize(len, 1), TypeError, "must be a torch.nn.Module, got builtin"),  # type: ignore[arg-type]
-    "optimized already": (
+    "already optimized": (
         lambda: rooftop.optimize(rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[]).module, torch.randn(2, 6)),
         TypeError,
-        "optimized already",
+        "already optimized",
     ),
     "a loss without training": (
         lambda: rooftop.optimize(sleepy(), torch.randn(2, 6), loss=Tensor.sum),

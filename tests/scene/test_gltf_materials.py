@@ -211,7 +211,10 @@ def test_images_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
     outside = tmp_path / "in"
     outside.mkdir()
     (tmp_path / "b.png").write_bytes(encoded())
-    for uri, why in (("gone.png", "which is not a file beside it"), ("../b.png", "which leads out of the folder")):
+    for uri, why in (
+        ("gone.png", "which is not a file beside the document"),
+        ("../b.png", "which leads out of the folder"),
+    ):
         gltf = Textured()
         gltf.part(gltf.material(gltf.texture(uri=uri), name="brick"))
         with pytest.raises(InputError, match=rf"material 0 \(brick\) names the image .?{uri}.?, {why}.*--no-textures"):

@@ -115,7 +115,7 @@ def test_a_worker_that_is_killed_is_named(stage: int, left: Left) -> None:
 
     stages = [(die, range(9)), (rest, range(9))]
     work, items = stages[1 - stage]
-    words = r"worker \d of 2 \(process \d+\) was ended by SIGKILL while counting; .*give fewer workers"
+    words = r"worker \d of 2 \(process \d+\) was ended by SIGKILL while counting; .*use fewer workers"
     with pytest.raises(BuildError, match=words):
         Workers(2).run(work, items, "counting", before=[stages[stage]])
     assert not left()

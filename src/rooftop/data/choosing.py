@@ -1,4 +1,4 @@
-"""Which way to make batches is the fastest, found by the first batches of each way."""
+"""Chooses the fastest way to make batches, by timing the first batches of each way."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Choice:
     """Tries ways in turn, then keeps one.
 
     Attributes:
-        ways: to be tried, in this order; one alone is not timed.
+        ways: ways to try, in this order; a single way is not timed.
         workers: threads or processes.
-        overlaps: whether a batch made in the loop keeps a device waiting, which threads would not.
-        seconds: of a batch, by way, as far as it was timed.
-        refused: ways that failed, and why.
-        chosen: None: there are ways to try.
+        overlaps: whether batches could overlap with a device, which waits if the loop makes them.
+        seconds: seconds per batch, by way, if timed.
+        refused: ways that failed, with the reason.
+        chosen: None: some ways are still to be tried.
     """
 
     ways: Sequence[str]
@@ -39,18 +39,18 @@ class Choice:
 
     @property
     def trial(self) -> str | None:
-        """The way to be tried next; None if the choice is made."""
+        """The next way to try; None if the choice is made."""
         if self.chosen is not None:
             return None
         return next(way for way in self.ways if way not in self.seconds and way not in self.refused)
 
     def timed(self, way: str, seconds: float) -> None:
-        """A batch took so long this way."""
+        """Record the time of a batch made this way."""
         self.seconds[way] = seconds
         self._settle()
 
     def failed(self, way: str, why: str) -> None:
-        """This way does not work here."""
+        """Record that this way does not work here."""
         self.refused[way] = why
         self._settle()
 
@@ -63,7 +63,7 @@ class Choice:
             self.chosen = "threads"
 
     def __str__(self) -> str:
-        """The choice with what was measured."""
+        """The choice with its measurements."""
         measured = self._measured()
         if self.chosen is None:
             return f"not chosen yet: {measured or 'nothing was measured'}"
@@ -82,7 +82,7 @@ class Choice:
 
 
 def _fastest(seconds: Mapping[str, float], overlaps: bool) -> str:
-    """The way with the least time. Where batches overlap with a device, the loop is for quick ones only."""
+    """The fastest way. If batches overlap with a device, the loop is used only for quick batches."""
     here = seconds.get("here", float("inf"))
     if here <= QUICK_S:
         return "here"

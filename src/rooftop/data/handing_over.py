@@ -1,7 +1,7 @@
-"""Batches from the host's memory to a device, for which neither the host nor the step before waits.
+"""Copies batches from host memory to a device; neither the host nor the previous step waits.
 
-Tensors are copied from pinned memory on a stream of their own. The stream that takes a batch waits for the copy on the
-GPU, by an event.
+Tensors are copied from pinned memory on a separate stream. The stream that uses a batch waits for the copy on the GPU,
+by an event.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 
 class Copied(NamedTuple):
-    """A value on the device, and the event of its copy; None where nothing is to be waited for."""
+    """A value on the device, and the event of its copy; None if there is nothing to wait for."""
 
     value: Any
     ready: torch.cuda.Event | None
@@ -25,7 +25,7 @@ class Copies:
     """Copies values to a device.
 
     Args:
-        device: None: values stay where they are.
+        device: None: values stay on the CPU.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -34,7 +34,7 @@ class Copies:
 
     @property
     def pins(self) -> bool:
-        """Whether values should lie in pinned memory."""
+        """Whether values should be in pinned memory."""
         return self._stream is not None
 
     def begin(self, value: Any) -> Copied:
@@ -53,7 +53,7 @@ class Copies:
         return leaf.to(self._device, non_blocking=self._stream is not None)
 
     def hand_over(self, copied: Copied) -> Any:
-        """The value. The caller's current stream waits for the copy; the host does not."""
+        """Return the value. The caller's current stream waits for the copy; the host does not."""
         if copied.ready is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied.ready)

@@ -1,11 +1,11 @@
-"""How many samples each stage of a training could take, alone, and which of them bounds.
+"""The rate of each stage of a training alone, and the slowest stage.
 
     found = headspace(ImageFolder("photographs/train", transform), 64, step, device="cuda")
     print(found.bounds, found.why)
 
-Stages are measured one by one, each with all that the others would give it in memory: disk, decode and augment by all
-workers at once, collate by one thread, copy and model on the device. The loader does all but the model, as in training:
-its rate is what the model must be compared with.
+Stages are measured one by one, with their inputs in memory: disk, decode and augment by all workers at once, collate by
+one thread, copy and model on the device. The loader runs all stages except the model, as in training, so compare its
+rate with the model's.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ KEPT = 64  # samples whose content is kept in memory
 
 @dataclass(frozen=True)
 class Row:
-    """A stage: samples per second of it alone."""
+    """A stage, and its samples per second alone."""
 
     stage: str
     samples_per_s: float
@@ -53,13 +53,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Headspace:
-    """What was measured.
+    """The measurements.
 
     Attributes:
         rows: stages in their order.
         workers: of the loader, and of the stages before collate.
         loading: how the loader made batches.
-        bounds: the stage that bounds; why: in words.
+        bounds: the slowest stage; why: the explanation.
     """
 
     rows: tuple[Row, ...]
@@ -85,17 +85,18 @@ def headspace(
     """Measure each stage alone, then the loader.
 
     Args:
-        samples: the data set. The disk, decode and augment of one that has no steps of its own are one stage, "sample".
+        samples: the data set. The disk, decode and augment of a data set without separate steps are one stage,
+        "sample".
         batch: samples of a batch.
-        step: of the model, with a batch on the device; None: no model is measured.
+        step: a step of the model with a batch on the device; None: no model is measured.
         device: of the batches.
         how, workers, ahead, collate: as in `Loader`.
         seconds: for each stage, about.
-        show: is told (stage, fraction done).
+        show: called with (stage, fraction done).
 
     Raises:
-        InputError: no samples; and as in `Loader`.
-        Exception: what a sample or the step raises.
+        InputError: there are no samples; and the errors of `Loader`.
+        Exception: any error that a sample or the step raises.
     """
     if not len(samples):
         raise InputError("there are no samples to measure")
@@ -123,7 +124,7 @@ def headspace(
 
 
 def bound(rates: Mapping[str, float]) -> tuple[str, str]:
-    """The stage that bounds, and why, from samples per second by stage.
+    """The slowest stage, and the explanation, from samples per second by stage.
 
     The workers do their stages one after another, while one thread collates.
     """
@@ -149,7 +150,7 @@ def _of_samples(
     workers: int,
     seconds: float,
 ) -> list[tuple[str, float]]:
-    """Rates of what the workers do."""
+    """Rates of the workers' stages."""
     found = []
     if isinstance(samples, StagedSamples):
         staged = samples
@@ -171,7 +172,7 @@ def _of_samples(
 
 
 def _batch_of(samples: Samples, some: Sequence[int], batch: int) -> list[Any]:
-    """Samples for a batch; the same ones again where there are fewer."""
+    """Samples for a batch; samples repeat if there are too few."""
     made = [sample(samples, index, 0, 0) for index in some[:batch]]
     return list(itertools.islice(itertools.cycle(made), min(batch, len(samples))))
 
@@ -207,7 +208,7 @@ def _rate(work: Callable[[int], object], indices: Sequence[int], workers: int, s
 
 
 def _of_loader(loader: Loader, seconds: float) -> tuple[float, Any]:
-    """Samples per second once the way is chosen and the workers are busy, and a batch."""
+    """Samples per second once the way is chosen and the workers are busy; also returns a batch."""
     count, began, value = 0, 0.0, None
     for epoch in itertools.count():
         for batch in loader.batches(epoch):

@@ -1,4 +1,4 @@
-"""Photographs in folders, a folder for each class.
+"""Photographs in folders, one folder per class.
 
 photographs/train/cat/1.jpg, photographs/train/cat/2.jpg, photographs/train/dog/1.jpg, ...
 """
@@ -23,24 +23,24 @@ Transform = Callable[[Image.Image, np.random.Generator | None], Any]
 
 
 class ImageFolder:
-    """Photographs with the class that their folder names: `data[i]` is (image, class number).
+    """Photographs with the class named by their folder: `data[i]` is (image, class number).
 
         data = ImageFolder("photographs/train", ImageTransform(224, {"crop": 0.35, "flip": 0.5}, train=True))
         for images, labels in (batch.value for batch in Loader(data, 64, shuffle=True)): ...
 
     Args:
-        root: has a folder for each class; photographs lie in these or in folders below. What begins with a dot is no
-            photograph.
-        transform: (RGB image, generator or None) -> image, e.g. an `ImageTransform`, for which JPEGs are decoded no
-            larger than needed; None: (3, H, W) uint8.
+        root: has one folder per class; photographs are in these or in folders below. Names that begin with a dot are
+        ignored.
+        transform: (RGB image, generator or None) -> image, e.g. an `ImageTransform`, which lets JPEGs be decoded no
+        larger than needed; None: (3, H, W) uint8.
 
     Attributes:
         classes: names of the folders, sorted; a class's number is its place.
         paths, labels: of the samples, in their order: by class, then by path.
 
     Raises:
-        InputError: there is no such folder, no folder in it, or a folder of a class without photographs. From
-            `data[i]`: a file that is no photograph, or damaged.
+        InputError: the folder does not exist, has no folders, or has a class without photographs. From `data[i]`: a
+        file is not a photograph, or is damaged.
     """
 
     def __init__(self, root: str | os.PathLike[str], transform: Transform | None = None) -> None:
@@ -67,7 +67,7 @@ class ImageFolder:
         return read(self.transform, self.paths[index], None), self.labels[index]
 
     def draw(self, index: int, generator: np.random.Generator) -> tuple[Any, int]:
-        """The sample, changed by the transform as the generator says."""
+        """The sample, augmented by the transform with this generator."""
         return read(self.transform, self.paths[index], generator), self.labels[index]
 
     def name(self, index: int) -> str:
@@ -79,11 +79,11 @@ class ImageFolder:
         return Path(self.paths[index]).read_bytes()
 
     def decoded(self, index: int, content: bytes, generator: np.random.Generator | None = None) -> Any:
-        """The photograph, as the transform takes it."""
+        """The photograph, in the form that the transform needs."""
         return decode(self.transform, content, generator, self.name(index))
 
     def changed(self, index: int, decoded: Any, generator: np.random.Generator | None) -> tuple[Any, int]:
-        """The sample from what was decoded."""
+        """The sample, from the decoded photograph."""
         return change(self.transform, decoded, generator), self.labels[index]
 
 
@@ -100,7 +100,7 @@ def read(
 def decode(
     transform: Transform | None, source: str | bytes, generator: np.random.Generator | None, name: str | None = None
 ) -> tuple[Image.Image, Drawn | None]:
-    """A photograph; for an `ImageTransform` also what it drew, and no larger than it needs."""
+    """Decode a photograph; for an `ImageTransform` no larger than needed, and with its drawn numbers."""
     if isinstance(transform, ImageTransform):
         return transform.decode(source, generator, name)
     return pillow_image(source, name=name), None
@@ -109,7 +109,7 @@ def decode(
 def change(
     transform: Transform | None, decoded: tuple[Image.Image, Drawn | None], generator: np.random.Generator | None
 ) -> Any:
-    """What the transform makes of a photograph from `decode`."""
+    """Apply the transform to a photograph from `decode`."""
     image, drawn = decoded
     if isinstance(transform, ImageTransform) and drawn is not None:
         return transform.apply(image, drawn)

@@ -1,11 +1,11 @@
-"""Images made ready for training or validation: cut to a square, changed at random, normalized.
+"""Prepares images for training or validation: crops them to a square, augments and normalizes them.
 
     transform = ImageTransform(224, {"crop": 0.35, "flip": 0.5, "rand_augment": 2}, train=True)
     transform(image, np.random.default_rng(0))         # (3, 224, 224) float32
 
 In training: a random crop of a random shape (Szegedy et al. 2015, "Going deeper with convolutions"), a horizontal
-flip, a shift, RandAugment, and random erasing (Zhong et al. 2020), each as far as `augment` has it. All numbers are
-drawn before the first pixel is needed: so a JPEG is decoded at the size that its crop needs, not at its own.
+flip, a shift, RandAugment, and random erasing (Zhong et al. 2020), each if `augment` sets it. All numbers are drawn
+before the first pixel is needed, so a JPEG is decoded only at the size that its crop needs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ JUDGED_REDUCTION = 2.0  # validation images are decoded at twice the size that t
 
 @dataclass(frozen=True)
 class _Augment:
-    """What `augment` may have; the values are those at which nothing is done."""
+    """The settings of `augment`; the defaults switch everything off."""
 
     crop: float = 1.0
     flip: float = 0.0
@@ -44,10 +44,10 @@ class _Augment:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What is done to one image.
+    """The random changes of one image.
 
     Attributes:
-        crop: left, top, right, bottom, as parts of width and height; None: the central square.
+        crop: left, top, right, bottom, as fractions of width and height; None: the central square.
         flip: horizontally.
         shift: right and down, in pixels of the result.
         operations: of RandAugment.
@@ -62,15 +62,15 @@ class Drawn:
 
 
 class ImageTransform:
-    """Makes (3, size, size) float32 of an image.
+    """Converts an image to (3, size, size) float32.
 
     Args:
         size: side in pixels.
-        augment: changes in training; an object or a mapping with some of: crop (least area of a random crop, as a part
-            of the image; 1: off), flip (probability), shift (largest, as a part of the side), rand_augment (number of
-            operations), magnitude (0 to 10), erase (probability). None: no changes.
-        train: whether images are changed at random. In validation the central square is taken. Where training crops,
-            256/224 of it is resized to the shorter side first, as for ImageNet.
+        augment: changes in training; an object or a mapping with some of: crop (least area of a random crop, as a
+            fraction of the image; 1: off), flip (probability), shift (largest, as a fraction of the side), rand_augment
+            (number of operations), magnitude (0 to 10), erase (probability). None: no changes.
+        train: whether images are augmented. Validation uses the central square. If training uses crops, the shorter
+        side is first resized to 256/224 of `size`, as for ImageNet.
         mean, std: of the red, green and blue values in 0..1.
 
     Raises:
@@ -95,7 +95,7 @@ class ImageTransform:
         """
         Args:
             image: RGB, or (3, H, W) uint8 on the CPU.
-            generator: what is drawn from; None: nothing is changed at random.
+            generator: source of random numbers; None: no augmentation.
         """
         if isinstance(image, Tensor):
             image = _image_of(image)
@@ -104,7 +104,7 @@ class ImageTransform:
     def decode(
         self, path_or_bytes: str | bytes, generator: np.random.Generator | None, name: str | None
     ) -> tuple[Image.Image, Drawn]:
-        """A file's image, no larger than needed, and what is to be done to it; errors as in `pillow_image`."""
+        """Decode a file's image, no larger than needed, and draw its changes; errors as in `pillow_image`."""
         drawn = Drawn()
 
         def reduction(width: int, height: int) -> float:
@@ -115,7 +115,7 @@ class ImageTransform:
         return pillow_image(path_or_bytes, reduction, name), drawn
 
     def draw(self, width: int, height: int, generator: np.random.Generator | None) -> Drawn:
-        """Draw what is done to an image of this size."""
+        """Draw the changes of an image of this size."""
         augment = self.augment
         if not self.train or generator is None:
             return Drawn()
@@ -130,7 +130,7 @@ class ImageTransform:
         return Drawn(crop, bool(flip), shift, operations, erased)
 
     def reduction(self, width: int, height: int, drawn: Drawn) -> float:
-        """By which factor an image may be smaller than it is, before it is resized."""
+        """The factor by which an image may be reduced before it is resized."""
         if drawn.crop is not None:
             left, top, right, bottom = drawn.crop
             return min((right - left) * width, (bottom - top) * height) / self.size
@@ -138,7 +138,7 @@ class ImageTransform:
         return min(width, height) / self._shorter_side() / gap
 
     def apply(self, image: Image.Image, drawn: Drawn) -> Tensor:
-        """(3, size, size) float32 of an RGB image, changed as was drawn."""
+        """Apply drawn changes to an RGB image; returns (3, size, size) float32."""
         size = (self.size, self.size)
         if drawn.crop is not None:
             left, top, right, bottom = drawn.crop
@@ -158,7 +158,7 @@ class ImageTransform:
         return values
 
     def _shorter_side(self) -> int:
-        """Of the whole image, in pixels, before the central square is cut out."""
+        """The shorter side of the whole image, in pixels, before the central square is cut out."""
         return round(self.size * MARGIN) if self.augment.crop < 1 else self.size
 
     def _central(self, image: Image.Image) -> Image.Image:
@@ -201,7 +201,7 @@ def _image_of(pixels: Tensor) -> Image.Image:
 def _draw_crop(
     least_area: float, aspect: float, generator: np.random.Generator
 ) -> tuple[float, float, float, float] | None:
-    """Left, top, right and bottom as parts; None, the central square, if no drawn shape fits."""
+    """Left, top, right and bottom as fractions; None, the central square, if no drawn shape fits."""
     for _ in range(TRIES):
         area = generator.uniform(least_area, 1.0)
         shape = math.exp(generator.uniform(math.log(ASPECTS[0]), math.log(ASPECTS[1])))

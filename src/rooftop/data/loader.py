@@ -5,7 +5,7 @@
         for images, labels in (batch.value for batch in loader.batches(epoch)): ...
 
 The order is a permutation drawn from (seed, epoch), and each sample is drawn from (seed, epoch, index). So the batches
-have the same bits for every way to make them, every number of workers, and from any batch of an epoch on.
+are bit-identical for every way to make them, any number of workers, and any start within an epoch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LoadedBatch(NamedTuple):
     """A batch.
 
     Attributes:
-        value: collated, on the loader's device; None where this rank has no sample of the batch.
+        value: collated, on the loader's device; None if this rank has no sample of the batch.
         places: (N,) int64 on the CPU, each sample's place in the whole batch of all ranks.
         indices: (N,) int64 on the CPU, of the samples in the data set.
     """
@@ -55,22 +55,23 @@ class Loader:
     """Batches of a data set.
 
     Args:
-        samples: the data set; `draw(index, generator)` is called where it has that.
+        samples: the data set; `draw(index, generator)` is called if it exists.
         batch: samples of a whole batch, over all ranks.
-        shuffle, seed: whether, and from what, the order is drawn; the seed is also that of the samples' draws.
+        shuffle, seed: whether to shuffle, and the seed of the order and of the samples' draws.
         how: "here" (in the training loop itself), "threads", "processes", or "auto": the fastest way, found by timing
             the first batches of each.
-        workers: threads or processes; 0: by the CPUs, of which ranks of one machine get equal parts.
+        workers: threads or processes; 0: from the number of CPUs, divided equally among the ranks of a machine.
         ahead: batches that are made in advance.
-        collate: makes a batch of a list of samples. PyTorch's `default_collate` is divided among the workers; for
-            another one, a worker makes a whole batch, and at least as many batches as workers are made in advance.
-        drop_last: whether samples that fill no batch are left out.
-        rank, ranks: which part of each batch; consecutive places, as even as can be.
-        device: where batches go, copied from pinned memory beside the steps; None: they stay on the CPU.
-        on_damage: "stop" at a sample that cannot be read; or "skip" it: its batch is smaller.
+        collate: makes a batch from a list of samples. The work of PyTorch's `default_collate` is divided among the
+        workers. With another function, one worker makes a whole batch, and at least one batch per worker is made in
+        advance.
+        drop_last: whether to leave out the last samples if they do not fill a batch.
+        rank, ranks: the part of each batch: consecutive places, divided as evenly as possible.
+        device: device of the batches, copied from pinned memory during the steps; None: they stay on the CPU.
+        on_damage: "stop" at a sample that cannot be read; or "skip" it, which makes its batch smaller.
 
     Attributes:
-        epoch: of the next `for batch in loader`; may be set.
+        epoch: epoch of the next `for batch in loader`; may be set.
         waited_s: seconds that the consumer has waited for batches.
         skipped: (index, name, reason) of each sample that this rank skipped.
 
@@ -119,16 +120,16 @@ class Loader:
 
     @property
     def description(self) -> str:
-        """How batches are made, in words, with what was measured."""
+        """How batches are made, in words, with the measurements."""
         return str(self._choice)
 
     @property
     def chosen(self) -> str | None:
-        """The way that batches are made; None: several are still being timed."""
+        """The chosen way to make batches; None: several are still being timed."""
         return self._choice.chosen
 
     def __iter__(self) -> Iterator[LoadedBatch]:
-        """The batches of epoch `self.epoch`, which is then counted up."""
+        """Yield the batches of epoch `self.epoch`, then increase that number."""
         epoch, self.epoch = self.epoch, self.epoch + 1
         return self.batches(epoch)
 
@@ -136,10 +137,10 @@ class Loader:
         """The batches of an epoch, from number `start` on.
 
         Raises:
-            InputError: at once, another start than 0 to `len(self)`; at its place, a damaged sample, unless such are
-                skipped; at the end, if all samples were damaged.
+            InputError: immediately, if start is not from 0 to `len(self)`; at its place, for a damaged sample that is
+            not skipped; at the end, if all samples were damaged.
             LoadingError: a process of the loader was killed.
-            Exception: what else the data set raises.
+            Exception: any other error of the data set.
         """
         if not 0 <= start <= len(self) or epoch < 0:
             raise InputError(f"batch {start} of epoch {epoch}: an epoch has {len(self)} batches, and is counted from 0")
@@ -164,7 +165,7 @@ class Loader:
             raise InputError(f"none of {len(self.skipped) - skipped} samples can be read: {self.skipped[-1].reason}")
 
     def _some(self, trial: str | None, epoch: int, start: int) -> Iterator[LoadedBatch]:
-        """The first batches of a way that is tried, or all."""
+        """The first batches of a trial, or all batches."""
         name = trial or self._choice.chosen
         assert name is not None
         way = self._way(name)
@@ -198,7 +199,9 @@ class Loader:
             yield made, self._copies.begin(made.value)
 
     def _delivered(self, made: Iterator[tuple[Made, Copied]], count: int, way: Way | None) -> Iterator[LoadedBatch]:
-        """To the consumer, whose waits are counted; `way` is None where the consumer's own thread makes batches."""
+        """Deliver batches to the consumer and count its waits; `way` is None if the consumer's own thread makes
+        batches.
+        """
         items = made if way is None else prefetched(made, count, way.interrupt)
         with closing(items):  # type: ignore[type-var]
             for _ in range(count):
@@ -241,13 +244,13 @@ class Loader:
 
 
 def _worth_trying(workers: int, on_gpu: bool, thread_safe: bool) -> tuple[str, ...]:
-    """Ways to time: a worker alone helps only beside a GPU."""
+    """Ways to time: a single worker helps only with a GPU."""
     if workers == 1 and not on_gpu:
         return ("here",)
     return WAYS if thread_safe else ("here", "processes")
 
 
 def _usual_workers(ranks: int) -> int:
-    """One for each CPU that this process may use, among the ranks of the machine."""
+    """One per CPU that this process may use, divided among the ranks of the machine."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MOST_WORKERS, cpus // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))))

@@ -3,10 +3,10 @@
 A task is (epoch, batch, piece, slot): a process knows the data set and draws the order itself. It writes the tensors of
 the piece into the slot, a tensor in shared memory that is used again for later pieces, and sends the rest by a pipe. A
 slot that is too small is replaced: the process makes a larger one (`share_memory_`) and sends its file descriptor. The
-memory has no name, so that none stays behind, however processes end.
+memory has no name, so nothing is left behind, however processes end.
 
-Processes are forked where the system can, so that data sets need not be pickled. They end when they are told to, and
-within a second after their parent has ended.
+Processes are forked if the system supports it, so that data sets need not be pickled. They end on request, and within a
+second after their parent has ended.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Worker:
     used: int = 0
 
     def slot(self) -> int:
-        """The number of a slot that no piece is in."""
+        """The number of a free slot."""
         if self.free:
             return self.free.pop()
         self.used += 1
@@ -86,7 +86,7 @@ class Processes:
 
     @property
     def processes(self) -> list[int]:
-        """Their numbers in the system."""
+        """Their process ids."""
         return [worker.process.pid for worker in self._workers]
 
     def begin(self, epoch: int, number: int) -> None:
@@ -116,11 +116,11 @@ class Processes:
         return _Reader(io.BytesIO(content), worker.slots.get(slot), copy, pin).load()
 
     def _received(self, worker: _Worker, batch: tuple[int, int] | None = None) -> tuple[bytes, int]:
-        """What a process sends: a piece, and the size of its slot if that is new.
+        """Receive a piece from a process, and the size of its slot if that is new.
 
         Raises:
             LoadingError: the process has ended.
-            Exception: what the process sent instead.
+            Exception: an exception that the process sent instead.
         """
         try:
             ready = wait([worker.connection, worker.process.sentinel])
@@ -195,7 +195,7 @@ def _mapped(handle: int, size: int) -> Tensor:
 
 
 class _Reader(pickle.Unpickler):
-    """Reads a piece whose tensors are in a slot: copied, or as they lie there."""
+    """Reads a piece whose tensors are in a slot, with or without a copy."""
 
     def __init__(self, file: io.BytesIO, slot: Tensor | None, copy: bool, pin: bool) -> None:
         super().__init__(file)
@@ -255,7 +255,7 @@ def _end_with(parent: int) -> None:
 
 
 def _seed(job: Job, epoch: int, number: int, piece: int) -> None:
-    """For data sets that draw from global generators: each piece gets numbers of its own."""
+    """Seed the global generators for data sets that use them, differently for each piece."""
     seed = int(np.random.SeedSequence((job.order.seed, epoch, number, piece)).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)
@@ -263,7 +263,7 @@ def _seed(job: Job, epoch: int, number: int, piece: int) -> None:
 
 
 class _Writer(pickle.Pickler):
-    """Writes a piece without its tensors, which get places in a slot."""
+    """Writes a piece; its tensors go to places in a slot."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)

@@ -1,4 +1,4 @@
-"""Which samples are in which batch of which epoch, and which of them a rank has."""
+"""The samples of each batch of an epoch, and the part of a rank."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Order:
         samples: of the data set.
         batch: samples of a whole batch, over all ranks.
         shuffle: whether an epoch's order is drawn from (seed, epoch).
-        drop_last: whether the samples that fill no batch are left out.
-        rank, ranks: which part of each batch. Parts are consecutive places, as even as can be.
+        drop_last: whether to leave out the last samples if they do not fill a batch.
+        rank, ranks: the part of each batch: consecutive places, divided as evenly as possible.
 
     Raises:
         InputError: numbers out of range.
@@ -49,7 +49,7 @@ class Order:
         return self.samples // self.batch if self.drop_last else -(-self.samples // self.batch)
 
     def part(self, epoch: int, number: int) -> tuple[Numbers, Numbers]:
-        """Places in the whole batch, and indices of the samples, that this rank has of a batch."""
+        """Return this rank's places in a whole batch, and the indices of its samples."""
         start = number * self.batch
         size = min(self.batch, self.samples - start)
         places = np.arange(self.rank * size // self.ranks, (self.rank + 1) * size // self.ranks, dtype=np.int64)

@@ -1,8 +1,8 @@
 """A batch in pieces: each is made by one worker, and all are joined.
 
-With PyTorch's `default_collate` a batch has a piece for each worker, so that the first batch is there soon. The join of
-collated pieces has the same bits as one collation of all samples. Another `collate` needs all samples of a batch at
-once: it has one piece.
+With PyTorch's `default_collate` a batch has a piece for each worker, so that the first batch is ready soon. Joined
+pieces are bit-identical to one collation of all samples. Another `collate` needs all samples of a batch at once, so its
+batches have one piece.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ONE_THREAD = 32768  # elements up to which PyTorch's operators start no threads 
 
 
 class Damaged(NamedTuple):
-    """A sample that was skipped: its index, its name if it has one, and what is wrong."""
+    """A sample that was skipped: its index, its name if it has one, and the problem."""
 
     sample: int
     name: str | None
@@ -55,7 +55,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Job:
-    """What is made.
+    """The work of making batches.
 
     Attributes:
         pieces: of a batch.
@@ -69,10 +69,10 @@ class Job:
     skip: bool
 
     def make(self, epoch: int, number: int, piece: int) -> Made:
-        """One piece of a batch.
+        """Make one piece of a batch.
 
         Raises:
-            InputError: a sample is damaged, and such are not skipped.
+            InputError: a sample is damaged, and damaged samples are not skipped.
         """
         places, indices = (self._cut(part, piece) for part in self.order.part(epoch, number))
         found, kept, damaged = [], [], []
@@ -103,12 +103,12 @@ def _said(index: int, name: str | None, error: BaseException) -> str:
 
 
 def pieces_of(collate: Callable[[list[Any]], Any], workers: int) -> int:
-    """How many pieces a batch has."""
+    """The number of pieces of a batch."""
     return workers if collate is default_collate else 1
 
 
 def collated(samples: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
-    """A batch of samples. PyTorch's own collation is done without PyTorch's threads, with the same bits.
+    """Collate samples to a batch. PyTorch's own collation runs without PyTorch's threads, with the same bits.
 
     Raises:
         InputError: tensors of several shapes.
@@ -132,10 +132,10 @@ def _stacked(batch: Sequence[Tensor], *, collate_fn_map: Any = None) -> Tensor:
 
 
 def joined(pieces: Sequence[Made], pin: bool = False, copy: bool = False) -> Made:
-    """The batch of all pieces.
+    """Join all pieces to a batch.
 
     Args:
-        pin: whether its tensors are put into pinned memory, from which a GPU copies while the host goes on.
+        pin: whether its tensors are put into pinned memory, from which a GPU copies while the host continues.
         copy: whether its tensors are copied although there is only one piece.
     """
     full = [piece for piece in pieces if len(piece.indices)]
@@ -152,7 +152,7 @@ def joined(pieces: Sequence[Made], pin: bool = False, copy: bool = False) -> Mad
 
 
 def _join(values: Sequence[Any], pin: bool) -> Any:
-    """By the forms that `default_collate` gives: tensors, texts, and containers of these."""
+    """Join the results of `default_collate`: tensors, texts, and containers of these."""
     first = values[0]
     if isinstance(first, Tensor):
         return _joined_tensors(values, pin)
@@ -198,7 +198,7 @@ def _plain(tensor: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Any:
-    """(rows, bytes of a row), for any dtype. NumPy copies without a team of threads for each thread that copies."""
+    """(rows, bytes of a row), for any dtype. NumPy copies without starting more threads in each copying thread."""
     whole = tensor.contiguous()
     rows = whole.shape[0]
     if whole.numel() == 0:

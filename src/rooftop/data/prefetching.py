@@ -1,4 +1,4 @@
-"""Items made by a thread while the consumer works with the one before."""
+"""Makes items in a thread while the consumer uses the previous one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Item = TypeVar("Item")
 
 
 def prefetched(items: Iterator[Item], count: int, interrupt: Callable[[], None]) -> Iterator[Item]:
-    """The first items, each made while the consumer has the one before it; an exception comes at its place.
+    """Yield the first items, each made while the consumer uses the previous one; an exception is raised at its place.
 
     Args:
         items: run by one thread.
-        count: how many items are taken.
+        count: number of items.
         interrupt: ends a wait in `items` with an exception. Called if the consumer leaves before it has the last item.
     """
     done: SimpleQueue[tuple[Item | None, BaseException | None]] = SimpleQueue()

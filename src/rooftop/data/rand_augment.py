@@ -19,7 +19,7 @@ MOST_SHEAR, MOST_DEGREES, MOST_SHIFT, MOST_COLOUR = 0.3, 30.0, 0.45, 0.9
 
 
 class Operation(NamedTuple):
-    """An operation by its name, and how strong it is, from -1 to 1; the sign is a direction."""
+    """An operation by its name, and its strength from -1 to 1; the sign is a direction."""
 
     name: str
     strength: float

@@ -1,4 +1,4 @@
-"""What data sets have in common."""
+"""The common interface of data sets."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ DAMAGE = (
 class Samples(Protocol):
     """A data set by number, e.g. any map-style one of torch.utils.data.
 
-    A loader may call it from several threads at once. A data set that does not allow this says so by an attribute
-    `thread_safe = False`. A data set with a method `name(index)` has its damaged samples named by it.
+    A loader may call it from several threads at once. A data set that does not allow this has an attribute `thread_safe
+    = False`. If a data set has a method `name(index)`, messages about damaged samples use it.
     """
 
     def __len__(self) -> int: ...
@@ -35,10 +35,10 @@ class Samples(Protocol):
 
 @runtime_checkable
 class DrawnSamples(Samples, Protocol):
-    """A data set whose samples are changed at random."""
+    """A data set with random augmentation."""
 
     def draw(self, index: int, generator: np.random.Generator) -> Any:
-        """The sample, changed as `generator` says; the same for the same generator state."""
+        """The sample, augmented with `generator`; the same for the same generator state."""
 
 
 @runtime_checkable
@@ -46,24 +46,24 @@ class StagedSamples(Samples, Protocol):
     """A data set whose samples are made in steps, which `headspace` times one by one."""
 
     def content(self, index: int) -> bytes:
-        """What the disk has of the sample."""
+        """The sample's bytes on disk."""
 
     def decoded(self, index: int, content: bytes, generator: np.random.Generator | None = None) -> Any:
-        """The content as an image, before it is changed as `generator` says."""
+        """The content as an image, before it is augmented with `generator`."""
 
     def changed(self, index: int, decoded: Any, generator: np.random.Generator | None) -> Any:
-        """The sample from what was decoded."""
+        """The sample, from the decoded image."""
 
 
 def sample(samples: Samples, index: int, seed: int, epoch: int) -> Any:
-    """A sample as training sees it in an epoch: the same in every process and thread."""
+    """A sample of an epoch, the same in every process and thread."""
     if isinstance(samples, DrawnSamples):
         return samples.draw(index, np.random.default_rng((seed, epoch, index)))
     return samples[index]
 
 
 class Part:
-    """Some samples of a data set, in the given order, e.g. those that are held out.
+    """Some samples of a data set, in the given order, e.g. the held-out ones.
 
         data = ImageFolder("photographs")
         held_out, rest = Part(data, range(0, len(data), 10)), ...
@@ -94,12 +94,12 @@ class Part:
         return self.samples.draw(own, generator) if isinstance(self.samples, DrawnSamples) else self.samples[own]
 
     def name(self, index: int) -> str | None:
-        """As the data set names it."""
+        """The data set's name for it."""
         return name_of(self.samples, int(self.indices[index]))
 
 
 def name_of(samples: Samples, index: int) -> str | None:
-    """What a data set calls a sample, e.g. its path; None if it has no names."""
+    """A data set's name for a sample, e.g. its path; None if it has no names."""
     name = getattr(samples, "name", None)
     if name is not None:
         return str(name(index)) if callable(name) else None

@@ -1,4 +1,4 @@
-"""Samples in tar files, in the layout of webdataset: the files of a sample have one name and follow each other.
+"""Samples in tar files, in the layout of webdataset: the files of a sample share a name and follow each other.
 
     shard-000.tar: 000017.jpg 000017.cls 000018.jpg 000018.cls ...
 
@@ -40,7 +40,7 @@ class _Entry:
     """A sample: the number of its shard, its key, and (offset, bytes) of its files by their endings.
 
     Attributes:
-        wrong: what is wrong with it, found in the headers; None: nothing.
+        wrong: a problem found in the headers; None: none.
     """
 
     shard: int
@@ -59,15 +59,15 @@ class TarShards:
         paths: tar files, not compressed: a list; or one text with a number range in braces or with * and ?; or a folder
             of them.
         transform: of photographs, as in `ImageFolder`.
-        fields: which files make a sample, by their endings, as a tuple; "image" is the one that is a photograph. None:
-            all of them as a dict, with "__key__".
+        fields: the files of a sample, by suffix, as a tuple; "image" stands for the photograph. None: all of them as a
+        dict, with "__key__".
 
-    Files are decoded by their endings: photographs; cls as an integer, txt as text, json, npy as a tensor; the rest are
+    Files are decoded by suffix: photographs; cls as an integer, txt as text, json, npy as a tensor; the rest are
     bytes.
 
     Raises:
-        InputError: no shard, one that is no tar file, or one without samples. From `data[i]`: a sample without one of
-            the fields, a damaged one, or one that is not whole because its shard is cut off.
+        InputError: there are no shards, or one is not a tar file or has no samples. From `data[i]`: a sample lacks a
+        field, is damaged, or is incomplete because its shard is cut off.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class TarShards:
         return self._sample(self._index[index], None)
 
     def draw(self, index: int, generator: np.random.Generator) -> Any:
-        """The sample, its photographs changed by the transform as the generator says."""
+        """The sample, with photographs augmented by the transform with this generator."""
         return self._sample(self._index[index], generator)
 
     def name(self, index: int) -> str:
@@ -96,16 +96,16 @@ class TarShards:
         return self._name(self._index[index])
 
     def content(self, index: int) -> bytes:
-        """The sample's photograph as it lies in the shard."""
+        """The bytes of the sample's photograph in the shard."""
         entry = self._index[index]
         return self._read(entry, self._ending(entry, IMAGE))
 
     def decoded(self, index: int, content: bytes, generator: np.random.Generator | None = None) -> Any:
-        """The photograph, as the transform takes it."""
+        """The photograph, in the form that the transform needs."""
         return decode(self.transform, content, generator, self.name(index))
 
     def changed(self, index: int, decoded: Any, generator: np.random.Generator | None) -> Any:
-        """The sample from what was decoded."""
+        """The sample, from the decoded photograph."""
         entry, image = self._index[index], change(self.transform, decoded, generator)
         fields = self.fields or (IMAGE,)
         return tuple(
@@ -120,7 +120,7 @@ class TarShards:
         return {"__key__": entry.key, **{ending: self._value(entry, ending, generator) for ending in entry.files}}
 
     def _ending(self, entry: _Entry, name: str) -> str:
-        """The ending of the file that a field means."""
+        """The suffix of a field's file."""
         if entry.wrong is not None:
             raise InputError(entry.wrong)
         wanted = IMAGE_ENDINGS if name == IMAGE else (name,)
@@ -141,7 +141,7 @@ class TarShards:
             raise InputError(f"{name} cannot be read: {error}") from error
 
     def _read(self, entry: _Entry, ending: str) -> bytes:
-        """A file's content, without a place in an open file that threads could share."""
+        """Read a file's content without a shared file position, so that threads may read at the same time."""
         offset, size = entry.files[ending]
         handle = os.open(self.paths[entry.shard], os.O_RDONLY)
         try:
@@ -160,7 +160,7 @@ class TarShards:
 
 
 class _Index:
-    """Entries in columns: millions of objects would take gigabytes, in each process."""
+    """Entries in columns, because millions of objects would take gigabytes in each process."""
 
     def __init__(self, entries: Iterable[_Entry]) -> None:
         self._keys: list[str] = []
@@ -198,7 +198,7 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
 
 
 def _entries(shard: int, path: Path) -> Iterator[_Entry]:
-    """The samples of a shard. What is damaged is a sample too, so that it is found when it is read."""
+    """The samples of a shard. A damaged sample is listed too, so that reading it raises the error."""
     whole = path.stat().st_size
     entry, members = None, 0
     try:
@@ -230,10 +230,10 @@ def _entries(shard: int, path: Path) -> Iterator[_Entry]:
 
 
 def _check_end(path: Path, offset: int) -> None:
-    """Whether a shard ends where tarfile stopped: it takes a damaged header for the end.
+    """Check that a shard really ends where tarfile stopped, because tarfile treats a damaged header as the end.
 
     Raises:
-        ValueError: there is something else.
+        ValueError: there are more data.
     """
     with path.open("rb") as file:
         file.seek(offset)
@@ -243,7 +243,7 @@ def _check_end(path: Path, offset: int) -> None:
 
 
 def _parted(name: str) -> tuple[str, str]:
-    """Key and ending: as webdataset has it, the ending begins at the first dot of the file's name."""
+    """Key and suffix: as in webdataset, the suffix begins at the first dot of the file's name."""
     folder, slash, file = name.rpartition("/")
     key, _, ending = file.partition(".")
     return (folder + slash + key, ending) if key else ("", "")

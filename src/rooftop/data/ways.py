@@ -13,20 +13,20 @@ from rooftop.data.pieces import Job, Made, joined
 
 
 class Way(Protocol):
-    """Makes the batches of a job. `in_flight` is how many may be begun and not taken."""
+    """Makes the batches of a job. `in_flight` is the number of batches that may be begun but not yet taken."""
 
     in_flight: int
 
     def begin(self, epoch: int, number: int) -> None: ...
 
     def take(self, pin: bool) -> Made:
-        """The batch that was begun first; `pin` as in `joined`."""
+        """Return the batch that was begun first; `pin` as in `joined`."""
 
     def interrupt(self) -> None:
         """End a `take` that waits in another thread, with an exception. Nothing can be taken afterwards."""
 
     def close(self) -> None:
-        """Stop, once no other thread takes a batch, and leave nothing behind."""
+        """Stop without leftovers, once no other thread takes a batch."""
 
 
 class Here:
@@ -53,7 +53,7 @@ class Here:
 
 
 class Threads:
-    """Makes batches by a pool of threads. They help where samples release the GIL, as Pillow and NumPy do."""
+    """Makes batches by a pool of threads. They help if samples release the GIL, as Pillow and NumPy do."""
 
     def __init__(self, job: Job, workers: int, ahead: int) -> None:
         self._job = job

@@ -145,11 +145,11 @@ def explain_memory(
 ) -> MemoryExplanation:
     """Explain what holds the memory of a GPU now.
 
-    Modules and lines are known only of what was allocated inside `explained_memory`.
+    Modules and lines are known only for memory that was allocated inside `explained_memory`.
 
     Args:
         module: its parameters, gradients and buffers are named.
-        optimizers: whose states are named.
+        optimizers: optimizers whose states are named.
         device: index of the GPU; by default the current one.
         most: how many tensors and groups to list.
 
@@ -168,7 +168,7 @@ def explain_memory(
 def explained_memory(module: nn.Module | None = None, *, most: int = 10) -> Iterator[MemoryRecording]:
     """While active, an out-of-memory error leaves with a note that explains what holds the memory.
 
-    Costs some microseconds an allocation. Without a GPU it does nothing. A history that is already being recorded
+    Costs a few microseconds per allocation. Without a GPU it does nothing. A history that is already being recorded
     (`torch.cuda.memory._record_memory_history`) is used and left running. Tensors that only the failing expression held
     are gone before they can be counted.
 
@@ -177,7 +177,7 @@ def explained_memory(module: nn.Module | None = None, *, most: int = 10) -> Iter
         most: how many tensors and groups to list.
 
     Raises:
-        torch.OutOfMemoryError: the very one that ended the block, with the explanation as a note (`add_note`).
+        torch.OutOfMemoryError: the original error, with the explanation as a note (`add_note`).
     """
     recording = MemoryRecording()
     if module is not None:

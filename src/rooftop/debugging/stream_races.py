@@ -1,11 +1,11 @@
 """Finds tensors that one CUDA stream uses before another has written them, or whose memory is reused too early.
 
-The bookkeeping of which stream has waited for which is that of `torch.cuda._sanitizer`; here each finding is told in
-the lines of the user's program, the program goes on, and three cases are distinguished that torch's sanitizer does not:
+The bookkeeping of which stream has waited for which is that of `torch.cuda._sanitizer`; here each finding names lines
+of the user's program, the program continues, and three cases are distinguished that torch's sanitizer does not know:
 views of one storage (by the range of their bytes), the new tensors of `zeros_like` and the like (which are written),
 and memory that was freed while another stream still used it (a missing `record_stream`).
 
-What it cannot see: kernels that PyTorch does not launch (custom kernels, Triton), work inside a CUDA graph or compiled
+It cannot see kernels that PyTorch does not launch (custom kernels, Triton), work inside a CUDA graph or compiled
 code, waits in other libraries, host memory (`non_blocking` copies from it), and work before the block, which counts as
 finished. It is made for one thread and one GPU.
 """
@@ -99,18 +99,18 @@ class StreamCheck:
 
 @contextmanager
 def check_streams(*, raises: bool = True) -> Iterator[StreamCheck]:
-    """Watch the operators of the block, and what waits for what; without CUDA it does nothing.
+    """Watch the operators of the block and the waits between streams; without CUDA it does nothing.
 
     Every operator is much slower in the block. PyTorch cannot switch its tracing of streams and allocations off
     again: afterwards each costs about a microsecond more for as long as the process lives, and running out of memory
-    reaches Python as a SystemError instead of a torch.OutOfMemoryError (seen with torch 2.11). Check in a process whose
-    other work does not depend on that.
+    reaches Python as a SystemError instead of a torch.OutOfMemoryError (seen with torch 2.11). So use it in a process
+    that does not depend on these.
 
     Args:
         raises: raise at the end when something was found.
 
     Raises:
-        StreamRaceError: something was found. An exception of the block itself goes before.
+        StreamRaceError: a race was found. An exception of the block itself takes precedence.
     """
     check = StreamCheck()
     if torch.cuda.is_available():

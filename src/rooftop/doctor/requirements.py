@@ -17,7 +17,7 @@ def version_of(package: str) -> str:
 
 
 def python_asked_by(package: str) -> str:
-    """The Python that an installed package requires, such as ">=3.11"; "" if it does not say."""
+    """The Python that an installed package requires, such as ">=3.11"; "" if it states none."""
     try:
         return metadata.metadata(package)["Requires-Python"] or ""
     except (metadata.PackageNotFoundError, KeyError):

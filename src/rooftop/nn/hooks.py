@@ -1,4 +1,4 @@
-"""Whether only its caller observes a module's call, and may then compute it together with others."""
+"""Whether only the caller observes a module's call, so that the caller may fuse it with other calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Let Rooftop compute the modules of an existing model."""
+"""Makes Rooftop compute the modules of an existing model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restore everything that belongs to the user afterwards, bit by bit, whatever rules and models do."""
+"""Restores everything that belongs to the user, bit for bit, whatever rules and models do."""
 
 from __future__ import annotations
 

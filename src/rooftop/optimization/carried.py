@@ -1,4 +1,4 @@
-"""State that calls carry from one to the next outside of buffers: a copy of the model would carry its own.
+"""Detects state that calls keep outside of buffers: a copy of the model would have its own.
 
     self.steps += 1                         # a number
     self.attention = weights.detach()       # a tensor that is not a buffer

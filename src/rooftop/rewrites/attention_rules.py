@@ -17,7 +17,8 @@ BACKENDS = {
 
 
 class AttentionBackend(Rule):
-    """Attention by one back end first. The others and the plain formula stay for calls that it cannot compute.
+    """Attention that tries one back end first. The others and the plain formula remain for calls that it does not
+    support.
 
     PyTorch takes the first of a fixed order that can compute a call. Which is fastest depends on the GPU, the lengths
     and the features of a head.

@@ -17,7 +17,7 @@ MOST_GRAPHS = 8
 
 
 class CudaGraphs(Rule):
-    """Each call is the replay of a CUDA graph, one for each signature of the inputs."""
+    """Replays each call from a CUDA graph, one for each signature of the inputs."""
 
     name = "cuda-graphs"
     exact = True

@@ -4,8 +4,8 @@ with stop_on_sigterm() as stop:
     while not stop.requested:
         ...
 
-A second SIGTERM changes nothing, because torchrun forwards a signal that a scheduler may have sent to each process
-already. SIGKILL ends a process at once; even then the last checkpoint is complete.
+A second SIGTERM has no effect, because torchrun forwards a signal that a scheduler may already have sent to each
+process. SIGKILL ends a process immediately; even then the last checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Stop:
     """Whether this process was asked to stop.
 
     Attributes:
-        by: "SIGTERM" or "Ctrl-C", by which it was; "" if a program asks by itself.
+        by: "SIGTERM" or "Ctrl-C", the source of the request; "" if the program itself asked.
     """
 
     requested: bool = False
@@ -34,15 +34,16 @@ class Stop:
 
 @contextmanager
 def stop_on_sigterm() -> Iterator[Stop]:
-    """In this block SIGTERM only sets `requested`. Outside the main thread, which alone receives signals, nothing
-    changes."""
+    """In this block SIGTERM only sets `requested`. Has no effect outside the main thread, because only that receives
+    signals.
+    """
     with _stopping_on({signal.SIGTERM: "SIGTERM"}) as stop:
         yield stop
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """As `stop_on_sigterm`, on Ctrl-C too. A second Ctrl-C interrupts at once."""
+    """Like `stop_on_sigterm`, but also on Ctrl-C. A second Ctrl-C interrupts immediately."""
     with _stopping_on({signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}) as stop:
         yield stop
 

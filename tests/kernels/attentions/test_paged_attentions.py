@@ -254,7 +254,7 @@ def test_cost_is_what_a_person_counts() -> None:
 
 def test_a_derivative_is_refused() -> None:
     query, keys, values, pages, lengths = paged([5, 12])
-    with pytest.raises(NotImplementedError, match=r"paged_attention has no gradient: .* train with attention"):
+    with pytest.raises(NotImplementedError, match=r"paged_attention has no gradient: .* use attention for training"):
         paged_attention(query, keys.requires_grad_(), values, pages, lengths)
     with torch.no_grad():
         paged_attention(query, keys, values, pages, lengths)

@@ -169,7 +169,7 @@ def test_which_model_has_which_switches() -> None:
     for kind, configs in kinds.items():
         assert [hugging_face_kind(config) for config in configs] == [kind] * len(configs)
     for none in ({"head_norms": True, "mlp_biases": True}, {"out_biases": True}, {"window": 9, "out_biases": True}):
-        with pytest.raises(ValueError, match="This is neither"):
+        with pytest.raises(ValueError, match="This config is none"):
             hugging_face_kind(replace(llama, **none))
 
 
@@ -273,7 +273,7 @@ def test_names() -> None:
     with pytest.raises(TargetError, match="did you mean llama-7b"):
         gpt_config("llama7b")
     assert hugging_face_kind(gpt_config("gpt2-xl")) == "gpt2"
-    with pytest.raises(ValueError, match="This is neither"):
+    with pytest.raises(ValueError, match="This config is none"):
         hugging_face_config(replace(gpt_config("gpt2"), norm="rms"))
-    with pytest.raises(ValueError, match="This is neither"):
+    with pytest.raises(ValueError, match="This config is none"):
         hugging_face_kind(replace(gpt_config("llama-7b"), dropout=0.1))

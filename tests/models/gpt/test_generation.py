@@ -165,7 +165,7 @@ def test_it_can_be_left_and_begun_anew() -> None:
     assert list(generation) == whole
     running = iter(generation)
     next(running)
-    with pytest.raises(ValueError, match="iterated over already"):
+    with pytest.raises(ValueError, match="already iterated over"):
         next(iter(generation))
     running.close()
     assert generation.cache.free == generation.cache.pages

@@ -1,9 +1,9 @@
-"""Fine-tuning: a training that begins from weights that there are.
+"""Fine-tuning: a training that starts from existing weights.
 
     started = start_from(model, "resnet50.pth", num_classes=7)
     print(started)  # ... 318 of the model's 320 keys are loaded; new for 7 classes: fc.weight, fc.bias
 
-The file may have the keys of any origin that `rooftop.models.loading` knows. Everything must fit except the head: where
+The file may have the keys of any library that `rooftop.models.loading` knows. Everything must fit except the head: if
 the file has another number of classes, or no head, the model keeps its new one.
 """
 
@@ -21,10 +21,10 @@ from rooftop.models.weights.load_reports import LoadReport
 
 @dataclass(frozen=True)
 class Started:
-    """What a training began from.
+    """The weights that a training started from.
 
     Attributes:
-        report: what went where.
+        report: the assignment of keys.
         renewed: keys of the model's head that keep their initial values.
         num_classes: of the model.
     """
@@ -53,7 +53,7 @@ def start_from(model: nn.Module, weights: str | Path, num_classes: int, *, name:
     Args:
         model: on any device, in any dtype.
         weights: a file, or a published name, which needs `name`.
-        num_classes: that the model was built for.
+        num_classes: number of classes that the model was built for.
         name: the model's builder, e.g. "resnet50".
 
     Raises:
@@ -84,7 +84,7 @@ def start_from(model: nn.Module, weights: str | Path, num_classes: int, *, name:
 
 
 def _is_of_classes(found: tuple[int, ...], expected: tuple[int, ...], num_classes: int) -> bool:
-    """Whether shapes differ only in their classes, of which a detector has one more (no object)."""
+    """Whether shapes differ only in the number of classes; a detector has one more class (no object)."""
     if len(found) != len(expected):
         return False
     differing = [size for other, size in zip(found, expected, strict=True) if other != size]
@@ -92,5 +92,5 @@ def _is_of_classes(found: tuple[int, ...], expected: tuple[int, ...], num_classe
 
 
 def _last(model: nn.Module) -> str:
-    """Path of the last module with parameters, which a file of a backbone lacks."""
+    """Path of the last module with parameters, which a backbone file lacks."""
     return [name for name, _ in model.named_parameters()][-1].rpartition(".")[0]

@@ -22,9 +22,9 @@ class Switch:
 
     Attributes:
         path: section.name.
-        default: where nothing else is said.
+        default: the default value.
         meaning: what it does.
-        source: who published it; "": nobody in particular.
+        source: the publication; "": none.
     """
 
     path: str
@@ -34,10 +34,10 @@ class Switch:
 
 
 def switches() -> list[Switch]:
-    """All of them, in the order of the recipe.
+    """Return all switches, in the order of the recipe.
 
     Raises:
-        ValueError: a docstring lacks one, or has one that is no field.
+        ValueError: a docstring lacks a switch, or has an entry that is not a field.
     """
     found = []
     recipe = Recipe()

@@ -1,1 +1,1 @@
-"""Who is told what a training does: the terminal, TensorBoard and a page. And what each switch of a recipe is worth."""
+"""Reports of a training in the terminal, in TensorBoard and as a page, and the effect of each switch of a recipe."""

@@ -15,7 +15,7 @@ from rooftop.train.reports.terminal import decimals_of
 
 
 def ablation_heading(ablation: Ablation) -> str:
-    """What was compared, and what the whole recipe reaches."""
+    """The heading: the compared metric, and the result of the whole recipe."""
     better = "more" if ablation.maximize else "less"
     values = list(ablation.values.values())
     decimals = decimals_of(max(map(abs, values), default=1.0))

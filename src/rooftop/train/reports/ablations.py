@@ -1,9 +1,9 @@
-"""What each switch of a recipe is worth: the recipe trained with it and without it, several times, seed by seed.
+"""The effect of each switch of a recipe: the recipe is trained with and without it, once for each seed.
 
-Each seed trains the whole recipe once, and once for each switch with that switch off: at its default of `Recipe`, or at
-a value that is given. The worth of a switch is the mean over seeds of (metric with it) - (metric without it), negated
-where less is better, so that a positive worth always helps. Both runs of a difference have the same seed: initial
-values, order and augmentation are equal as far as the switch lets them. The standard error is that of the mean of these
+Each seed trains the whole recipe once, and once for each switch with that switch off: at its default in `Recipe`, or at
+a given value. The worth of a switch is the mean over seeds of (metric with it) - (metric without it), negated if less
+is better, so that a positive worth always helps. Both runs of a difference have the same seed, so initial values, order
+and augmentation are the same unless the switch changes them. The standard error is that of the mean of these
 differences. A worth whose 95% interval (Student's t) contains 0 is within noise.
 """
 
@@ -33,7 +33,7 @@ STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
 
 @dataclass(frozen=True)
 class Switch:
-    """A switch of the recipe that is on.
+    """A switch that is on in the recipe.
 
     Attributes:
         name: "section.name". on, off: its values.
@@ -49,9 +49,9 @@ class Run:
     """One training of the ablation.
 
     Attributes:
-        switch: which is off; None: the whole recipe.
-        seed, recipe: with which it is trained.
-        folder: where it is kept.
+        switch: the switch that is off; None: the whole recipe.
+        seed, recipe: used for the training.
+        folder: folder of the run.
     """
 
     switch: Switch | None
@@ -67,11 +67,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Worth:
-    """What one switch was worth.
+    """The effect of one switch.
 
     Attributes:
-        with_it, without_it: the metric of each seed of which both runs are finished.
-        differences: with - without, positive where the switch helps.
+        with_it, without_it: the metric of each seed with both runs finished.
+        differences: with - without, positive if the switch helps.
     """
 
     switch: Switch
@@ -85,7 +85,7 @@ class Worth:
 
     @property
     def error(self) -> float | None:
-        """Standard error of the mean; None of one seed."""
+        """Standard error of the mean; None for one seed."""
         count = len(self.differences)
         if not math.isfinite(self.mean):
             return math.nan
@@ -93,13 +93,13 @@ class Worth:
 
     @property
     def interval(self) -> float | None:
-        """Half of the 95% interval of the mean; None of one seed."""
+        """Half of the 95% interval of the mean; None for one seed."""
         free = len(self.differences) - 1
         return None if self.error is None else STUDENT[min(free, len(STUDENT)) - 1] * self.error
 
     @property
     def verdict(self) -> str:
-        """ "helps", "hurts", "within noise", or why that cannot be told."""
+        """ "helps", "hurts", "within noise", or the reason why there is no verdict."""
         interval = self.interval
         if not math.isfinite(self.mean):
             return "not finite"
@@ -116,13 +116,13 @@ class Worth:
 
 @dataclass(frozen=True)
 class Ablation:
-    """A recipe and what its switches are worth.
+    """A recipe and the effects of its switches.
 
     Attributes:
-        metric: by which runs are compared, and maximize: whether more is better.
+        metric: used to compare runs. maximize: whether more is better.
         values: metric of the whole recipe by seed, as far as finished.
-        worths: of the switches, as far as there is a finished pair.
-        finished, runs: how many of how many.
+        worths: of the switches with at least one finished pair.
+        finished, runs: number of finished runs, and of all.
     """
 
     recipe: Recipe
@@ -177,10 +177,10 @@ class Ablation:
 
 
 def switches_of(recipe: Recipe, texts: Sequence[str]) -> list[Switch]:
-    """The switches given as "section.name", or as "section.name=value" with the value that stands for off.
+    """The switches given as "section.name", or as "section.name=value" with the value used as "off".
 
     Raises:
-        InputError: no such switch, given twice, the seed, or off in the recipe already.
+        InputError: a switch does not exist, is given twice, is the seed, or is already off in the recipe.
     """
     known = [f"{section}.{name}" for section, values in recipe.plain().items() for name in values]
     names = [text.partition("=")[0].strip() for text in texts]
@@ -205,7 +205,7 @@ def switches_of(recipe: Recipe, texts: Sequence[str]) -> list[Switch]:
 
 
 def runs_of(recipe: Recipe, switches: Sequence[Switch], repeats: int, folder: Path) -> list[Run]:
-    """All runs, seed after seed: an ablation that is stopped early has whole pairs of the first seeds."""
+    """All runs, seed by seed, so that an ablation stopped early has complete pairs for the first seeds."""
     runs = []
     for seed in range(recipe.run.seed, recipe.run.seed + repeats):
         seeded = recipe.updated({"run": {"seed": seed}})
@@ -218,10 +218,10 @@ def runs_of(recipe: Recipe, switches: Sequence[Switch], repeats: int, folder: Pa
 
 
 def results_of(runs: Sequence[Run]) -> dict[Path, float]:
-    """The metric of each run that is finished, by its folder.
+    """The metric of each finished run, by its folder.
 
     Raises:
-        InputError: a folder has the result of another recipe, or a file that is no result.
+        InputError: a folder has the result of another recipe, or a file that is not a result.
     """
     found = {}
     for run in runs:
@@ -252,7 +252,7 @@ def ablate(
     told: Callable[[Run, float, Ablation], None],
     write: bool = True,
 ) -> Ablation:
-    """Make the runs that are not finished, and tell after each one.
+    """Make the unfinished runs, and report after each one.
 
     Args:
         recipe: the whole one.
@@ -260,11 +260,11 @@ def ablate(
         results: from `results_of`; with several ranks, read before any of them has trained.
         train: trains one run. It may resume one that was interrupted.
         metric: of the last evaluation; maximize: whether more is better.
-        told: called after each run with it, its metric, and all that is known by then.
-        write: whether this process writes results: of several ranks the first.
+        told: called after each run with the run, its metric, and the ablation so far.
+        write: whether this process writes results; with several ranks, the first one.
 
     Returns:
-        What was found. It lacks runs if one was stopped (`Fitted.reason`): the same call goes on with that one.
+        The ablation. It lacks runs if one was stopped (`Fitted.reason`); the same call then continues with that run.
 
     Raises:
         InputError: a run has no such metric.
@@ -303,13 +303,13 @@ def compared(recipe: Recipe, runs: Sequence[Run], results: dict[Path, float], me
 
 
 def write_ablation(ablation: Ablation, folder: Path) -> None:
-    """Write ablation.json and ablation.csv, each whole or not at all."""
+    """Write ablation.json and ablation.csv, each completely or not at all."""
     write_whole(folder / "ablation.json", json.dumps(ablation.plain(), indent=1) + "\n")
     write_whole(folder / "ablation.csv", ablation.csv())
 
 
 def _number(value: float | None) -> float | None:
-    """A number for JSON, which has no others than finite ones."""
+    """A number for JSON, which only has finite numbers."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -40,7 +40,7 @@ def curves(history: History) -> list[dict[str, Any]]:
 
 
 def _spread(values: Iterable[float]) -> float:
-    """The largest over the smallest value; 1 of none, or where one is not above 0."""
+    """The largest divided by the smallest value; 1 if there are none, or if one is not positive."""
     found = list(values)
     return max(found) / min(found) if found and min(found) > 0 else 1.0
 
@@ -79,7 +79,7 @@ def _series(name: str, points: Sequence[tuple[float, float]], mode: str, colour:
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """At most so many points: each the mean of as many neighbours, the last of fewer."""
+    """At most this many points: each is the mean of the same number of neighbours, the last one of fewer."""
     each = -(-len(points) // most)
     if each <= 1:
         return list(points)

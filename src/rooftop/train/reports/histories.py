@@ -1,4 +1,4 @@
-"""All that a training has reported so far: the page is drawn from it, and the summary is counted from it."""
+"""Everything that a training has reported so far, for the page and the summary."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rooftop.train.fitting.records import EvaluationRecord, Facts, Fitted, StepR
 
 @dataclass
 class History:
-    """An observer that keeps what it is told.
+    """An observer that keeps all reports.
 
     Attributes:
         batch: samples of a step, from the recipe.
-        facts, task: known since the beginning.
-        steps, evaluations, notes: so far, those of an earlier run of the same folder among them.
-        earlier: how many of `steps` are of an earlier run.
+        facts, task: known from the beginning.
+        steps, evaluations, notes: so far, including those of an earlier run in the same folder.
+        earlier: how many of `steps` belong to an earlier run.
         peak_bytes: of rank 0 so far.
         fitted: None while the training runs.
         began_s: when it began, on the clock of `time.monotonic`.
@@ -56,7 +56,7 @@ class History:
         return self.fitted.seconds if self.fitted is not None else time.monotonic() - self.began_s
 
     def spans(self) -> Spans:
-        """Where the time of this run went."""
+        """How the time of this run was spent."""
         batch = self.batch if self.facts is None else min(self.batch, self.facts.samples)
         return spans_of(self.steps[self.earlier :], batch, self.seconds)
 
@@ -67,7 +67,7 @@ class History:
 
 @dataclass(frozen=True)
 class Spans:
-    """Seconds of a run by what was done: steps without their waiting, waiting for data, all else."""
+    """Seconds of a run by activity: steps without waiting, waiting for data, everything else."""
 
     steps: float
     waiting: float
@@ -88,7 +88,7 @@ def spans_of(steps: list[StepRecord], batch: int, seconds: float) -> Spans:
 
 @dataclass(frozen=True)
 class Pace:
-    """The mean of some steps: loss, samples per second, part of the time that waits for data, highest rate."""
+    """The mean of some steps: loss, samples per second, share of the time spent waiting for data, highest rate."""
 
     loss: float
     samples_per_s: float
@@ -97,7 +97,7 @@ class Pace:
 
 
 def pace_of(steps: list[StepRecord]) -> Pace | None:
-    """The mean of steps; None of none, or of steps that were all skipped."""
+    """The mean of steps; None if there are none, or if all were skipped."""
     counted = [record for record in steps if not record.skipped]
     if not counted:
         return None

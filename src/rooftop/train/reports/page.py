@@ -1,7 +1,7 @@
 """A training as one self-contained HTML page, which is written after each evaluation.
 
-The page lies in the folder of the run. While the training runs, a browser that shows it loads it again every few
-seconds. It is replaced whole: who opens it sees the last state or the one before, never a part.
+The page is in the folder of the run. While the training runs, the page reloads itself in a browser every few seconds.
+Each version replaces the previous one as a whole, so a reader never sees a partial page.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Page:
         path: of the page.
         name: of the training, for the title.
         recipe: of the training.
-        earlier: the steps and evaluations up to a step that an earlier run of the same folder made.
+        earlier: returns the steps and evaluations of an earlier run in the same folder, up to a step.
 
     Raises:
         MissingExtraError: plotly is not installed.
@@ -88,11 +88,11 @@ class Page:
         self.write()
 
     def write(self) -> None:
-        """Write the page, whole or not at all."""
+        """Write the page, completely or not at all."""
         write_whole(self.path, self.text())
 
     def text(self) -> str:
-        """The page as of now."""
+        """The current page."""
         history = self.history
         charts = curves(history)
         names = list(dict.fromkeys(name for record in history.evaluations for name in record.values))

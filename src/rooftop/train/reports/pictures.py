@@ -1,4 +1,4 @@
-"""Pictures of what a trained model does, from its task."""
+"""Example pictures of a trained model, from its task."""
 
 from __future__ import annotations
 

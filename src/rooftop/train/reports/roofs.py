@@ -1,7 +1,7 @@
-"""The roof of a training step: what this machine could do at best, from ceilings that were measured before.
+"""The roof of a training step: the best possible time on this machine, from ceilings that were measured earlier.
 
-One step of the task (loss, gradients, optimizer) is counted on fake tensors, so that nothing is computed. Without
-measured ceilings nothing is measured: a training is no time for that.
+One step of the task (loss, gradients, optimizer) is counted on fake tensors, so that nothing is computed. Missing
+ceilings are not measured, because that would disturb the training.
 """
 
 from __future__ import annotations

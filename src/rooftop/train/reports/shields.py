@@ -1,4 +1,4 @@
-"""A report that fails does not end a training: it is told of once, and left out from then on."""
+"""Protects a training from failing reports: a failed report is noted once, and left out from then on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from rooftop.train.fitting.records import EvaluationRecord, Facts, Fitted, Obser
 
 
 class Shielded:
-    """An observer around another one: a full disk, or a task whose example pictures raise, is told of and passed over.
+    """An observer around another one. If that fails, such as on a full disk or in a task's example pictures, the
+    training continues with a note.
 
     Args:
-        observer: what may fail.
+        observer: the observer that may fail.
         name: of it, for the note, e.g. "the page".
         warn: prints a note.
     """

@@ -1,4 +1,4 @@
-"""A training in TensorBoard: `tensorboard --logdir runs` shows all runs beside each other.
+"""A training in TensorBoard: `tensorboard --logdir runs` compares all runs.
 
 | tag | |
 |---|---|
@@ -35,7 +35,7 @@ class TensorBoard:
     """An observer that writes event files.
 
     Args:
-        folder: for the event files. Those of an earlier run there stay; steps that are made again are shown anew.
+        folder: for the event files. Those of an earlier run stay; repeated steps replace the earlier ones.
         recipe: of the training.
 
     Raises:

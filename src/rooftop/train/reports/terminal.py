@@ -1,4 +1,4 @@
-"""A training in the terminal: what is trained, a line for each evaluation, and a summary."""
+"""A training in the terminal: a heading, a line for each evaluation, and a summary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Terminal:
     Args:
         recipe: of the training.
         say: prints a line of the result. warn: prints a note.
-        progress: called with (what is being done, fraction done).
+        progress: called with (the current activity, fraction done).
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Terminal:
 
 
 def heading(facts: Facts, unit: str, batch: int) -> list[str]:
-    """What is trained, on what, and how the data are read."""
+    """Describe the model, the data, and how the data are read."""
     trained = "" if facts.trained == facts.parameters else f", {facts.trained:,} of them trained"
     held_out = f", {facts.held_out:,} held out" if facts.held_out else ""
     lines = [
@@ -107,7 +107,7 @@ def line_of(epoch: float, epochs: float, pace: Pace | None, record: EvaluationRe
 
 
 def summary(history: History, fitted: Fitted) -> list[str]:
-    """How a training ended: best and last evaluation, and where the time went."""
+    """Summarize a training: best and last evaluation, and how the time was spent."""
     ended = "done" if fitted.reason == "done" else f"ended ({fitted.reason})"
     lines = [f"{ended}: {counted(fitted.steps, 'step')} in {seconds_text(fitted.seconds)}"]
     task, best = history.task, fitted.best

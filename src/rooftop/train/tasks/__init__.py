@@ -1,4 +1,4 @@
-"""What `rooftop train` trains: tasks by name, and those of users."""
+"""The tasks of `rooftop train`: built-in ones by name, and the user's own."""
 
 from rooftop.train.tasks.finding import TASKS, find_task
 from rooftop.train.tasks.task import Build, Task

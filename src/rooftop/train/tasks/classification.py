@@ -1,10 +1,10 @@
-"""Classification of images: what the tasks of ResNets, Swin transformers and hybrids share.
+"""Image classification: the shared code of the tasks for ResNets, Swin transformers and hybrids.
 
 --data is one of
 
     digits       scikit-learn's 1797 handwritten digits, 8 x 8 pixels
-    a folder     with train/ and val/, each with a folder of images for each class
-    a folder     with a folder of images for each class; a tenth of each class is held out
+    a folder     with train/ and val/, each with one subfolder of images per class
+    a folder     with one subfolder of images per class; a tenth of each class is held out
 
 Images of at most `SMALL` pixels are taken as they are, by a model with a stem for small images; others are cropped to
 224 x 224.
@@ -80,9 +80,9 @@ def classification(data: str | None, recipe: Recipe, family: Family) -> Task:
     """The task of a family of models on digits or on a folder of images.
 
     Raises:
-        InputError: no such folder, one class only, or a recipe that does not fit the model.
+        InputError: the folder does not exist, there is only one class, or the recipe does not fit the model.
         TargetError: no such model.
-        MissingExtraError: digits, and scikit-learn is not installed.
+        MissingExtraError: the data are digits, but scikit-learn is not installed.
     """
     found = _digits(recipe) if data in (None, DIGITS) else _folder(Path(str(data)), recipe)
     model, told = _model(recipe, family, found)
@@ -105,7 +105,7 @@ def classification(data: str | None, recipe: Recipe, family: Family) -> Task:
 def cross_entropy(model: nn.Module, batch: Sequence[Tensor], label_smoothing: float = 0.0) -> Tensor:
     """Cross entropy of images (N, 3, H, W) with labels (N,), or with targets (N, classes) of mixed images.
 
-    Labels are smoothed while the model trains, not where it is judged.
+    Labels are smoothed in training, but not in evaluation.
     """
     images, targets = batch
     smoothing = label_smoothing if model.training else 0.0
@@ -113,7 +113,7 @@ def cross_entropy(model: nn.Module, batch: Sequence[Tensor], label_smoothing: fl
 
 
 def accuracies(model: nn.Module, batch: Sequence[Tensor], top: int = 0) -> dict[str, Tensor]:
-    """Of each image whether its class is the most probable one, and for many classes whether it is among `top`."""
+    """For each image, whether its class is the most probable one, and with many classes whether it is among `top`."""
     images, labels = batch
     logits = model(images)
     found = {"accuracy": (logits.argmax(1) == labels).float()}
@@ -131,7 +131,7 @@ class _Images:
 
     Attributes:
         classes: names. size: side of a training image in pixels.
-        preprocessing: which makes of a photograph what the model is validated on.
+        preprocessing: converts a photograph to the model's validation input.
     """
 
     train: Samples
@@ -142,10 +142,10 @@ class _Images:
 
 
 class DigitImages:
-    """Digits as images of three channels, and which they are.
+    """Digits as images of three channels, with their classes.
 
     Args:
-        numbers: which of scikit-learn's digits.
+        numbers: indices of scikit-learn's digits.
         transform: of an image, uint8 (3, 8, 8).
     """
 
@@ -170,10 +170,10 @@ class DigitImages:
 
 
 def held_out(labels: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Numbers of the samples to train on, and of those that are held out: a tenth of each class, at least one.
+    """Indices of the training samples and of the held-out ones: a tenth of each class, at least one.
 
-    They do not depend on the recipe's seed: runs with other seeds are judged on the same images, and what is trained
-    further has never seen them.
+    They do not depend on the recipe's seed. So runs with other seeds are evaluated on the same images, and a model that
+    is trained further has never seen them.
     """
     order = np.random.default_rng(0).permutation(len(labels)).tolist()
     of_class: dict[int, list[int]] = {}
@@ -216,7 +216,7 @@ def _folder(folder: Path, recipe: Recipe) -> _Images:
 
 
 def _usual_size(images: ImageFolder) -> int:
-    """The side of small images, by the first one; 224 of others."""
+    """The side of small images, from the first one; 224 for others."""
     shorter = min(read_image(images.paths[0]).size)
     return shorter if shorter <= SMALL else USUAL_SIZE
 
@@ -231,7 +231,7 @@ def _transforms(recipe: Recipe, usual: int) -> tuple[ImageTransform, ImageTransf
 
 
 def _preprocessing(transform: ImageTransform) -> Preprocessing:
-    """What `rooftop classify` does, so that photographs go into the model as in validation."""
+    """The preprocessing of `rooftop classify`, which treats photographs as in validation."""
     margin = MARGIN if transform.augment.crop < 1 else 1.0
     return Preprocessing(round(transform.size * margin), transform.size)
 
@@ -240,7 +240,7 @@ def _preprocessing(transform: ImageTransform) -> Preprocessing:
 
 
 def _model(recipe: Recipe, family: Family, found: _Images) -> tuple[nn.Module, dict[str, Any]]:
-    """The model, and what its file of weights will say."""
+    """The model, and the metadata of its exported weights."""
     chosen, small = recipe.model, found.size <= SMALL
     name = chosen.name or (family.small if small else family.usual)
     entry = model_entry(name) if ":" not in name else None
@@ -269,7 +269,7 @@ def _model(recipe: Recipe, family: Family, found: _Images) -> tuple[nn.Module, d
 
 
 def _examples(found: _Images, model: nn.Module, device: torch.device) -> list[tuple[str, Image.Image]]:
-    """Some held-out images, with what the model takes them for."""
+    """Some held-out images with the model's predictions."""
     count = min(SHOWN, len(found.valid))
     numbers = [place * len(found.valid) // count for place in range(count)]
     images, labels = zip(*(found.valid[number] for number in numbers), strict=True)

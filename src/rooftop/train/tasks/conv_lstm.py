@@ -2,13 +2,13 @@
 
 --data is one of
 
-    digits       scikit-learn's digits, which bounce about in a frame; other videos in each epoch
+    digits       scikit-learn's digits, which bounce around in a frame; new videos in each epoch
     a video, or a folder of videos
                  clips of the first four fifths of each video; the last fifths are held out
 
-From digits the network of every frame learns by binary cross entropy, from videos the one of colour frames by the mean
-absolute error of the last. Metrics are of held-out sequences, made of digits that were not trained on; "copying" is the
-yardstick: the error where frame t + 1 is taken to be frame t.
+On digits, the network predicts every frame and learns by binary cross entropy. On videos, the colour network predicts
+the last frame and learns by mean absolute error. Metrics are computed on held-out sequences, with digits outside the
+training set. The baseline is "copying": the error if frame t is used as frame t + 1.
 """
 
 from __future__ import annotations
@@ -74,18 +74,18 @@ OF_VIDEOS_ON_GPU: Values = {
 
 
 def defaults(data: str | None, cuda: bool) -> Values:
-    """Of the recipe."""
+    """Defaults of the recipe."""
     if data in (None, DIGITS):
         return over(OF_DIGITS, OF_DIGITS_ON_GPU if cuda else {})
     return over(OF_VIDEOS, OF_VIDEOS_ON_GPU if cuda else {})
 
 
 def build(data: str | None, recipe: Recipe) -> Task:
-    """The task. Of model.options, `frames` is the length of a sequence and `together` how many digits are in it; the
-    others are the network's.
+    """Build the task. In model.options, `frames` is the length of a sequence and `together` the number of digits in it;
+    the others belong to the network.
 
     Raises:
-        InputError: no such video or folder, or too few frames in it.
+        InputError: a video or folder does not exist, or has too few frames.
         MissingExtraError: scikit-learn or PyAV is not installed.
     """
     options = {"frames": FRAMES, "together": 1, **recipe.model.options}
@@ -116,15 +116,14 @@ def build(data: str | None, recipe: Recipe) -> Task:
 
 
 class TrainedNetwork(NextFrameNetwork):
-    """A network of the next frame whose forward gives logits, as training needs them: each from its step and earlier
-    ones."""
+    """A next-frame network whose forward returns logits for training, each from its time step and earlier ones."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.logits(x, ahead=False)
 
 
 def next_frame_loss(model: nn.Module, videos: Tensor) -> Tensor:
-    """Of videos (N, T, H, W, C): binary cross entropy of every frame, or the mean absolute error of the last."""
+    """The loss of videos (N, T, H, W, C): binary cross entropy of all frames, or mean absolute error of the last."""
     logits = model(videos[:, :-1]).float()
     if logits.dim() == videos.dim():
         return F.binary_cross_entropy_with_logits(logits, videos[:, 1:])
@@ -132,8 +131,9 @@ def next_frame_loss(model: nn.Module, videos: Tensor) -> Tensor:
 
 
 def errors(model: nn.Module, videos: Tensor) -> dict[str, Tensor]:
-    """Of each video: cross entropy, absolute and squared error of what is predicted; cross entropy or absolute error
-    of copying."""
+    """For each video: cross entropy, absolute and squared error of the prediction; cross entropy or absolute error of
+    copying.
+    """
     logits = model(videos[:, :-1]).float()
     found = logits.sigmoid()
     every = found.dim() == videos.dim()
@@ -151,7 +151,9 @@ def errors(model: nn.Module, videos: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def settle_norms(samples: Samples, batch: int, model: nn.Module) -> None:
-    """The norms' statistics anew, as a mean over some videos: the running ones lag behind so short a training."""
+    """Recompute the norms' statistics as a mean over some videos, because running statistics lag behind in such a short
+    training.
+    """
     assert isinstance(model, NextFrameNetwork)
     norms = [norm for norm in model.norms if isinstance(norm, nn.BatchNorm2d)]
     momenta, training = [norm.momentum for norm in norms], model.training
@@ -183,10 +185,10 @@ class MovingDigits:
     """Videos of moving digits, (T, side, side, 1) in 0..1.
 
     Args:
-        numbers: of scikit-learn's digits, which move.
+        numbers: indices of the scikit-learn digits that move.
         count, frames, side, together: as of `moving_digits`.
         first_seed: of the first video.
-        drawn: whether a training sees other videos in each epoch.
+        drawn: whether a training sees new videos in each epoch.
     """
 
     def __init__(
@@ -222,7 +224,7 @@ class Clips:
         return self.clips[self.numbers[index]].pixels.permute(0, 2, 3, 1).contiguous()
 
     def name(self, index: int) -> str:
-        """The file, and where in it."""
+        """The file, and the position in it."""
         file, first = self.clips.place(self.numbers[index])
         return f"{self.clips.readers[file].source.name}, frame {first}"
 
@@ -256,7 +258,7 @@ def _videos(path: Path, frames: int, side: int) -> _Sequences:
 
 
 def _network(recipe: Recipe, options: dict[str, Any]) -> tuple[TrainedNetwork, dict[str, Any]]:
-    """The network, and what its file of weights will say."""
+    """The network, and the metadata of its exported weights."""
     name = "next_frame_network" if options["every_frame"] else "colour_next_frame_network"
     if recipe.model.name not in ("", name):
         raise InputError(f"model.name is {recipe.model.name!r}: these data are for {name}, so leave it out")
@@ -272,8 +274,9 @@ def _network(recipe: Recipe, options: dict[str, Any]) -> tuple[TrainedNetwork, d
 
 @torch.no_grad()
 def _examples(videos: Samples, model: nn.Module, device: torch.device) -> list[tuple[str, Image.Image]]:
-    """Of some held-out videos what came above, the next frame predicted from all before it, and below a roll-out, in
-    which all but the first half of the frames that the network sees are its own."""
+    """For some held-out videos, three rows: the actual frames; each frame predicted from all earlier ones; a roll-out,
+    in which the second half of the network's input is its own output.
+    """
     assert isinstance(model, NextFrameNetwork)
     shown = []
     for number in range(min(SHOWN, len(videos))):

@@ -2,14 +2,13 @@
 
 --data is one of
 
-    shapes       eight pictures of coloured shapes, learned by heart: whether network, losses and boxes belong together
-    new-shapes   pictures of shapes drawn anew for each step, judged on others; for a GPU
-    a folder     in COCO's format: annotations/instances_train*.json and instances_val*.json beside the folders of
-                 photographs that they are named after; or instances.json beside its photographs, of which a tenth is
-                 held out
+    shapes       eight pictures of coloured shapes to memorize: tests that network, losses and boxes fit together
+    new-shapes   new pictures of shapes at each step, evaluated on others; for a GPU
+    a folder in COCO's format: annotations/instances_train*.json and instances_val*.json beside the folders of
+    photographs with these names; or instances.json beside its photographs, of which a tenth is held out
 
-Shapes are found by a small network that learns from random numbers, those of a folder by a DETR on a ResNet-50.
-`judge` gives COCO's figures; the best checkpoint is that of the highest "AP".
+For shapes, the model is a small network with random initial weights; for a folder, a DETR on a ResNet-50. `judge`
+returns COCO's figures; the best checkpoint has the highest "AP".
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def build(data: str | None, recipe: Recipe) -> Task:
     """The task.
 
     Raises:
-        InputError: no such folder, annotations of another format, or a recipe that does not fit.
+        InputError: the folder does not exist, the annotations have another format, or the recipe does not fit.
         MissingExtraError: scipy or pycocotools is not installed, when they are needed.
     """
     generated = data in (None, BY_HEART, NEW)
@@ -110,7 +109,7 @@ def build(data: str | None, recipe: Recipe) -> Task:
 
 @dataclass(frozen=True)
 class DetectionLoss:
-    """The weighted sum of a DETR's losses, of images (3, H, W) each and their targets."""
+    """The weighted sum of a DETR's losses for images (3, H, W) and their targets."""
 
     criterion: SetCriterion
 
@@ -143,7 +142,7 @@ class _Pictures:
 
 
 class NewShapes:
-    """Pictures of shapes, other ones in each epoch: (image, target) as of a `CocoDataset`."""
+    """Pictures of shapes, new ones in each epoch: (image, target) like a `CocoDataset`."""
 
     def __init__(self, count: int, side: int) -> None:
         self.count, self.side = count, side
@@ -165,7 +164,7 @@ class NewShapes:
 
 
 class DrawnShapes(CocoDataset):
-    """So many pictures of shapes, in memory.
+    """A number of pictures of shapes, in memory.
 
     Args:
         seed: of the first picture's batch; the same seed gives the same pictures.
@@ -257,7 +256,7 @@ def _parted(whole: CocoDataset) -> tuple[CocoDataset, CocoDataset]:
 
 
 def _model(recipe: Recipe, found: _Pictures, generated: bool) -> tuple[Detr, dict[str, Any]]:
-    """The model, and what its file of weights will say."""
+    """The model, and the metadata of its exported weights."""
     name = recipe.model.name or ("detr_small" if generated else "detr_resnet50")
     if name not in BUILDERS:
         raise InputError(f"model.name is {name!r}: expected {', '.join(BUILDERS)}")
@@ -277,7 +276,7 @@ def _model(recipe: Recipe, found: _Pictures, generated: bool) -> tuple[Detr, dic
 
 
 def judged(found: _Pictures, batch: int, model: nn.Module, device: torch.device) -> dict[str, float]:
-    """COCO's figures on the held-out pictures; those of sizes that no object has are left out."""
+    """COCO's figures on the held-out pictures; those for sizes without objects are left out."""
     figures = average_precision(found.valid, find(model, found.valid, range(len(found.valid)), batch, device))
     return {name: value for name, value in figures.items() if value >= 0 or name == "AP"}
 
@@ -286,7 +285,7 @@ def judged(found: _Pictures, batch: int, model: nn.Module, device: torch.device)
 def find(
     model: nn.Module, pictures: CocoDataset, numbers: Sequence[int], batch: int, device: torch.device
 ) -> list[Detections]:
-    """What a network in evaluation mode finds on each picture, in the pixels of its file, on the CPU."""
+    """The objects that a network in evaluation mode finds on each picture, in pixels of its file, on the CPU."""
     found: list[Detections] = []
     for start in range(0, len(numbers), batch):
         those = numbers[start : start + batch]
@@ -297,7 +296,7 @@ def find(
 
 
 def _examples(found: _Pictures, model: nn.Module, device: torch.device) -> list[tuple[str, Image.Image]]:
-    """Some held-out pictures: left with their true boxes, right with what is found."""
+    """Some held-out pictures: left with their true boxes, right with the detected ones."""
     numbers = range(min(SHOWN, len(found.valid)))
     detections = find(model, found.valid, numbers, SHOWN, device)
     return [

@@ -1,15 +1,15 @@
-"""A task by its name: `resnet`, which is built in, or `my_pkg.task:build`, which a user wrote.
+"""Finds a task by name: a built-in one such as `resnet`, or the user's own, `my_pkg.task:build`.
 
     build, defaults = find_task("resnet", data="digits")
     recipe = Recipe.of(defaults)
     task = build("digits", recipe)
 
-A module of a task has `build(data, recipe)` and, if it likes, defaults of its recipe:
+The module of a task has `build(data, recipe)` and optionally defaults of its recipe:
 
     RECIPE         values by section and name, on any device
-    RECIPE_CUDA    what replaces them on a GPU, value by value: bf16, channels_last, larger batches
+    RECIPE_CUDA    values that replace them on a GPU: bf16, channels_last, larger batches
     defaults(data, cuda)
-                   in place of both, where the values also depend on the data
+                   instead of both, if the values also depend on the data
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ OWN = "my_pkg.task:build"
 
 
 def find_task(name: str, data: str | None = None, device: str = "cpu") -> tuple[Build, Values]:
-    """What builds a task, and the defaults of its recipe.
+    """Return the function that builds a task, and the defaults of its recipe.
 
     Args:
         name: of a built-in task; of a model that one of them trains, e.g. "resnet50"; or `my_pkg.task:build` or
             `my_pkg/task.py:build`.
-        data: what --data says; defaults may depend on it.
-        device: "cpu" or "cuda", where it will be trained.
+        data: the value of --data; defaults may depend on it.
+        device: "cpu" or "cuda", the device of the training.
 
     Raises:
-        TargetError: no such task, module or function; defaults of another form. What `build` returns is checked when it
-            is called: a TargetError too if that is no `Task`.
+        TargetError: the task, module or function does not exist, or the defaults have another form. When `build` is
+        called, it also raises TargetError if it returns something other than a `Task`.
         ModelRunError: the user's module raised while it was imported; or, when it is called, `build` did.
     """
     cuda = device.startswith("cuda")
@@ -60,7 +60,7 @@ def find_task(name: str, data: str | None = None, device: str = "cpu") -> tuple[
 
 
 def over(values: Values, others: Values) -> dict[str, dict[str, Any]]:
-    """Values of a recipe, and others that replace them, by section and name."""
+    """Merge values of a recipe with others that replace them, by section and name."""
     sections = dict.fromkeys((*values, *others))
     return {section: {**values.get(section, {}), **others.get(section, {})} for section in sections}
 

@@ -1,4 +1,4 @@
-"""The task `hybrid`: images classified by convolutions on fine maps and attention on coarse ones.
+"""The task `hybrid`: image classification by convolutions on fine maps and attention on coarse maps.
 
 rooftop train hybrid --data digits
 rooftop train hybrid --data photographs/ --set model.name=hybrid_s
@@ -30,10 +30,10 @@ DIGITS: Values = {
 
 
 def defaults(data: str | None, cuda: bool) -> Values:
-    """Of the recipe; for folders those of a Swin transformer, which its half with attention needs."""
+    """Defaults of the recipe; for folders those of a Swin transformer, because of the attention layers."""
     return defaults_by_data(data, cuda, of_digits=DIGITS, of_folders=FOLDERS, of_folders_on_gpu=FOLDERS_ON_GPU)
 
 
 def build(data: str | None, recipe: Recipe) -> Task:
-    """The task; `data` and errors as in `rooftop.train.tasks.classification`."""
+    """Build the task; `data` and errors as in `rooftop.train.tasks.classification`."""
     return classification(data, recipe, FAMILY)

@@ -1,4 +1,4 @@
-"""The task `resnet`: images classified by a ResNet, ResNeXt or Wide ResNet.
+"""The task `resnet`: image classification by a ResNet, ResNeXt or Wide ResNet.
 
 rooftop train resnet --data digits
 rooftop train resnet --data photographs/ --set model.name=resnet50
@@ -33,10 +33,10 @@ FOLDERS_ON_GPU: Values = {"run": {"batch": 256}, "optimizer": {"lr": 0.1}}
 
 
 def defaults(data: str | None, cuda: bool) -> Values:
-    """Of the recipe."""
+    """Defaults of the recipe."""
     return defaults_by_data(data, cuda, of_digits=DIGITS, of_folders=FOLDERS, of_folders_on_gpu=FOLDERS_ON_GPU)
 
 
 def build(data: str | None, recipe: Recipe) -> Task:
-    """The task; `data` and errors as in `rooftop.train.tasks.classification`."""
+    """Build the task; `data` and errors as in `rooftop.train.tasks.classification`."""
     return classification(data, recipe, FAMILY)

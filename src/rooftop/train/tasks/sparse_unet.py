@@ -1,14 +1,14 @@
-"""The task `sparse_unet`: points of a cloud labelled by a U-Net of sparse convolutions.
+"""The task `sparse_unet`: labelling the points of a cloud by a U-Net of sparse convolutions.
 
 --data is one of
 
-    scans, scans:street    streets made up and scanned by a simulated LiDAR
+    scans, scans:street    generated streets, scanned by a simulated LiDAR
     scans:room             rooms
 
-Points are put into cubes, and the network labels each cube that has points. Each training scan is turned, mirrored and
-scaled at random each time, and one in five has no intensities: so clouds without can be labelled. Other scenes are held
-out: "accuracy" is the share of their voxels that are labelled rightly, a mean over scans; `judge` gives the
-intersection over union of each class over all points, and its mean "mIoU", by which the best checkpoint is chosen.
+Points are put into cubes, and the network labels each cube that has points. Each training scan is randomly turned,
+mirrored and scaled each time. One in five has no intensities, so that the network can also label clouds without them.
+Other scenes are held out. "accuracy" is the share of correctly labelled voxels, a mean over scans. `judge` returns the
+intersection over union of each class over all points, and its mean "mIoU", which selects the best checkpoint.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def defaults(data: str | None, cuda: bool) -> Values:
 
 
 def build(data: str | None, recipe: Recipe) -> Task:
-    """The task. model.options are those of `Options`.
+    """Build the task. model.options are those of `Options`.
 
     Raises:
         InputError: other data, or options that are not known.
@@ -107,14 +107,14 @@ def build(data: str | None, recipe: Recipe) -> Task:
 
 @dataclass(frozen=True)
 class Options:
-    """What model.options may have.
+    """The settings in model.options.
 
     Attributes:
         beams, turn: of the scanner, and its steps of a turn.
-        scans, held_out: how many are trained on, again and again, and how many are not.
+        scans, held_out: number of scans to train on, and of held-out scans.
         planes: channels of a `SparseUNet`; none: a MinkUNet18.
-        voxel_m: edge of a cube; 0: what suits the setting.
-        fine: whether that is a small one.
+        voxel_m: edge of a cube; 0: the default of the setting.
+        fine: whether this default is a small one.
     """
 
     beams: int = 32
@@ -141,8 +141,8 @@ class Rows(NamedTuple):
     """Points of B clouds, ready for `voxels_of`.
 
     Attributes:
-        points: float32 (N, 3 + 1 + FEATURES + 1): place in voxels, number of the cloud, features, and the label + 1,
-            or 0 where none is known.
+        points: float32 (N, 3 + 1 + FEATURES + 1): place in voxels, number of the cloud, features, and the label + 1, or
+        0 if unknown.
         sizes: of the grid, in voxels.
         clouds: B.
     """
@@ -157,7 +157,7 @@ class Voxels(NamedTuple):
 
     Attributes:
         sites: V voxels with FEATURES channels.
-        labels: int64 (V,), the most frequent label of its points; -1 where none is known.
+        labels: int64 (V,), the most frequent label of its points; -1 if unknown.
         of_point: int64 (N,), the voxel of each point, cloud after cloud.
     """
 
@@ -167,7 +167,7 @@ class Voxels(NamedTuple):
 
 
 def heights(xyz: Tensor) -> Tensor:
-    """(N,) float32, in metres above the ground, which is taken to be where a hundredth of the points lie below."""
+    """(N,) float32, in metres above the ground, which is the height that 1% of the points are below."""
     z = xyz[:, 2]
     return (z - z.kthvalue(1 + len(z) // 100).values).float()
 
@@ -218,10 +218,10 @@ class Scans:
     """Simulated scans as `rows_of` gives them.
 
     Args:
-        setting: what is scanned, and how.
+        setting: the kind of scene and scanner.
         first_seed, count: of the scans.
         voxel_m: edge of a cube.
-        changing: whether a training sees each scan varied.
+        changing: whether a training varies each scan at random.
     """
 
     def __init__(self, setting: Setting, first_seed: int, count: int, voxel_m: float, changing: bool = False) -> None:
@@ -239,7 +239,7 @@ class Scans:
         return rows_of(varied(cloud, generator) if self.changing else cloud, self.voxel_m)
 
     def class_weights(self) -> Tensor:
-        """(classes,): what is rare counts more, though not in full."""
+        """(classes,): rare classes count more, but not in full inverse proportion."""
         classes = len(self.setting.classes)
         counts = torch.stack([torch.bincount(scan.labels, minlength=classes) for scan in self.scans]).sum(0)
         return (counts / counts.sum()).clamp(min=1e-4).rsqrt()
@@ -258,7 +258,7 @@ def varied(cloud: Cloud, generator: np.random.Generator) -> Cloud:
 
 
 def network(classes: int, planes: Sequence[int]) -> SparseUNet | MinkUNet:
-    """Of these planes; without, a MinkUNet18."""
+    """A network with these planes; without planes, a MinkUNet18."""
     return SparseUNet(FEATURES, classes, tuple(planes)) if planes else minkunet18(FEATURES, classes)
 
 
@@ -275,7 +275,7 @@ class SiteLoss:
 
 
 def accuracies(model: nn.Module, rows: Rows) -> dict[str, Tensor]:
-    """Of each cloud the share of its voxels that are labelled rightly."""
+    """For each cloud, the share of its voxels that are labelled correctly."""
     voxels = voxels_of(rows)
     right = (model(voxels.sites).features.argmax(1) == voxels.labels).double()
     cloud = voxels.sites.indices[:, 0].long()
@@ -298,12 +298,12 @@ def labelled(model: nn.Module, cloud: Cloud, voxel_m: float, device: torch.devic
 
 
 def confusion(truth: Tensor, said: Tensor, classes: int) -> Tensor:
-    """How many points of each class (rows) were said to be of each (columns)."""
+    """Confusion matrix: number of points of each class (rows) by predicted class (columns)."""
     return torch.bincount(truth * classes + said, minlength=classes * classes).view(classes, classes)
 
 
 def overlaps(counts: Tensor) -> Tensor:
-    """Intersection over union of each class; NaN for one that no point is of or was said to be of."""
+    """Intersection over union of each class; NaN if a class has neither true nor predicted points."""
     hit = counts.diagonal()
     return hit / (counts.sum(0) + counts.sum(1) - hit)
 
@@ -321,7 +321,7 @@ def judged(scans: Scans, model: nn.Module, device: torch.device) -> dict[str, fl
 
 
 def _examples(scans: Scans, model: nn.Module, device: torch.device) -> list[tuple[str, Image.Image]]:
-    """Held-out scenes: what the points are, what the network says, and where it errs."""
+    """Held-out scenes: true labels, predicted labels, and errors."""
     shown = []
     for scan in scans.scans[:SHOWN]:
         said = labelled(model, scan.cloud(), scans.voxel_m, device)
@@ -331,7 +331,7 @@ def _examples(scans: Scans, model: nn.Module, device: torch.device) -> list[tupl
 
 
 def drawn(cloud: Cloud, said: Tensor, setting: Setting) -> Image.Image:
-    """What the points are (by height where that is not known), what they were said to be, and which of them wrongly."""
+    """True labels of the points (height if unknown), predicted labels, and the errors."""
     xyz, said = cloud.xyz.cpu(), said.cpu()
     intensity, truth = (None if each is None else each.cpu() for each in cloud[1:])
     palette = torch.tensor(list(setting.classes.values()), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The task `swin`: images classified by a Swin transformer.
+"""The task `swin`: image classification by a Swin transformer.
 
 rooftop train swin --data digits
 rooftop train swin --data photographs/ --set model.name=swin_s
@@ -41,10 +41,10 @@ GPU: Values = {"run": {"precision": "bf16"}}
 
 
 def defaults(data: str | None, cuda: bool) -> Values:
-    """Of the recipe."""
+    """Defaults of the recipe."""
     return defaults_by_data(data, cuda, of_digits=DIGITS, of_folders=FOLDERS, of_folders_on_gpu=FOLDERS_ON_GPU, gpu=GPU)
 
 
 def build(data: str | None, recipe: Recipe) -> Task:
-    """The task; `data` and errors as in `rooftop.train.tasks.classification`."""
+    """Build the task; `data` and errors as in `rooftop.train.tasks.classification`."""
     return classification(data, recipe, FAMILY)

@@ -1,4 +1,4 @@
-"""A task: what `rooftop train` trains. A model, its loss, its data and its metrics.
+"""The task of `rooftop train`: a model, its loss, its data and its metrics.
 
 # my_pkg/task.py: rooftop train my_pkg.task:build --data FOLDER
 RECIPE = {"run": {"epochs": 5}, "optimizer": {"name": "adamw", "lr": 1e-3}}
@@ -31,28 +31,28 @@ from rooftop.data.samples import Samples
 
 @dataclass
 class Task:
-    """What is trained.
+    """A model to train, with its loss, data and metrics.
 
     Attributes:
-        model: on the CPU, in float32; the loop does to it what the recipe's section `model` says, and moves it.
-        train: `train[i]` is a sample. If it has `draw(index, generator)`, that is called in its place, with a
-            `numpy.random.Generator` of (seed, epoch, index): so augmentation is the same for any number of workers.
-        loss: of a batch on the device, the mean over its samples, (). The model is in training mode. It is also called
-            for validation, in evaluation mode without gradients.
-        valid: samples to judge the model on; None: none.
-        metrics: of a batch on the device, in evaluation mode: name to values of samples, (N,); the loop takes the mean
-            over all samples.
-        judge: metrics that are no means, of the whole validation data, e.g. COCO's; called on rank 0.
-        best: the metric by which a checkpoint is the best; "loss" is the validation loss. maximize: whether more is
+        model: on the CPU, in float32; the loop applies the recipe's section `model`, and moves it to the device.
+        train: `train[i]` is a sample. If it has `draw(index, generator)`, that is called instead, with a
+        `numpy.random.Generator` of (seed, epoch, index), so augmentation is the same for any number of workers.
+        loss: the mean loss over the samples of a batch on the device, (). The model is in training mode. For validation
+        the loss is also called in evaluation mode without gradients.
+        valid: samples for evaluation; None: no evaluation.
+        metrics: for a batch on the device, in evaluation mode: a dict from name to values of samples, (N,); the loop
+        computes the mean over all samples.
+        judge: metrics of the whole validation data that are not means, e.g. COCO's; called on rank 0.
+        best: the metric that selects the best checkpoint; "loss" is the validation loss. maximize: whether more is
             better.
         collate: samples to a batch.
         alter: changes a training batch on the device, e.g. mixup: (batch, places, generator_of) -> batch; `places` (N,)
             int64 on the CPU holds each sample's place in the whole batch of the step, so that the change does not
             depend on the number of ranks; `generator_of(place)` gives a numpy Generator of (seed, step, place).
         settle: called with the model after the last step, before the last evaluation.
-        examples: pictures of what the model does, for the page: (model, device) -> (caption, picture) of each.
-        metadata: what a file of exported weights says beside the tensors, e.g. {"model": "resnet18", "classes": ...}.
-        unit: what a sample is called, in the plural.
+        examples: example pictures for the page: (model, device) -> (caption, picture) of each.
+        metadata: metadata of exported weights, e.g. {"model": "resnet18", "classes": ...}.
+        unit: name of samples, in the plural.
     """
 
     model: nn.Module

@@ -1,8 +1,8 @@
 """Chooses the sequences of a step, as a function of only the seed, the step and the place in the batch.
 
-So every layout and every micro-batch size sees the same sequences, and a resumed training sees those that would have
-come. The tokens are cut into sequences of one length. A pass takes each sequence once, in its own order. In a mixture,
-each row makes as many passes as its share needs.
+So every layout and every micro-batch size sees the same sequences, and a resumed training sees the same ones as without
+the interruption. The tokens are cut into sequences of one length. A pass takes each sequence once, in its own order. In
+a mixture, each row makes as many passes as its share needs.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Batches:
 def shuffled(place: int, count: int, key: str) -> int:
     """Return the number at a place in a permutation of 0 to count - 1 that the key determines.
 
-    No list is made: a Feistel network permutes the smallest power of four that has room, and is applied until the
+    No list is created: a Feistel network permutes the smallest power of four that has room, and is applied until the
     number is in range. Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains".
     """
     half = max(1, -(-(count - 1).bit_length() // 2))

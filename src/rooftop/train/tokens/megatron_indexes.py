@@ -2,14 +2,14 @@
 
 | bytes | of | |
 |---|---|---|
-| 9 | `MMIDIDX`, 0, 0 | which format it is |
+| 9 | `MMIDIDX`, 0, 0 | the format |
 | 8 | uint64 | its version, 1 |
 | 1 | uint8 | the dtype of the tokens, by `DTYPES` |
 | 8, 8 | uint64 | sequences; entries of the document index |
 | 4 each | int32 | tokens of each sequence |
 | 8 each | int64 | the byte at which each begins in the other file |
-| 8 each | int64 | the first sequence of each document, and behind the last one |
-| 1 each | int8 | in multimodal data alone: the mode of each sequence |
+| 8 each | int64 | the first sequence of each document, then the end of the last one |
+| 1 each | int8 | only in multimodal data: the mode of each sequence |
 
 All are little-endian. Source: Megatron-LM, `megatron/core/datasets/indexed_dataset.py`.
 """

@@ -1,10 +1,10 @@
 """Mixtures: several rows of tokens, each with its share of the sequences.
 
-    mixture = open_mixture(["0.7", "books/", "0.3", "code.bin"])    # as Megatron-LM's --data-path has it
-    mixture = open_mixture(["books/", "code.bin"])                  # by how many sequences each has
+    mixture = open_mixture(["0.7", "books/", "0.3", "code.bin"])    # as in Megatron-LM's --data-path
+    mixture = open_mixture(["books/", "code.bin"])                  # weighted by their numbers of sequences
 
-The weights alone determine which sequence comes from which row (`proportions`): after any number of sequences, each row
-has had its share to within one sequence. A row that is used up early starts again, in another order.
+The weights alone determine which sequence comes from which row (`proportions`): after any number of sequences, the
+count of each row is within one sequence of its share. A row that is used up early starts again, in another order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Detects the integer type of a file of tokens without a header, from a sample of its numbers.
 
 If 32-bit tokens are read as 16 bits, every second number is the upper half of a token: 0, or a small number for
-vocabularies above 65,536. Read rightly, every place is like its neighbours. So the means of even and odd places decide:
+vocabularies above 65,536. At the right width, every place is like its neighbours. So the means of even and odd places
+decide:
 
 | of each pair of halves | mean of the upper by that of the lower |
 |---|---|

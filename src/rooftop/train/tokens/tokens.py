@@ -2,7 +2,7 @@
 
 | path | tokens |
 |---|---|
-| `.bin` | integers, by Megatron-LM's index, llm.c's header, or what is seen of them (`token_files`) |
+| `.bin` | integers, by Megatron-LM's index, llm.c's header, or detection (`token_files`) |
 | `.idx`, or a name without either | Megatron-LM's pair |
 | `.npy` | of NumPy: one dimension, integers |
 | `.parquet`, `.arrow`, a folder of these | a data set of Hugging Face (`token_tables`) |
@@ -83,8 +83,9 @@ class Tokens:
         return torch.from_numpy(found)
 
     def fingerprint(self) -> str:
-        """A hash of the number of tokens and of samples of them. Other data have another hash, almost surely, unless
-        they differ only in few places."""
+        """A hash of the number of tokens and of samples of them. Different data almost surely have different hashes,
+        unless they differ only in a few places.
+        """
         digest = blake2b(str(len(self)).encode(), digest_size=16)
         last = max(0, len(self) - LOOKED_AT)
         for start in sorted({round(last * part / (PLACES - 1)) for part in range(PLACES)}):

@@ -18,7 +18,7 @@ TRAINED_ON = 1500  # of scikit-learn's 1797 digits
 
 @cache
 def digits() -> tuple[Tensor, Tensor]:
-    """All digits, (1797, 8, 8) float32 in 0..1, and which they are, (1797,) int64.
+    """All digits, (1797, 8, 8) float32 in 0..1, and their classes, (1797,) int64.
 
     Raises:
         MissingExtraError: scikit-learn is not installed.
@@ -32,10 +32,10 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def moving_digits(images: Tensor, count: int, frames: int, side: int, together: int, seed: int) -> Tensor:
-    """Videos of digits that move straight on and bounce at the edges; where two meet, the brighter shows.
+    """Videos of digits that move straight and bounce at the edges; where two overlap, the brighter one shows.
 
     Args:
-        images: (M, 8, 8) in 0..1, of which digits are drawn; the videos are on their device.
+        images: (M, 8, 8) in 0..1, from which digits are drawn; the videos are on the same device.
         count, frames: N videos of T frames.
         side: of the square frames in pixels; a digit is three eighths as large.
         together: how many digits in each video.

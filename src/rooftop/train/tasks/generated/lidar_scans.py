@@ -1,11 +1,12 @@
-"""Simulated LiDAR scans of streets and rooms, each point labelled by what it hit.
+"""Simulated LiDAR scans of streets and rooms, with a label for each point.
 
-A scene is boxes, cylinders and ellipsoids, made up anew for each seed by lidar_scenes.py. A scanner turns: beams above
-each other measure at each of its steps. `cast` finds what each ray hits first, in plain PyTorch, on any device.
+A scene consists of boxes, cylinders and ellipsoids, generated for each seed by lidar_scenes.py. A scanner turns, and
+its vertically stacked beams measure at each step. `cast` finds the first hit of each ray, in plain PyTorch, on any
+device.
 
-What makes scans hard is simulated too: ranges have noise, dark and slanting surfaces send too little light back and
-are lost, foliage lets rays in, a street is seen from one place only, and seldom stands upright in the scanner's frame.
-The same seed gives the same scene everywhere, and the same scan on the same kind of device.
+The difficulties of real scans are simulated too: ranges have noise, dark and slanted surfaces reflect too little light
+and are lost, rays enter foliage, a street is seen from only one place, and the scanner is rarely level. The same seed
+gives the same scene everywhere, and the same scan on the same kind of device.
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ def as_tensors(solids: Sequence[Solid], chance: Random, device: torch.device) ->
 
 
 class Hits(NamedTuple):
-    """What R rays hit first.
+    """The first hits of R rays.
 
     Attributes:
-        distance: float32 (R,), in metres; infinite where a ray hits nothing.
+        distance: float32 (R,), in metres; infinite if a ray hits nothing.
         solid: int64 (R,), row of the solids.
         cosine: float32 (R,), of the angle between the ray and the surface's normal, 0..1.
     """
@@ -91,14 +92,15 @@ class Hits(NamedTuple):
 
 
 def cast(solids: Solids, origin: Tensor, directions: Tensor) -> Hits:
-    """What rays from one place, float32 (3,), hit first: unit vectors (R, 3). Solids around the place are not hit.
+    """Find the first hits of rays, unit vectors (R, 3), from one place, float32 (3,). Solids around the place are not
+    hit.
 
     In coordinates in which a solid is a cube of -1..1, or a cylinder or ball of radius 1, a ray is still a line with
-    the same parameter. It is within each of these while it is within all of the slabs, discs and balls that they are
-    made of: an interval each, and the solid is hit where the last of them begins, if none has ended before.
+    the same parameter. Each solid is an intersection of slabs, discs and balls, and the ray is inside each of these for
+    one interval. The ray hits the solid where the last interval begins, if none has ended before.
 
-    Rays are taken by sectors, of as many rays each, with the solids that reach into their sector. So rays had better
-    be in the order of their headings. Waits for the device once, to know which solids these are.
+    Rays are processed in sectors of equal size, with the solids that reach into each sector. So rays should be ordered
+    by heading. Waits for the device once, to find these solids.
     """
     parts = directions.chunk(SECTORS)
     reaching = torch.stack([_reaches(solids, origin, part) for part in parts]).cpu()
@@ -107,7 +109,7 @@ def cast(solids: Solids, origin: Tensor, directions: Tensor) -> Hits:
 
 
 def _reaches(solids: Solids, origin: Tensor, directions: Tensor) -> Tensor:
-    """(S,): whether some of these rays could hit the solid, by what it and they are when seen from above."""
+    """(S,): whether some of these rays could hit the solid, judged from above."""
     flat = torch.nn.functional.normalize(directions[:, :2], dim=1)
     middle = torch.nn.functional.normalize(flat.mean(0), dim=0)
     wide = (flat @ middle).min().clamp(-1, 1).acos()
@@ -150,7 +152,7 @@ def _unit_rays(solids: Solids, those: Tensor, origin: Tensor, directions: Tensor
 
 
 def _within(kind: int, o: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    """From where to where each ray is in a unit solid; the other way round if nowhere. (R, S) of (R, S, 3)."""
+    """Start and end of each ray inside a unit solid, (R, S) from (R, S, 3); reversed if the ray misses it."""
     if kind == BOX:
         return _slabs(o, d)
     if kind == ELLIPSOID:
@@ -165,7 +167,9 @@ def _slabs(o: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ball(o: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a ball in as many dimensions. From the point that is nearest to its centre: exact also from afar."""
+    """The same for a ball in any number of dimensions. Computed from the point nearest to its centre, so it is exact
+    from afar.
+    """
     square = (d * d).sum(-1)
     middle = -(o * d).sum(-1) / square
     nearest = o + middle[..., None] * d
@@ -175,7 +179,7 @@ def _ball(o: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unit_normal(at: Tensor, solid: Tensor, solids: Solids) -> Tensor:
-    """Of the unit solids at points (R, 3) of their surfaces; of any length."""
+    """Normals of the unit solids at points (R, 3) of their surfaces, of any length."""
     boxes, cylinders, _ = solids.kinds
     size = at.abs()
     cube = torch.where(size == size.amax(1, keepdim=True), at, 0)
@@ -197,10 +201,10 @@ class Scanner:
         beams: above each other, at equal angles.
         steps: of a turn.
         lowest_deg, highest_deg: elevations of the beams.
-        farthest_m: what lies farther is not measured.
+        farthest_m: anything farther is not measured.
         noise_m: standard deviation of a range.
-        weakest: share of light that comes back from half of `farthest_m` of which every second ray is lost.
-        lost: share of rays that are lost for no reason.
+        weakest: share of reflected light at which every second ray from half of `farthest_m` is lost.
+        lost: share of rays that are lost at random.
     """
 
     beams: int
@@ -221,7 +225,7 @@ class Scanner:
 
 
 class Scan(NamedTuple):
-    """A cloud of N points of which all is known.
+    """A cloud of N points with known labels.
 
     Attributes:
         xyz, intensity, labels: as of a `Cloud`; coordinates are float32.
@@ -236,9 +240,9 @@ class Scan(NamedTuple):
 
 
 def scan(solids: Solids, scanner: Scanner, places: Tensor, seed: int) -> Scan:
-    """What the scanner measures from each of the places (K, 3), in one frame. On the solids' device.
+    """Scan from each of the places (K, 3) into one frame, on the solids' device.
 
-    Waits for the device: how many rays come back depends on the scene.
+    Waits for the device: the number of returned rays depends on the scene.
     """
     device = places.device
     chance = torch.Generator(device).manual_seed(seed)
@@ -267,14 +271,14 @@ def scan(solids: Solids, scanner: Scanner, places: Tensor, seed: int) -> Scan:
 
 @dataclass(frozen=True)
 class Setting:
-    """A kind of scene and how it is scanned.
+    """A kind of scene and its scanner.
 
     Attributes:
         classes: their names and colours, by number.
-        build: makes up solids, and places of the scanner.
-        scanner: what it is scanned with.
+        build: generates solids, and places of the scanner.
+        scanner: the scanner.
         tilt_deg: standard deviation of the scanner's pitch and of its roll.
-        lid: the class that is left out of pictures, since it hides the others; -1 for none.
+        lid: the class that is left out of pictures, because it hides the others; -1 for none.
     """
 
     classes: dict[str, Colour]
@@ -291,7 +295,7 @@ SETTINGS = {
 
 
 def simulate(setting: Setting, seed: int, device: torch.device | str = "cpu") -> Scan:
-    """A scan of a scene that this seed makes up, in a frame with any heading. Waits for the device."""
+    """Scan a scene generated from this seed, in a frame with random heading. Waits for the device."""
     device, chance = torch.device(device), Random(seed)
     solids, places = setting.build(chance)
     found = scan(as_tensors(solids, chance, device), setting.scanner, torch.tensor(places).to(device), seed)

@@ -1,7 +1,7 @@
-"""Streets and rooms made up of boxes, cylinders and ellipsoids, new ones for each seed.
+"""Generates streets and rooms from boxes, cylinders and ellipsoids, new ones for each seed.
 
-`street` and `room` give the solids of a scene, and where a scanner stands in it. A thing (a car, a tree, a chair) is a
-list of solids around its own origin, and `placed` puts it somewhere. The same seed gives the same scene everywhere.
+`street` and `room` return the solids of a scene, and the places of its scanner. An object (a car, a tree, a chair) is a
+list of solids around its own origin, and `placed` moves it to a place. The same seed gives the same scene everywhere.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Place = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Material:
-    """What comes back from a surface.
+    """The reflection of a surface.
 
     Attributes:
-        least, most: of the share of light that it reflects; each solid has one between them.
-        depth_m: how deep rays get into it on average before something reflects them: foliage.
+        least, most: range of the share of reflected light; each solid has a value in it.
+        depth_m: average depth at which something inside reflects the rays, for foliage.
     """
 
     least: float
@@ -47,8 +47,8 @@ class Solid:
         label: number of its class.
         center: x, y and z, in metres.
         half: half of its length, width and height, in metres.
-        material: what it is made of.
-        yaw: turned by so much about the upright, in radians.
+        material: material of the surface.
+        yaw: rotation about the vertical axis, in radians.
     """
 
     kind: int
@@ -60,7 +60,7 @@ class Solid:
 
 
 def placed(solids: Iterable[Solid], x: float, y: float, yaw: float = 0.0, z: float = 0.0) -> list[Solid]:
-    """A thing, of which the solids are parts around its own origin, turned and moved there."""
+    """Turn an object, given as solids around its own origin, and move it to a place."""
     c, s = math.cos(yaw), math.sin(yaw)
     return [
         replace(
@@ -128,7 +128,7 @@ def vehicle(chance: Random) -> list[Solid]:
 
 
 def person(chance: Random) -> list[Solid]:
-    """Who stands or walks towards x."""
+    """A person who stands or walks towards x."""
     tall = chance.uniform(1.5, 1.9)
     step = chance.uniform(0, 0.25)
     legs, chest = 0.47 * tall, 0.83 * tall
@@ -202,7 +202,7 @@ def house(chance: Random, wide: float, deep: float) -> list[Solid]:
 
 
 def block(chance: Random, left: float, right: float, curb: float, walk: float) -> list[Solid]:
-    """What lies between two crossings, left to right, beyond the curb at y = curb."""
+    """The block between two crossings, left to right, beyond the curb at y = curb."""
     front = curb + walk
     middle, half = (left + right) / 2, (right - left) / 2
     parts = [
@@ -242,7 +242,7 @@ def block(chance: Random, left: float, right: float, curb: float, walk: float) -
 
 
 def street(chance: Random) -> tuple[list[Solid], list[Place]]:
-    """A street along x, perhaps with a crossing, and the scanner on a car in the right lane of it."""
+    """A street along x, possibly with a crossing, and the scanner on a car in its right lane."""
     half = chance.uniform(5.2, 7.5)
     walk = chance.uniform(2.0, 3.8)
     crossing = chance.uniform(-30, 30) if chance.random() < 0.6 else 200.0
@@ -300,7 +300,7 @@ def table(chance: Random) -> list[Solid]:
 
 
 def chair(chance: Random) -> list[Solid]:
-    """Who sits on it looks towards x."""
+    """A chair whose sitter faces x."""
     a, seat = chance.uniform(0.19, 0.24), chance.uniform(0.42, 0.48)
     back = chance.uniform(0.8, 1.0)
     parts = [
@@ -322,7 +322,7 @@ def chair(chance: Random) -> list[Solid]:
 
 
 def sofa(chance: Random) -> list[Solid]:
-    """Its back lies on y = 0, and who sits on it looks towards y."""
+    """A sofa with its back at y = 0, facing y."""
     a, deep = chance.uniform(0.5, 1.1), chance.uniform(0.75, 0.95)
     back, arm = chance.uniform(0.7, 0.9), chance.uniform(0.55, 0.65)
     return [
@@ -352,7 +352,7 @@ def shelf(chance: Random) -> list[Solid]:
 
 
 def lamp(chance: Random, ceiling: float) -> list[Solid]:
-    """One that stands on the floor, or hangs from the ceiling."""
+    """A lamp that stands on the floor, or hangs from the ceiling."""
     shade = chance.uniform(0.14, 0.22)
     if chance.random() < 0.5:
         tall = chance.uniform(1.4, 1.7)
@@ -423,7 +423,7 @@ def _moved(along: float, out: float, x: float, y: float, yaw: float) -> tuple[fl
 
 
 class _Floor:
-    """Which round places of a floor of half-sizes a and b are taken."""
+    """The occupied circles on a floor of half-sizes a and b."""
 
     def __init__(self, a: float, b: float, chance: Random) -> None:
         self.a, self.b, self.chance = a, b, chance
@@ -433,14 +433,14 @@ class _Floor:
         return abs(x) + radius < self.a and abs(y) + radius < self.b
 
     def take(self, x: float, y: float, radius: float) -> bool:
-        """Whether the place was free; it is not any more."""
+        """Occupy a place; return whether it was free."""
         free = all(math.hypot(x - u, y - v) > radius + r for u, v, r in self.taken)
         if free:
             self.taken.append((x, y, radius))
         return free
 
     def find(self, radius: float) -> tuple[float, float] | None:
-        """A free place, taken now; None where none was found."""
+        """Find and occupy a free place; None if none was found."""
         for _ in range(50):
             x, y = (self.chance.uniform(-1, 1) * max(0.0, size - radius) for size in (self.a, self.b))
             if self.take(x, y, radius):

@@ -1,9 +1,9 @@
-"""Pictures of coloured shapes with their boxes, in COCO's format: something small to train a detector on.
+"""Pictures of coloured shapes with their boxes, in COCO's format: a small data set for training a detector.
 
 Circles, squares and triangles, one to four in a picture, on a noisy background. `draw` makes a batch on any device and
-never waits for it: how many shapes a picture has is drawn on the host, the rest on the device. The same seed gives the
-same pictures on the same kind of device. `write` puts a batch into a folder, as PNG files with instances.json beside
-them, which `rooftop.models.CocoDataset` reads.
+never waits for it: the number of shapes in a picture is drawn on the host, everything else on the device. The same seed
+gives the same pictures on the same kind of device. `write` puts a batch into a folder, as PNG files with instances.json
+beside them, which `rooftop.models.CocoDataset` reads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Shapes(NamedTuple):
         images: float32 (B, 3, side, side), 0..1.
         labels: int64 (B, MOST), numbers of `NAMES`.
         boxes: float32 (B, MOST, 4) as (center x, center y, width, height), 0..1 of the picture.
-        counts: how many of a row of labels and boxes there are, for each picture.
+        counts: number of valid labels and boxes of each picture.
     """
 
     images: Tensor
@@ -39,13 +39,13 @@ class Shapes(NamedTuple):
     counts: list[int]
 
     def targets(self) -> list[dict[str, Tensor]]:
-        """What `rooftop.models.detr.SetCriterion` takes: labels (n,) and boxes (n, 4) of each picture."""
+        """The targets for `rooftop.models.detr.SetCriterion`: labels (n,) and boxes (n, 4) of each picture."""
         rows = zip(self.labels, self.boxes, self.counts, strict=True)
         return [{"labels": labels[:n], "boxes": boxes[:n]} for labels, boxes, n in rows]
 
 
 def draw(count: int, side: int, seed: int, device: torch.device | str = "cpu") -> Shapes:
-    """So many pictures of side x side pixels."""
+    """Draw a number of pictures of side x side pixels."""
     counts = torch.randint(1, MOST + 1, (count,), generator=torch.Generator().manual_seed(seed))
     chance = torch.Generator(device).manual_seed(seed)
 
@@ -70,7 +70,9 @@ def draw(count: int, side: int, seed: int, device: torch.device | str = "cpu") -
 
 
 def _places(radii: Tensor, tries: Tensor) -> Tensor:
-    """Centers (B, MOST, 2) for radii (B, MOST), of tries (B, MOST, TRIES, 2) in 0..1, so that shapes are inside."""
+    """Centers (B, MOST, 2) for radii (B, MOST), chosen from candidates (B, MOST, TRIES, 2) in 0..1, so that shapes are
+    inside the picture.
+    """
     tries = radii[..., None, None] + (1 - 2 * radii[..., None, None]) * tries
     chosen = tries[:, :1, 0]  # (B, 1, 2)
     for number in range(1, radii.shape[1]):
