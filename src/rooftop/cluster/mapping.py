@@ -141,7 +141,7 @@ def map_items(
         timeout_s: time limit of one call of the target and the decoding of its items; an item that takes longer becomes
             a row with an error. None: no limit.
         retry_errors: whether items whose rows hold an error are computed again.
-        progress: called now and then with (what is being done, fraction or 0 if unknown).
+        progress: called repeatedly with (the current activity, fraction or 0 if unknown).
         say: called with a line about each problem that does not end the run.
 
     Raises:

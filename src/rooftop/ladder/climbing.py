@@ -81,7 +81,7 @@ def climb(
         ladder: made by `build`.
         ceilings: ceilings of the GPU that holds the tensors; with None the rungs are checked but not timed.
         seconds: about how long to time each rung.
-        progress: called with (what is being done, fraction done).
+        progress: called with (the current activity, fraction done).
     """
     outcomes = []
     for done, rung in enumerate(ladder.rungs):

@@ -13,7 +13,7 @@ def climb_memory(device: torch.device, *, progress: Progress = lambda what, frac
 
     Args:
         device: a GPU, or the CPU.
-        progress: called with (what is being done, fraction done).
+        progress: called with (the current activity, fraction done).
 
     Raises:
         MissingExtraError: Numba is not installed (for a CPU), or the compiler of CUDA C++ (for a GPU).

@@ -71,7 +71,7 @@ class MemoryClimb:
         device, kind: the device's name; "cpu" or "cuda".
         unit: the unit that `Level.units` counts, "core" or "multiprocessor".
         flights: measurements of the level `flown`.
-        other_cores: CPU cores that other programs kept busy meanwhile.
+        other_cores: CPU cores that other programs kept busy during the measurement.
     """
 
     device: str

@@ -61,7 +61,7 @@ def flight_table(climb: MemoryClimb) -> Table:
 
 
 def said(climb: MemoryClimb) -> list[str]:
-    """The remarks, and a note if other programs ran meanwhile."""
+    """The remarks, and a note if other programs ran during the measurement."""
     if climb.other_cores <= BUSY_CORES:
         return list(climb.remarks)
     busy = (

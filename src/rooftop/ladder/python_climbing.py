@@ -63,7 +63,7 @@ class SpeedClimb:
         devices: the CPU, and the GPU if there is one. threads, processes: how many the rungs on all cores use.
         roofs_ms: roofs of the work, by "one core", "all cores", "GPU".
         rungs: in the ladder's order.
-        other_cores: cores that other programs kept busy meanwhile.
+        other_cores: cores that other programs kept busy during the measurement.
         remarks: sentences below the table.
     """
 
@@ -100,7 +100,7 @@ def climb_python(
         device: device of the rungs on a GPU; "cpu" if there is none.
         seconds: about how long to time a rung. A rung that takes longer than 0.2 s a call is called twice; plain Python
             is timed on 128 of the points.
-        progress: called with (what is being done, fraction done).
+        progress: called with (the current activity, fraction done).
     """
     progress("roofs", 0.0)
     roofs, devices = _roofs(ladder, device)

@@ -1,4 +1,4 @@
-"""`rooftop train`: the group, and arguments, options and help of `train gpt`. Trains alone, or as one rank of many."""
+"""`rooftop train`: the group, and arguments, options and help of `train gpt`. Trains in one process, or as one rank of several."""
 
 from __future__ import annotations
 
