@@ -3,7 +3,7 @@
 A `Cost` does not depend on the kernel. It is the least that *any* implementation must do:
 
 - each distinct element of each input read once, each element of each output written once;
-- elements that a view repeats (`expand`, stride 0) or skips count once or not at all;
+- elements that a view repeats (`expand`, stride 0) count once; elements that it skips do not count;
 - two arguments that are the same memory count once;
 - flops count a multiplication and an addition separately, transcendental functions as one.
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 PRECISIONS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
-"""The precisions with a peak of their own in hardware; integer and boolean arithmetic counts as fp32."""
+"""The precisions for which hardware has a separate peak; integer and boolean arithmetic counts as fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Call:
         return self.read_tensors_except()
 
     def read_tensors_except(self, *unread: str) -> list[Tensor]:
-        """Input tensors in schema order, except for some arguments of which only the shape is needed."""
+        """Input tensors in schema order, without the given arguments, because the operator only needs their shapes."""
         skipped = {*_signature(self.func).out, *unread}
         return list(tensors_in([value for name, value in self.arguments.items() if name not in skipped]))
 
@@ -131,9 +131,7 @@ class Call:
 
     @cached_property
     def written_tensors(self) -> list[Tensor]:
-        """Output tensors: those that are returned, and those that are changed in place without being returned; each
-        once.
-        """
+        """Output tensors, each once: those that are returned, and those that are only changed in place."""
         changed = [self.arguments[name] for name in _signature(self.func).written]
         return list({id(tensor): tensor for tensor in tensors_in([self.out, changed])}.values())
 
@@ -170,7 +168,8 @@ _WITHOUT_TENSORS = frozenset({int, float, bool, str, complex, type(None), torch.
 
 
 def _collect(value: Any, found: list[Tensor], inside: tuple[int, ...]) -> None:
-    """Not a generator, and fast for values that are no tensors: this runs several times for each counted operator."""
+    """This is not a generator, and it is fast for values other than tensors: it runs several times for each counted
+    operator."""
     kind = type(value)
     if kind in _WITHOUT_TENSORS:
         return
@@ -204,7 +203,7 @@ def parts(tensor: Tensor) -> list[Tensor]:
     """The strided tensors that hold a tensor's data: for a sparse tensor its indices and, last, its values; else the
     tensor itself.
 
-    Inside `torch.func` (vmap, grad) a tensor wraps the batched tensor that is in memory: that one counts.
+    Inside `torch.func` (vmap, grad) a tensor wraps the batched tensor that is in memory. The batched tensor counts.
     """
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
@@ -231,7 +230,8 @@ def stored_elements(tensor: Tensor) -> int:
 
 
 def distinct_elements(tensor: Tensor) -> int:
-    """Elements of memory that a tensor covers: repeated ones (stride 0) once, overlapping windows at most the span.
+    """Elements of memory that a tensor covers. Repeated elements (stride 0) count once, and overlapping windows count
+    at most their span.
 
     For a sparse tensor, those of its values.
     """
@@ -246,7 +246,7 @@ def distinct_elements(tensor: Tensor) -> int:
 
 
 def tensor_bytes(tensor: Tensor | None) -> int:
-    """Distinct bytes of one tensor, 0 for None; for a sparse tensor including its indices."""
+    """Distinct bytes of one tensor, including the indices of a sparse tensor; 0 for None."""
     if tensor is None:
         return 0
     if is_sparse(tensor):
@@ -255,7 +255,8 @@ def tensor_bytes(tensor: Tensor | None) -> int:
 
 
 def distinct_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Distinct bytes of several tensors: the same view once, overlapping views at most the memory that they span."""
+    """Distinct bytes of several tensors. Identical views count once, and overlapping views count at most the memory
+    that they span."""
     by_memory: dict[int, list[Tensor]] = {}
     for tensor in tensors:
         if tensor is not None:
@@ -317,7 +318,7 @@ _COUNTED_FOR: ContextVar[str | None] = ContextVar("counted_for", default=None)
 
 @contextmanager
 def counted_for(device_type: str) -> Iterator[None]:
-    """Within the block, costs are counted as on a device of this type ("cuda"), wherever the tensors are."""
+    """Count costs inside the block as on a device of this type ("cuda"), wherever the tensors are."""
     token = _COUNTED_FOR.set(device_type)
     try:
         yield
@@ -338,7 +339,8 @@ def matrix_precision(tensor: Tensor, *, convolution: bool = False) -> str:
     """
     device_type = counted_device_type() or tensor.device.type
     if tensor.dtype in (torch.float32, torch.complex64) and device_type == "cuda":
-        # `allow_tf32` raises once a program has used these newer switches; they follow the older ones too.
+        # `allow_tf32` raises once a program has used these newer switches. The newer switches also reflect the older
+        # ones.
         switch = torch.backends.cudnn.conv if convolution else torch.backends.cuda.matmul  # type: ignore[attr-defined]
         return "tf32" if switch.fp32_precision == "tf32" else "fp32"
     return _MATRIX_PRECISION.get(tensor.dtype, "fp32")

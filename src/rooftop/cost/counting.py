@@ -4,7 +4,8 @@
         model(x)
     print(sum(r.cost.total_flops for r in counted.records if r.cost))
 
-It is below autograd, so it sees the backward pass and the optimizer as well as the forward pass. It also works on fake
+The mode is below autograd, so it sees the backward pass and the optimizer as well as the forward pass. It also works on
+fake
 tensors: counting needs no computation.
 """
 
@@ -39,8 +40,8 @@ class TensorSpec:
 
     Attributes:
         channels_last: whether it is a batch of images, or convolution weights, in channels last format.
-        memory: the number of its memory: the same for views of one tensor, and for a new tensor in the memory of a
-            released one; 0 if it has no memory of its own. Ignored when two specs are compared.
+        memory: a number for its memory. Views of one tensor share it, and so does a new tensor in the memory of a
+            released one. 0 if the tensor has no memory of its own. Ignored when two specs are compared.
     """
 
     shape: Shape
@@ -90,10 +91,10 @@ class Record:
         phase: "forward", "backward" or "optimizer".
         cost: None if the operator is uncovered.
         uncovered: why there is no cost, "" if there is one.
-        place: for operators that make the host wait for a GPU, or the GPU for the host's memory, the line of the
-            program ("train.py:12"). "" for others, and if no line of the program is running (backward).
-        spec: for PyTorch's own operators, the information to repeat the call. inputs, outputs: its tensors, in order;
-            empty in the optimizer and if only the profiler saw the operator.
+        place: the line of the program ("train.py:12"), for operators that make the host wait for a GPU, or a GPU wait
+            for the host's memory. "" for other operators, and if no line of the program is running (backward).
+        spec: how to repeat the call, for PyTorch's own operators. inputs, outputs: its tensors, in order; empty in the
+            optimizer and if only the profiler saw the operator.
         title: name in reports if the schema name is ambiguous: see `title_of`.
     """
 
@@ -121,11 +122,12 @@ class CountingMode(ObservingMode):
     """Records each operator executed inside the `with` block.
 
     Compiled functions run uncompiled (see `ObservingMode`). For control flow (`torch.cond`, `while_loop`, `map`,
-    `scan`), the operators that it runs are recorded.
+    `scan`), the mode records the operators that run inside it.
 
     Args:
         locate: called at each operator, returns its (scope, phase).
-        around: called with the record's index, returns a context in which the operator runs: the profiler's label.
+        around: called with the record's index, returns a context in which the operator runs, such as a label of the
+            profiler.
         limit: after this many records, operators run unrecorded, and `full_at` is the time from then on
             (`time.perf_counter`).
     """
@@ -192,7 +194,7 @@ class CountingMode(ObservingMode):
 
 
 _NO_PART_OF_THE_PROGRAM = {"prim", "profiler"}
-"""Fake tensors get their device through the dispatcher, and profiler labels are operators."""
+"""Operators that are never recorded: fake tensors get their device by one, and profiler labels are operators."""
 
 
 def _is_traced() -> bool:
@@ -203,8 +205,8 @@ def _is_traced() -> bool:
 
 @cache
 def _has_decomposition(func: Any) -> bool:
-    """Whether PyTorch defines the operator by others; it has no information on TorchScript's operators
-    (prim::device).
+    """Whether PyTorch defines the operator by other operators. PyTorch has no such information for TorchScript's
+    operators (prim::device).
     """
     if isinstance(func, HigherOrderOperator) or not torch._C._dispatch_has_kernel(func.name()):
         return False
@@ -212,7 +214,7 @@ def _has_decomposition(func: Any) -> bool:
 
 
 _WHOLE_ON_CUDA = {"aten::_fused_rms_norm"}
-"""Composite operators that have a CUDA kernel in PyTorch, which a CPU build does not list."""
+"""Composite operators that have a CUDA kernel in PyTorch. A CPU build does not list these kernels."""
 
 
 @cache
@@ -258,8 +260,8 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
 
 
 def title_of(call: Call) -> str:
-    """The name in reports of an operator that shares its schema name with others. For a transposed convolution or its
-    backward it is torch.nn.functional's name; for others ""."""
+    """The name in reports of an operator whose schema name is ambiguous. A transposed convolution or its backward gets
+    torch.nn.functional's name; every other operator gets ""."""
     namespace, _, name = call.func._schema.name.partition("::")
     if (
         namespace != "aten"
@@ -278,7 +280,8 @@ def _spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: dict[
 
 
 def _without_data(value: Any, specs: dict[int, TensorSpec]) -> Any:
-    """Nested values with a spec for each tensor, and tuples for lists. The copy holds no tensor memory."""
+    """Copy nested values, with a spec in place of each tensor and a tuple in place of each list. The copy holds no
+    tensor memory."""
     if isinstance(value, Tensor):
         return _tensor_spec(value, specs)
     if isinstance(value, (torch.UntypedStorage, torch.TypedStorage, torch.ScriptObject)):
@@ -289,7 +292,7 @@ def _without_data(value: Any, specs: dict[int, TensorSpec]) -> Any:
 
 
 def _tensor_spec(tensor: Tensor, known: dict[int, TensorSpec]) -> TensorSpec:
-    """The spec of a tensor; `known`: specs of this call by the tensors' ids, because most tensors occur twice."""
+    """The spec of a tensor. `known` maps ids of tensors to this call's specs, because most tensors occur twice."""
     spec = known.get(id(tensor))
     if spec is None:
         known[id(tensor)] = spec = _described(tensor)
@@ -311,7 +314,8 @@ _COPIES = {"aten::copy_", "aten::_to_copy"}
 
 
 def _place(name: str, tensors: Sequence[Tensor], out: Any) -> str:
-    """Where the program waits: the line of an operator that synchronizes, or that copies between host and GPU."""
+    """The program's line for an operator that synchronizes or copies between host and GPU, because the program waits
+    there."""
     waits = name in _ANSWERED_ON_THE_HOST and any(t.is_cuda for t in tensors)
     if not waits and name in _COPIES:
         waits = len({t.is_cuda for t in (*tensors, *tensors_in(out))}) > 1
@@ -320,8 +324,8 @@ def _place(name: str, tensors: Sequence[Tensor], out: Any) -> str:
 
 
 def counted(call: Call) -> tuple[Cost | None, str]:
-    """The cost of a call by its formula, with its in-place changes marked as shared; None and the reason if there is no
-    cost."""
+    """The cost of a call by its formula, with in-place changes marked as shared. Without a cost: None and the
+    reason."""
     formula = formula_for(call.func)
     if formula is None:
         return None, "no formula"
@@ -329,7 +333,7 @@ def counted(call: Call) -> tuple[Cost | None, str]:
         cost = formula(call)
         _require_figures(cost)
         return (_in_place(cost, call) if call.func._schema.is_mutable else cost), ""
-    except Exception as error:  # a formula must never end the user's program; the report lists it as uncovered
+    except Exception as error:  # must never end the user's program; the report lists it as uncovered
         pass_on(error)
         return None, _failed(error)
 
@@ -342,7 +346,7 @@ def _require_figures(cost: Cost) -> None:
     """A custom operator's formula may return anything; one wrong figure would spoil the whole report.
 
     Raises:
-        ValueError: the cost has figures other than integer bytes and flops, or unknown precisions.
+        ValueError: bytes or flops are not integers, or a precision is unknown.
     """
     figures = (cost.read_bytes, cost.write_bytes, cost.shared_bytes, *cost.flops.values())
     if not all(isinstance(figure, int) and figure >= 0 for figure in figures):

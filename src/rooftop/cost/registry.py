@@ -4,8 +4,8 @@
     def mm(call: Call) -> Cost: ...
 
 Operators are named as in their schema, without the overload: one formula serves `add.Tensor`, `add.Scalar` and
-`add.out`. The in-place operator (`add_`) uses the formula of the plain one unless it has its own.
-Custom operators register the same way, in the file of their kernels.
+`add.out`. An in-place operator (`add_`) uses the formula of the plain operator unless it has its own. Custom operators
+register the same way, in the file of their kernels.
 An operator without a formula is *uncovered*: its time is listed, and no roof is invented for it.
 """
 
@@ -28,7 +28,7 @@ def cost_of(*names: str) -> Callable[[Formula], Formula]:
     """Register a formula for operators by schema name ("aten::mm", "rooftop::layer_norm").
 
     Raises:
-        ValueError: a name without namespace, or one that already has a formula.
+        ValueError: a name has no namespace, or already has a formula.
     """
 
     def register(formula: Formula) -> Formula:

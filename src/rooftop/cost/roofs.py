@@ -2,10 +2,10 @@
 
     roof = max(bytes / rate, flops / peak, kernel_floor)
 
-`rate` is the fastest rate measured for a working set of this size, including right after another kernel has written the
-input: so small tensors are judged by the cache that holds them. Bytes that are read and written in the same memory have
-their own rate. `peak` is the fastest matrix rate measured for the precision, `kernel_floor` the duration of the
-shortest kernel. An operator that is faster than its roof raises the figure that set the roof.
+`rate` is the fastest rate measured for a working set of this size, including runs right after a kernel wrote the input:
+so the rate for small tensors is that of the cache that holds them. Memory that is both read and written has a rate of
+its own. `peak` is the fastest matrix rate measured for the precision, `kernel_floor` the duration of the shortest
+kernel. An operator that is faster than its roof raises the figure that set the roof.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def roof(cost: Cost, ceilings: Ceilings) -> Roof:
     Precisions may run on different units in parallel, so the slowest of them counts, not their sum.
 
     Raises:
-        ValueError: flops in a precision that the ceilings lack.
+        ValueError: the cost has flops in a precision that the ceilings lack.
     """
     if cost.bytes == 0 and cost.total_flops == 0:
         return Roof(0.0, "none")
@@ -55,21 +55,23 @@ def _memory_ms(cost: Cost, ceilings: Ceilings) -> float:
 
 
 MOST_RAISE = 1.5
-"""An operator further above its roof than this has a wrong cost, or a wrong time: no ceiling is that far off."""
+"""An operator that exceeds its roof by more than this factor has a wrong cost or a wrong time, because no ceiling is
+that far off."""
 
 
 def raise_ceilings(ceilings: Ceilings, cost: Cost, ms: float, by: str) -> Ceilings:
     """Ceilings under which work that took `ms` is not above its roof.
 
-    Every figure that alone gives a roof longer than `ms` is raised to the rate that was reached. All others stay
-    unchanged.
+    Some figures alone give a roof longer than `ms`. Each of these is raised to the rate that was reached; the others
+    stay unchanged.
 
     Args:
-        cost: cost of one operator. ms: its time, best of several when it ran alone.
+        cost: cost of one operator.
+        ms: its time: the best of several runs in which it ran alone.
         by: the operator in words, for the history ("aten::mm (8192, 4096) x (4096, 1024) bf16").
 
     Raises:
-        ValueError: it is further above its roof than ceilings can be wrong.
+        ValueError: it exceeds its roof by more than ceilings can be wrong.
     """
     before = roof(cost, ceilings)
     if before.ms > MOST_RAISE * ms:

@@ -1,4 +1,4 @@
-"""Zeroed counters in device memory, by which the programs of one kernel count arrivals; the kernel sets them back to
+"""Zeroed counters in device memory. The programs of one kernel count arrivals in them, and the kernel resets them to
 zero.
 
 Launches on one stream run one after another and share their counters. A captured launch may be replayed on any stream,
@@ -31,10 +31,10 @@ _lock = Lock()
 
 
 def counters(device: torch.device, count: int) -> Tensor | None:
-    """`count` zeros (int32) for one launch on the device's current stream, which must leave them zero.
+    """Return `count` zeros (int32) for one launch on the device's current stream; the launch must leave them zero.
 
-    None if not available: more than a stream has; or, during a capture, if nothing was launched on the device before,
-    or captured launches have used them all.
+    Return None if `count` exceeds a stream's supply. During a capture, also return None if nothing was launched on the
+    device before, or if captured launches have used up the device's supply.
     """
     if count > STREAM_COUNTERS:
         return None
@@ -61,7 +61,7 @@ def _stream_zeros(device: torch.device, stream: int) -> Tensor:
             if device not in _of_graphs:
                 _of_graphs[device] = _Captured(torch.zeros(CAPTURED_COUNTERS, dtype=torch.int32, device=device))
                 if device.type == "cuda":
-                    torch.cuda.current_stream().synchronize()  # once: graphs that use these run on any stream
+                    torch.cuda.current_stream().synchronize()  # once, since graphs on any stream use these
             _of_stream[device, stream] = zeros
     return zeros
 

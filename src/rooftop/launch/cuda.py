@@ -37,10 +37,11 @@ SYNCHRONOUS = os.environ.get("ROOFTOP_SYNC") == "1"
 Size = int | tuple[int, ...]
 """A grid or a block: one to three dimensions."""
 
-GRID_LIMITS = (2**31 - 1, 65535, 65535)  # CUDA C++ Programming Guide, technical specifications: the same since 3.0
+# From the CUDA C++ Programming Guide, technical specifications; unchanged since compute capability 3.0.
+GRID_LIMITS = (2**31 - 1, 65535, 65535)
 BLOCK_LIMITS = (1024, 1024, 64)
 PORTABLE_CLUSTER_LIMIT = 8  # blocks
-CLUSTER_LIMIT = 16  # of sm_90, if the driver is asked
+CLUSTER_LIMIT = 16  # on sm_90, if the kernel opts in
 DEFAULT_SHARED_BYTES = 48 * 1024  # of a block; a kernel must opt in to more
 CONFIGURATIONS_KEPT = 1024  # of one kernel
 
@@ -62,13 +63,14 @@ def compile(
 ) -> Kernel:
     """Compile one kernel of a CUDA C++ source.
 
-    It is compiled once: another call costs a look-up, and in another process reading a file. So the call can be made at
-    each launch.
+    The first call compiles. Later calls cost a look-up, or reading a file in another process. So the caller may compile
+    before each launch.
 
     Args:
         source: the whole source. CUDA's headers are found; those of the C++ library are not available.
         name: name of a `__global__` function; `scale<float, 4>` instantiates a template.
-        arch: "sm_90"; None takes that of `device`. Compiling for a named one needs no GPU.
+        arch: architecture, such as "sm_90"; None takes that of `device`. Compiling for a named architecture needs no
+            GPU.
         device: None takes the current one.
         defines: macros.
         fast_math: approximate division, roots and transcendentals; denormals become zero.
@@ -76,10 +78,10 @@ def compile(
         max_registers: registers of each thread.
 
     Raises:
-        CompilationError: the compiler failed; with its log and the line of the source.
+        CompilationError: the compiler failed; the message has its log and the line of the source.
         MissingExtraError: NVRTC, `cuda.core` or a CUDA header is not installed: the message says how.
-        TypeError: a kernel parameter for which no Python value can be passed; source or name is not a str.
-        ValueError: no GPU to compile for, or an architecture that NVRTC does not know.
+        TypeError: no Python value can be passed for a kernel parameter, or source or name is not a str.
+        ValueError: there is no GPU to compile for, or NVRTC does not know the architecture.
     """
     for what, text in (("source", source), ("name", name)):
         if not isinstance(text, str):
@@ -118,7 +120,7 @@ class Kernel:
 
     Attributes:
         binary: machine code and its properties: registers, shared memory, the compiler's log. name, arch: as compiled.
-        max_threads_per_block: the limit from its registers; `__launch_bounds__` may allow less.
+        max_threads_per_block: the limit that its registers set; `__launch_bounds__` may set a lower one.
     """
 
     def __init__(self, binary: nvrtc.Binary, source: str, options: nvrtc.Options) -> None:
@@ -185,11 +187,11 @@ class Kernel:
     def check(
         self, grid: Size, block: Size, shared_bytes: int = 0, cluster: Size | None = None
     ) -> tuple[int, int, int]:
-        """The grid in three dimensions, if the kernel can be launched with this configuration on its architecture;
-        needs no GPU.
+        """Check a launch configuration against the kernel and its architecture, and return the grid in three
+        dimensions. It needs no GPU.
 
         Raises:
-            TypeError, ValueError: the invalid value, and the limit.
+            TypeError, ValueError: the configuration is invalid; the message names the value and the limit.
         """
         what = f"kernel {self.name}"
         blocks, threads = _three(what, "grid", grid, least=0), _three(what, "block", block, least=1)
@@ -238,7 +240,7 @@ class Kernel:
     # ---- on a GPU ------------------------------------------------------------------------------------------------
 
     def active_clusters(self, block: Size, cluster: Size, shared_bytes: int, device: torch.device) -> int:
-        """The number of clusters that run on the device at once: the others of a grid wait for these to end.
+        """The number of clusters that run on the device at once. The grid's other clusters wait for these to end.
 
         Raises:
             TypeError, ValueError: an invalid configuration.
@@ -405,7 +407,8 @@ def _bind_context(device: int) -> None:
 
 
 def _threads_with(registers: int | None, capability: tuple[int, int]) -> int:
-    """The number of threads that a block can have with that many registers each: whole warps in each sub-partition."""
+    """The number of threads that a block can have if each uses that many registers: whole warps in each
+    sub-partition."""
     unit = MULTIPROCESSORS.get(capability)
     if unit is None or not registers:
         return BLOCK_LIMITS[0]

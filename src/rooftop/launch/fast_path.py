@@ -1,7 +1,7 @@
 """Operator calls that skip PyTorch's dispatcher and go directly to the implementation.
 
 For an operator written in Python, a call through the dispatcher costs the host more time than the launch of a small
-kernel. A call that nothing watches or transforms does not need it. Everything that has to see the operator still does:
+kernel. A call that nothing watches or transforms does not need it. Whatever must see the operator still sees it:
 torch.compile, modes (FakeTensor, counting), transforms, the profiler.
 
 `benchmarks/calls.py` measures the time saved. If the row "dispatcher" of its table costs less than a tenth of a call,
@@ -28,7 +28,8 @@ _is_included = torch._C._dispatch_tls_is_dispatch_key_included
 _VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")  # of `is_grads_batched`; `torch.func` has another
 _function_modes = torch._C._len_torch_function_stack
 _profiler_enabled = torch._C._autograd._profiler_enabled
-with ThreadPoolExecutor(1) as _thread:  # a new thread has no modes, transforms or inference mode; this one may
+# a new thread has no modes, transforms or inference mode, unlike perhaps this thread
+with ThreadPoolExecutor(1) as _thread:
     _UNWATCHED = _thread.submit(_include_set).result()
     _INFERRING = _thread.submit(torch.inference_mode()(_include_set)).result()
 
@@ -133,14 +134,14 @@ def recording(name: str, forward: Callable[..., Any], backward: Callable[..., An
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_of)}
     made: Any = type(f"GeneratedBackwardFor_rooftop_{name}_default", (torch.autograd.Function,), methods)
-    # The work of Function.apply before this call only concerns transforms, and those go through the dispatcher.
+    # What Function.apply does before this call only matters for transforms, and those go through the dispatcher.
     return super(torch.autograd.Function, made).apply  # type: ignore[no-any-return]
 
 
 def recording_lists(
     name: str, forward: Callable[..., Any], backward: Callable[..., Any], gives_list: bool
 ) -> Callable[..., Any]:
-    """The same if arguments or results are lists of tensors, since autograd sees only single tensors."""
+    """Like `recorded`, for arguments or results that are lists of tensors. Autograd only sees single tensors."""
 
     def forward_of_each(ctx: Any, counts: Sequence[int | None], *flat: Any) -> Any:
         """`counts`: for each argument, its length if it is a list of tensors, else None."""

@@ -27,8 +27,8 @@ Converter = Callable[[Any, int], Any]
 
 @dataclass(frozen=True)
 class Pointee:
-    """The tensors that a pointer may point to: their dtypes (None: any), and the `alignment` that divides their
-    addresses."""
+    """The tensors that a pointer parameter accepts: their dtypes (None: any), and the `alignment` of their addresses in
+    bytes."""
 
     dtypes: tuple[torch.dtype, ...] | None
     alignment: int = 1
@@ -94,8 +94,8 @@ class Signature:
             device: index of the device that the tensors must be on.
 
         Raises:
-            TypeError: another number of arguments, or types that do not fit.
-            ValueError: tensors elsewhere or misaligned, scalars out of range.
+            TypeError: the number of arguments or a type is wrong.
+            ValueError: a tensor is on another device or misaligned, or a scalar is out of range.
         """
         if len(arguments) != len(self.converters):
             takes = f"{len(self.types)} arguments ({', '.join(self.types)})"
@@ -196,7 +196,8 @@ def _boolean(what: str) -> Converter:
 
 
 def _integer(what: str, dtype: torch.dtype) -> Converter:
-    """`cuda.core` copies an int as eight bytes, and the kernel reads the lowest; above 2^63 it needs the type."""
+    """`cuda.core` copies an int as eight bytes, and the kernel reads the lowest ones. Values from 2^63 on need an
+    explicit type."""
     limits = torch.iinfo(dtype)
     least, most = limits.min, limits.max
 

@@ -1,7 +1,7 @@
 """Loops for the CPU, compiled by Numba at run time, and their division among threads.
 
-Numba is not a dependency of Rooftop: `pip install "rooftop[mat]"` brings it. A caller that imports it, or a module with
-a `kept_loop`, first calls `numba_works`, and has a slower way if it does not.
+Numba is not a dependency of Rooftop: `pip install "rooftop[mat]"` brings it. Before a caller imports Numba, or a module
+with a `kept_loop`, it calls `numba_works`. If that returns False, the caller computes without Numba, which is slower.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ LEAST_ELEMENTS = 1 << 14
 
 @functools.cache
 def numba_is_installed() -> bool:
-    """Whether Numba is installed, without importing it, which takes some tenths of a second."""
+    """Whether Numba is installed. This does not import it, because the import takes some tenths of a second."""
     return find_spec("numba") is not None
 
 
 @functools.cache
 def numba_works() -> bool:
-    """Whether it is installed and can be imported; if not, this warns once."""
+    """Whether Numba is installed and can be imported; if the import fails, this warns once."""
     if not numba_is_installed():
         return False
     try:
@@ -48,13 +48,13 @@ def numba_works() -> bool:
 
 
 def worth_a_loop(elements: int) -> bool:
-    """Whether Numba is installed, and starting a compiled loop takes less time than computing that many elements
-    without one."""
+    """Whether Numba is installed and a compiled loop pays for that many elements: starting it costs less than computing
+    them without it."""
     return elements >= LEAST_ELEMENTS and numba_is_installed()
 
 
 def compiled_loop(source: str, name: str, constants: Mapping[str, Any]) -> Callable[..., None]:
-    """The function with that name in a text, compiled at its first call.
+    """Compile the function of that name in a source text, at its first call.
 
     Floating point follows IEEE 754, also for division, and no product is fused with a sum. It runs without the GIL.
 
@@ -80,14 +80,14 @@ def kept_loop(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def memory_of(x: Tensor) -> np.ndarray:
-    """The memory of a CPU tensor from its first to its last element, as one dimension. Loops then have no strides, with
-    which their compiler could not use the processor's vector units."""
+    """The memory of a CPU tensor from its first to its last element, as one dimension. Loops then have no strides; with
+    strides, their compiler could not use the processor's vector units."""
     last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
     return x.as_strided((last + 1,), (1,)).numpy()
 
 
 def run_part(loop: Callable[..., None], given: Sequence[Any]) -> Callable[[int, int], None]:
-    """loop(first, last, *given) as the work of `in_threads`."""
+    """Bind the last arguments of loop(first, last, *given), so that `in_threads` can call it."""
 
     def work(first: int, last: int) -> None:
         loop(first, last, *given)
@@ -96,13 +96,13 @@ def run_part(loop: Callable[..., None], given: Sequence[Any]) -> Callable[[int, 
 
 
 def in_threads(work: Callable[[int, int], None], count: int, most: int) -> None:
-    """work(first, last) for consecutive parts of range(count), in as many threads as torch would use.
+    """Call work(first, last) for consecutive parts of range(count), in as many threads as torch would use.
 
     Args:
         most: the maximum number of threads.
 
     Raises:
-        BaseException: the first exception of a thread, once all have ended.
+        BaseException: a thread raised it; the first such exception, after all threads have ended.
     """
     threads = max(1, min(torch.get_num_threads(), most, count))
     bounds = [count * n // threads for n in range(threads + 1)]
@@ -124,4 +124,4 @@ def in_threads(work: Callable[[int, int], None], count: int, most: int) -> None:
         if errors:
             raise errors[0]
     finally:
-        errors.clear()  # they hold this frame, and it would hold them
+        errors.clear()  # exceptions hold this frame, and the frame would hold them: a cycle

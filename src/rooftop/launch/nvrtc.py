@@ -1,7 +1,8 @@
 """Compile CUDA C++ to machine code through NVRTC (`cuda.core`), also without a GPU, and once for each source.
 
-A binary is stored under `$ROOFTOP_CACHE/kernels` (in the user's cache if that is not set) by the SHA-256 of everything
-that it depends on: source, name, options, architecture, the versions of NVRTC and of the CUDA headers.
+Binaries are stored under `$ROOFTOP_CACHE/kernels` (in the user's cache if that is not set). A binary's name is the
+SHA-256 of everything that it depends on: source, name, options, architecture, the versions of NVRTC and of the CUDA
+headers.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class Binary:
         arch: sm_90, ...
         symbol: its name in the cubin.
         types: C++ types of its parameters.
-        registers: registers of a thread; None if this NVRTC does not say (also for the next three).
-        static_shared_bytes: bytes of a block, besides those that a launch requests. stack_bytes, spill_bytes: bytes of
-            a thread: local memory, and the part of it that holds spilled registers.
+        registers: registers of a thread. This and the next three are None if this NVRTC does not report them.
+        static_shared_bytes: bytes of a block, besides those that a launch requests.
+        stack_bytes, spill_bytes: local memory of a thread in bytes, and the part of it that holds spilled registers.
         log: the compiler's messages: warnings, resources.
         cubin: the machine code.
     """
@@ -79,9 +80,9 @@ def binary(source: str, name: str, options: Options) -> Binary:
     """The machine code of one kernel, from the cache on disk if it was compiled before.
 
     Raises:
-        CompilationError: the compiler's log, with the line of the source.
-        MissingExtraError: `cuda.core` or NVRTC is not installed, or a header that the source includes.
-        ValueError: an architecture that this NVRTC does not know.
+        CompilationError: the compiler failed; the message has its log and the line of the source.
+        MissingExtraError: `cuda.core`, NVRTC or a header that the source includes is not installed.
+        ValueError: this NVRTC does not know the architecture.
     """
     _check_arch(options.arch)
     path = _folder() / f"{_key(source, name, options)}.kernel"
@@ -93,7 +94,8 @@ def binary(source: str, name: str, options: Options) -> Binary:
 
 
 def ptx(source: str, name: str, options: Options) -> str:
-    """The kernel as PTX, the assembly language from which machine code is made; for reading, never cached.
+    """The kernel as PTX, the assembly language that is compiled to machine code. It is meant for reading and is never
+    cached.
 
     Raises:
         CompilationError, MissingExtraError, ValueError: as in `binary`.
@@ -101,7 +103,7 @@ def ptx(source: str, name: str, options: Options) -> str:
     _check_arch(options.arch)
     from cuda.bindings import nvrtc
 
-    # `cuda.core` asks the driver whether it could load the PTX, which is not intended here.
+    # `cuda.core` would warn if the driver could not load the PTX, but nothing here loads it.
     settings = _settings(name, replace(options, arch=options.arch.replace("sm_", "compute_")))
     arguments = settings.as_bytes("nvrtc")
     (program,) = _nvrtc("nvrtcCreateProgram", source.encode(), b"%s.cu" % _function(name).encode(), 0, [], [])
@@ -139,7 +141,8 @@ def version() -> tuple[int, int]:
 def _compile(source: str, name: str, options: Options) -> Binary:
     of_signature = f"rooftop_signature<decltype(&{name})>"
     compiled, log = _run(source + SIGNATURE, name, options, (name, of_signature))
-    log = re.sub(r"ptxas info *: Compile time.*\n", "", log)  # the same log for the same source
+    # without compile times, the same source gives the same log
+    log = re.sub(r"ptxas info *: Compile time.*\n", "", log)
     symbols = {key: _text(symbol) for key, symbol in compiled.symbol_mapping.items()}
     types = parameter_types(_demangled(symbols[of_signature]))
     resources = _resources(log, symbols[name])
@@ -206,7 +209,7 @@ def _resources(log: str, symbol: str) -> dict[str, int | None]:
 
 
 def _demangled(symbol: str) -> str:
-    """Demangled by the C++ library that torch uses."""
+    """Demangle a name with the C++ library that torch uses."""
     demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
     demangle.restype = ctypes.c_void_p
     demangle.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
@@ -275,7 +278,7 @@ def _nvrtc(function: str, *arguments: Any) -> list[Any]:
 
 
 def _package(name: str) -> str:
-    """The wheel for the bindings' CUDA version; from 13 on the names have no version."""
+    """The name of the wheel for the bindings' CUDA version; from CUDA 13 on, names have no version."""
     from importlib.metadata import version as installed
 
     major = int(installed("cuda-bindings").partition(".")[0])
@@ -342,7 +345,8 @@ def _key(source: str, name: str, options: Options) -> str:
 
 
 def _save(binary: Binary, path: Path) -> None:
-    """One line of JSON with everything but the machine code, then the machine code; completely, or not at all."""
+    """Write one line of JSON with everything but the machine code, then the machine code. A file is written completely
+    or not at all."""
     about = asdict(binary)
     cubin = about.pop("cubin")
     about["sha256"] = hashlib.sha256(cubin).hexdigest()
@@ -362,7 +366,7 @@ def _save(binary: Binary, path: Path) -> None:
 
 
 def _load(path: Path) -> Binary | None:
-    """None if there is no file, or it is damaged."""
+    """Read a stored binary; None if its file is missing or damaged."""
     try:
         about, _, cubin = path.read_bytes().partition(b"\n")
         fields = json.loads(about)

@@ -52,34 +52,34 @@ class _Declared(NamedTuple):
     call: Function
 
 
-_declared: dict[str, _Declared] = {}  # by name, except those that change arguments
+_declared: dict[str, _Declared] = {}  # by name; without operators that change arguments
 
 # ---- declaration --------------------------------------------------------------------------------------------------
 
 
 class Signature(Protocol[Result_co]):
-    """A class that declares an operator: the arguments are its fields, and it has `run`. The other methods are
-    optional.
+    """A class that declares an operator. Its fields are the operator's arguments. It must have `run`; the other methods
+    are optional.
 
     An argument may have the name of a method of its class, or of all tuples (`count`, `index`). Then its field ends in
     an underscore, `keep_` or `count_`, which the schema omits. Defaults of fields are defaults of the schema.
 
     Methods:
-        run(): computes the results. They share memory neither with the arguments nor with each other. It changes no
-            argument except those in `mutates` of `declare`. None: there is no result.
+        run(): computes the results. They share memory neither with the arguments nor with each other. `run` changes no
+            argument except those in `mutates` of `declare`. It may return None: no result.
         fake(): results with the same shapes, strides and dtypes but without values, as in
         `torch.library.register_fake`. cost(made): the least cost of the call; `made` are its results.
         in_pytorch(): the results by PyTorch's own operators, on any device: the decomposition for `torch.onnx.export`
             and `ExportedProgram.run_decompositions`.
-        formula(): the same for transforms of `torch.func` and forward-mode differentiation. Results without a gradient
-            may be None. An operator with a formula and without `gradients` gets its derivative from the formula:
-            autograd computes it again. This makes the operator differentiable any number of times.
+        formula(): like `in_pytorch`, for transforms of `torch.func` and forward-mode differentiation. Results without a
+            gradient may be None. If an operator has a formula but no `gradients`, backward runs the formula again and
+            differentiates it with autograd. Such an operator is differentiable any number of times.
         keep(made): the values that backward needs, as a tuple of tensors and other values, but no lists of tensors.
             Without this method, all arguments are kept.
-        gradients(kept, wanted, *slopes): a static method: gradients of the arguments, in order, from those of the
-            results. With several results, some gradients may be absent: they are None. Gradients omitted at the end are
-            None. `wanted` says which arguments need one. An operator with lists of tensors takes and gives lists of
-            gradients.
+        gradients(kept, wanted, *slopes): a static method that computes the gradients of the arguments, in order, from
+            `slopes`, the gradients of the results. With several results, some slopes may be None. The returned tuple
+            may omit trailing gradients that are None. `wanted` says which arguments need one. An operator with lists of
+            tensors takes and gives lists of gradients.
     """
 
     def run(self) -> Result_co: ...
@@ -98,10 +98,10 @@ def declare(
 
     Args:
         name: of the operator.
-        signature: a `typing.NamedTuple` class with the methods of `Signature`. The schema follows from its annotations
-            and from the return annotation of `run`.
+        signature: a `typing.NamedTuple` class with the methods of `Signature`. Its annotations and the return
+            annotation of `run` give the schema.
         mutates: arguments that `run` changes. Such an operator has no derivative.
-        slopes: how many results, from the first, have gradients; None: all. A list of tensors is one result.
+        slopes: the number of leading results that have gradients; None: all. A list of tensors is one result.
         derivative: for a backward operator without a derivative: `no_second_derivative(...)`, which raises.
         known: whether all decisions of `run` depend on shapes, strides, dtypes, alignment, device and other values
             alone. They are then made once (known_calls.py). A function, from the arguments to a value of Python, gives
@@ -180,8 +180,8 @@ def _cost_by_method(signature: Any) -> Callable[[Call], Cost]:
 
 
 def _call(run: Function, overload: Any, formula: Function | None, recorded: Function | None) -> Function:
-    """The function that calls an operator: through the dispatcher if a mode or transform must see the call, otherwise
-    without it."""
+    """Make the function that calls an operator. It goes through the dispatcher only if a mode or transform must see the
+    call."""
     differentiated = overload if recorded is None else recorded
 
     @wraps(run)
@@ -217,10 +217,9 @@ def _differentiate(
     gradients: Gradients,
     slopes: int | None,
 ) -> Function:
-    """Registers the derivative of an operator with the dispatcher, and returns the function that autograd records
-    without it.
+    """Register the derivative of an operator with the dispatcher; return the function that autograd records without it.
 
-    Every call runs through the inner functions, so they do as little as possible. keep: None keeps the arguments.
+    Every call runs the inner functions, so they do as little as possible. keep: None keeps the arguments.
     """
     results = [str(each.type) for each in overload._schema.returns]
     lists = "List[Tensor]" in (*results, *(str(each.type) for each in overload._schema.arguments))
@@ -271,7 +270,7 @@ _NONE = {type(None)}
 
 
 class _Places(NamedTuple):
-    """Splits a tuple into tensors, which autograd saves, and other values. `together` takes the tensors followed by the
+    """Split a tuple into tensors, which autograd saves, and other values. `together` takes the tensors followed by the
     others, and restores the order."""
 
     tensors: Callable[[Kept], Kept]
@@ -288,7 +287,8 @@ def _places_of(kinds: tuple[type, ...]) -> _Places:
 
 
 def _taking(places: Sequence[int]) -> Callable[[Kept], Kept]:
-    """A function to a tuple of the items at these indices: `itemgetter`, which returns a tuple for two or more."""
+    """A function that returns the items at these indices, always as a tuple. (`itemgetter` returns a tuple only for two
+    or more.)"""
     if len(places) >= 2:
         return itemgetter(*places)
     if not places:
@@ -298,7 +298,7 @@ def _taking(places: Sequence[int]) -> Callable[[Kept], Kept]:
 
 
 def _by_formula(formula: Callable[..., Any]) -> Gradients:
-    """Gradients that autograd computes from a formula; the kept tuple has its arguments."""
+    """Gradients that autograd computes from a formula; the kept tuple holds the formula's arguments."""
 
     def gradients(kept: Kept, wanted: Sequence[bool], *slopes: Tensor | None) -> list[Tensor | None]:
         places = [i for i, each in enumerate(kept) if isinstance(each, Tensor) and wanted[i]]
@@ -311,10 +311,10 @@ def _by_formula(formula: Callable[..., Any]) -> Gradients:
 def _gradients_of(
     formula: Callable[..., Any], arguments: list[Any], wanted: Sequence[int], gradients: Sequence[Tensor | None]
 ) -> dict[int, Tensor | None]:
-    """By argument number, the needed gradients, from those of the results."""
+    """Compute the needed gradients, keyed by argument number, from those of the results."""
     again = torch.is_grad_enabled()  # create_graph
     with torch.enable_grad():
-        # Each in a separate view: if one was computed from another, this formula must not follow that path.
+        # Give each argument its own view: if one was computed from another, the derivative must not follow that path.
         places = {i: arguments[i].view_as(arguments[i]) if again else arguments[i].detach() for i in wanted}
         places = {i: t if t.requires_grad else t.requires_grad_() for i, t in places.items()}
         results = formula(*(places.get(i, argument) for i, argument in enumerate(arguments)))
@@ -332,9 +332,9 @@ def _gradients_of(
 
 
 def without_autocast(function: Callable[..., Result]) -> Callable[..., Result]:
-    """For PyTorch formulas with float32 sums: a backward that runs within autocast would round their products.
+    """Run a PyTorch formula with float32 sums outside autocast: a backward within autocast would round its products.
 
-    The first argument is a tensor, or a list of tensors.
+    The first argument is a tensor or a list of tensors.
     """
 
     @wraps(function)
@@ -350,10 +350,10 @@ def without_autocast(function: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def _refuse_derivatives(name: str) -> None:
-    """An operator without a formula: only `vmap` is supported, by one call for each element of the batch.
+    """Run an operator without a formula under `vmap`, with one call for each element of the batch.
 
     Raises:
-        NotImplementedError: another transform.
+        NotImplementedError: the transform is not `vmap`.
     """
     stack = torch._C._functorch.get_interpreter_stack() or ()
     kinds = {interpreter.key() for interpreter in stack}
@@ -369,9 +369,9 @@ def keeps_for_backward(*tensors: Tensor | None) -> bool:
     """Whether forward must keep values for backward: autograd watches one of the tensors, and no tracer watches the
     call.
 
-    A traced program (torch.jit.trace, torch.export, make_fx) runs with gradients and without, whatever the setting
-    during tracing was. So its forward keeps nothing, and its backward computes the values again. torch.compile compiles
-    again for each setting.
+    A traced program (torch.jit.trace, torch.export, make_fx) may run with or without gradients, whatever the setting
+    was during tracing. So its forward keeps nothing, and its backward computes the values again. torch.compile compiles
+    separately for each setting.
     """
     if not torch.is_grad_enabled() or not requires_grad(tensors):
         return False
@@ -382,11 +382,12 @@ def keeps_for_backward(*tensors: Tensor | None) -> bool:
 
 
 def no_second_derivative(name: str, instead: str | None = None) -> Callable[..., NoReturn]:
-    """The `derivative` of a backward operator without one; otherwise a second derivative would be silently wrong.
+    """Make the `derivative` of a backward operator that has none: it raises. Otherwise a second derivative would be
+    silently wrong.
 
     Args:
         name: name of the public function.
-        instead: an alternative with a second derivative, unless it is PyTorch's function with the same name.
+        instead: an alternative that has a second derivative; by default PyTorch's function of the same name.
     """
     other = instead or f"torch.nn.functional.{name}"
 
@@ -399,14 +400,15 @@ def no_second_derivative(name: str, instead: str | None = None) -> Callable[...,
 
 
 def has_tangent(*tensors: Tensor | None) -> bool:
-    """Whether forward-mode differentiation follows any of the tensors."""
+    """Whether any of the tensors carries a tangent of forward-mode differentiation."""
     if not in_forward_mode():
         return False
     return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def no_tangents(name: str, *tensors: Tensor | None, instead: str | None = None) -> None:
-    """Raise an error for forward-mode differentiation, for which torch would return zero tangents; `instead` as above.
+    """Raise an error in forward-mode differentiation, where torch would return zero tangents. `instead` as in
+    `no_second_derivative`.
 
     Raises:
         NotImplementedError: a tensor carries a tangent.
@@ -422,7 +424,7 @@ def no_tangents(name: str, *tensors: Tensor | None, instead: str | None = None) 
 def _decompose(overload: torch._ops.OpOverload, function: Callable[..., Any]) -> None:
     _decompositions[overload] = function
     torch._decomp.decomposition_table[overload] = function
-    torch._decomp.meta_table[overload] = function  # FakeTensor then takes the operator's fake, which has its strides
+    torch._decomp.meta_table[overload] = function  # FakeTensor then takes the operator's fake with its strides
 
 
 def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:

@@ -9,11 +9,12 @@ Dims = list[tuple[int, tuple[int, ...]]]
 
 
 def merged(sizes: Sequence[int], *strides: Sequence[int]) -> Dims:
-    """The dimensions of tensors of one shape, merged where every tensor steps through neighbours as through one.
+    """The dimensions of tensors of one shape. Neighbouring dimensions are merged if every tensor can step through both
+    with one stride.
 
     Args:
         sizes: sizes of the dimensions, the outermost first. Dimensions of size 1 are omitted.
-        strides: of each tensor.
+        strides: the strides of each tensor.
     """
     dims: Dims = []
     for size, *steps in zip(sizes, *strides, strict=True):

@@ -2,8 +2,8 @@
 
 `torch.fx.symbolic_trace` runs a model with proxies, which have neither shapes nor dtypes. So a function that reads
 either cannot be traced. PyTorch's own functions become one node each; so do functions with `recorded_whole`, and
-modules with `module_recorded_whole` inside a model. They are called when the traced program runs, with tensors, and
-check their arguments then. Functions that cannot be traced raise an error (`refuse_proxies`).
+modules with `module_recorded_whole` inside a model. When the traced program runs, they are called with tensors and
+check their arguments. Functions that cannot be traced raise an error (`refuse_proxies`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 def recorded_whole(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The same function; a call with a proxy becomes one node of the proxy's graph.
+    """Return the same function, except that a call with a proxy becomes one node of the proxy's graph.
 
     The function must be in a module under its own name: the code of a traced program imports it.
     """
@@ -36,9 +36,9 @@ def recorded_whole(function: Callable[Arguments, Result]) -> Callable[Arguments,
 
 
 def module_recorded_whole(forward: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The same method `forward`; a call with a proxy becomes one node that calls the module.
+    """Return the same method `forward`, except that a call with a proxy becomes one node that calls the module.
 
-    Traced alone, the module raises: there is no model that contains it.
+    A module that is traced alone raises, because no model contains it.
     """
 
     @wraps(forward)

@@ -1,7 +1,7 @@
 """Launch Triton kernels: on the tensor's device, counted, and with a clear error without Triton.
 
-Under TRITON_INTERPRET=1 kernels run on the CPU, one program after another. The tests run each operator so, and
-`count_launches` proves that the kernel ran and not the reference.
+Under TRITON_INTERPRET=1 kernels run on the CPU, one program after another. The tests run each operator this way, and
+`count_launches` proves that the kernel ran rather than the reference.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _launch(
 
 
 class Repeated:
-    """A kernel that is launched repeatedly with other pointers, and otherwise with the same arguments.
+    """A kernel that is launched repeatedly, with different pointers and otherwise the same arguments.
 
     At each launch Triton inspects all arguments to find the compiled kernel; here it does so only at the first launch.
 
@@ -97,7 +97,7 @@ class Repeated:
         """Launch it on the device's current stream.
 
         Args:
-            *pointers: tensors, or objects with their `data_ptr` and `dtype`; always of the same dtypes.
+            *pointers: tensors, or objects with a tensor's `data_ptr` and `dtype`; the same dtypes at each launch.
         """
         if self.at([each.data_ptr() for each in pointers]):
             return
@@ -110,7 +110,7 @@ class Repeated:
         record_launch(self.kernel.fn.__name__)
 
     def at(self, addresses: Sequence[int]) -> bool:
-        """Launch with addresses alone, if it was launched before with pointers of the same divisibility by 16 bytes.
+        """Launch with addresses alone, if an earlier launch had pointers of the same divisibility by 16 bytes.
 
         Returns:
             Whether it was launched; always False for interpreted kernels.

@@ -19,16 +19,16 @@ from torch import Tensor
 from rooftop.errors import MissingExtraError
 from rooftop.launch.triton_launch import record_launch
 
-_LOADING = Lock()  # two threads cannot start Warp, or load kernels by their first launch, at the same time
+_LOADING = Lock()  # two threads must not start Warp, or load kernels by a first launch, at the same time
 _LOADED: set[tuple[torch.device, str]] = set()
 
 
 def start_warp(what: str, extra: str) -> ModuleType:
-    """Warp, ready for kernels.
+    """Import and start Warp, and return it ready for kernels.
 
     Args:
-        what: the words for the feature that needs it, for the error if it is missing.
-        extra: the optional dependency of this package that installs it.
+        what: the feature that needs Warp, in words, for the error if Warp is missing.
+        extra: the optional dependency of Rooftop that installs Warp.
 
     Raises:
         MissingExtraError: Warp is not installed.
@@ -41,7 +41,7 @@ def start_warp(what: str, extra: str) -> ModuleType:
     if first:  # later changes of this setting are the user's choice
         warp.config.log_level = warp.LOG_WARNING
     with _LOADING:
-        warp.init()  # once; before this Warp cannot use PyTorch's stream
+        warp.init()  # once; Warp cannot use PyTorch's stream before this
     return warp
 
 
@@ -49,7 +49,7 @@ def launch_warp(kernel: Any, threads: tuple[int, ...], *arguments: Any, device: 
     """Launch a Warp kernel on PyTorch's current stream; with no threads, do nothing.
 
     Args:
-        threads: their number along each dimension.
+        threads: the number of threads along each dimension.
         arguments: tensors, numbers, and Warp's own values.
         device: the device, if not that of the first tensor.
     """

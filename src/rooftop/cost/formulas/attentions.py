@@ -6,7 +6,7 @@ With B sequences, H query heads and P pairs of a query and a visible key, in dim
     backward   2 B H P (3 D + 2 V)      scores again; gradients of weights and values (V), of queries and keys (D)
 
 P is S_q · S_k, or under a causal mask only the part below the diagonal: S (S + 1) / 2 for a square one (tools that
-count whole squares report about twice that). A mask given as a tensor is read and added; the pairs that it hides depend
+count whole squares report about twice that). A mask given as a tensor is read and added; which pairs it hides depends
 on its values, so every pair counts. Fewer key heads than query heads (grouped queries) save bytes and no flops.
 """
 
@@ -81,7 +81,7 @@ def _pairs(call: Call, query: Tensor, key: Tensor) -> int:
 
 
 def _seen(call: Call, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Keys and values, without those after the last query, which a causal mask hides from all queries."""
+    """Keys and values, except those after the last query: a causal mask hides them from all queries."""
     queries, keys = query.shape[2], key.shape[2]
     if not call["is_causal"] or keys <= queries:
         return [key, value]

@@ -38,13 +38,14 @@ def all_reduce(call: Call) -> Cost:
 
 @cost_of("c10d::send", "c10d::reduce_")
 def given(call: Call) -> Cost:
-    """Each tensor is read; the sum that one rank also writes is not counted, since the rank is not known."""
+    """Each tensor is read. One rank also writes the sum; this is not counted, because the formula does not know which
+    rank."""
     return Cost(distinct_bytes(tensors_in(call["tensors"])))
 
 
 @cost_of("c10d::recv_", "c10d::recv_any_source_", "c10d::broadcast_")
 def taken(call: Call) -> Cost:
-    """Each tensor is written (the source of a broadcast is read instead: as many bytes)."""
+    """Each tensor is written. (The source of a broadcast reads it instead, which is as many bytes.)"""
     return Cost(0, distinct_bytes(tensors_in(call["tensors"])))
 
 

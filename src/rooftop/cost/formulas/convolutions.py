@@ -21,8 +21,8 @@ from rooftop.cost.registry import cost_of
     *aten("mkldnn_convolution slow_conv3d_forward"),
 )
 def convolution(call: Call) -> Cost:
-    """Multiply and add for each weight of each output; fused bias, sum and ReLU one each. Reads count only the pixels
-    that windows touch.
+    """Multiply and add for each weight of each output; a fused bias, sum or ReLU adds one flop. Reads count only the
+    pixels that windows touch.
     """
     source, weight = _source(call), call["weight"]
     out: Tensor = call.results[0]

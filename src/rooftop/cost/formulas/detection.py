@@ -1,4 +1,5 @@
-"""Operators of torchvision for detection: boxes, regions and deformable convolutions. Registered by name alone.
+"""Operators of torchvision for detection: boxes, regions and deformable convolutions. They are registered by name
+alone.
 
 A bilinear sample is 8 flops: four neighbours, each weighted and added.
 """

@@ -12,8 +12,8 @@ from rooftop.cost.formulas.streaming import Flops, cover, each, streaming
 
 
 def _scaled(flops: int, of_complex: int | None = None) -> Callable[[Call], int]:
-    """One more multiplication unless the factor (`alpha` of add, `value` of addcmul) is 1; two for complex numbers
-    times a real factor."""
+    """Flops of a factor (`alpha` of add, `value` of addcmul): one multiplication, or two for complex numbers times a
+    real factor. A factor of 1 costs none."""
 
     def counted(call: Call) -> int:
         factor = call.get("alpha", call.get("value", 1)) != 1
@@ -25,7 +25,7 @@ def _scaled(flops: int, of_complex: int | None = None) -> Callable[[Call], int]:
 
 
 def _either(flops: int, of_complex: int) -> Callable[[Call], int]:
-    """A formula that counts one thing for real numbers and another for complex ones."""
+    """A formula with separate counts for real and complex numbers."""
     return lambda call: of_complex if _is_complex(call) else flops
 
 

@@ -47,7 +47,8 @@ def embedding_bag(call: Call) -> Cost:
 def embedding_bag_backward(call: Call) -> Cost:
     """Adds the gradient of its bag to the row of each index; the whole table of gradients is written.
 
-    Several arguments say to which bag an index belongs (`offset2bag`, `offsets`, `bag_size`); it is read once.
+    Several arguments say to which bag an index belongs (`offset2bag`, `offsets`, `bag_size`). This information is read
+    once.
     """
     gradient, indices = call["grad"], call["indices"]  # (bags, E), (indices,)
     read = [gradient, indices, _bags(call), call["per_sample_weights"]]
@@ -57,7 +58,7 @@ def embedding_bag_backward(call: Call) -> Cost:
 
 
 def _bags(call: Call) -> Tensor:
-    """The argument that says which bag an index belongs to; for sums PyTorch leaves the longer form empty."""
+    """The argument that maps indices to bags; for sums PyTorch leaves the longer form empty."""
     bags: Tensor = call["offset2bag"]
     return bags if bags.numel() or "offsets" not in call else call["offsets"]
 
@@ -73,14 +74,15 @@ def embedding_bag_weights_backward(call: Call) -> Cost:
 
 @cost_of("aten::embedding_renorm")
 def embedding_renorm(call: Call) -> Cost:
-    """The norm of each indexed row (2 flops for each element), and its scale."""
+    """The norm of each indexed row (2 flops for each element), and the row's scaling."""
     table, indices = call["self"], call["indices"]
     count = indices.numel() * table.shape[1]
     rows = addressed_bytes(table, count)
     return Cost(rows + tensor_bytes(indices), rows, arithmetic(3 * count, [table]))
 
 
-# Each run of rows, of the given `lengths`, is reduced to one; backward repeats a gradient (and divides it for a mean).
+# Each run of rows, with the given `lengths`, is reduced to one row. Backward repeats a gradient, and for a mean divides
+# it.
 cost_of("aten::segment_reduce")(streaming(1, per="data"))
 
 
@@ -102,7 +104,8 @@ def scattering(addressed: Callable[[Call], int], flops: int = 0, *, accumulates:
     Args:
         addressed: the number of elements that the indices address.
         flops: per element, if it accumulates.
-        accumulates: whether the old value is needed; a name: if that argument is given and true.
+        accumulates: whether the old value is needed. A name stands for an argument that decides this: needed if it is
+            given and true.
     """
 
     def formula(call: Call) -> Cost:
@@ -133,8 +136,8 @@ def _rows_of_index(call: Call) -> int:
 def _indexed_elements(call: Call) -> int:
     """Elements that `self[indices]` addresses: the broadcast indices, times the dimensions without an index.
 
-    A mask addresses as many elements as it has true values. Its shape does not give that number, so the number of
-    values counts.
+    A mask addresses as many elements as it has true values. Its shape does not give that number, so all values of the
+    mask count.
     """
     target, indices = call["self"], [index for index in call["indices"] if index is not None]
     if any(index.dtype in (torch.bool, torch.uint8) for index in indices):

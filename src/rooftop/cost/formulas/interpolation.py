@@ -99,7 +99,8 @@ def grid_sampler(call: Call) -> Cost:
 
 @cost_of(*aten("grid_sampler_2d_backward grid_sampler_3d_backward cudnn_grid_sampler_backward"))
 def grid_sampler_backward(call: Call) -> Cost:
-    """The input's gradient needs only the grid; the grid's gradient also needs the input, along each dimension."""
+    """The gradient of the input needs only the grid. The gradient of the grid also needs the input, along each
+    dimension."""
     gradient, grid = call["grad_output"], call["grid"]
     taps, dimensions = _grid_taps(call), grid.shape[-1]
     mask = call.get("output_mask", (True, True))

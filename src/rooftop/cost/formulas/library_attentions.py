@@ -1,8 +1,10 @@
-"""The kernels below `scaled_dot_product_attention`, as libraries and nested tensors call them: heads after positions.
+"""The kernels below `scaled_dot_product_attention`, as libraries and nested tensors call them: their heads come after
+positions.
 
 Queries are (B, S, H, D), or with `cum_seq` (1, T, H, D) or (T, H, D): sequences of different lengths end to end. Their
 lengths are values, and a cost depends only on shapes. Sequences that attend to themselves need at least as many pairs
-as B equal ones of T / B positions (the sum of squares is least for equal lengths), so that number counts.
+as B equal ones of T / B positions (the sum of squares is least for equal lengths). So the formulas count that many
+pairs.
 """
 
 from __future__ import annotations

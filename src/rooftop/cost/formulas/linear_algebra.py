@@ -64,7 +64,7 @@ def singular_value_flops(m: int, n: int, vectors: bool, full: bool) -> float:
 
 
 def _of_matrix(count: Count, *, unread: tuple[str, ...] = ()) -> Formula:
-    """A formula for an operator on one matrix (or a batch of matrices), its first argument."""
+    """A formula for an operator on its first argument, a matrix or a batch of matrices."""
 
     def formula(call: Call) -> Cost:
         matrix: Tensor = next(iter(call.arguments.values()))  # (..., m, n)
@@ -159,7 +159,7 @@ def symmetric_eigenvalues(call: Call) -> Cost:
 
 @cost_of("aten::linalg_solve_triangular")
 def solve_triangular(call: Call) -> Cost:
-    """n² k; of the matrix only its triangle is read."""
+    """n² k flops; only one triangle of the matrix is read."""
     return _triangular(call, call["self"], call["B"], unit=call["unitriangular"])
 
 

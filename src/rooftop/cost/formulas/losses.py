@@ -53,7 +53,7 @@ cover(GRADIENTS)
 
 @cost_of(*aten("nll_loss_forward nll_loss2d_forward"))
 def nll_loss(call: Call) -> Cost:
-    """Picks one log-probability for each target, weighs and adds it; only the picked ones are read."""
+    """Picks one log-probability for each target, weighs it and adds it. Only the picked log-probabilities are read."""
     log_probability: Tensor = call["self"]  # (N, C) or (N, C, H, W)
     target, weight = call["target"], call["weight"]
     picked = target.numel() * log_probability.element_size()
@@ -123,8 +123,8 @@ CHUNKED_LINEAR_LOSSES = (
 
 @cost_of(*CHUNKED_LINEAR_LOSSES)
 def chunked_linear_cross_entropy(call: Call) -> Cost:
-    """`F.linear_cross_entropy` with options: it computes the logits of some samples at a time, and need not write them
-    to memory.
+    """`F.linear_cross_entropy` with options: it computes the logits for a few samples at a time, so they need not be
+    written to memory.
 
     One product for the logits, and one for each gradient (of input and weight) that is computed with the loss.
     """

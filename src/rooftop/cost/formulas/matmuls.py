@@ -1,6 +1,7 @@
 """Matrix products: 2 m n k flops, every operand moved once.
 
-A sparse factor counts by its stored elements: 2 nnz n flops with a dense (k, n), of which the addressed rows are read.
+A sparse factor counts by its stored elements: 2 nnz n flops with a dense (k, n), and only the addressed rows of the
+dense factor are read.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def _affine_flops(call: Call) -> int:
 
 @cost_of(*aten("native_layer_norm native_group_norm"))
 def row_norm(call: Call) -> Cost:
-    """Normalizes rows (of a layer, of a group of channels); the rows' mean and 1/σ are also results."""
+    """Normalizes rows (of a layer or a group of channels). The mean and 1/σ of each row are also results."""
     return streaming(_STATISTICS_FLOPS + _CENTRING_FLOPS + _affine_flops(call), per="input")(call)
 
 
@@ -128,7 +128,7 @@ def _norm_backward(
     )
 
 
-# The parts of a batch norm over several processes.
+# The operators that make up a batch norm over several processes.
 cost_of("aten::batch_norm_stats")(streaming(_STATISTICS_FLOPS, per="input"))
 cost_of("aten::batch_norm_update_stats")(streaming(_STATISTICS_FLOPS, per="input"))
 cost_of("aten::batch_norm_elemt")(streaming(_SCALE_AND_SHIFT_FLOPS, per="input"))

@@ -1,7 +1,7 @@
 """Optimizer steps: operators on lists of tensors (`_foreach_*`), and whole steps in one operator (`_fused_*`).
 
-Every tensor of every list counts once. Unnecessary changes by a fused step (of gradients, unless they are unscaled) do
-not count as written, whatever the schema allows.
+Every tensor of every list counts once. A fused step's schema allows it to change gradients. That counts as a write only
+if the step unscales them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ FUSED_STEPS: dict[str, FusedStep] = {
 
 @cost_of(*(f"aten::{name}" for name in FUSED_STEPS))
 def fused_step(call: Call) -> Cost:
-    """One step of all parameters: the rule's flops for each, and one for the loss scale if there is one."""
+    """One step of all parameters: the rule's flops for each element, and one more if there is a loss scale."""
     step = FUSED_STEPS[call.func._schema.name.removeprefix("aten::").removesuffix("_")]
     states = [tensor for name in step.states(call) for tensor in tensors_in(call[name])]
     parameters, gradients = call["self"], call["grads"]

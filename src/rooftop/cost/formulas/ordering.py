@@ -39,8 +39,8 @@ def binary_search(call: Call) -> Cost:
 def histogram(call: Call) -> Cost:
     """(..., D) points: a binary search among the edges of each dimension, and one addition for each point.
 
-    If only the number of bins is given, their bounds are computed first, with two comparisons for each coordinate; a
-    subtraction and a division then find the bin.
+    If only the number of bins is given, two comparisons for each coordinate first find the bounds. A subtraction and a
+    division then find the bin.
     """
     points: Tensor = call["self"]
     bins, name = call["bins"], call.func._schema.name

@@ -23,7 +23,7 @@ ELEMENTWISE = """
     log10 log1p log2 lt maximum minimum mul ne neg nextafter pow reciprocal remainder round rsqrt sign signbit sin sinh
     sqrt sub tan tanh trunc where
 """
-"""Named as in aten, with the same flops."""
+"""Operators with the same names and the same flops as in aten."""
 
 for _name in ELEMENTWISE.split():
     cost_of(f"prims::{_name}")(streaming((UNARY | BINARY | TERNARY)[_name]))

@@ -4,8 +4,8 @@
     dequantize   (q - zero) * scale                              2 flops
 
 A quantized operator dequantizes its inputs, computes, and quantizes its outputs. Products of integers count in `fp32`,
-as all integer arithmetic does: their own peak is not measured. Weights packed in an object are read once, one byte each
-(or the format's size); their biases and scales are part of the packing and not counted.
+as all integer arithmetic does: their own peak is not measured. Weights packed in an object are read once, with one byte
+each (or the format's size). Their biases and scales are hidden in the object and are not counted.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ POINTWISE: dict[str, int] = {
 
 
 def _pointwise(flops: int) -> Formula:
-    """Dequantizes each quantized operand (an element for each result), computes, quantizes."""
+    """A formula for dequantizing each quantized operand (one element for each result), computing, and quantizing the
+    result."""
 
     def per_element(call: Call) -> int:
         return DEQUANTIZE * sum(t.is_quantized for t in call.read_tensors) + flops + QUANTIZE
@@ -103,7 +104,7 @@ def _integer_product(call: Call, products: int, weight_bytes: int, epilogue: int
 
 @cost_of(*_quantized("linear linear_dynamic linear_relu linear_relu_dynamic linear_dynamic_fp16"))
 def linear(call: Call) -> Cost:
-    """(..., k) times packed (n, k) weights: a byte each, or two in float16."""
+    """(..., k) times packed (n, k) weights: one byte each, or two bytes in float16."""
     source: Tensor = call["X"]
     depth, width = source.shape[-1], call.out.shape[-1]
     size = 2 if call.func._schema.name.endswith("fp16") else 1

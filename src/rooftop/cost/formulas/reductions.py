@@ -99,7 +99,7 @@ def euclidean_distances(call: Call) -> Cost:
 
 @cost_of("aten::_pdist_forward")
 def pair_distances(call: Call) -> Cost:
-    """The same once for each pair of different rows: subtract, power, add for each coordinate, and a root."""
+    """Distances of each pair of different rows, once: subtract, power, add for each coordinate, and a root."""
     points: Tensor = call["self"]
     flops = call.out.numel() * (3 * points.shape[-1] + 1)
     return Cost(tensor_bytes(points), tensor_bytes(call.out), arithmetic(flops, [points]))
@@ -114,7 +114,7 @@ def pair_distances_backward(call: Call) -> Cost:
 
 @cost_of("aten::renorm")
 def renorm(call: Call) -> Cost:
-    """The norm of each slice (2 flops for each element), and its scale."""
+    """The norm of each slice (2 flops for each element), and the slice's scaling."""
     return streaming(3, per="self")(call)
 
 

@@ -21,12 +21,12 @@ def addressed_bytes(dense: Tensor, count: int) -> int:
 
 
 def value_bytes(sparse: Tensor) -> int:
-    """Bytes of only the values."""
+    """Bytes of the values alone."""
     return tensor_bytes(parts(sparse)[-1])
 
 
 def index_bytes(sparse: Tensor) -> int:
-    """Bytes of only the indices."""
+    """Bytes of the indices alone."""
     return distinct_bytes(parts(sparse)[:-1])
 
 
@@ -50,8 +50,8 @@ def multiply_adds(left: Tensor, right: Tensor, out: Tensor) -> int:
 
 
 def factor_bytes(left: Tensor, right: Tensor, *addends: Tensor) -> int:
-    """Bytes of both factors and of the summand. Of a dense factor, those of the rows (right) or columns (left) that the
-    sparse one addresses."""
+    """Bytes of both factors and of the summand. For a dense factor, only the rows (right factor) or columns (left
+    factor) that the sparse one addresses count."""
     if is_sparse(left) == is_sparse(right):
         return distinct_bytes([left, right, *addends])
     if is_sparse(left):
@@ -63,8 +63,8 @@ def factor_bytes(left: Tensor, right: Tensor, *addends: Tensor) -> int:
 
 
 def _lines(sparse: Tensor, dimension: int) -> int:
-    """Rows (-2) or columns (-1), in all matrices of a batch, that have a stored element: at most one per element, or
-    one per row or column of each block."""
+    """The number of rows (-2) or columns (-1) with a stored element, in all matrices of a batch: at most one per
+    element, or one per row or column of each block."""
     values = parts(sparse)[-1]
     if sparse.layout in (torch.sparse_bsr, torch.sparse_bsc):  # (..., blocks, rows, columns)
         stored = values.numel() // (values.shape[-2] * values.shape[-1]) * values.shape[dimension]
@@ -76,8 +76,8 @@ def _lines(sparse: Tensor, dimension: int) -> int:
 def elementwise_bytes(call: Call, read: Sequence[Tensor], written: Sequence[Tensor]) -> tuple[int, int]:
     """Bytes that an operator reads and writes if it reads each tensor once, and some tensors are sparse.
 
-    A sparse result needs only the elements of a dense operand at its own positions. A dense tensor that is changed in
-    place changes at the positions of the sparse operand. The earlier content of a sparse tensor that was changed in
+    A sparse result needs only the elements of a dense operand at its own positions. An in-place operator changes a
+    dense tensor only at the positions of the sparse operand. The earlier content of a sparse tensor that was changed in
     place is not available: its size is assumed to equal the present one.
     """
     target = written[0]

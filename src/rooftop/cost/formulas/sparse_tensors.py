@@ -1,7 +1,7 @@
 """Operators of sparse tensors: conversions, merging, masks, reductions, and products with a sparse result.
 
 The formulas of ordinary operators (`mm`, `add`, `relu`) count their sparse operands with the help of `sparse_operands`.
-This file has the operators that only sparse tensors have. Wrapping indices and values in a tensor moves nothing
+This file covers the operators that exist only for sparse tensors. Wrapping indices and values in a tensor moves nothing
 (`metadata`). A conversion moves everything that the result does not share with the operand.
 """
 
@@ -41,8 +41,8 @@ def coalesce(call: Call) -> Cost:
 def to_sparse(call: Call) -> Cost:
     """From a dense tensor, each element is compared with zero; between sparse layouts, shared parts stay.
 
-    Coordinates become compressed rows by counting the entries of each row; columns and values may stay in the same
-    memory.
+    Coordinates become compressed rows by counting the entries of each row; columns and values may stay where they are
+    in memory.
     """
     source: Tensor = call["self"]
     if not is_sparse(source):
@@ -122,7 +122,8 @@ def product_reduced_backward(call: Call) -> Cost:
 
 @cost_of(*aten("_sparse_semi_structured_mm _sparse_semi_structured_addmm"))
 def semi_structured_product(call: Call) -> Cost:
-    """Two of four elements of each row of (m, k) are kept, as (m, k / 2) and their positions: half the products."""
+    """Two of every four elements in each row of (m, k) are kept, as (m, k / 2) with their positions. This halves the
+    products."""
     kept = call["mat1"]
     epilogue = (call["beta"] != 0) + (call["beta"] not in (0, 1)) + (call["alpha"] != 1) if "beta" in call else 0
     flops = merged(

@@ -1,8 +1,8 @@
 """The formula that most operators share: they read and write their tensors once.
 
-    read  = distinct bytes of the input tensors, but for those of which the definition only needs the shape
-    write = distinct bytes of the output tensors
-    flops = constant × elements (of the output, or of a named argument) + constant × elements of the output
+    read = distinct bytes of the input tensors, except those whose shape is all that the definition needs write =
+    distinct bytes of the output tensors flops = constant × elements (of the output, or of a named argument) + constant
+    × elements of the output
 
 For sparse tensors, elements are the stored ones, and `sparse_operands` counts the bytes.
 
@@ -41,9 +41,10 @@ def streaming(
 
     Args:
         flops: for each element of `per`.
-        per: argument whose elements count (all its tensors if it is a list), None: the first result.
+        per: the argument whose elements count (all its tensors if it is a list); None: the first result.
         and_per_result: additional flops for each element of the first result.
-        unread: arguments of which only the shape is needed, or that are overwritten before they are read.
+        unread: arguments whose values are not needed: only their shape is used, or they are overwritten before they are
+            read.
     """
     unread = tuple(unread)
 
@@ -89,12 +90,12 @@ def elements(value: Any) -> int:
 
 
 def requested(results: Sequence[Any], output_mask: Sequence[bool]) -> list[Any]:
-    """The results that a mask requests; some implementations return memory for the others too."""
+    """The results that a mask requests. Some implementations return memory for the other results as well."""
     return [result for result, wanted in zip(results, output_mask, strict=False) if wanted]
 
 
 def arithmetic(count: int, tensors: Iterable[Tensor | None]) -> dict[str, int]:
-    """That many flops outside matrix units: in fp64 if any tensor is fp64, else in fp32."""
+    """Flops outside matrix units: in fp64 if any tensor is fp64, else in fp32."""
     if not count:
         return {}
     precisions = {precision_of(tensor.dtype) for tensor in tensors if tensor is not None}

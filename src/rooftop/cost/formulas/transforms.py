@@ -1,7 +1,7 @@
 """Fourier transforms: the data read once and written once, and the operations of the split-radix algorithm.
 
-A complex transform of n elements takes 4 n log₂ n - 6 n + 8 real operations (Yavne 1968), a real one half as many;
-several dimensions are transformed one after another. The scale of a norm is folded into the last factors.
+A complex transform of n elements takes 4 n log₂ n - 6 n + 8 real operations (Yavne 1968), a real one half as many.
+Several dimensions are transformed one after another. The scale of a norm is folded into the last factors.
 """
 
 from __future__ import annotations

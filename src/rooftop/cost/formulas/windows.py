@@ -41,6 +41,6 @@ def per_dimension(values: int | Sequence[int], dimensions: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _touched(size: int, windows: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
-    """Positions out of `size` along one dimension that are under a window."""
+    """The number of positions, of `size` along one dimension, that are under a window."""
     places = (w * stride - padding + k * dilation for w in range(windows) for k in range(kernel))
     return len({place for place in places if 0 <= place < size})

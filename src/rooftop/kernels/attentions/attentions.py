@@ -447,8 +447,8 @@ def attention(
         atomically.
 
     Raises:
-        TypeError: no dense tensors, or dtypes that do not fit.
-        ValueError: shapes or devices that do not fit, a scale that is not finite, or both masks.
+        TypeError: a tensor is not dense, or its dtype does not match.
+        ValueError: shapes or devices do not match, a scale that is not finite, or both masks.
         NotImplementedError: forward-mode differentiation, a second derivative, or in backward the gradient of the
             log-sum-exp in float16 on a GPU.
     """

@@ -248,8 +248,8 @@ def paged_attention(
         (B, H, D), dtype of the queries; scores, softmax and merging are float32 (float64 for float64).
 
     Raises:
-        TypeError: no dense tensors, or dtypes that do not fit.
-        ValueError: shapes or devices that do not fit; on the CPU also pages outside the cache, and lengths beyond the
+        TypeError: a tensor is not dense, or its dtype does not match.
+        ValueError: shapes or devices do not match; on the CPU also pages outside the cache, and lengths beyond the
             page table. On a GPU the result of a sequence with such an error is NaN.
         NotImplementedError: a tensor that needs a gradient, or forward-mode differentiation.
     """

@@ -233,8 +233,8 @@ def rope(
         they are known (an int, or tensors on the CPU); otherwise the result is NaN.
 
     Raises:
-        TypeError: no dense tensors, or dtypes that do not fit.
-        ValueError: shapes, devices or positions that do not fit. In place: memory that overlaps, or an x that autograd
+        TypeError: a tensor is not dense, or its dtype does not match.
+        ValueError: a shape, device or position is wrong. In place: memory that overlaps, or an x that autograd
             tracks.
         NotImplementedError: tables that require a gradient, or forward-mode differentiation.
     """

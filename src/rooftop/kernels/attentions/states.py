@@ -250,8 +250,8 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
         for rows that attend to no keys in either part. The arithmetic is done in the dtype of the log-sum-exps.
 
     Raises:
-        TypeError: no dense tensors, or dtypes that do not fit.
-        ValueError: shapes or devices that do not fit.
+        TypeError: a tensor is not dense, or its dtype does not match.
+        ValueError: shapes or devices do not match.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     _check(out_a, lse_a, out_b, lse_b)

@@ -450,8 +450,8 @@ def window_attention(
         matrix products read half precision without conversion. Under autocast query_key_value is cast to its dtype.
 
     Raises:
-        TypeError: no dense tensors, or dtypes that do not fit.
-        ValueError: shapes or devices that do not fit, a shift beyond the window, both scales, one that is not finite,
+        TypeError: a tensor is not dense, or its dtype does not match.
+        ValueError: shapes or devices do not match, a shift beyond the window, both scales, one that is not finite,
             or a dropout that is not a probability.
         NotImplementedError: forward-mode differentiation, or a second derivative, without dropout.
     """

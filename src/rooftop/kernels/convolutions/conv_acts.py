@@ -233,8 +233,8 @@ def conv_act(
         float64); under autocast the operands are cast as `conv2d`'s.
 
     Raises:
-        TypeError: no dense tensors, dtypes that do not fit, or sizes that are no integers.
-        ValueError: shapes, sizes or devices that do not fit, or an unknown activation.
+        TypeError: a tensor is not dense, its dtype does not match, or a size is not an integer.
+        ValueError: shapes, sizes or devices do not match, or the activation is unknown.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     prepared = _prepared("conv_act", input, weight, bias, residual, stride, padding, dilation, groups, activation)

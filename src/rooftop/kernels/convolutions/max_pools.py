@@ -97,8 +97,8 @@ def max_pool2d(
         (N, C, OH, OW), channels last if input is; NaN if a window contains one.
 
     Raises:
-        TypeError: no dense tensor, a dtype that is not floating point, or sizes that are no integers.
-        ValueError: shapes or sizes that do not fit.
+        TypeError: the input is not a dense tensor of floating point, or a size is not an integer.
+        ValueError: shapes or sizes do not match.
         NotImplementedError: an input that needs a gradient, or forward-mode differentiation.
     """
     window = _window("max_pool2d", input, kernel_size, stride, padding, dilation)

@@ -117,8 +117,8 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
         (..., N), contiguous, of the inputs' dtype. The arithmetic is float32 (float64 for float64).
 
     Raises:
-        TypeError: no dense tensors, or dtypes that do not fit.
-        ValueError: shapes or devices that do not fit.
+        TypeError: a tensor is not dense, or its dtype does not match.
+        ValueError: shapes or devices do not match.
     """
     _check(gate, up)
     return _swiglu(gate, up)

@@ -190,8 +190,8 @@ def trilinear_interpolate_cuda(features: Tensor, points: Tensor) -> Tensor:
         (B, C), the dtype of features; added up in float32 (float64 for float64).
 
     Raises:
-        TypeError: no dense tensors, or dtypes that are not floating point.
-        ValueError: shapes or devices that do not fit.
+        TypeError: a tensor is not dense, or its dtype is not floating point.
+        ValueError: shapes or devices do not match.
         MissingExtraError: on a GPU, without NVRTC or `cuda.core`.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """

@@ -146,8 +146,8 @@ def embedding(
         only on the tokens, so the bits are the same each time.
 
     Raises:
-        TypeError: no dense tensors, or dtypes that do not fit.
-        ValueError: shapes or devices that do not fit, a padding_idx outside of the table.
+        TypeError: a tensor is not dense, or its dtype does not match.
+        ValueError: shapes or devices do not match, a padding_idx outside of the table.
         NotImplementedError: max_norm, scale_grad_by_freq, sparse.
     """
     for name, given in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):

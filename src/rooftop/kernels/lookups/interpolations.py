@@ -79,8 +79,8 @@ def trilinear_interpolate(features: Tensor, points: Tensor) -> Tensor:
         float64).
 
     Raises:
-        TypeError: no dense tensors, or dtypes that are not floating point.
-        ValueError: shapes or devices that do not fit.
+        TypeError: a tensor is not dense, or its dtype is not floating point.
+        ValueError: shapes or devices do not match.
         MissingExtraError: on a GPU, without Triton.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """

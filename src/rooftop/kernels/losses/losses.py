@@ -389,8 +389,8 @@ def cross_entropy(
         micro-batches would keep that NaN.
 
     Raises:
-        TypeError: no dense tensors, or dtypes that do not fit (class probabilities, too).
-        ValueError: shapes, devices or numbers that do not fit; targets that are no class, on the CPU and, with
+        TypeError: a tensor is not dense, or its dtype does not match (class probabilities included).
+        ValueError: a shape, device or number is wrong; targets that are no class, on the CPU and, with
             ROOFTOP_CHECK=1 in the environment, on a GPU. Without ROOFTOP_CHECK=1, the rows of such targets and a
             reduced loss are NaN on a GPU; a mean is divided by the weights of the other targets, whose gradients are
             finite.
@@ -449,7 +449,7 @@ def check_arguments(
 
     Raises:
         TypeError: an argument that is no tensor, or has a dtype that the losses do not support.
-        ValueError: shapes, devices or values that do not fit; the message names the argument.
+        ValueError: a shape, device or value is wrong; the message names the argument.
     """
     if not isinstance(x, LogitsShape):
         check_tensors(name, FLOATS, input=x)

@@ -249,8 +249,8 @@ def linear_act(
         products use TF32 only if torch is allowed to. Under autocast the operands are cast as in `linear`.
 
     Raises:
-        TypeError: no dense tensors, or dtypes that do not fit.
-        ValueError: shapes or devices that do not fit, or an unknown activation.
+        TypeError: a tensor is not dense, or its dtype does not match.
+        ValueError: shapes or devices do not match, or the activation is unknown.
         NotImplementedError: forward-mode differentiation.
     """
     if activation == "none" and residual is None and _is_torchs(input, weight, bias):
@@ -290,7 +290,7 @@ def activation_of(before: Tensor, activation: str) -> Tensor:
         activation: as in `linear_act`.
 
     Raises:
-        ValueError: an unknown activation.
+        ValueError: the activation is unknown.
     """
     check_choice("activation_of", "activation", activation, ACTIVATIONS)
     return _activation(before.detach().reshape(-1, before.shape[-1]), activation).view(before.shape)

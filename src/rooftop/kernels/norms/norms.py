@@ -299,8 +299,8 @@ def layer_norm(
         Like input; under a GPU's autocast float32, as in PyTorch. Statistics are float32 (float64 for float64).
 
     Raises:
-        TypeError: no dense tensors, or dtypes that are not floating point.
-        ValueError: shapes or devices that do not fit.
+        TypeError: a tensor is not dense, or its dtype is not floating point.
+        ValueError: shapes or devices do not match.
     """
     shape = check_norm("layer_norm", normalized_shape, input, None, weight=weight, bias=bias)
     dtype = result_dtype("layer_norm", input)
@@ -325,8 +325,8 @@ def rms_norm(
         Like input; under a GPU's autocast float32, as in PyTorch. Statistics are float32 (float64 for float64).
 
     Raises:
-        TypeError: no dense tensors, or dtypes that are not floating point.
-        ValueError: shapes or devices that do not fit.
+        TypeError: a tensor is not dense, or its dtype is not floating point.
+        ValueError: shapes or devices do not match.
     """
     shape = check_norm("rms_norm", normalized_shape, input, None, weight=weight)
     eps, dtype = rms_eps(input, eps), result_dtype("rms_norm", input)

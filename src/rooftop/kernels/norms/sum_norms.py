@@ -220,7 +220,7 @@ def add_layer_norm(
 
     Raises:
         TypeError: no dense tensors, or dtypes that are not floating point, or residual of another dtype than input.
-        ValueError: shapes or devices that do not fit.
+        ValueError: shapes or devices do not match.
     """
     if _is_plain_sum(input, residual, normalized_shape, weight, bias, input_bias):
         total = add_reference(input, residual, input_bias)

@@ -392,7 +392,7 @@ def conv_lstm_sequence(
         gates' memory format. Dtypes and arithmetic are those of `conv_lstm_gates`; autocast casts nothing.
 
     Raises:
-        TypeError: no dense tensors, or dtypes that do not fit.
+        TypeError: a tensor is not dense, or its dtype does not match.
         ValueError: shapes, devices or names that do not fit.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """

@@ -289,7 +289,7 @@ def conv_lstm_gates(
         and a float32 cell, the cell keeps its accuracy over time.
 
     Raises:
-        TypeError: no dense tensors, or dtypes that do not fit.
+        TypeError: a tensor is not dense, or its dtype does not match.
         ValueError: shapes, devices or names that do not fit.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """

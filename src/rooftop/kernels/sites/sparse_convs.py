@@ -346,7 +346,7 @@ def sparse_conv(
         products use TF32 only if torch is allowed to use it for convolutions. The bits are the same each time.
 
     Raises:
-        TypeError: no dense tensors, or dtypes that do not fit.
+        TypeError: a tensor is not dense, or its dtype does not match.
         ValueError: shapes, devices or, on a CPU, tables that do not fit.
         MissingExtraError: on a GPU, without Triton.
         NotImplementedError: forward-mode differentiation, or a second derivative.

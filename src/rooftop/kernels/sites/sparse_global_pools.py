@@ -196,7 +196,7 @@ def sparse_global_max_pool(features: Tensor, batch: Tensor, batch_size: int) -> 
         its features is NaN. All features that equal a maximum share its gradient equally.
 
     Raises:
-        TypeError: no dense tensors, or dtypes that do not fit.
+        TypeError: a tensor is not dense, or its dtype does not match.
         ValueError: shapes, devices, or, on a CPU, batch elements that do not fit.
         MissingExtraError: on a GPU, without Triton.
         NotImplementedError: forward-mode differentiation, or a second derivative.

@@ -220,7 +220,7 @@ def sparse_max_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None
         neighbour is NaN. All features that equal the maximum get its gradient.
 
     Raises:
-        TypeError: no dense tensors, or dtypes that do not fit.
+        TypeError: a tensor is not dense, or its dtype does not match.
         ValueError: shapes, devices or, on a CPU, tables that do not fit.
         MissingExtraError: on a GPU, without Triton.
         NotImplementedError: forward-mode differentiation, or a second derivative.

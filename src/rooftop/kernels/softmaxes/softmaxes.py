@@ -155,7 +155,7 @@ def softmax(
         exponentials are float32 (float64 for float64). Under a GPU's autocast the result is float32, as in PyTorch.
 
     Raises:
-        TypeError: no dense tensors, or dtypes that do not fit.
+        TypeError: a tensor is not dense, or its dtype does not match.
         ValueError: dimensions, shapes or devices that do not fit, a scale that is not finite.
     """
     return _along("softmax", input, dim, dtype, mask, scale)

@@ -157,8 +157,8 @@ class ConvLSTM2D(nn.Module):
             not always contiguous.
 
         Raises:
-            TypeError: dtypes that do not fit.
-            ValueError: shapes that do not fit, a frame smaller than the kernel, or another batch size than that of a
+            TypeError: the dtypes do not match.
+            ValueError: shapes do not match, a frame smaller than the kernel, or another batch size than that of a
                 stateful layer's state.
         """
         output, (hidden, cell) = self.unrolled(x, initial_state, mask, last_only=not self.return_sequences)

@@ -34,7 +34,7 @@ def assign_on_host(cost: Tensor, valid: Tensor) -> Tensor:
         query because there are more targets than queries.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes do not match.
         MissingExtraError: scipy is not installed.
     """
     try:
